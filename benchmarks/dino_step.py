@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.sparo import Sparo
 from sparo_train.models.vit_config import DROP_RANGE
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
@@ -38,7 +38,7 @@ def our_step(batch: int, sparo: bool, device: str) -> Callable[[], None]:
     tree = {"kind": "dino", "model": {"arch": "vit_small", "readout": {"kind": "sparo" if sparo else "cls"}}}
     engine = LocalEngine(
         LocalEngineConfig(precision="bf16" if device == "cuda" else "fp32", attention="fused"),
-        OptimConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.04, clip_grad_norm=3.0, clip_per="tensor"),
+        AdamWConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.04, clip_grad_norm=3.0, clip_per="tensor"),
     )
     engine.prepare(DinoObjective(DinoObjectiveConfig.model_validate(tree)))
     blocks = 11 if sparo else 12

@@ -19,9 +19,9 @@ from common import interleave, noise_shards, parser, report, row, seconds, train
 
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
+from sparo_train.core.registries import OPTIMIZERS
 from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
@@ -44,8 +44,8 @@ class Case(NamedTuple):
 CASES = [
     Case("blocks frozen", {"freeze": "blocks"}, {}, {}, 2.0),
     Case("objective.ema", {}, {"ema": EmaConfig()}, {}, 0.9),
-    Case("optim.muon", {}, {}, {"muon": {}}, None),
-    Case("optim.muon", {}, {}, {"muon": {}}, 0.9, times=4),
+    Case("optim.kind=muon", {}, {}, {"kind": "muon"}, None),
+    Case("optim.kind=muon", {}, {}, {"kind": "muon"}, 0.9, times=4),
 ]
 
 
@@ -56,7 +56,7 @@ def step(
     torch.manual_seed(0)
     model = {"backbone": "ViT-S-32", "readout": {"kind": "sparo"}, "vision": dict(tower), "text": dict(tower)}
     config = ClipObjectiveConfig(model=ClipConfig.model_validate(model), **objective)
-    engine = LocalEngine(LocalEngineConfig(precision="fp32"), OptimConfig(**optim))
+    engine = LocalEngine(LocalEngineConfig(precision="fp32"), OPTIMIZERS.get(optim.get("kind", "adamw"))(**optim))
     engine.prepare(ClipObjective(config))
     text = torch.randint(300, 40000, (batch, 32))
     text[:, 0], text[:, -1] = 49406, 49407

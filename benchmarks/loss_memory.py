@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.ring import Ring, Shift
-from sparo_train.objectives.contrastive import contrastive
+from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
 
 RANKS, SHARE = 64, 512
 CASES = (4096, 8192)
@@ -65,7 +65,7 @@ def features(d: int, b: int = SHARE, seed: int = 0, device: str = "cpu") -> list
 
 def run(form: str, image: Tensor, text: Tensor, scale: Tensor) -> None:
     if form == "ours":
-        contrastive(image, text, scale, exchange="ring", ring=OneOf64()).total.backward()
+        contrastive(image, text, scale, loss=SoftmaxLoss(exchange="ring"), ring=OneOf64()).total.backward()
     else:
         torch.distributed.nn.all_gather = GatherOf64.apply
         ClipLoss(local_loss=True, gather_with_grad=True, rank=0, world_size=RANKS)(image, text, scale).backward()
@@ -88,7 +88,7 @@ def gradients_on(rank: int, folder: str, form: str, size: int) -> None:
     image, text = features(1024, 32, seed=rank)
     scale = torch.tensor(20.0, requires_grad=True)
     if form == "ours":
-        contrastive(image, text, scale, exchange="ring").total.backward()
+        contrastive(image, text, scale, loss=SoftmaxLoss(exchange="ring")).total.backward()
     else:
         loss = ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=size)
         loss(image, text, scale).backward()

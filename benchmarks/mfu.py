@@ -17,7 +17,7 @@ from common import interleave, parser, report, row, seconds, training_step
 
 from sparo_train.core.contracts import Objective, Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.vit_config import VitConfig
 from sparo_train.objectives.clip import ClipObjective
@@ -66,7 +66,7 @@ def main() -> None:
         data, steps = make(batch), {}
         for compiled in (True, False) if on_gpu else (False,):
             torch.manual_seed(0)
-            engine = LocalEngine(LocalEngineConfig(precision="bf16", compile=compiled), OptimConfig())
+            engine = LocalEngine(LocalEngineConfig(precision="bf16", compile=compiled), AdamWConfig())
             engine.prepare(build())
             steps[compiled] = training_step(engine, engine.device_context.to_device(data), Progress(0, 100, 0))
         flops, device = FlopCounter(build).per_sample(data) * batch, engine.device

@@ -32,7 +32,7 @@ from sparo_train.engine.local import DeviceConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
-from sparo_train.objectives.contrastive import contrastive
+from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
 
 MODELS = ("ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-g-14")
 RANKS = (1, 8, 64, 1024)
@@ -147,7 +147,7 @@ def loss(ranks: int, local: int, width: int) -> dict[str, float]:
     scale = torch.tensor(20.0, requires_grad=True)
 
     def run(image: Tensor, text: Tensor, size: int) -> None:
-        contrastive(image, text, scale, exchange="ring", ring=_OneOf(size)).total.backward()
+        contrastive(image, text, scale, loss=SoftmaxLoss(exchange="ring"), ring=_OneOf(size)).total.backward()
 
     def draw(count: int) -> list[Tensor]:
         return [F.normalize(torch.randn(count, width, generator=generator), dim=1).requires_grad_() for _ in range(2)]

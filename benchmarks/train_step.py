@@ -23,7 +23,7 @@ from common import interleave, parser, report, row, seconds, training_step
 
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
@@ -45,7 +45,7 @@ def our_step(batch: int, bf16: bool, cut: bool) -> Callable[[], None]:
     config = ClipObjectiveConfig(
         model=ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": {"kind": "sparo"}})
     )
-    engine = LocalEngine(LocalEngineConfig(precision="bf16" if bf16 else "fp32"), OptimConfig())
+    engine = LocalEngine(LocalEngineConfig(precision="bf16" if bf16 else "fp32"), AdamWConfig())
     engine.prepare(ClipObjective(config))
     text = tokens(batch, 24 if cut else 77)
     data = {

@@ -11,32 +11,47 @@ from typing import TYPE_CHECKING, Any
 from sparo_train import __version__
 
 if TYPE_CHECKING:
-    from evals.encoders.loading import load_encoder
-    from evals.encoders.masked import MaskedEncoder
-    from evals.feature_store.features import FeatureStore
-    from evals.report.results_file import read_records
-    from evals.sets.wds import WdsSet
-    from evals.slots.attend import attend
-    from evals.slots.overlay import image_crop, spotlight
-    from evals.slots.word_profiles import informative_slots, word_profiles
-    from evals.suite.evaluate import EvalOptions, evaluate, only_slots
-    from evals.tasks.result import Result
-    from launch.commands.making import make_scenes
-    from launch.commands.recipes import load_run as load_recipe
-    from launch.commands.train import train as fit
-    from sparo_train.core.contracts import CoupledObjective, Loss, Objective
-    from sparo_train.models.clip_config import ClipConfig
-    from sparo_train.models.clip_model import Clip
-    from sparo_train.models.readout import ReadOut, ReadOutConfig, ReadOutPair, Slots, normalize_slots
-    from sparo_train.models.sparo import Sparo, SparoReadOut
-    from sparo_train.models.vit import Vit
-    from sparo_train.models.vit_config import VitConfig
-    from sparo_train.objectives.method import Method
-    from sparo_train.train.run_config import RunConfig
+    from evals.encoders.loading import load_encoder as load_encoder
+    from evals.encoders.masked import MaskedEncoder as MaskedEncoder
+    from evals.feature_store.features import FeatureStore as FeatureStore
+    from evals.report.results_file import read_records as read_records
+    from evals.sets.wds import WdsSet as WdsSet
+    from evals.slots.attend import attend as attend
+    from evals.slots.overlay import image_crop as image_crop
+    from evals.slots.overlay import spotlight as spotlight
+    from evals.slots.word_profiles import informative_slots as informative_slots
+    from evals.slots.word_profiles import word_profiles as word_profiles
+    from evals.suite.evaluate import EvalOptions as EvalOptions
+    from evals.suite.evaluate import evaluate as evaluate
+    from evals.suite.evaluate import only_slots as only_slots
+    from evals.tasks.result import Result as Result
+    from launch.commands.making import make_scenes as make_scenes
+    from launch.commands.recipes import load_run as load_recipe  # noqa: F401
+    from launch.commands.train import train as fit  # noqa: F401
+    from sparo_train.core.config import field as field
+    from sparo_train.core.contracts import CoupledObjective as CoupledObjective
+    from sparo_train.core.contracts import Loss as Loss
+    from sparo_train.core.contracts import Objective as Objective
+    from sparo_train.engine.optim import OptimConfig as OptimConfig
+    from sparo_train.models.clip_config import ClipConfig as ClipConfig
+    from sparo_train.models.clip_model import Clip as Clip
+    from sparo_train.models.readout import ReadOut as ReadOut
+    from sparo_train.models.readout import ReadOutConfig as ReadOutConfig
+    from sparo_train.models.readout import ReadOutPair as ReadOutPair
+    from sparo_train.models.readout import Slots as Slots
+    from sparo_train.models.readout import normalize_slots as normalize_slots
+    from sparo_train.models.sparo import Sparo as Sparo
+    from sparo_train.models.sparo import SparoReadOut as SparoReadOut
+    from sparo_train.models.vit import Vit as Vit
+    from sparo_train.models.vit_config import VitConfig as VitConfig
+    from sparo_train.objectives.contrastive import ContrastiveLoss as ContrastiveLoss
+    from sparo_train.objectives.method import Method as Method
+    from sparo_train.train.run_config import RunConfig as RunConfig
 
 _SOURCES = {
     "Clip": "sparo_train.models.clip_model:Clip",
     "ClipConfig": "sparo_train.models.clip_config:ClipConfig",
+    "ContrastiveLoss": "sparo_train.objectives.contrastive:ContrastiveLoss",
     "CoupledObjective": "sparo_train.core.contracts:CoupledObjective",
     "EvalOptions": "evals.suite.evaluate:EvalOptions",
     "FeatureStore": "evals.feature_store.features:FeatureStore",
@@ -44,6 +59,7 @@ _SOURCES = {
     "MaskedEncoder": "evals.encoders.masked:MaskedEncoder",
     "Method": "sparo_train.objectives.method:Method",
     "Objective": "sparo_train.core.contracts:Objective",
+    "OptimConfig": "sparo_train.engine.optim:OptimConfig",
     "ReadOut": "sparo_train.models.readout:ReadOut",
     "ReadOutConfig": "sparo_train.models.readout:ReadOutConfig",
     "ReadOutPair": "sparo_train.models.readout:ReadOutPair",
@@ -57,6 +73,7 @@ _SOURCES = {
     "WdsSet": "evals.sets.wds:WdsSet",
     "attend": "evals.slots.attend:attend",
     "evaluate": "evals.suite.evaluate:evaluate",
+    "field": "sparo_train.core.config:field",
     "fit": "launch.commands.train:train",
     "image_crop": "evals.slots.overlay:image_crop",
     "informative_slots": "evals.slots.word_profiles:informative_slots",
@@ -69,42 +86,7 @@ _SOURCES = {
     "spotlight": "evals.slots.overlay:spotlight",
     "word_profiles": "evals.slots.word_profiles:word_profiles",
 }
-__all__ = [
-    "Clip",
-    "ClipConfig",
-    "CoupledObjective",
-    "EvalOptions",
-    "FeatureStore",
-    "Loss",
-    "MaskedEncoder",
-    "Method",
-    "Objective",
-    "ReadOut",
-    "ReadOutConfig",
-    "ReadOutPair",
-    "Result",
-    "RunConfig",
-    "Slots",
-    "Sparo",
-    "SparoReadOut",
-    "Vit",
-    "VitConfig",
-    "WdsSet",
-    "__version__",
-    "attend",
-    "evaluate",
-    "fit",
-    "image_crop",
-    "informative_slots",
-    "load_encoder",
-    "load_recipe",
-    "make_scenes",
-    "normalize_slots",
-    "only_slots",
-    "read_records",
-    "spotlight",
-    "word_profiles",
-]
+__all__ = ["__version__", *_SOURCES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

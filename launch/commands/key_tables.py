@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,7 +20,7 @@ from sparo_train.core.recipe.config_keys import (
     value_text,
 )
 from sparo_train.core.recipe.layers import load_recipe
-from sparo_train.core.registries import ENGINES, METHODS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
+from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 
@@ -32,6 +32,8 @@ FieldId = tuple[type[BaseModel], str]
 _TABLES: tuple[tuple[Registry, str, str], ...] = (
     (METHODS, "Methods", "objective"),
     (READOUTS, "Read-outs", "objective.model.readout"),
+    (LOSSES, "Losses of CLIP", "objective.loss"),
+    (OPTIMIZERS, "Optimizers", "optim"),
     (SLOT_ENCODERS, "Image encoders of slot models", "objective.model.encoder"),
     (ENGINES, "Engines", "engine"),
     (SOURCES, "Sources", f"data.sources.{NAME}"),
@@ -52,11 +54,13 @@ def find_keys(word: str) -> list[Key]:
     Raises:
         ConfigError: there is none; with near misses.
     """
-    # Rows of a table share blocks: each key once.
-    keys = list(dict.fromkeys(keys_of(RunConfig)))
+    keys = _once_each(keys_of(RunConfig))
     if not word:
         return [key for key in keys if "." not in key.dotted]
     words = word.split(".")
+    # The key that names a registry's entry is listed as the block itself.
+    if len(words) > 1 and words[-1] in ("kind", "task"):
+        words = words[:-1]
     exact = [key for key in keys if _matches_suffix(key.dotted.split("."), words)]
     # what a row of an inner table has is listed where that table is asked for
     near = [key for key in exact if not _inside_registry(key, len(words), exact)]
@@ -65,6 +69,19 @@ def find_keys(word: str) -> list[Key]:
     if not matches:
         raise ConfigError(f"{word}: no key of a recipe; {_suggestion(word, keys)}")
     return matches
+
+
+def _once_each(keys: Iterable[Key]) -> list[Key]:
+    """Return the keys without repetitions; a key that several entries of a registry inherit from one class names all of them."""
+    labels: dict[tuple[str, type], list[str]] = {}
+    first: dict[tuple[str, type], Key] = {}
+    for key in keys:
+        owner = next(cls for cls in reversed(key.owner.__mro__) if key.name in getattr(cls, "model_fields", {}))
+        first.setdefault((key.dotted, owner), key)
+        labels.setdefault((key.dotted, owner), []).append(key.entry_label)
+    return [
+        key._replace(entry_label=", ".join(dict.fromkeys(filter(None, labels[place])))) for place, key in first.items()
+    ]
 
 
 def _suggestion(word: str, keys: Sequence[Key]) -> str:

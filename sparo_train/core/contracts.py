@@ -121,7 +121,7 @@ class Objective(nn.Module, ABC):
         return [name for name, p in self.named_parameters() if p.ndim < 2]
 
     def adamw_only_parameters(self) -> Iterable[str]:
-        """Names of matrices that `optim.muon` leaves alone: what modules list under this name (queries, tables, many matrices in one)."""
+        """Names of matrices that `optim.kind: muon` leaves alone: what modules list under this name (queries, tables, many matrices in one)."""
         for place, module in self.named_modules():
             listed = getattr(module, "adamw_only_parameters", ())
             if module is not self and isinstance(listed, tuple):

@@ -27,6 +27,16 @@ _TOWER_PARTS = (
     "blocks class_embedding cls_token reg_token positional_embedding pos_embed token_embedding attn_mask attn_pool proj text_projection"
 )
 
+# CLIP's loss between images and texts: a config that computes it (objectives/contrastive.py: ContrastiveLoss).
+LOSSES = Registry(
+    "sparo.losses",
+    {
+        "softmax": "sparo_train.objectives.contrastive:SoftmaxLoss",
+        "sigmoid": "sparo_train.objectives.contrastive:SigmoidLoss",
+    },
+    ("mean_loss",),
+)
+
 # How tokens become slots: a config, which builds the read-outs of both towers (models/readout.py).
 READOUTS = Registry(
     "sparo.readouts",
@@ -81,6 +91,16 @@ ENGINES = Registry(
         "deepspeed": "sparo_train.engine.deepspeed:ENGINE",
     },
     ("config", "build", "costs", "one_process"),
+)
+
+# What steps the parameters: a config that builds it (engine/optim.py: OptimConfig).
+OPTIMIZERS = Registry(
+    "sparo.optimizers",
+    {
+        "adamw": "sparo_train.engine.optim:AdamWConfig",
+        "muon": "sparo_train.engine.muon:MuonConfig",
+    },
+    ("build", "state_names"),
 )
 
 # Where samples lie: config, and what opens it (data/read/sources.py).

@@ -62,7 +62,7 @@ class DeepSpeedEngine:
     holds them, which it cannot do with 0-d ones. Checkpoints are ours, of fp32 master weights, for any engine and world size.
 
     Raises:
-        ConfigError: DeepSpeed is not installed; one rank; Muon; an objective that holds parameters back.
+        ConfigError: DeepSpeed is not installed; one rank; an optimizer that is not elementwise; an objective that holds parameters back.
     """
 
     replicated = False
@@ -79,11 +79,6 @@ class DeepSpeedEngine:
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
             raise ConfigError("engine.kind=deepspeed shards over ranks, and there is one; use engine.kind=local")
-        # Refused before anything is sharded, with what would do it instead.
-        if self.optim_config.muon is not None:
-            raise ConfigError(
-                "optim.muon: DeepSpeed keeps parameters as vectors, of which no update can be made orthogonal; use engine.kind=fsdp2 or ddp"
-            )
         # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
         self._refuse_frozen_steps(objective, Progress(0, 1, 0))
         # Taken before DeepSpeed flattens them; checkpoints have the shapes of the model.
@@ -132,7 +127,7 @@ class DeepSpeedEngine:
         with self.ranks.error_context("sharding the model"):
             self._root, *_ = deepspeed.initialize(
                 model=root,
-                optimizer=build_optimizer(self.optim_config, objective),
+                optimizer=build_optimizer(self.optim_config, objective, self.config.kind),
                 dist_init_required=False,
                 config={
                     "train_micro_batch_size_per_gpu": 1,  # the loop cuts batches itself
@@ -144,7 +139,7 @@ class DeepSpeedEngine:
                     "zero_optimization": zero,
                 },
             )
-        self._zero = Zero(self._root, self.config.stage)
+        self._zero = Zero(self._root, self.config.stage, self.optim_config.state_names)
         self._zero.zero_gradients()
         # What the loss itself reads is gathered by no submodule's hook.
         if self.config.stage == 3:
@@ -267,10 +262,10 @@ def _costs(config: DeepSpeedEngineConfig, sizes: Sizes, ranks: int) -> Costs:
     p, t, cast = sizes.parameters, sizes.learning, casts(config, sizes)
     sent = (ranks - 1) / ranks * (2 * 4 * p + 4 * t)
     if config.stage == 3:
-        return Costs(4 * p / ranks, 4 * t / ranks, 8 * t / ranks, 4 * sizes.live + cast, sent)
+        return Costs(4 * p / ranks, 4 * t / ranks, sizes.moments / ranks, 4 * sizes.live + cast, sent)
     gradients = 4 * t if config.stage == 1 else 4 * t / ranks
     # Master weights beside the ones to compute with, although both are fp32; gradients are all-reduced.
-    return Costs(4 * p, gradients, 12 * t / ranks, cast, sent)
+    return Costs(4 * p, gradients, (4 * t + sizes.moments) / ranks, cast, sent)
 
 
 ENGINE = EngineKind(DeepSpeedEngineConfig, DeepSpeedEngine, _costs)

@@ -1,4 +1,4 @@
-"""What an engine is to a recipe, and what it keeps and sends per rank: fp32 weights, gradients and two Adam moments.
+"""What an engine is to a recipe, and what it keeps and sends per rank: fp32 weights, gradients and the optimizer's state.
 
 Activations and the loss's features are not in the costs: they do not depend on the engine.
 """
@@ -15,24 +15,33 @@ from .optim import OptimConfig
 
 
 class Sizes(NamedTuple):
-    """Parameters: all of them, those of the largest shard unit, those outside of all units, and those that are trained (None: all)."""
+    """Numbers of parameters: all, those of the largest shard unit, those outside of all units, and the trained ones (None: all).
+
+    state_tensors: fp32 tensors of a parameter's size that the optimizer keeps for it; 2 for AdamW.
+    """
 
     parameters: int
     largest_unit: int
     outside: int
     trained: int | None = None
+    state_tensors: int = 2
 
     @staticmethod
-    def of(objective: Objective) -> Sizes:
+    def of(objective: Objective, state_tensors: int = 2) -> Sizes:
         parameters = sum(p.numel() for p in objective.parameters())
         units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
         trained = sum(p.numel() for p in objective.parameters() if p.requires_grad)
-        return Sizes(parameters, max(units, default=0), parameters - sum(units), trained)
+        return Sizes(parameters, max(units, default=0), parameters - sum(units), trained, state_tensors)
 
     @property
     def learning(self) -> int:
         """Those with gradients and moments."""
         return self.parameters if self.trained is None else self.trained
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's state of all trained parameters."""
+        return 4 * self.state_tensors * self.learning
 
     @property
     def live(self) -> int:
@@ -85,4 +94,4 @@ def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:
     """Everything on every rank; gradients are all-reduced."""
     p, t = sizes.parameters, sizes.learning
     # A ring sends a gradient twice, each time all but its own share.
-    return Costs(4 * p, 4 * t, 8 * t, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * t)
+    return Costs(4 * p, 4 * t, sizes.moments, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * t)

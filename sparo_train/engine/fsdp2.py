@@ -146,7 +146,7 @@ def _costs(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int) -> Costs:
     cast = casts(config, sizes) if width == 4 else 0
     gathered = width * (sizes.live if config.reshard_after_forward else p) + cast
     sent = inside * (width * (p + again) + reduced * t) + 2 * (copies - 1) / copies * reduced * t / shard
-    states = (4 * p / shard, 4 * t / shard, 8 * t / shard)
+    states = (4 * p / shard, 4 * t / shard, sizes.moments / shard)
     if config.cpu_offload:
         return Costs(0, 0, 0, gathered, sent, host=sum(states))
     return Costs(*states, gathered, sent)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..core.contracts import Objective, Progress
-from .muon import CombinedOptimizer
-from .optim import OptimConfig, learning_rate, weight_decay
+from .optim import OptimConfig, Optimizer, learning_rate, weight_decay
 
 
-def set_rates(optimizer: torch.optim.Optimizer | CombinedOptimizer, config: OptimConfig, progress: Progress) -> float:
+def set_rates(optimizer: Optimizer, config: OptimConfig, progress: Progress) -> float:
     """The learning rate of this step, returned, and its weight decay, into the optimizer's groups."""
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)

@@ -16,7 +16,6 @@ from ..core.errors import CheckpointError
 from .device_context import Device, DeviceConfig
 from .engine_kind import EngineKind, replicated
 from .grad_norms import clip_global_norm, clip_per_tensor, set_rates, total_norms
-from .muon import entries_of
 from .optim import OptimConfig, build_optimizer
 from .shard_slices import Span, load_tensors, pieces_of
 
@@ -33,14 +32,15 @@ class LocalEngine:
     Order of preparation: activation checkpointing, device, compile (blocks see their checkpointing), optimizer.
     """
 
+    kind = "local"
     share = (0, 1)  # this process, of how many, among those that write a checkpoint together
     replicated = True  # every rank can evaluate
 
     def __init__(self, config: DeviceConfig, optim: OptimConfig):
         self.config, self.optim_config = config, optim
         self.device_context = Device(config)
-        # Whether a step is applied: a GPU need not be waited for, but for Muon, which has no switch.
-        self.decides_on_host = self.device_context.device.type == "cpu" or optim.muon is not None
+        # Where a step is skipped or applied: on a GPU the host waits for the device only if the optimizer cannot skip by itself.
+        self.decides_on_host = self.device_context.device.type == "cpu" or not optim.reads_found_inf
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +50,7 @@ class LocalEngine:
         """Take over `objective`: to the device, compiled if asked, with its optimizer."""
         self.objective = self.device_context.prepare_objective(objective)
         self.wrap(objective)
-        self.optimizer = build_optimizer(self.optim_config, objective)
+        self.optimizer = build_optimizer(self.optim_config, objective, self.kind)
         # After wrapping: engines of several ranks wrap around the module, not inside it.
         self._names = {id(p): name for name, p in objective.named_parameters()}
         self._stepped = False
@@ -189,7 +189,12 @@ class LocalEngine:
 
     def _refuse_foreign_moments(self, source: CheckpointReader, params_by_name: Mapping[str, Tensor]) -> None:
         """Raise `CheckpointError` where a parameter's entries are not what this optimizer keeps of it; one that took no step has none."""
-        expected_entries, stored_entries = entries_of(self.optimizer), dict[str, set[str]]()
+        expected_entries = {
+            id(p): set(self.optim_config.state_names_of(group))
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        }
+        stored_entries: dict[str, set[str]] = {}
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
             stored_entries.setdefault(name, set()).add(entry)
@@ -201,7 +206,7 @@ class LocalEngine:
                 remedy = (
                     "the model leaves it to AdamW now, so this run cannot go on; begin another with start_from"
                     if gone
-                    else "set optim.muon as it was"
+                    else "set optim.kind as it was"
                 )
                 raise CheckpointError(
                     f"checkpoint: of {name!r} it has {', '.join(sorted(entries))}, and this optimizer keeps "

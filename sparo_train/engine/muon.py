@@ -1,75 +1,78 @@
 """Muon for matrices, AdamW for the rest (Jordan et al. 2024), as one optimizer to the engines.
 
-torch computes an update in 16 bits, so engines do not agree to the last digits as they do with AdamW: behind six steps to six hundredths
-of what a matrix moved (ddp), or to fifteen (fsdp2, which adds up over shards). A run that is resumed is bit-equal all the same.
+torch computes an update in 16 bits, so engines do not agree to the last digits as they do with AdamW: after six steps they differ by up to
+0.06 (ddp) or 0.15 (fsdp2, which adds up over shards) of what a matrix moved. A resumed run is bit-equal all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from ..core.config import Frozen, field
+from ..core.config import field
+from ..core.errors import ConfigError
+from .optim import AdamWConfig, Optimizer
 
-# What is a table or a query by the names that it has everywhere. Read-outs list their own (`adamw_only_parameters`); those that stand here stay,
-# because a run's record of its recipe has them.
+_MATRIX = 1  # role of the parameters that Muon steps
+
+# Embeddings and queries by the names that they have in every model. Readouts list their own (`adamw_only_parameters`). Patterns are never
+# removed here, because stored recipes contain them.
 _ADAMW = (
     "*embedding*", "*pos_embed", "*cls_token", "*q_emb", "*.query", "*.latent", "*.space_dict", "*sparo.k.*", "*sparo.v.*", "*attpool.k.*",
     "*attpool.v.*", "*last_layer*",
 )  # fmt: skip
 
 
-class MuonConfig(Frozen):
-    """torch.optim.Muon, its update scaled to the size of AdamW's (Liu et al. 2025), so that both take `optim.lr` and `optim.weight_decay`."""
+class MuonConfig(AdamWConfig):
+    """torch.optim.Muon for matrices and AdamW for the rest. Muon's update is scaled to the size of AdamW's (Liu et al. 2025), so both share
+    `optim.lr` and `optim.weight_decay`.
+    """
 
-    momentum: float = field(0.95, "of the gradient, Nesterov's", ge=0, lt=1)
+    engines: ClassVar[tuple[str, ...] | None] = ("local", "ddp", "fsdp2")
+    reads_found_inf: ClassVar[bool] = False  # torch's Muon does not
+
+    kind: Literal["muon"] = field("muon", "an entry of sparo.optimizers")  # type: ignore[assignment]
+    momentum: float = field(0.95, "Nesterov momentum of matrices' gradients", ge=0, lt=1)
     ns_steps: int = field(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
     adamw_patterns: tuple[str, ...] = field(
         _ADAMW,
-        "patterns of matrices that stay with AdamW, beside those that a model lists itself and all that is no matrix (biases, norms, "
-        "logit_scale, patch convolutions)",
+        "name patterns of matrices that AdamW steps, in addition to those that a model lists itself and to all parameters that are not "
+        "matrices (biases, norms, logit_scale, patch convolutions)",
     )
 
+    def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
+        # A convolution's kernel is no matrix to Muon: its rows are no inputs.
+        is_map = parameter.ndim == 2 and name not in adamw_only
+        return _MATRIX if is_map and not any(fnmatchcase(name, pattern) for pattern in self.adamw_patterns) else 0
 
-def uses_muon(config: MuonConfig | None, name: str, p: nn.Parameter, listed: Collection[str]) -> bool:
-    """Whether Muon steps a parameter of this name; `listed`: those that the model leaves to AdamW."""
-    if config is None or name in listed:
-        return False
-    # A convolution's kernel is no matrix to Muon: its rows are no inputs.
-    return p.ndim == 2 and not any(fnmatchcase(name, pattern) for pattern in config.adamw_patterns)
+    def state_names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["role"] == _MATRIX else self.state_names
 
-
-def muon(config: MuonConfig, groups: Sequence[Mapping[str, Any]], lr: float) -> torch.optim.Muon:
-    """Muon over groups of matrices."""
-    return torch.optim.Muon(
-        [dict(group) for group in groups],
-        lr=lr,
-        momentum=config.momentum,
-        ns_steps=config.ns_steps,
-        # So that one rate and one decay do for both.
-        adjust_lr_fn="match_rms_adamw",
-    )
-
-
-def entries_of(optimizer: torch.optim.Optimizer | CombinedOptimizer) -> dict[int, frozenset[str]]:
-    """What an optimizer keeps of each of its parameters, by their id."""
-    entries_by_param: dict[int, frozenset[str]] = {}
-    for inner in optimizer.inner if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
-        entries = frozenset(
-            {"momentum_buffer"} if isinstance(inner, torch.optim.Muon) else {"step", "exp_avg", "exp_avg_sq"}
+    def build(self, groups: list[dict[str, Any]]) -> Optimizer:
+        matrices = [group for group in groups if group["role"] == _MATRIX]
+        if not matrices:
+            raise ConfigError(
+                "optim.kind=muon: every trained parameter is no matrix, or stays with AdamW (optim.adamw_patterns, and what the model lists); "
+                "set optim.kind=adamw"
+            )
+        muon = torch.optim.Muon(
+            matrices,
+            lr=self.lr,
+            momentum=self.momentum,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn="match_rms_adamw",  # so that one rate and one decay do for both
         )
-        entries_by_param |= {id(p): entries for group in inner.param_groups for p in group["params"]}
-    return entries_by_param
+        return CombinedOptimizer(super().build([group for group in groups if group["role"] != _MATRIX]), muon)
 
 
 class CombinedOptimizer:
     """Two optimizers as one: their groups in a row, one mapping of state, steps one after the other."""
 
-    def __init__(self, *inner: torch.optim.Optimizer):
+    def __init__(self, *inner: Any):
         self.inner = inner
         self.state = inner[0].state
         for other in inner[1:]:

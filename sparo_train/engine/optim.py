@@ -1,20 +1,20 @@
-"""Optimizers with their groups, and the learning-rate schedules."""
+"""The recipe's `optim` block: optimizers, their parameter groups, and the schedules of learning rate and weight decay."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import model_validator
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen, between, field, resumable_field
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
 from ..core.schedules import cooled, cosine, linear
-from .muon import CombinedOptimizer, MuonConfig, muon, uses_muon
 
 
 class OptimGroupConfig(Frozen):
@@ -31,13 +31,35 @@ class OptimGroupConfig(Frozen):
     )
 
 
-class OptimConfig(Frozen):
-    """Defaults are open_clip's for ViTs."""
+class Optimizer(Protocol):
+    """What engines use of an optimizer; every `torch.optim.Optimizer` has it."""
 
-    lr: float = field(5e-4, "AdamW's rate at its highest", gt=0)
-    betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = field((0.9, 0.98), "AdamW's two decays of moments")
-    eps: float = field(1e-6, "AdamW's, added to the root of the second moment", gt=0)
-    weight_decay: float = field(0.2, "decoupled, of the parameters that the method decays", ge=0)
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    @property
+    def state(self) -> Any: ...
+    def step(self) -> Any: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class OptimConfig(Frozen):
+    """The keys that every optimizer has. An entry of `sparo.optimizers` derives from it and adds `kind` and its own keys.
+
+    An optimizer is stepped by every engine, sharded or not, and its state is stored by parameter name, so a run resumes on
+    another engine and another number of ranks.
+    """
+
+    # Names of the tensors that the optimizer keeps for each parameter. A checkpoint with other names is refused.
+    state_names: ClassVar[tuple[str, ...]]
+    # Engines that can step it; None: all of them.
+    engines: ClassVar[tuple[str, ...] | None] = None
+    # True if `step` leaves weights and state alone where the attribute `found_inf` is 1, as torch's fused optimizers do. Otherwise the
+    # host waits for the device in every step to learn whether the gradient is finite.
+    reads_found_inf: ClassVar[bool] = False
+
+    kind: str = field(..., "an entry of sparo.optimizers")
+    lr: float = field(5e-4, "learning rate at its highest", gt=0)
+    weight_decay: float = field(0.2, "decoupled weight decay of the parameters that the method decays", ge=0)
     weight_decay_end: float | None = field(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
     schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = field(
         "cosine",
@@ -67,7 +89,6 @@ class OptimConfig(Frozen):
     clip_per: Literal["global", "tensor"] = field("global", "the norm of all gradients, or of each parameter's (DINO)")
     max_consecutive_skips: int = resumable_field(20, "non-finite steps in a row before training stops", ge=0)
     groups: tuple[OptimGroupConfig, ...] = field((), "parameters with a rate of their own, by name")
-    muon: MuonConfig | None = field(None, "Muon for matrices, AdamW for the rest; null: AdamW for all", examples=[{}])
     layer_decay: float | None = field(
         None,
         "the rate of a tower's layer over that of the layer above it (BEiT's layer-wise decay)",
@@ -75,6 +96,27 @@ class OptimConfig(Frozen):
         le=1,
         examples=[0.75],
     )
+
+    def build(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return the optimizer of these parameter groups.
+
+        Args:
+            groups: `params`, `weight_decay`, and `role` as `role_of` gave it; the other entries are the project's and must stay in the
+                optimizer's groups. Sorted by role.
+        """
+        raise NotImplementedError
+
+    def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
+        """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters apart.
+
+        Args:
+            adamw_only: names of matrices that are no linear maps (`Objective.adamw_only_parameters`).
+        """
+        return 0
+
+    def state_names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the tensors that the optimizer keeps for each parameter of a group."""
+        return self.state_names
 
     @model_validator(mode="after")
     def _falls(self) -> OptimConfig:
@@ -112,6 +154,23 @@ class OptimConfig(Frozen):
         return [f"optim.{k}={v}: is not read; it belongs to {of[k][0]}" for k, v in non_default.items() if not of[k][1]]
 
 
+class AdamWConfig(OptimConfig):
+    """torch.optim.AdamW with its fused kernel. Defaults are open_clip's for ViTs."""
+
+    state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
+    reads_found_inf: ClassVar[bool] = True
+
+    kind: Literal["adamw"] = field("adamw", "an entry of sparo.optimizers")  # pyright: ignore[reportIncompatibleVariableOverride]
+    betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = field(
+        (0.9, 0.98), "decay rates of the first and second moment of the gradient"
+    )
+    eps: float = field(1e-6, "added to the root of the second moment", gt=0)
+
+    def build(self, groups: list[dict[str, Any]]) -> Optimizer:
+        # One kernel for all parameters, and the only one with a switch that needs no host.
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+
+
 def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool = True) -> float:
     """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, halved every `half_life` steps down to it, or cooled
     down to it at the end (`wsd`) or from the start (`cooldown`).
@@ -141,49 +200,52 @@ def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.weight_decay if end is None else cosine(config.weight_decay, end, step, total_steps)
 
 
-def build_optimizer(config: OptimConfig, objective: Objective) -> torch.optim.AdamW | CombinedOptimizer:
-    """AdamW over the trainable parameters, or Muon for matrices beside it: those in `objective.no_decay()` without weight decay, the rest with it.
+def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "local") -> Optimizer:
+    """Build the optimizer over the trainable parameters; those in `objective.no_decay()` have no weight decay.
+
+    Args:
+        engine: kind of the engine that steps it.
 
     Raises:
-        ConfigError: nothing is trainable, or a pattern of `optim.groups` fits no parameter.
+        ConfigError: the engine cannot step this optimizer, nothing is trainable, a pattern of `optim.groups` fits no parameter, or the
+            optimizer refuses the parameters.
     """
-    undecayed, listed = set(objective.no_decay()), frozenset(objective.adamw_only_parameters())
+    if config.engines is not None and engine not in config.engines:
+        raise ConfigError(
+            f"engine.kind={engine}: cannot step optim.kind={config.kind}; use engine.kind={' or '.join(config.engines)}"
+        )
+    undecayed, adamw_only = set(objective.no_decay()), frozenset(objective.adamw_only_parameters())
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
     if all(p.ndim == 0 for p in named.values()):
         raise ConfigError(f"objective: nothing is trained but {', '.join(named)}; freeze less")
     layer_ids = _layer_ids(config, objective)
-    param_groups: dict[tuple[bool, int, int, bool, bool], list[torch.nn.Parameter]] = {}
+    param_groups: dict[tuple[int, int, int, bool, bool], list[nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
         p = named[name]
         # The fused kernel does not take shards and whole tensors in one group.
-        muons = uses_muon(config.muon, name, p, listed)
-        key = muons, number, layer_ids.get(name, 0), name not in undecayed, isinstance(p, DTensor)
+        role = config.role_of(name, p, adamw_only)
+        key = role, number, layer_ids.get(name, 0), name not in undecayed, isinstance(p, DTensor)
         # Decay, factors and kernels are an optimizer group's; whatever shares all of them shares a group.
         param_groups.setdefault(key, []).append(p)
     group_configs = [OptimGroupConfig(match=("*",)), *config.groups]
-    by_muon: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    groups: list[dict[str, Any]] = []
     # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
     for key in sorted(param_groups):
-        muons, number, layer_id, decayed, _ = key
+        role, number, layer_id, decayed, _ = key
         decay_factor = group_configs[number].decay_factor if decayed else 0.0
-        by_muon[muons].append(
+        groups.append(
             {
                 "params": param_groups[key],
+                "role": role,
                 "decay_factor": decay_factor,
                 "lr_factor": group_configs[number].lr_factor * (config.layer_decay or 1.0) ** layer_id,
                 "schedule": group_configs[number].schedule,
                 "weight_decay": config.weight_decay * decay_factor,
             }
         )
-    if config.muon is not None and not by_muon[True]:
-        raise ConfigError(
-            "optim.muon: every trained parameter is no matrix, or stays with AdamW (optim.muon.adamw_patterns, and what the model lists); remove the block"
-        )
-    # One kernel for all parameters, and the only one with a switch that needs no host.
-    adamw = torch.optim.AdamW(by_muon[False], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    return adamw if config.muon is None else CombinedOptimizer(adamw, muon(config.muon, by_muon[True], config.lr))
+    return config.build(groups)
 
 
 def _layer_ids(config: OptimConfig, objective: Objective) -> Mapping[str, int]:

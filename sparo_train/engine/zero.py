@@ -19,8 +19,6 @@ from ..core.disk.pieces import CheckpointReader, Piece, Pieces
 from ..core.errors import CheckpointError
 from .shard_slices import pieces_of, refuse_differences
 
-ENTRIES = ("exp_avg", "exp_avg_sq")
-
 
 class FlatSlice(NamedTuple):
     """`length` elements from `begin` of a parameter, at `offset` of the flat tensor of its group."""
@@ -41,10 +39,13 @@ class Zero:
     Args:
         engine: what `deepspeed.initialize` returned.
         stage: 1, 2 or 3.
+        state_names: tensors that the optimizer keeps for a parameter; `step` counts, the others have its shape.
     """
 
-    def __init__(self, engine: Any, stage: int):
+    def __init__(self, engine: Any, stage: int, state_names: Sequence[str]):
         self.engine, self.optimizer, self.stage = engine, engine.optimizer, stage
+        self.counts_steps = "step" in state_names
+        self.moments = [name for name in state_names if name != "step"]
 
     @property
     def flats(self) -> Sequence[Tensor]:
@@ -83,10 +84,11 @@ class Zero:
         """Make the optimizer's state exist, as after `step` steps, on every rank alike."""
         for flat in self.flats:
             state = self.optimizer.optimizer.state[flat]
-            for name in ENTRIES:
+            for name in self.moments:
                 state.setdefault(name, torch.zeros_like(flat, requires_grad=False))
             # Adam divides by a power of it; a fresh zero would scale the restored moments anew.
-            state["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
+            if self.counts_steps:
+                state["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -182,7 +184,7 @@ class Zero:
                 model[name] = Piece(data, shapes[name], begin)
             if name in trained and (flat_slice := self.flat_slice(p)) is not None:
                 entries = self.entries(flat_slice.flat)
-                for key in ENTRIES:
+                for key in self.moments:
                     if key in entries:
                         optimizer[f"{name}/{key}"] = Piece(flat_slice.of(entries[key]), shapes[name], flat_slice.begin)
         steps = [entries["step"] for entries in map(self.entries, self.flats) if "step" in entries]
@@ -194,7 +196,8 @@ class Zero:
         """Fill master weights and moments; the copies to compute with follow by `refresh`. Raises `CheckpointError`."""
         trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
         refuse_differences(source, "model", shapes)
-        counts = {float(source.read("optimizer", f"{n}/step")) for n in trained if source.names("optimizer")}
+        has_state = bool(source.names("optimizer"))
+        counts = {float(source.read("optimizer", f"{n}/step")) for n in trained if has_state and self.counts_steps}
         if len(counts) > 1:
             raise CheckpointError(
                 f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
@@ -206,8 +209,8 @@ class Zero:
                 continue
             shard, begin = self.local_shard(t) if isinstance(t, nn.Parameter) else (t.detach().view(-1), 0)
             shard.copy_(source.read("model", name, begin, begin + shard.numel()))
-            if counts and name in trained and (flat_slice := self.flat_slice(trained[name])) is not None:
-                for key in ENTRIES:
+            if has_state and name in trained and (flat_slice := self.flat_slice(trained[name])) is not None:
+                for key in self.moments:
                     saved = source.read(
                         "optimizer", f"{name}/{key}", flat_slice.begin, flat_slice.begin + flat_slice.length
                     )

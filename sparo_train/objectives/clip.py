@@ -100,14 +100,14 @@ class ClipObjective(CoupledObjective):
         With a conditioned readout, the loss is the mean of the loss of the encodings and `conditioned_sigmoid` (FLAIR), which
         is also the metric `conditioned_loss`.
         """
-        loss, biased = self.config.loss, self.model.logit_bias is not None
+        biased = self.model.logit_bias is not None
         bias, pool = own[1] if biased else None, own[1 + biased :]
         # Logits in fp32: their range is a hundred, and differences in the third digit matter.
         with torch.autocast(embeddings[0].device.type, enabled=False):
             image, text, *local = (x.float() if x.itemsize < 4 else x for x in embeddings)
             query, text = text, F.normalize(text, dim=-1) if local else text
             scale = own[0].exp()
-            total, correct = contrastive(image, text, scale, bias, loss.kind, loss.exchange)
+            total, correct = contrastive(image, text, scale, bias, self.config.loss)
             metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
             if local and bias is not None:
                 heads = self.config.model.readout.heads
@@ -185,7 +185,7 @@ class ClipObjective(CoupledObjective):
             # What is frozen keeps nothing for a backward that does not go through it.
             [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
-            4 * 4 * peak_logits(batch, world_batch),
+            4 * 4 * peak_logits(batch, world_batch, self.config.loss),
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:

@@ -8,20 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, between, field
+from ..core.registries import LOSSES
+from ..core.registry import FromRegistry
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
-from .contrastive import Exchange, Kind
+from .contrastive import ContrastiveLoss, SoftmaxLoss
 from .ema import EmaConfig
 from .token_examples import CacheConfig
 
 MAX_LOGIT_SCALE = math.log(100)
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class ContrastiveConfig(Frozen):
-    """The loss over all pairs of the global batch."""
-
-    kind: Kind = field("softmax", "CLIP's softmax, or SigLIP's sigmoid, which needs model.init_logit_bias")
-    exchange: Exchange = field("auto", "how ranks see each other's pairs: gather, ring, or what fits the batch (auto)")
 
 
 def _as_block(value: Any) -> Any:
@@ -30,7 +25,9 @@ def _as_block(value: Any) -> Any:
 
 class ClipObjectiveConfig(Frozen):
     kind: Literal["clip"] = field("clip", "a row of sparo.methods")
-    loss: ContrastiveConfig = field(ContrastiveConfig(), "how pairs are told apart")
+    loss: Annotated[ContrastiveLoss, FromRegistry(LOSSES, default="softmax")] = field(
+        SoftmaxLoss(), "loss between all images and texts of the global batch: an entry of sparo.losses"
+    )
     model: ClipConfig = field(ClipConfig(), "the two towers and their read-out")
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
         OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
@@ -56,14 +53,16 @@ class ClipObjectiveConfig(Frozen):
 
     @model_validator(mode="after")
     def _bias(self) -> ClipObjectiveConfig:
-        sigmoid, bias = self.loss.kind == "sigmoid", self.model.init_logit_bias
-        if sigmoid and bias is None:
+        bias = self.model.init_logit_bias
+        if self.loss.uses_bias and bias is None:
             raise ValueError(
-                "loss.kind=sigmoid needs model.init_logit_bias (SigLIP: -10, and model.init_logit_scale=2.3026)"
+                f"loss.kind={self.loss.kind} needs model.init_logit_bias (SigLIP: -10, and model.init_logit_scale=2.3026)"
             )
-        if bias is not None and not sigmoid:
-            raise ValueError("model.init_logit_bias is for loss.kind=sigmoid: a softmax does not see it")
-        if self.model.readout.conditioned and not sigmoid:
+        if bias is not None and not self.loss.uses_bias:
+            raise ValueError(
+                f"model.init_logit_bias: is not read by loss.kind={self.loss.kind}; remove it, or set loss.kind=sigmoid"
+            )
+        if self.model.readout.conditioned and self.loss.kind != "sigmoid":
             raise ValueError(
                 f"model.readout.kind={self.model.readout.kind}: is trained with loss.kind=sigmoid (model.init_logit_bias=-10)"
             )

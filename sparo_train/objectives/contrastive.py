@@ -1,4 +1,4 @@
-"""The contrastive losses over the global batch, with gradients equal to those of one process that holds it whole.
+"""Contrastive losses over the global batch, with gradients equal to those of one process that holds it whole.
 
 Softmax, as in CLIP (Radford et al. 2021, Fig. 3), for B pairs with z_ij = scale * <x_i, y_j>:
 
@@ -21,15 +21,16 @@ loss times the number of ranks: their mean is the global loss, and so is the mea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.config import Frozen, field
 from ..core.ring import Ring
 
-Kind = Literal["softmax", "sigmoid"]
 Exchange = Literal["auto", "gather", "ring"]
 _TILE = 1 << 22  # logits of a tile
 _SMALL = (
@@ -44,8 +45,47 @@ class Contrast(NamedTuple):
     correct: Tensor
 
 
-def peak_logits(own: int, total: int) -> int:
-    """How many logits a rank of `own` out of `total` pairs holds at once under `auto`, at most."""
+class ContrastiveLoss(Frozen):
+    """The recipe's `objective.loss` block: a loss of the logits between all images and texts of the global batch.
+
+    An entry of `sparo.losses` derives from it and adds `kind`, its own keys and `mean_loss`. The caller gathers the encodings of all ranks and
+    computes logits in fp32 as `exp(logit_scale) * <image, text>`.
+    """
+
+    # Add the loss of texts against images and take the mean of both. False if the rows of images contain every term already.
+    symmetric: ClassVar[bool] = True
+    # Add `model.logit_bias`, a trained scalar, to the logits.
+    uses_bias: ClassVar[bool] = False
+    # The same loss in tiles, for `exchange: ring`: apply(image, text, scale, bias, ring, rows of a tile) -> (loss, correct). None: every rank
+    # always gathers all encodings and holds its rows of logits at once.
+    tiled: ClassVar[type[torch.autograd.Function] | None] = None
+
+    kind: str = field(..., "an entry of sparo.losses")
+    exchange: Exchange = field(
+        "auto",
+        "how ranks exchange encodings: gather all, pass them around a ring in tiles, or auto: gather while the batch is small",
+    )
+
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of this rank's rows, 0-d.
+
+        Args:
+            logits: (b, B) fp32 or fp64, this rank's b images (or texts) against all B texts (or images).
+            targets: (b,) int64, the column of each row's pair.
+        """
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_exchange(self) -> Self:
+        if self.exchange == "ring" and self.tiled is None:
+            raise ValueError(f"loss.exchange=ring: loss.kind={self.kind} has no tiled form; set loss.exchange=gather")
+        return self
+
+
+def peak_logits(own: int, total: int, loss: ContrastiveLoss) -> int:
+    """Return how many logits a rank of `own` out of `total` pairs holds at once under `exchange: auto`, at most."""
+    if loss.tiled is None:
+        return own * total
     return max(min(own * total, _SMALL), min(own, max(1, _TILE // own)) * own)
 
 
@@ -54,49 +94,46 @@ def contrastive(
     text: Tensor,
     scale: Tensor,
     bias: Tensor | None = None,
-    kind: Kind = "softmax",
-    exchange: Exchange = "auto",
+    loss: ContrastiveLoss | None = None,
     ring: Ring | None = None,
 ) -> Contrast:
-    """The loss of this rank's pairs within the global batch.
+    """Compute the loss of this rank's pairs within the global batch.
 
     Args:
         image, text: (b, D) encodings, the same b on every rank; computed in fp32 (fp64 where given so).
         scale: 0-d, what logits are multiplied with (not its logarithm).
-        bias: 0-d, added to the logits; sigmoid only.
-        exchange: `ring`: as above; `gather`: all features and this rank's rows at once; `auto`: gather while it is small.
+        bias: 0-d, added to the logits if the loss uses it; None: 0.
+        loss: default: softmax. Its `exchange` is `ring` (as above), `gather` (all features and this rank's rows at once), or `auto` (gather
+            while that is small).
         ring: the ranks; default: those of the default process group.
     """
-    ring = ring or Ring()
+    ring, loss = ring or Ring(), loss or SoftmaxLoss()
     wide = torch.float64 if image.dtype == torch.float64 else torch.float32
     # One type for all of it: the loss is compared with one process in fp64 by the tests.
     image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
     bias = torch.zeros_like(scale) if bias is None else bias.to(wide)
-    if exchange == "auto":
-        exchange = "gather" if len(image) * ring.size * max(len(image), image.shape[1]) <= _SMALL else "ring"
+    is_small = len(image) * ring.size * max(len(image), image.shape[1]) <= _SMALL
     with torch.autocast(image.device.type, enabled=False):
-        if exchange == "gather":
-            return _gathered(image, text, scale, bias, kind, ring)
+        if loss.tiled is None or loss.exchange == "gather" or (loss.exchange == "auto" and is_small):
+            return _gathered(image, text, scale, bias, loss, ring)
         tile = max(1, _TILE // len(image))
-        function = _RingSoftmax if kind == "softmax" else _RingSigmoid
-        total, correct = function.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
+        total, correct = loss.tiled.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
     return Contrast(total, correct)
 
 
-def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, kind: Kind, ring: Ring) -> Contrast:
+def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, loss: ContrastiveLoss, ring: Ring) -> Contrast:
     own = torch.arange(len(image), device=image.device) + ring.rank * len(image)
     logits = scale * image @ ring.gather(text).T
     scores = logits.detach()
     # Against the best of the others: with ties the pair does not count as found.
     correct = scores.gather(1, own[:, None])[:, 0] > scores.scatter(1, own[:, None], -torch.inf).amax(dim=1)
-    if kind == "softmax":
-        # Each rank computes its own rows of both directions; the columns are other ranks' rows.
-        rows = F.cross_entropy(logits, own) + F.cross_entropy(scale * text @ ring.gather(image).T, own)
-        return Contrast(rows / 2, correct)
-    logits = logits + bias
-    # One number per logit: targets of 1 and -1 need no second matrix.
-    sign = torch.full_like(logits, -1.0).scatter_(1, own[:, None], 1.0)
-    return Contrast(-F.logsigmoid(sign * logits).sum() / len(image), correct)
+    total = loss.mean_loss(logits + bias if loss.uses_bias else logits, own)
+    if not loss.symmetric:
+        return Contrast(total, correct)
+    # Each rank computes its own rows of both directions; the columns are other ranks' rows.
+    logits = scale * text @ ring.gather(image).T
+    total = total + loss.mean_loss(logits + bias if loss.uses_bias else logits, own)
+    return Contrast(total / 2, correct)
 
 
 class _RingSoftmax(torch.autograd.Function):
@@ -237,3 +274,29 @@ def _backward(
 
 def _tiles(rows: int, tile: int) -> list[slice]:
     return [slice(begin, min(rows, begin + tile)) for begin in range(0, rows, tile)]
+
+
+class SoftmaxLoss(ContrastiveLoss):
+    """CLIP's cross-entropy of each image's text among all texts, and the reverse (Radford et al. 2021, Fig. 3)."""
+
+    tiled: ClassVar[type[torch.autograd.Function] | None] = _RingSoftmax
+
+    kind: Literal["softmax"] = field("softmax", "an entry of sparo.losses")  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets)
+
+
+class SigmoidLoss(ContrastiveLoss):
+    """SigLIP's binary cross-entropy of every pair (Zhai et al. 2023, Eq. 1). Needs `model.init_logit_bias`."""
+
+    symmetric: ClassVar[bool] = False
+    uses_bias: ClassVar[bool] = True
+    tiled: ClassVar[type[torch.autograd.Function] | None] = _RingSigmoid
+
+    kind: Literal["sigmoid"] = field("sigmoid", "an entry of sparo.losses")  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        # One number per logit: targets of 1 and -1 need no second matrix.
+        sign = torch.full_like(logits, -1.0).scatter_(1, targets[:, None], 1.0)
+        return -F.logsigmoid(sign * logits).sum() / len(logits)

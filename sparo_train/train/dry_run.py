@@ -56,7 +56,7 @@ def meta_objective(config: RunConfig) -> Objective:
     """
     with torch.device("meta"):
         objective = build_objective(config)
-        build_optimizer(config.optim, objective)
+        build_optimizer(config.optim, objective, config.engine.kind)
     return objective
 
 
@@ -108,7 +108,9 @@ def parameters_by_module(objective: Objective) -> dict[str, int]:
 def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint | None) -> dict[str, int]:
     """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
     kind = ENGINES.get(config.engine.kind)
-    engine_costs = kind.costs(config.engine, Sizes.of(objective), config.world_size or 1)
+    engine_costs = kind.costs(
+        config.engine, Sizes.of(objective, len(set(config.optim.state_names) - {"step"})), config.world_size or 1
+    )
     states = {name: int(getattr(engine_costs, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
     if footprint is None:
         return states

@@ -80,7 +80,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
         engine.load(store.open_checkpoint(step, ("model", "optimizer")))
     except CheckpointError as error:
         raise CheckpointError(
-            f"start_from.checkpoint={path}: {error}; a branch has the model, what is frozen, objective.ema and optim.muon of the run "
+            f"start_from.checkpoint={path}: {error}; a branch has the model, what is frozen, objective.ema and optim.kind of the run "
             "that it leaves; start_from.optimizer=false takes its weights alone"
         ) from None
     theirs = State.of(meta)

@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..core.config import Frozen, field, resolve, resumable_field
 from ..core.errors import ConfigError
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
-from ..core.registries import ENGINES, METHODS, TASKS
+from ..core.registries import ENGINES, METHODS, OPTIMIZERS, TASKS
 from ..core.registry import FromRegistry, Registry
 from ..data.read.sources import DataConfig
-from ..engine.optim import OptimConfig
+from ..engine.optim import AdamWConfig, OptimConfig
 
 TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `eval.tasks`
 
@@ -136,7 +136,10 @@ class RunConfig(Frozen):
         default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
     )
     data: DataConfig = field(..., "what is read, in which order")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and schedules")
+    optim: Annotated[OptimConfig, FromRegistry(OPTIMIZERS, default="adamw")] = Field(
+        default_factory=AdamWConfig,
+        description="optimizer and schedules: an entry of sparo.optimizers",
+    )
     engine: Annotated[Any, FromRegistry(ENGINES, default="local")] = Field(
         default_factory=lambda: _default(ENGINES, "local"), description="what it runs on: a row of sparo.engines"
     )

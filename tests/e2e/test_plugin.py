@@ -46,8 +46,8 @@ half = rotations:RotationsConfig
 PROGRAM = "import sys; sys.path.insert(0, {site!r}); from launch.cli.main import main; main()"
 
 
-def install(folder, rows=ROWS, name="sparo-rotations"):
-    shutil.copytree(Path(__file__).parents[1] / "plugin/rotations", folder / "rotations", dirs_exist_ok=True)
+def install(folder, rows=ROWS, name="sparo-rotations", package="rotations"):
+    shutil.copytree(Path(__file__).parents[1] / "plugin" / package, folder / package, dirs_exist_ok=True)
     (folder / "bare").mkdir(exist_ok=True)
     (folder / "bare/part.py").write_text("EXPORT = None\n")
     (folder / "leaving.py").write_text("import sys; sys.exit(3)\n")

@@ -14,7 +14,7 @@ from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
 from sparo_train.core.recipe.layers import override
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.objectives.contrastive import contrastive
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.checkpointing import Saver
@@ -27,7 +27,7 @@ PROGRESS = Progress(0, 10, 0)
 
 
 def prepared(objective):
-    engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), OptimConfig())
+    engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), AdamWConfig())
     engine.prepare(objective)
     return engine
 

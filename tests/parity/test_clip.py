@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.engine.grad_norms import set_rates
-from sparo_train.engine.optim import OptimConfig, build_optimizer, learning_rate
+from sparo_train.engine.optim import AdamWConfig, build_optimizer, learning_rate
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective
@@ -166,7 +166,7 @@ def test_adamw_groups_hold_every_parameter_once():
     objective = ClipObjective(
         ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))
     )
-    optimizer = build_optimizer(OptimConfig(weight_decay=0.5), objective)
+    optimizer = build_optimizer(AdamWConfig(weight_decay=0.5), objective)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.5]
     held = [id(p) for g in optimizer.param_groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in objective.parameters())
@@ -202,7 +202,7 @@ def test_learning_rate_is_open_clips():
 
     from open_clip_train.scheduler import cosine_lr
 
-    config = OptimConfig(lr=3e-4, warmup_steps=7)
+    config = AdamWConfig(lr=3e-4, warmup_steps=7)
     reference = cosine_lr(SimpleNamespace(param_groups=[{}]), 3e-4, 7, 50)
     for step in range(50):
         assert learning_rate(config, step, 50) == pytest.approx(reference(step), rel=1e-12)
@@ -210,39 +210,39 @@ def test_learning_rate_is_open_clips():
 
 def test_rates_halve_from_the_start_or_behind_the_warm_up():
     told = {"lr": 4e-4, "warmup_steps": 10, "schedule": "half_life", "half_life": 100}
-    locatello, dinosaur = OptimConfig(**told), OptimConfig(**told, half_life_start="warmup")
+    locatello, dinosaur = AdamWConfig(**told), AdamWConfig(**told, half_life_start="warmup")
     for step in (0, 4, 9, 10, 110, 1010):  # as Locatello's TF code and OCLF's schedulers have it
         warm = min((step + 1) / 10, 1)
         assert learning_rate(locatello, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (step / 100))
         assert learning_rate(dinosaur, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (max(step - 10, 0) / 100))
-    assert learning_rate(OptimConfig(**told, min_lr=1e-4), 1010, 2000) == 1e-4
+    assert learning_rate(AdamWConfig(**told, min_lr=1e-4), 1010, 2000) == 1e-4
     assert learning_rate(locatello, 4, 2000, warmup=False) == pytest.approx(4e-4 * 0.5**0.04)
 
 
 def test_rates_cool_down_at_the_end_or_from_the_start():
-    wsd = OptimConfig(lr=1e-3, schedule="wsd", warmup_steps=2, cooldown_steps=4, min_lr=1e-4)
+    wsd = AdamWConfig(lr=1e-3, schedule="wsd", warmup_steps=2, cooldown_steps=4, min_lr=1e-4)
     found = [learning_rate(wsd, step, 10) for step in range(10)]
     assert found == pytest.approx([5e-4, *[1e-3] * 6, 7.75e-4, 5.5e-4, 3.25e-4])
-    alone = OptimConfig(lr=1e-3, schedule="cooldown", min_lr=1e-4)
+    alone = AdamWConfig(lr=1e-3, schedule="cooldown", min_lr=1e-4)
     # A branch of four steps from the constant part goes through the same rates.
     assert [learning_rate(alone, step, 4) for step in range(4)] == found[6:]
-    root = OptimConfig(lr=1.0, schedule="cooldown", cooldown_shape="sqrt")
+    root = AdamWConfig(lr=1.0, schedule="cooldown", cooldown_shape="sqrt")
     assert [learning_rate(root, step, 4) for step in range(4)] == pytest.approx([1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
     for wrong in ({"schedule": "wsd"}, {"cooldown_steps": 3}, {"schedule": "cooldown", "warmup_steps": 5}):
         with pytest.raises(ValueError, match="schedule="):
-            OptimConfig(**wrong)
+            AdamWConfig(**wrong)
 
 
 def test_what_no_schedule_reads_is_told():
     told = {"half_life": 9, "half_life_start": "warmup", "cooldown_shape": "sqrt", "min_lr": 1e-5, "clip_per": "tensor"}
-    found = OptimConfig(**told, schedule="constant", warmup_from_zero=True).unused_keys()
+    found = AdamWConfig(**told, schedule="constant", warmup_from_zero=True).unused_keys()
     last = ["warmup_from_zero", "clip_per"]
     assert [line.split("=")[0] for line in found] == [f"optim.{key}" for key in [*list(told)[:4], *last]]
     assert found[0] == "optim.half_life=9: is not read; it belongs to schedule=half_life"
-    halved = OptimConfig(schedule="half_life", half_life=9, half_life_start="warmup", min_lr=1e-5)
-    assert halved.unused_keys() == [] == OptimConfig(**halved.model_dump()).unused_keys()
-    cooled = OptimConfig(schedule="cooldown", cooldown_shape="sqrt", clip_per="tensor", clip_grad_norm=1.0)
-    assert cooled.unused_keys() == [] == OptimConfig().unused_keys()
+    halved = AdamWConfig(schedule="half_life", half_life=9, half_life_start="warmup", min_lr=1e-5)
+    assert halved.unused_keys() == [] == AdamWConfig(**halved.model_dump()).unused_keys()
+    cooled = AdamWConfig(schedule="cooldown", cooldown_shape="sqrt", clip_per="tensor", clip_grad_norm=1.0)
+    assert cooled.unused_keys() == [] == AdamWConfig().unused_keys()
 
 
 def test_groups_have_rates_and_decay_of_their_own():
@@ -253,7 +253,7 @@ def test_groups_have_rates_and_decay_of_their_own():
         {"match": ("model.visual.*.weight",), "lr_factor": 0.1, "decay_factor": 0.5},
         {"match": ("model.visual.*", "*logit_scale"), "lr_factor": 3.0, "schedule": "constant"},
     )
-    config = OptimConfig(lr=1e-3, weight_decay=0.2, warmup_steps=4, groups=groups)
+    config = AdamWConfig(lr=1e-3, weight_decay=0.2, warmup_steps=4, groups=groups)
     optimizer = build_optimizer(config, objective)
     set_rates(optimizer, config, Progress(0, 100, 0))
     at = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
@@ -268,7 +268,7 @@ def test_groups_have_rates_and_decay_of_their_own():
     assert {g["lr"] for g in optimizer.param_groups} == {3e-3, 1e-3 * 3 / 4}
     assert named["model.text.token_embedding.weight"] == pytest.approx((2.5e-4, 0.2))
     with pytest.raises(ConfigError, match=r"optim.groups.0.match=model.vision.\*: fits no parameter"):
-        build_optimizer(OptimConfig(groups=({"match": ("model.vision.*",)},)), objective)
+        build_optimizer(AdamWConfig(groups=({"match": ("model.vision.*",)},)), objective)
 
 
 def test_freezing_the_image_tower_leaves_the_last_groups():

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from sparo_train.core.registries import LOSSES
 from sparo_train.core.ring import Ring
 from sparo_train.objectives import contrastive as module
-from sparo_train.objectives.contrastive import contrastive
+from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
 from tests.ranks import run_ranks
 
 
@@ -52,7 +53,7 @@ def test_one_rank_in_tiles_is_the_formula(kind, b, d, tile, seed):
     loss.backward()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TILE", tile)
-        got = contrastive(*found, kind=kind, exchange="ring")
+        got = contrastive(*found, loss=LOSSES.get(kind)(exchange="ring"))
     got.total.backward()
     assert float(got.total.detach()) == pytest.approx(float(loss.detach()), rel=1e-12, abs=1e-12)
     assert close(gradients(found), gradients(expected), 1e-11)
@@ -62,14 +63,14 @@ def test_one_rank_in_tiles_is_the_formula(kind, b, d, tile, seed):
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_a_collapsed_model_gets_nothing_right(exchange):
     same = torch.ones(4, 3) / 3**0.5
-    assert not contrastive(same, same, torch.tensor(10.0), exchange=exchange).correct.any()
+    assert not contrastive(same, same, torch.tensor(10.0), loss=SoftmaxLoss(exchange=exchange)).correct.any()
 
 
 def on_rank(ranks, image, text, kind, exchange, dtype):
     b = len(image) // ranks.size
     own = [t[ranks.rank * b : (ranks.rank + 1) * b].to(dtype) for t in (image, text)]
     mine = leaves(*own, dtype)
-    got = contrastive(*mine, kind=kind, exchange=exchange)
+    got = contrastive(*mine, loss=LOSSES.get(kind)(exchange=exchange))
     got.total.backward()
     return float(got.total.detach()), gradients(mine), got.correct
 
@@ -96,7 +97,7 @@ def test_low_precision_features_are_multiplied_in_fp32():
     image, text = (t.to(torch.bfloat16) for t in features(8, 32, dtype=torch.float32))
     found = leaves(image, text, torch.float32)
     for exchange in ("ring", "gather"):
-        total = contrastive(*found[:3], exchange=exchange).total
+        total = contrastive(*found[:3], loss=SoftmaxLoss(exchange=exchange)).total
         assert total.dtype == torch.float32
         assert float(total.detach()) == pytest.approx(
             float(plain(*(t.detach().float() for t in found), "softmax")), rel=1e-6
@@ -107,7 +108,7 @@ def test_large_logits_neither_overflow_nor_vanish():
     image, text = features(6, 3, dtype=torch.float32)
     found = leaves(image, text, torch.float32, scale=1000.0)
     expected = leaves(image.double(), text.double(), scale=1000.0)
-    contrastive(*found[:3], exchange="ring").total.backward()
+    contrastive(*found[:3], loss=SoftmaxLoss(exchange="ring")).total.backward()
     plain(*expected, "softmax").backward()
     assert close([g.double() for g in gradients(found)], gradients(expected), 2e-4)
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig, learning_rate, weight_decay
+from sparo_train.engine.optim import AdamWConfig, learning_rate, weight_decay
 from sparo_train.models.dino_head import DinoHead, DinoHeadConfig
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import DROP_RANGE, VitConfig
@@ -16,7 +16,7 @@ from sparo_train.objectives.distillation import distillation
 from tests.parity import official_dino as official
 
 CLS, SPARO = {"kind": "cls"}, {"kind": "sparo", "slots": 6, "slot_width": 8, "head_width": 8}
-OPTIM = OptimConfig(
+OPTIM = AdamWConfig(
     lr=2e-3,
     betas=(0.9, 0.999),
     eps=1e-8,

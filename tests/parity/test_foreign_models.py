@@ -17,7 +17,7 @@ from evals.suite.evaluate import EvalOptions, result_facts
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, SparoError
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives import ema
@@ -159,7 +159,7 @@ def test_a_trained_tower_with_batch_norm_is_refused_and_a_frozen_one_stays_as_it
     tree["objective"]["model"]["vision"] = {**HYBRID, "freeze": "blocks"}
     tree["objective"]["model"]["readout"] = {"kind": "gap"}
     objective = build_objective(resolve(RunConfig, tree, "x"))
-    LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), OptimConfig()).prepare(objective)
+    LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), AdamWConfig()).prepare(objective)
     trunk = objective.model.visual.trunk
     assert not trunk.training  # from the first step on, without an evaluation before
     before = {n: b.clone() for n, b in trunk.named_buffers()}

@@ -8,8 +8,8 @@ from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.engine.grad_norms import set_rates
-from sparo_train.engine.muon import CombinedOptimizer
-from sparo_train.engine.optim import OptimConfig, build_optimizer
+from sparo_train.engine.muon import CombinedOptimizer, MuonConfig
+from sparo_train.engine.optim import build_optimizer
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
@@ -36,7 +36,7 @@ def _orthogonal(matrix):
 
 def test_matrices_are_muons_and_the_rest_stays_with_adamw():
     objective = _objective()
-    optimizer = build_optimizer(OptimConfig(lr=1e-2, weight_decay=0.1, muon={}), objective)
+    optimizer = build_optimizer(MuonConfig(lr=1e-2, weight_decay=0.1), objective)
     assert isinstance(optimizer, CombinedOptimizer)
     names = {id(p): name for name, p in objective.named_parameters()}
     adamw, muon = ({names[id(p)] for g in o.param_groups for p in g["params"]} for o in optimizer.inner)
@@ -45,7 +45,7 @@ def test_matrices_are_muons_and_the_rest_stays_with_adamw():
     for stays in ("visual.sparo.q_emb", "visual.sparo.k.weight", "text.token_embedding.weight", "visual.conv1.weight",
                   "text.positional_embedding", "visual.class_embedding", "logit_scale", "visual.ln_post.weight"):  # fmt: skip
         assert f"model.{stays}" in adamw, stays
-    set_rates(optimizer, OptimConfig(lr=2e-2, muon={}), Progress(0, 10, 0))
+    set_rates(optimizer, MuonConfig(lr=2e-2), Progress(0, 10, 0))
     before = {name: p.detach().clone() for name, p in objective.named_parameters()}
     torch.manual_seed(0)
     for p in objective.parameters():
@@ -66,7 +66,7 @@ def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
     listed = {name for name in objective.adamw_only_parameters() if name in dict(objective.named_parameters())}
     assert listed
     # not by the patterns: they stand in records of runs, and another package's read-out has none there
-    optimizer = build_optimizer(OptimConfig(muon={"adamw_patterns": ()}), objective)
+    optimizer = build_optimizer(MuonConfig(adamw_patterns=()), objective)
     names = {id(p): name for name, p in objective.named_parameters()}
     muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
     assert muon and not muon & listed
@@ -76,7 +76,7 @@ def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
     for name, tree in trees(shards, tmp_path).items():
         objective = build_objective(resolve(RunConfig, tree, name))
         names = {id(p): n for n, p in objective.named_parameters()}
-        optimizer = build_optimizer(OptimConfig(muon={}), objective)
+        optimizer = build_optimizer(MuonConfig(), objective)
         maps = {f"{n}.weight" for n, m in objective.named_modules() if isinstance(m, torch.nn.Linear)}
         muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
         # Gates of a GRU are three maps in one, as attention's in_proj_weight is: what torch's Muon is given everywhere.
@@ -87,7 +87,7 @@ def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])
 def test_ranks_end_near_one_process_and_bit_equal_after_a_restart(shards, tmp_path, engine, apart):
     """torch computes an update in 16 bits, and over shards its sums are rounded once more: engines agree to a part of a step."""
-    tree = override(two_tree(shards, tmp_path), ["optim={lr: 1e-3, muon: {}}"])
+    tree = override(two_tree(shards, tmp_path), ["optim={kind: muon, lr: 1e-3}"])
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
     run_ranks(2, trained, tree, engine, 3, tmp_path / "straight")
     run_ranks(2, trained, tree, engine, 3, tmp_path / "again", {3: engine})
@@ -107,8 +107,8 @@ def _refused(ranks, tree):
 
 
 def test_what_cannot_be_is_said(shards, tmp_path):
-    tree = override(two_tree(shards, tmp_path), ["optim={lr: 1e-3, muon: {}}"])
+    tree = override(two_tree(shards, tmp_path), ["optim={kind: muon, lr: 1e-3}"])
     for said in run_ranks(2, _refused, tree):
-        assert said.startswith("optim.muon: DeepSpeed keeps parameters as vectors")
-    with pytest.raises(ConfigError, match=r"optim\.muon: every trained parameter is no matrix"):
-        build_optimizer(OptimConfig(muon={"adamw_patterns": ("*",)}), _objective())
+        assert said.startswith("engine.kind=deepspeed: cannot step optim.kind=muon")
+    with pytest.raises(ConfigError, match=r"optim\.kind=muon: every trained parameter is no matrix"):
+        build_optimizer(MuonConfig(adamw_patterns=("*",)), _objective())

@@ -17,7 +17,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
-from sparo_train.engine.optim import OptimConfig, build_optimizer
+from sparo_train.engine.optim import AdamWConfig, build_optimizer
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig, TextConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective
@@ -56,7 +56,7 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
     assert cursors[0] == cursors[1]
     # Another optimizer's moments, an average that comes or goes, what is frozen: said with the key, and the name stays free.
     from_steady = f"start_from={{checkpoint: {tmp_path}/steady, optimizer: true}}"
-    for change in ("optim.muon={}", "objective.ema=null", "freeze=[model.visual.*]"):
+    for change in ("optim.kind=muon", "objective.ema=null", "freeze=[model.visual.*]"):
         with pytest.raises(CheckpointError, match=r"start_from.checkpoint=\S+steady: .*start_from.optimizer=false"):
             train(_run(tree, "name=other", *words, change, from_steady))
     # And what no shape tells, which weights alone are asked as well.
@@ -336,15 +336,15 @@ def test_what_would_train_nothing_or_backwards_is_refused():
     with pytest.raises(
         ConfigError, match=r"optim.groups.1.match=\['\*visual.sparo.\*'\]: all that it fits is of groups"
     ):
-        build_optimizer(OptimConfig(groups=shadowed), ClipObjective(config))
-    build_optimizer(OptimConfig(groups=shadowed[::-1]), ClipObjective(config))
+        build_optimizer(AdamWConfig(groups=shadowed), ClipObjective(config))
+    build_optimizer(AdamWConfig(groups=shadowed[::-1]), ClipObjective(config))
     still = ClipObjective(config)
     still.model.visual.requires_grad_(False)
     still.model.text.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"nothing is trained but model.logit_scale; freeze less"):
-        build_optimizer(OptimConfig(), still)
+        build_optimizer(AdamWConfig(), still)
     with pytest.raises(ValueError, match=r"optim.min_lr=0.01: is above optim.lr=0.001"):
-        OptimConfig(lr=1e-3, min_lr=1e-2)
+        AdamWConfig(lr=1e-3, min_lr=1e-2)
     with pytest.raises(ValueError, match=r"true, false, blocks, or a number of blocks \(got 'block'\)") as told:
         TextConfig.model_validate({"freeze": "block"})
     assert told.value.error_count() == 1
@@ -354,7 +354,7 @@ def test_rates_fall_from_layer_to_layer():
     config = ClipObjectiveConfig(model=_small(readout={"kind": "sparo", "slots": 4}).config)
     objective = ClipObjective(config)
     optimizer = build_optimizer(
-        OptimConfig(lr=1.0, layer_decay=0.5, groups=({"match": ("*q_emb",), "lr_factor": 4.0},)), objective
+        AdamWConfig(lr=1.0, layer_decay=0.5, groups=({"match": ("*q_emb",), "lr_factor": 4.0},)), objective
     )
     names = {id(p): n for n, p in objective.named_parameters()}
     rates = {names[id(p)]: group["lr_factor"] for group in optimizer.param_groups for p in group["params"]}

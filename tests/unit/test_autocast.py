@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from object_centric.grouping.inverted_attention import Tokens, inverted_attention
 from object_centric.scenes3d import radiance_field as field
+from sparo_train.core.registries import LOSSES
 from sparo_train.core.ring import Ring
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive
@@ -22,7 +23,10 @@ def heads(share_kv):
 def loss(kind):
     image, text = (F.normalize(torch.randn(12, 16), dim=-1).requires_grad_() for _ in range(2))
     scale = torch.tensor(10.0, requires_grad=True)
-    return lambda: contrastive(image, text, scale, kind=kind, exchange="ring", ring=Ring()).total, [image, text]
+    return lambda: contrastive(image, text, scale, loss=LOSSES.get(kind)(exchange="ring"), ring=Ring()).total, [
+        image,
+        text,
+    ]
 
 
 def radiance_field():

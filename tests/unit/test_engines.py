@@ -16,7 +16,7 @@ from sparo_train.engine.deepspeed import DeepSpeedEngine
 from sparo_train.engine.engine_kind import Sizes
 from sparo_train.engine.fsdp2 import Fsdp2Engine
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.conftest import dino_recipe, tiny_recipe
@@ -56,14 +56,14 @@ def among(size):
 )
 def test_what_an_engine_cannot_do_is_said_before_anything_is_made(engine, keys, size, message):
     with pytest.raises(ConfigError, match=message):
-        engine(config(**keys), OptimConfig(), among(size)).prepare(Teaching())
+        engine(config(**keys), AdamWConfig(), among(size)).prepare(Teaching())
 
 
 def test_an_engine_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[deepspeed\]' in sparo's checkout"):
         objective = nn.Linear(2, 2)
-        running = DeepSpeedEngine(config(kind="deepspeed"), OptimConfig(), among(2))
+        running = DeepSpeedEngine(config(kind="deepspeed"), AdamWConfig(), among(2))
         running._build_optimizer(objective)
 
 

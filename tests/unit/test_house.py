@@ -80,6 +80,8 @@ def test_every_own_row_is_there_and_is_what_its_table_asks_for():
         "EXPORTS",
         "READOUTS",
         "ENGINES",
+        "LOSSES",
+        "OPTIMIZERS",
         "SOURCES",
         "LAYOUTS",
         "SLOT_ENCODERS",

@@ -12,7 +12,7 @@ from launch.cli.renamed_options import with_new_options
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.config_keys import RegistryBlock, child_shape
-from sparo_train.core.recipe.layers import is_sweep, load_recipe
+from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.renamed import RENAMED
 from sparo_train.train.run_config import RunConfig, load_run
 from tests.conftest import tiny_recipe
@@ -59,13 +59,15 @@ def test_what_was_written_with_old_names_loads_and_a_recipe_is_told_the_new_ones
     found = classes(Frozen)
     for name, keys in ((name, keys) for name, keys in RENAMED.items() if name in found):
         fields = found[name].model_fields
-        assert set(keys.values()) <= fields.keys() and not keys.keys() & fields.keys(), name
+        assert {
+            name.partition("=")[0] for name in keys.values()
+        } <= fields.keys() and not keys.keys() & fields.keys(), name
     missing = {(name, old) for name, keys in RENAMED.items() for old in keys} - replaced
     assert not {name for name, _ in missing} & {
         "BinderConfig",
         "VisionConfig",
         "DataConfig",
-        "OptimConfig",
+        "AdamWConfig",
         "NerfConfig",
     }
 
@@ -75,6 +77,24 @@ def test_the_error_of_an_old_key_says_the_new_one(shards, tmp_path):
     tree["optim"] = {**tree.get("optim", {}), "max_skipped": 3}
     with pytest.raises(ConfigError, match=r"optim\.max_skipped: was renamed, got 'max_skipped'\. Write optim\.max_con"):
         resolve(RunConfig, tree, "x")
+
+
+def test_muon_was_a_block_of_its_own(shards, tmp_path):
+    tree = tiny_recipe(shards, tmp_path)
+    adamw = resolve(RunConfig, {**tree, "optim": {"lr": 1e-3, "muon": None}}, "x", stored=True).optim
+    muon = resolve(
+        RunConfig, {**tree, "optim": {"lr": 1e-3, "muon": {"momentum": 0.9, "adamw": ["*x*"]}}}, "x", stored=True
+    ).optim
+    assert (adamw.kind, adamw.lr, muon.kind, muon.lr, muon.momentum, muon.adamw_patterns) == (
+        "adamw", 1e-3, "muon", 1e-3, 0.9, ("*x*",)
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"optim\.muon: was renamed, got 'muon'\. Write optim\.kind=muon\."):
+        resolve(RunConfig, {**tree, "optim": {"muon": {}}}, "x")
+
+
+def test_a_recipe_keeps_its_rate_when_another_optimizer_is_chosen():
+    base = {"optim": {"kind": "muon", "lr": 2e-3, "momentum": 0.9}}
+    assert override(base, ["optim.kind=adamw"], RunConfig)["optim"] == {"kind": "adamw", "lr": 2e-3, "momentum": 0.9}
 
 
 def test_the_recipe_of_a_run_folder_may_have_old_names(shards, tmp_path):

@@ -19,7 +19,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError, LostRankError
 from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
-from sparo_train.engine.optim import OptimConfig
+from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.readouts.pooling import MeanPool
 from sparo_train.train.grad_accumulation import _weighted_backward
 from sparo_train.train.meter import average_over_ranks
@@ -97,7 +97,7 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
         def forward(self, batch, progress):
             return Loss((self.used * batch["x"]).sum(), {})
 
-    engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), OptimConfig(warmup_steps=0))
+    engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), AdamWConfig(warmup_steps=0))
     engine.prepare(objective := Half())
     reports = []
     for step in range(2):

@@ -107,15 +107,15 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
     behind = sweep_grid("grid", rows, baseline="L_2").rows[0].cells[0]
     assert behind.span == "-62.7 to -17.3"
     for words, message in (
-        ({"against": "clop"}, "--baseline clop: .*'clip'"),
-        ({"against": "clip", "paper": ["all"]}, "leave --paper"),
+        ({"baseline": "clop"}, "--baseline clop: .*'clip'"),
+        ({"baseline": "clip", "paper": ["all"]}, "leave --paper"),
     ):
         with pytest.raises(ConfigError, match=message):
             sweep_grid("grid", rows, None, **words)
     record = rows[0].results["zero"][0]
     noted = record._replace(result=record.result._replace(note="other pictures"))
     marked = rows[0]._replace(results={"zero": [noted, *rows[0].results["zero"][1:]]})
-    assert rows[1].cell("zero", baseline=marked).odd and not rows[1].cell("zero", against=rows[0]).odd
+    assert rows[1].cell("zero", baseline=marked).odd and not rows[1].cell("zero", baseline=rows[0]).odd
 
 
 def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
@@ -187,7 +187,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed; move one of them"):
         sweep_rows(place / "grid.yaml")
     older = yaml.safe_load(dump(runs[0].model_copy(update={"seed": 9})))  # of a version that did not know these keys
-    del older["start_from"], older["freeze"], older["optim"]["muon"]
+    del older["start_from"], older["freeze"], older["optim"]["kind"]
     older["data"]["workers"] = 0
     (place / "runs/grid-clip/config.yaml").write_text(yaml.safe_dump(older))
     assert sweep_rows(place / "grid.yaml")[0].runs == 4

@@ -19,17 +19,21 @@ from .recipe_yaml import parse_yaml
 
 Tree = dict[str, Any]
 _OPTIONS = ("--dry-run", "--print", "--help")  # of `sparo train`, for near misses
-_ROW_KEYS = ("kind", "task")  # name the row of a table; another row has other keys
+_ROW_KEYS = ("kind", "task")  # name an entry of a registry; another entry has other keys
+_KEEPS_KEYS = "optim"  # a block most of whose keys belong to every kind: it keeps them when its kind changes
 
 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Merge `over` into a copy of `base`. An empty mapping, or one whose `kind` (or `task`) changes, replaces the old one whole."""
+    """Merge `over` into a copy of `base`. An empty mapping, or one whose `kind` (or `task`) changes, replaces the old one whole.
+
+    `optim` keeps its keys when its kind changes: most of them belong to every optimizer, and a dropped rate would go unnoticed.
+    """
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping):
-            # Keys of an AdamW would be errors of a Muon: another row begins anew.
-            switched = any(k in value and k in old and value[k] != old[k] for k in _ROW_KEYS)
+            # Keys of one kind would be errors of another.
+            switched = key != _KEEPS_KEYS and any(k in value and k in old and value[k] != old[k] for k in _ROW_KEYS)
             out[key] = dict(value) if switched or not value else merge(old, value)
         else:
             out[key] = value
@@ -191,7 +195,8 @@ def _apply_change(tree: Tree, change: Assignment, places: Sequence[int]) -> Tree
     *above, last = change.keys
     block = _get_at(tree, above)
     # A new kind alone: what the old one had below it is none of its keys.
-    if isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, change.value):
+    is_switched = isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, change.value)
+    if is_switched and above != [_KEEPS_KEYS]:
         return _set_at(tree, above, {last: change.value})
     if change.value is None and len(above) in places and isinstance(block, Mapping):
         return _set_at(tree, above, {key: value for key, value in block.items() if key != last})

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ..registries import OPTIMIZERS
 from .config_keys import RegistryBlock, child_shape
 
 _FOURIER = {"octaves": "fourier_bands"}
@@ -48,7 +49,11 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     "NerfConfig": {**_FOURIER, **_CHUNKED},
     "ObjectProbeConfig": {"window": "context_frames"},
     "ObjectSetConfig": {"most": "max_objects"},
-    "OptimConfig": {"max_skipped": "max_consecutive_skips", "half_life_from": "half_life_start"},
+    "OptimConfig": {
+        "max_skipped": "max_consecutive_skips",
+        "half_life_from": "half_life_start",
+        "muon": "kind=muon",
+    },
     "PublishedConfig": {"most": "max_objects"},
     "RayBroadcastConfig": {**_RAY_FOURIER, **_CHUNKED},
     "RayEmbeddingConfig": _RAY_FOURIER,
@@ -82,10 +87,14 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# Keys of the `optim` block that held the keys of another optimizer; they are keys of the block itself now, with its `kind` set.
+_NESTED_KINDS = {"muon": "muon"}
+
+
 def new_name(model: type[BaseModel], key: str) -> str | None:
-    """Return the present name of a renamed key of a configuration class or of one it derives from, or None."""
+    """Return the present name of a renamed key of a configuration class or of one it derives from, or None; `KEY=VALUE` for a value of KEY."""
     names = (RENAMED.get(cls.__name__, {}).get(key) for cls in model.__mro__)
-    return next((name for name in names if name is not None and name in model.model_fields), None)
+    return next((name for name in names if name is not None and name.partition("=")[0] in model.model_fields), None)
 
 
 def with_new_names(shape: Any, tree: Any) -> Any:
@@ -99,8 +108,22 @@ def with_new_names(shape: Any, tree: Any) -> Any:
         return tree if item_shape is None else [with_new_names(item_shape, block) for block in tree]
     if not isinstance(tree, Mapping) or shape is None:
         return tree
-    model = shape.from_registry.model_of(tree) if isinstance(shape, RegistryBlock) else shape
+    if isinstance(shape, RegistryBlock):
+        if shape.from_registry.registry is OPTIMIZERS:
+            tree = _with_kind(tree)
+        model = shape.from_registry.model_of(tree)
+    else:
+        model = shape
     if isinstance(model, type) and issubclass(model, BaseModel):
         fields = model.model_fields
         tree = {key if key in fields else new_name(model, key) or key: value for key, value in tree.items()}
     return {key: with_new_names(child_shape(shape, key, tree), value) for key, value in tree.items()}
+
+
+def _with_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an `optim` block without the blocks of other kinds; one that is set gives the block its kind and its keys."""
+    flat = {key: value for key, value in block.items() if key not in _NESTED_KINDS}
+    for key, kind in _NESTED_KINDS.items():
+        if block.get(key) is not None:
+            flat |= {"kind": kind, **block[key]}
+    return flat
