@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from evals.encoders.masked import MaskedEncoder as MaskedEncoder
     from evals.feature_store.features import FeatureStore as FeatureStore
     from evals.report.results_file import read_records as read_records
+    from evals.sets.task_config import SetTaskConfig as SetTaskConfig
     from evals.sets.wds import WdsSet as WdsSet
     from evals.slots.attend import attend as attend
     from evals.slots.overlay import image_crop as image_crop
     from evals.slots.overlay import spotlight as spotlight
     from evals.slots.word_profiles import informative_slots as informative_slots
     from evals.slots.word_profiles import word_profiles as word_profiles
+    from evals.suite.answers import Answers as Answers
+    from evals.suite.answers import answers_task as answers_task
     from evals.suite.evaluate import EvalOptions as EvalOptions
     from evals.suite.evaluate import evaluate as evaluate
     from evals.suite.evaluate import only_slots as only_slots
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from sparo_train.train.run_config import RunConfig as RunConfig
 
 _SOURCES = {
+    "Answers": "evals.suite.answers:Answers",
     "Clip": "sparo_train.models.clip_model:Clip",
     "ClipConfig": "sparo_train.models.clip_config:ClipConfig",
     "ContrastiveLoss": "sparo_train.objectives.contrastive:ContrastiveLoss",
@@ -65,12 +69,14 @@ _SOURCES = {
     "ReadOutPair": "sparo_train.models.readout:ReadOutPair",
     "Result": "evals.tasks.result:Result",
     "RunConfig": "sparo_train.train.run_config:RunConfig",
+    "SetTaskConfig": "evals.sets.task_config:SetTaskConfig",
     "Slots": "sparo_train.models.readout:Slots",
     "Sparo": "sparo_train.models.sparo:Sparo",
     "SparoReadOut": "sparo_train.models.sparo:SparoReadOut",
     "Vit": "sparo_train.models.vit:Vit",
     "VitConfig": "sparo_train.models.vit_config:VitConfig",
     "WdsSet": "evals.sets.wds:WdsSet",
+    "answers_task": "evals.suite.answers:answers_task",
     "attend": "evals.slots.attend:attend",
     "evaluate": "evals.suite.evaluate:evaluate",
     "field": "sparo_train.core.config:field",

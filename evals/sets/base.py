@@ -58,6 +58,7 @@ class EvalSet(ABC):
     home: Path | None = None
     benchmark_name: str | None = None
     left_out: Mapping[str, int] = {}
+    images_per_row: int = 1  # consecutive images that are scored together, so that `limit` keeps or drops all of them
     label_below: int | None = None  # labels from here on are refused as they are read, not when all is encoded
 
     @abstractmethod
@@ -118,12 +119,14 @@ def evenly(total: int, count: int) -> list[int]:
 
 
 class Limited(EvalSet):
-    """`count` samples of a set, evenly spaced, so that classes that follow each other are all met."""
+    """About `count` samples of a set, evenly spaced, so that classes that follow each other are all met; rows of several images stay whole."""
 
     def __init__(self, whole: EvalSet, count: int):
         self.whole, self.root, self.kind, self.benchmark_name = whole, whole.root, whole.kind, whole.benchmark_name
         self.left_out = whole.left_out
-        self._numbers = evenly(len(whole), count)
+        size = whole.images_per_row
+        rows = evenly(len(whole) // size, max(count // size, 1))
+        self._numbers = [size * row + place for row in rows for place in range(size)]
 
     def __len__(self) -> int:
         return len(self._numbers)

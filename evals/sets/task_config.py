@@ -10,6 +10,8 @@ from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 from sparo_train.core.registries import LAYOUTS
 
+from .table_columns import TableColumns
+
 
 class TaskConfig(Frozen):
     """What every entry of `eval.tasks` has: the row of `sparo.tasks` that scores it."""
@@ -29,13 +31,15 @@ class SetTaskConfig(TaskConfig):
     `root` is a folder in clip-benchmark's wds layout, or in the published layout that `layout` names:
     `folder` (one folder per class, named like it), `imagenet` (one folder per WordNet id; A and R are scored over the classes
     that have one), `imagenetv2` (numbered folders), `objectnet`, `karpathy` (images, with `annotations`), `sugar_crepe`,
-    `torchvision` (the folder that it calls `root`, of a set that `benchmark_name` names).
+    `torchvision` (the folder that it calls `root`, of a set that `benchmark_name` names), `table` (any images, with a table that `columns`
+    describes).
     """
 
     root: str = field(..., "where the set is", examples=["data/emoji/vendor"])
     layout: Annotated[str, AfterValidator(_validate_layout)] = field(
         "wds", "how the set is stored: a row of sparo.layouts"
     )
+    columns: TableColumns | None = field(None, "layout=table: the file, and where it has images and captions")
     split: str = field("test", "the part that is scored")
     benchmark_name: str | None = field(
         None, "clip-benchmark's name of it, for class names and templates that the folder lacks", examples=["cars"]

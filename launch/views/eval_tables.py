@@ -44,7 +44,7 @@ def show_catalogue(root: Path) -> None:
     from evals.suite import catalogue
 
     out.print(f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n")
-    for entry in catalogue.DATASETS:
+    for entry in catalogue.datasets():
         presence = catalogue.check_presence(entry, root)
         facts = [f"{entry.n:,} images"]
         facts += [f"{entry.classes} classes"] if entry.classes else []

@@ -141,3 +141,7 @@ def test_the_blocks_of_the_documentation_work():
     layer(torch.ones(2)).sum().backward()
     optimizer.step()
     assert {frozenset(state) for state in optimizer.state.values()} == {frozenset(config.state_names)}
+    answers = names["answer"](
+        torch.eye(2), lambda texts: torch.eye(2)[[len(t) % 2 for t in texts]], [["a", "bb"], ["c", "ddd"]]
+    )
+    assert answers.correct["acc"].tolist() == [True, False] and names["TASK"].facts == "captions"

@@ -184,9 +184,9 @@ def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
 
 def test_the_catalogue_finds_published_files(tmp_path, monkeypatch):
     cifar(tmp_path / "vtab/cifar100", monkeypatch)
-    listed = {entry.name: entry for entry in catalogue.DATASETS}["vtab/cifar100"]
+    listed = {entry.name: entry for entry in catalogue.datasets()}["vtab/cifar100"]
     assert catalogue.check_presence(listed, tmp_path) == ("odd", "2 images, 10,000 expected")
-    assert catalogue.check_presence(listed._replace(n=2), tmp_path) == ("intact", "2 images")
+    assert catalogue.check_presence(listed.model_copy(update={"n": 2}), tmp_path) == ("intact", "2 images")
     (probe,) = catalogue.tasks("vtab/cifar100:probe", tmp_path).values()
     assert isinstance(probe, ProbeTaskConfig) and len(open_set(probe, "label", probe.train_split)) == 4
     put(tmp_path / "vtab/cifar100/cifar-100-python/test", b"truncated")

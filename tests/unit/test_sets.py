@@ -333,8 +333,8 @@ def test_class_names_of_known_sets_come_from_clip_benchmark(tmp_path):
 
 
 def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path):
-    listed = {entry.name: entry for entry in catalogue.DATASETS}
-    assert sum(entry.group == "vtab" for entry in catalogue.DATASETS) == 19
+    listed = {entry.name: entry for entry in catalogue.datasets()}
+    assert sum(entry.group == "vtab" for entry in catalogue.datasets()) == 19
     assert catalogue.check_presence(listed["imagenet-a"], tmp_path).state == "absent"
     sugar_crepe(tmp_path / "sugar_crepe")
     found = catalogue.check_presence(listed["sugar_crepe"], tmp_path)

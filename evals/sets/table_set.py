@@ -1,0 +1,152 @@
+"""Images and what is known of them in one table: CSV, TSV, JSON or JSON lines, with the columns that a recipe names."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+from sparo_train.core.untrusted import parse_json, read_text
+
+from .base import FactKind, Layout, Pair, sha256
+from .image_files import FileSet
+from .table_columns import TableColumns
+
+
+def open_table(config: Any, kind: FactKind, _split: str) -> FileSet:
+    """Open the set that a task's `root` and `columns` describe.
+
+    Raises:
+        ConfigError: no `columns`, or none that the task needs.
+        DataError: the table cannot be read, or a row lacks a column.
+    """
+    columns: TableColumns | None = config.columns
+    if columns is None:
+        raise ConfigError("layout=table: needs columns, which says where the table has images and captions")
+    root = Path(config.root)
+    path = root / columns.file
+    text = read_text(path, DataError)
+    make_facts = _FACTS[kind]
+    images: dict[str, Any] = {}
+    for number, row in enumerate(_rows(text, path)):
+        values = _Row(row, f"{path}: row {number + 1}")
+        names = [values.fill(template) for template in columns.images]
+        key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
+        for name, fact in zip(names, make_facts(columns, values, key), strict=True):
+            if kind != "pairs" and name in images:
+                raise DataError(f"{values.where}: has the image {name!r} of an earlier row; list each image once")
+            images.setdefault(name, []).append(fact)
+    # All pairs of an image are one fact: it is encoded once.
+    facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]
+    table_set = FileSet(root, list(images), facts, kind, sha256(text).encode())
+    table_set.images_per_row = len(columns.images)
+    return table_set
+
+
+class _Row:
+    """A row's values, as templates take them."""
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = values, where
+
+    def fill(self, template: str) -> str:
+        """Return the template with the row's values. Raises `DataError` for a column that the row lacks."""
+        try:
+            return template.format_map({name: _plain(value) for name, value in self.values.items()})
+        except KeyError as missing:
+            column = str(missing.args[0])
+            raise DataError(f"{self.where}: no column {column!r}; {did_you_mean(column, self.values)}") from None
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"columns: {template!r} cannot be filled in ({error}). Write a column's name in braces, as in {{caption}}."
+            ) from None
+
+    def label(self, template: str) -> int:
+        text = self.fill(template)
+        if not text.isdecimal():
+            raise DataError(f"{self.where}: expected a class number from 0, got {text!r}")
+        return int(text)
+
+
+def _plain(value: Any) -> str:
+    # A string has no attributes that a template of a stranger's file could reach.
+    return "" if value is None else str(value)
+
+
+def _one_image(columns: TableColumns, task: str) -> None:
+    if len(columns.images) != 1:
+        raise ConfigError(f"columns.images: task {task} takes one image per row, got {len(columns.images)}")
+
+
+def _label_facts(columns: TableColumns, row: _Row, _key: str) -> list[int]:
+    _one_image(columns, "zeroshot")
+    if columns.label is None:
+        raise ConfigError("columns.label: missing, and the task needs the class of each image")
+    return [row.label(columns.label)]
+
+
+def _caption_facts(columns: TableColumns, row: _Row, _key: str) -> list[list[str]]:
+    _one_image(columns, "retrieval")
+    return [[row.fill(template) for template in columns.captions]]
+
+
+def _pair_facts(columns: TableColumns, row: _Row, key: str) -> list[list[Pair]]:
+    _one_image(columns, "pairs")
+    if not columns.captions or not columns.false_captions:
+        raise ConfigError("columns: task pairs needs captions and false_captions")
+    kind = row.fill(columns.kind)
+    both = zip(columns.captions, columns.false_captions, strict=True)
+    return [[Pair(kind, row.fill(true), row.fill(false), key) for true, false in both]]
+
+
+def _match_facts(columns: TableColumns, row: _Row, key: str) -> list[dict[str, Any]]:
+    if len(columns.images) != 2 or len(columns.captions) != 2:
+        raise ConfigError(
+            f"columns: task matching takes two images and two captions per row, got {len(columns.images)} and {len(columns.captions)}"
+        )
+    captions = [row.fill(template) for template in columns.captions]
+    return [{"row": key, "place": place, "captions": captions, "kind": row.fill(columns.kind)} for place in range(2)]
+
+
+_FACTS: dict[FactKind, Callable[[TableColumns, _Row, str], Sequence[Any]]] = {
+    "label": _label_facts,
+    "captions": _caption_facts,
+    "pairs": _pair_facts,
+    "matches": _match_facts,
+}
+
+
+def _rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
+    suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        reader = csv.DictReader(
+            text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else ",", strict=True
+        )
+        try:
+            for row in reader:
+                if None in row:
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: has more columns than the header; quote its texts"
+                    )
+                yield row
+        except csv.Error as error:
+            raise DataError(f"{path}, line {reader.line_num}: {error}. Close the quote, or double it.") from None
+        return
+    if suffix == ".jsonl":
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield parse_json(line, f"{path}, line {number}", dict, DataError)
+        return
+    if suffix != ".json":
+        raise ConfigError(f"columns.file: expected .csv, .tsv, .json or .jsonl, got {path.name}")
+    content = parse_json(text, str(path), list if text.lstrip()[:1] == "[" else dict, DataError)
+    for row in content if isinstance(content, list) else content.values():
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: expected an object per row, got {type(row).__name__}")
+        yield row
+
+
+TABLE = Layout(tuple(_FACTS), open_table)
