@@ -14,7 +14,7 @@ import torch._inductor.compile_fx
 import torch.distributed.fsdp
 import torch.utils.tensorboard
 
-import tests.ranks  # noqa: F401
+import tests.helpers.ranks  # noqa: F401
 
 # What computes while it is imported must not start threads: a forked child would wait for those for ever. Each sets its own number.
 torch.set_num_threads(1)

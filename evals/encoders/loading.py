@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -37,12 +38,13 @@ from .capabilities import TrainingRun
 from .encoder import Encoder
 from .sparo_encoders import ClipEncoder, DinoEncoder, PixelEncoder
 
+logger = logging.getLogger(__name__)
+
 
 def load_encoder(
     checkpoint: str | Path,
     model: str | None = None,
     device: str = "cpu",
-    log: Callable[[str], None] = lambda assumed: None,
 ) -> Encoder:
     """Load a checkpoint of any kind we know.
 
@@ -53,8 +55,7 @@ def load_encoder(
             `timm:NAME@FILE`, `hf:FOLDER`, `pixels:SIZE`, the images themselves, released slot models, or a plug-in's.
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
             `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
-            `assumed` says what was taken for granted).
-        log: told what was taken for granted, where anything was.
+            what was assumed is logged).
 
     Raises:
         CheckpointError: nothing there that we can read, or something that is not what its name or form says.
@@ -64,7 +65,7 @@ def load_encoder(
         encoder = _loaded(checkpoint, model).to(device)
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
-            log(encoder.assumed)
+            logger.warning(encoder.assumed)
         return encoder
     except (SparoError, torch.OutOfMemoryError):
         raise
@@ -148,7 +149,7 @@ def read_run(path: Path) -> tuple[RunConfig, Path]:
     """The recipe of a run folder (or of one of its checkpoint folders) and the newest complete checkpoint."""
     config = read_recipe(path)
     # The newest of a run, as `sparo train` would go on from.
-    step = path if (path / "meta.json").is_file() else store.CheckpointStore(path / "checkpoints").latest()
+    step = store.newest_step(path)
     if step is None:
         raise CheckpointError(f"{path}: no complete checkpoint yet")
     return config, step

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
@@ -33,6 +34,8 @@ from .batch_sizes import BatchSize
 from .feature_table import Features, View
 from .parts import Part, bounds_of, open_part, read_texts, write_part, write_texts
 
+logger = logging.getLogger(__name__)
+
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16}
 _FORMAT = 3  # parts with XXH3 checksums
@@ -46,7 +49,6 @@ class FeatureStore:
         root: a folder; None keeps nothing, and encodings live in memory.
         storage: type on disk and in memory maps; scores are computed in fp32 whatever it is.
         on_progress: told a set's name, the images done and how many there are.
-        log: told where nothing can be kept.
     """
 
     def __init__(
@@ -54,9 +56,8 @@ class FeatureStore:
         root: str | Path | None = None,
         storage: Storage = "fp32",
         on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-        log: Callable[[str], None] = lambda text: None,
     ):
-        self.log, self._unwritable = log, False
+        self._unwritable = False
         self.root, self.on_progress = Path(root) if root else None, on_progress
         self.storage: Storage = storage
         self.batch = BatchSize(self.root / "batch_sizes.json" if self.root else None)
@@ -176,7 +177,7 @@ class FeatureStore:
         except OSError as error:
             if not self._unwritable:
                 self._unwritable = True
-                self.log(f"{self.root}: features cannot be kept there ({error}); scoring goes on without")
+                logger.warning(f"{self.root}: features cannot be kept there ({error}); scoring goes on without")
             return False
         return True
 

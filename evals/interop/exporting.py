@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from sparo_train.train.run_config import RunConfig
 
 from ..encoders.loading import read_run, run_weights
 from .export_files import card_facts, pack
+
+logger = logging.getLogger(__name__)
 
 _EXPORTED_KEYS = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
 _LOAD = """from evals.encoders.loading import load_encoder
@@ -59,7 +62,6 @@ def export_run(
     to: Path | None,
     layout: str | None,
     average: str | None = None,
-    log: Callable[[str], None] = lambda warning: None,
 ) -> Path:
     """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
 
@@ -67,7 +69,6 @@ def export_run(
         average: `last:N`: the mean of the newest N checkpoints' weights instead.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
             student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
-        log: called with a warning about the checkpoint, if there is one.
 
     Raises:
         ConfigError: a layout of another method; fewer checkpoints than are to be averaged.
@@ -76,7 +77,7 @@ def export_run(
         EXPORTS.get(layout, "--layout")
     config, step = read_run(run)
     if checkpoint_warning := checkpoint_warnings(run, step):
-        log(checkpoint_warning)
+        logger.warning(checkpoint_warning)
     # Of a single step the export lies with its run, too, where people look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from .compatibility import Normalisation, refuse_other_pixels, refuse_unlike
 from .tower_names import named_as_ours, tower_weights
 from .trunks import timm_file, trunk_weights
 
+logger = logging.getLogger(__name__)
+
 
 def refuse_absent_starts(config: RunConfig) -> None:
     """Raise `CheckpointError` where a file or folder that a recipe begins with is not there, by its key."""
@@ -49,7 +52,7 @@ def refuse_absent_starts(config: RunConfig) -> None:
                 raise CheckpointError(f"{key}={place}: {error}") from None
 
 
-def load_initial_weights(config: RunConfig, objective: Objective, log: Callable[[str], None]) -> None:
+def load_initial_weights(config: RunConfig, objective: Objective) -> None:
     """Give an objective that was just built the weights that its recipe names. Whether the run has checkpoints is the caller's to know.
 
     Raises:
@@ -58,12 +61,12 @@ def load_initial_weights(config: RunConfig, objective: Objective, log: Callable[
     if config.start_from is not None and config.start_from.optimizer:  # weights are read with the moments, later
         _refuse_other_branch(config, objective)
     elif config.start_from is not None:
-        _start(config.start_from, config.objective.kind, objective, log)
+        _start(config.start_from, config.objective.kind, objective)
     model = getattr(objective, "model", None)
     if isinstance(model, Clip):
         for key, tower in (("vision", model.visual), ("text", model.text)):
             if (source := getattr(model.config, key).init_from) is not None:
-                _init(f"objective.model.{key}.init_from", source, model, tower, Normalisation.of(objective), log)
+                _init(f"objective.model.{key}.init_from", source, model, tower, Normalisation.of(objective))
     objective.on_weights_loaded()
 
 
@@ -95,8 +98,8 @@ def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
             )
 
 
-def _start(start: StartConfig, method: str, objective: Objective, log: Callable[[str], None]) -> None:
-    weights = _weights(start.checkpoint, method, objective, log)
+def _start(start: StartConfig, method: str, objective: Objective) -> None:
+    weights = _weights(start.checkpoint, method, objective)
     refuse_non_finite(weights, f"start_from.checkpoint={start.checkpoint}")
     own = objective.state_dict()
     missing = _unless([name for name in own if name not in weights], start.allow_missing)
@@ -119,15 +122,17 @@ def _start(start: StartConfig, method: str, objective: Objective, log: Callable[
         raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
     objective.load_state_dict(shared, strict=False)
     fresh = [name for name in own if name not in weights]
-    log(f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else ""))
+    logger.info(
+        f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else "")
+    )
 
 
-def _weights(checkpoint: str, method: str, objective: Objective, log: Callable[[str], None]) -> Mapping[str, Tensor]:
+def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str, Tensor]:
     path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
         if doubt := checkpoint_warnings(path, step):
-            log(f"start_from: {doubt}")
+            logger.warning(f"start_from: {doubt}")
         # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
         if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
@@ -138,7 +143,7 @@ def _weights(checkpoint: str, method: str, objective: Objective, log: Callable[[
     with torch.random.fork_rng(
         devices=[]
     ):  # what builds the other model draws from the stream that this one goes on with
-        encoder = load_encoder(checkpoint, log=log)
+        encoder = load_encoder(checkpoint)
     source_model = _source_of(encoder)
     refuse_unlike(origin, source_model, objective)
     refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
@@ -156,7 +161,6 @@ def _init(
     model: Clip,
     tower: VisionTower | TimmTower | TextTower,
     pixels: Normalisation | None,
-    log: Callable[[str], None],
 ) -> None:
     part, origin = "text" if isinstance(tower, TextTower) else "visual", f"{key}={source}"
     if isinstance(tower, TimmTower) and (read := timm_file(source)) is not None:
@@ -164,7 +168,7 @@ def _init(
         refuse_other_pixels(origin, theirs, pixels)
         weights = trunk_weights(state, origin)
     else:
-        weights = _weights_from_encoder(origin, source, part, tower, pixels, log)
+        weights = _weights_from_encoder(origin, source, part, tower, pixels)
     # Before positions are fitted: interpolation would spread one NaN over all of them.
     refuse_non_finite(weights, origin)
     whole = model.adapt_to_resolution({f"{part}.{name}": value for name, value in weights.items()})
@@ -190,7 +194,9 @@ def _init(
             "freeze=blocks trains what is behind the blocks"
         )
     message = f"{key}: {len(shared)} tensors of {source}"
-    log(message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else ""))
+    logger.info(
+        message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else "")
+    )
 
 
 def _weights_from_encoder(
@@ -199,12 +205,11 @@ def _weights_from_encoder(
     part: str,
     tower: VisionTower | TimmTower | TextTower,
     pixels: Normalisation | None,
-    log: Callable[[str], None],
 ) -> dict[str, Tensor]:
     """One tower's weights of whatever `sparo eval` loads."""
     try:
         with torch.random.fork_rng(devices=[]):  # as above
-            encoder = load_encoder(source, log=log)
+            encoder = load_encoder(source)
     except CheckpointError as error:
         hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
         raise CheckpointError(f"{origin}: {error}{hint}") from None

@@ -34,6 +34,8 @@ from . import catalogue
 from .suite import Suite
 from .task import IncompatibleTaskError
 
+logger = logging.getLogger(__name__)
+
 
 class _Tasks(Frozen):
     tasks: dict[str, AnyTask] = field(..., "by name, each a row of sparo.tasks")
@@ -167,9 +169,7 @@ def evaluate(
     if not isinstance(tasks, Mapping):
         tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")
     options = options or EvalOptions(write_to_run=False)
-    # Warnings about the checkpoint and tasks that do not fit it must reach the caller.
-    log = logging.getLogger("sparo").warning
-    return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None, log)
+    return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None)
 
 
 def evaluate_checkpoint(
@@ -178,7 +178,6 @@ def evaluate_checkpoint(
     how: EvalOptions,
     ranks: Ranks,
     on_progress: Callable[[str, int, int], None],
-    log: Callable[[str], None],
     into: dict[str, Result] | None = None,
 ) -> dict[str, Result]:
     """Score one checkpoint on `tasks` and keep the results; `on_progress` is told a place, the images done, and their number.
@@ -194,7 +193,7 @@ def evaluate_checkpoint(
     ranks.call_on_all(Suite(tasks).check)
     # Said with the scores: a number over other images must not stand unmarked beside those over the published ones.
     odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
-    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks), log))
+    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks)))
     encoder.precision = how.precision
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # as training wrote it down
@@ -204,7 +203,7 @@ def evaluate_checkpoint(
         scored = f"{scored} (slots {how.slots_named})"
     if how.limit is not None:
         tasks = {name: task.model_copy(update={"limit": how.limit}) for name, task in tasks.items()}
-    store = FeatureStore(how.features, how.storage, on_progress, log)
+    store = FeatureStore(how.features, how.storage, on_progress)
     # Other checkpoints have no place of their own that we may write into.
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.write_to_run else None)
     results: dict[str, Result] = {} if into is None else into
@@ -214,13 +213,13 @@ def evaluate_checkpoint(
         for task, task_result in task_results.items():
             results[task] = result = task_result._replace(note=odd[task])
             for remark in result.remarks():
-                log(f"{task}: {remark}")
+                logger.warning(f"{task}: {remark}")
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, result_facts(encoder, how, seconds))
                 except OSError as error:  # a colleague's run that is read-only; its scores are shown all the same
                     text = f"{folder}: the results of {task} could not be kept ({error})"
-                    log(text)
+                    logger.warning(text)
                     if disk_error(error) not in (None, errno.EROFS):
                         write_errors.append(
                             ConfigError(f"{text}. Free space or give --results, then run the same line again.")
@@ -231,10 +230,10 @@ def evaluate_checkpoint(
     if incompatible and len(incompatible) == len(tasks):
         raise incompatible[0]
     for error in incompatible:
-        log(f"left out: {error}")
+        logger.warning(f"left out: {error}")
     waiting = len(tasks) - len(incompatible) - len(failed) - len(results)
     if waiting and how.part:
-        log(
+        logger.warning(
             f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
             "the same line without --part scores"
         )
@@ -242,10 +241,10 @@ def evaluate_checkpoint(
         try:
             write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": encoder.label}, results)
         except OSError as error:
-            log(f"{checkpoint}/evals/latest.json: could not be written ({error})")
+            logger.warning(f"{checkpoint}/evals/latest.json: could not be written ({error})")
     failed += write_errors
     for error in failed[:-1]:
-        log(f"error: {error}")
+        logger.warning(f"error: {error}")
     if failed:
         raise failed[-1]
     return results

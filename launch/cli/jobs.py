@@ -54,7 +54,7 @@ def train(
     refuse_keys_as_options(options)
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds)
-    run_jobs = launch_train(runs, launch_options, Path(runs[0].out) / name, _log)
+    run_jobs = launch_train(runs, launch_options, Path(runs[0].out) / name)
     for folder, job in run_jobs:
         out.print(f"{folder}  job {job}", soft_wrap=True)
     _exit_with_debug_code(launch_options, [folder for folder, _ in run_jobs])
@@ -180,7 +180,7 @@ def resubmit(
 
     runs, options = split_options(words)
     for run in runs:
-        jobs = resubmit_folder(Path(run), options, _log)
+        jobs = resubmit_folder(Path(run), options)
         out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", soft_wrap=True)
 
 
@@ -188,7 +188,7 @@ def _launch(fan: FanOut, launch_options: LaunchOptions) -> None:
     from ..jobs.arrays import launch_elements
     from ..views.results_table import results_table
 
-    jobs = launch_elements(fan, launch_options, _log)
+    jobs = launch_elements(fan, launch_options)
     if jobs:
         out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", soft_wrap=True)
         _exit_with_debug_code(launch_options, [fan.folder])
@@ -230,10 +230,6 @@ def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]
         code = max(s.get("end", 0) for records, own in jobs for job in own for s in records.starts(job))
         if code:
             raise typer.Exit(code)
-
-
-def _log(text: str) -> None:
-    console.print(text, soft_wrap=True)
 
 
 def _status_table(run_statuses: list[Status]) -> Table:

@@ -12,7 +12,7 @@ from sparo_train import __version__
 from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.world import started
 
-from ..views.terminal import console, out
+from ..views.terminal import out
 from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
 from .process import call, leave, share_cores
 from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
@@ -112,7 +112,7 @@ def export(
     # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:
         raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
-    path = export_run(run, out_path, layout, average, lambda warning: console.print(warning, soft_wrap=True))
+    path = export_run(run, out_path, layout, average)
     out.print(str(path), soft_wrap=True)
     if hub is not None:
         from ..commands.hub import upload

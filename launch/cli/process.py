@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError, SparoError, StoppedError
 from sparo_train.core.files import disk_error
 from sparo_train.core.world import started
 
-from ..views.terminal import console, last_flush
+from ..views.terminal import console, last_flush, logs_on_terminal
 from .renamed_options import with_new_options
 
 
@@ -32,7 +32,8 @@ def share_cores() -> None:
 def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int, Exception | None]:
     """`sparo ARGUMENTS` in this process: its exit code, and the error that it ended with; what a user can solve is printed."""
     try:
-        app(with_new_options(arguments))
+        with logs_on_terminal():
+            app(with_new_options(arguments))
     except StoppedError as stopped:
         if not stopped.repeated:
             console.print(str(stopped))

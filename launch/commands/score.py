@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from sparo_train.core.world import find_world
 
 from ..views.eval_tables import Encoding
 from ..views.results_table import results_table
-from ..views.terminal import console, out
+from ..views.terminal import out
+
+logger = logging.getLogger(__name__)
 
 TasksByCheckpoint = Mapping[str, Mapping[str, TaskConfig]]
 
@@ -58,17 +61,13 @@ def _score_all(
     results_by_checkpoint: dict[str, dict[str, Result]] = {}
     failed: SparoError | None = None
 
-    def log(text: str) -> None:
-        if ranks.rank == 0:
-            console.print(text, soft_wrap=True)
-
     # Twice the same would be one column with the other's name.
     for checkpoint in dict.fromkeys(checkpoints):
         name, results = Path(checkpoint).name, dict[str, Result]()
         try:
             with Encoding(checkpoint, ranks.rank > 0) as report:
                 evaluate_checkpoint(
-                    checkpoint, dict(tasks_by_checkpoint[checkpoint]), eval_options, ranks, report, log, results
+                    checkpoint, dict(tasks_by_checkpoint[checkpoint]), eval_options, ranks, report, results
                 )
         except (LostRankError, StoppedError):
             raise
@@ -78,7 +77,7 @@ def _score_all(
             ):  # the others are elsewhere, and could not follow to the next one
                 raise
             if failed is not None and not failed.repeated:
-                log(f"error: {failed}")  # the last one is told at the end
+                logger.error(f"error: {failed}")  # the last one is told at the end
             failed = error
             if not results:
                 continue

@@ -22,7 +22,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
 from ..views.terminal import console, out
-from .slot_work import EITHER, Bench, SlotOptions, column_titles, log_assumption, supported_unit_tasks, write_facts
+from .slot_work import EITHER, Bench, SlotOptions, column_titles, supported_unit_tasks, write_facts
 
 
 class SelectOptions(NamedTuple):
@@ -212,7 +212,7 @@ def show_quality(
     json_file: Path | None,
 ) -> None:
     """A row per checkpoint: what its slots (or equal parts of its encodings) are like on a task's images."""
-    judge = load_encoder(judge_checkpoint, log=log_assumption) if judge_checkpoint is not None else None
+    judge = load_encoder(judge_checkpoint) if judge_checkpoint is not None else None
     rows = []
     for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
         bench = Bench(checkpoint, replace(options, units=EITHER))

@@ -26,7 +26,6 @@ from sparo_train.core.files import write_whole
 from sparo_train.core.registries import TASKS
 
 from ..views.eval_tables import Encoding
-from ..views.terminal import console
 
 EITHER = "either"  # of units: slots where there are any, else equal parts, as Table 5 compares them
 
@@ -49,11 +48,6 @@ class SlotOptions:
     classifier_slots: str = "slice"
 
 
-def log_assumption(text: str) -> None:
-    """What a file does not say, and was taken for granted, on stderr."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-
 class Bench:
     """A loaded checkpoint with its units."""
 
@@ -66,7 +60,7 @@ class Bench:
                 raise ConfigError(f"--{key} {value}: {did_you_mean(value, choices)}")
         self.checkpoint, self.options = checkpoint, options
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.encoder: Encoder = load_encoder(checkpoint, options.model, device, log_assumption)
+        self.encoder: Encoder = load_encoder(checkpoint, options.model, device)
         kind: Any = options.units
         if kind == EITHER:
             # Table 5 sets models without slots beside those with them, cut into as many parts.
@@ -111,7 +105,7 @@ class Bench:
             return quality_of(label, self.units, source, self._store(report), judge, getattr(task, "workers", 0))
 
     def _store(self, report: Any) -> FeatureStore:
-        return FeatureStore(self.options.features, "fp32", report, lambda text: console.print(text, soft_wrap=True))
+        return FeatureStore(self.options.features, "fp32", report)
 
     def single_task(self, name: str, option: str) -> tuple[str, TaskConfig]:
         """The one task that a name stands for. Raises `ConfigError` where it stands for several."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def eval_elements(
     return elements
 
 
-def launch_elements(fan: FanOut, launch_options: LaunchOptions, log: Callable[[str], None]) -> list[str]:
+def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
     """Submit what is missing as one array, one rank and one GPU at most for each; returns the jobs, none where nothing is."""
     resources = {
         "nodes": 1,
@@ -60,4 +60,4 @@ def launch_elements(fan: FanOut, launch_options: LaunchOptions, log: Callable[[s
     code = take_snapshot(fan.folder / "code")
     missing = fan.missing()
     elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
-    return submit_and_record(launch_options, elements, fan.folder, fan.folder.name, code, log) if elements else []
+    return submit_and_record(launch_options, elements, fan.folder, fan.folder.name, code) if elements else []

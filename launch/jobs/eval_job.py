@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -18,6 +19,8 @@ from .clusters import load_cluster
 from .fanout import FanOut
 from .launching import LaunchOptions
 
+logger = logging.getLogger(__name__)
+
 
 def submit_side(
     config: RunConfig,
@@ -25,7 +28,6 @@ def submit_side(
     weights: Mapping[str, Tensor],
     run: Path,
     step: int,
-    log: Callable[[str], None],
 ) -> None:
     """Export to RUN/evals/side-STEP and submit a job per task; `results.json` comes there when the last one is done.
 
@@ -39,8 +41,8 @@ def submit_side(
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
-        jobs = launch_elements(fan, LaunchOptions(side.cluster, load_cluster(side.cluster, side.options)), log)
+        jobs = launch_elements(fan, LaunchOptions(side.cluster, load_cluster(side.cluster, side.options)))
     except SparoError as error:
-        log(f"step {step}: eval.job was not submitted: {error}")
+        logger.warning(f"step {step}: eval.job was not submitted: {error}")
     else:
-        log(f"step {step}: eval.job submitted to {side.cluster}: {', '.join(jobs)}")
+        logger.info(f"step {step}: eval.job submitted to {side.cluster}: {', '.join(jobs)}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from .slurm import states
 from .snapshot import Snapshot, take_snapshot
 from .submit import submit
 
-LogFn = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,14 @@ class LaunchOptions:
     after: tuple[Path, ...] = ()
 
 
-def launch_train(
-    runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep: Path, log: LogFn
-) -> list[tuple[Path, str]]:
+def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep: Path) -> list[tuple[Path, str]]:
     """Submit runs; several become one array whose logs and code are in `sweep`. Returns folders and jobs.
 
     Raises:
         ConfigError: ranks that the recipe cannot use, a folder with another recipe or with a job that is not over, or a
             refusal of the cluster. Nothing was submitted then.
     """
-    runs = [resolve_for_ranks(run, launch_options.cluster, log) for run in runs]
+    runs = [resolve_for_ranks(run, launch_options.cluster) for run in runs]
     for run in runs:
         refuse_busy(run.folder)
         # All runs first: half of a sweep in the queue is worse than none.
@@ -69,18 +68,16 @@ def launch_train(
             (folder / "code").symlink_to(home.resolve() / "code")
         RunDir(folder).describe(run)
         elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
-    jobs = submit_and_record(launch_options, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code, log)
+    jobs = submit_and_record(launch_options, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code)
     return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]
 
 
 def submit_and_record(
-    launch_options: LaunchOptions, elements: Sequence[Element], home: Path, name: str, code: Snapshot, log: LogFn
+    launch_options: LaunchOptions, elements: Sequence[Element], home: Path, name: str, code: Snapshot
 ) -> list[str]:
     """Submit elements and record it in each one's folder, once per folder; returns the jobs."""
     dependency = after_jobs(launch_options.after)
-    jobs = submit(
-        launch_options.cluster, elements, home / "jobs", name, code.path, launch_options.parallel, dependency, log
-    )
+    jobs = submit(launch_options.cluster, elements, home / "jobs", name, code.path, launch_options.parallel, dependency)
     facts = {
         "on": launch_options.cluster_name,
         "parallel": launch_options.parallel,
@@ -104,7 +101,7 @@ def submit_and_record(
     return jobs
 
 
-def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig, log: LogFn) -> RunConfig:
+def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
     """The recipe for a job's ranks: `world_size` says how many there have to be, and one process's engine becomes ddp."""
     ranks = cluster.ranks
     if run.world_size not in (None, ranks):
@@ -118,7 +115,7 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig, log: LogFn) -> Run
     # Written into the recipe, so that ranks that do not find each other end at once instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.get(run.engine.kind).one_process:
-        log(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
+        logger.info(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
         # What ddp has no key for was of the one process alone.
         ddp_fields = ENGINES.get("ddp").config.model_fields
         engine_config = {key: value for key, value in run.engine.model_dump(mode="json").items() if key in ddp_fields}

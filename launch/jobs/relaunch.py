@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparo_train.core.config import resolve
@@ -17,7 +17,7 @@ from .records import Records
 from .snapshot import Snapshot
 
 
-def resubmit(folder: Path, options: Sequence[str], log: Callable[[str], None]) -> list[str]:
+def resubmit(folder: Path, options: Sequence[str]) -> list[str]:
     """The newest submission once more, from where it was made, with the code that it had; returns the jobs.
 
     Raises:
@@ -45,9 +45,7 @@ def resubmit(folder: Path, options: Sequence[str], log: Callable[[str], None]) -
         elements = [Element(words, last["folder"]) for words in arguments]
         home = Path(last["folder"])
         return (
-            submit_and_record(
-                LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code, log
-            )
+            submit_and_record(LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code)
             if elements
             else []
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sparo_train.core.errors import SparoError
+
+logger = logging.getLogger(__name__)
 
 ACTIVE = {
     "PENDING",
@@ -123,7 +126,7 @@ def is_away(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
-def retry_while_away(call: Callable[[], str], seconds: float, log: Callable[[str], None]) -> str:
+def retry_while_away(call: Callable[[], str], seconds: float) -> str:
     """`call` again until SLURM's controller is back, at most for so many seconds."""
     end = time.monotonic() + seconds
     while True:
@@ -132,7 +135,7 @@ def retry_while_away(call: Callable[[], str], seconds: float, log: Callable[[str
         except SlurmAwayError as error:
             if time.monotonic() > end:
                 raise
-            log(f"{error}; trying again")
+            logger.warning(f"{error}; trying again")
             time.sleep(min(5.0, max(0.1, end - time.monotonic())))
 
 

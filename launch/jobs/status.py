@@ -233,7 +233,7 @@ def cancel(folder: Path) -> list[str]:
     record, records, cancelled_jobs = _last(folder), Records(folder), []
     for job in record["jobs"]:
         if record["cluster"]["kind"] == "slurm":
-            slurm.retry_while_away(lambda job=job: slurm.cancel(job) or "", 60, lambda _text: None)
+            slurm.retry_while_away(lambda job=job: slurm.cancel(job) or "", 60)
         elif record["cluster"]["kind"] == "local" and local_alive(job):
             starts = records.starts(job)
             if starts and "end" in starts[-1]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,6 @@ def submit(
     code: Path,
     parallel: int | None,
     dependency: str | None,
-    log: Callable[[str], None],
 ) -> list[str]:
     """Submit elements, several as one array; returns the job of each.
 
@@ -124,7 +123,7 @@ def submit(
                 raise _submission_error(str(error)) from None
         return ""
 
-    retry_while_away(call, _PATIENCE, log)
+    retry_while_away(call, _PATIENCE)
     return job_ids
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import datetime, timedelta
-from pathlib import Path
-from types import TracebackType
+from contextlib import ExitStack
+from datetime import timedelta
 
 from rich.progress import (
     BarColumn,
@@ -21,7 +19,7 @@ from rich.progress import (
 
 from sparo_train.core.untrusted import escape_control_chars
 
-from .terminal import console
+from .terminal import console, logs_on_terminal
 
 _LINE_INTERVAL = 15.0  # seconds between lines where the output is no terminal
 
@@ -90,21 +88,23 @@ class Bar(Progress):
 
 
 class ProgressView:
-    """Training as a person sees it: loss, samples/s, data wait and what is left; what is said also goes to `log_file`.
+    """Training as a person sees it: loss, samples/s, data wait and the time left, above what is logged.
 
     `silent`: for ranks other than the first.
     """
 
-    def __init__(self, title: str, log_file: Path, silent: bool = False):
-        self.title, self.log_file, self.silent = title, log_file, silent
+    def __init__(self, title: str, silent: bool = False):
+        self.title, self.silent = title, silent
         self._bar = Bar(own_clock=True)
         self._task: TaskID | None = None
         self._step_displayed = False
         self._times: tuple[float, float | None] = (0.0, None)
+        self._stack = ExitStack()
 
     def __enter__(self) -> ProgressView:
         if not self.silent:
-            self._bar.start()
+            self._stack.enter_context(logs_on_terminal(self.title))
+            self._stack.enter_context(self._bar)
         return self
 
     def _bar_task(self) -> TaskID:
@@ -112,10 +112,8 @@ class ProgressView:
             self._task = self._bar.start_task_named(self.title)
         return self._task
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
     def update(self, step: int, total: int, facts: Mapping[str, float]) -> None:
         text = (
@@ -140,18 +138,3 @@ class ProgressView:
         """Show an activity other than steps; without a terminal, print a line if the last one is old."""
         if not self.silent:
             self._bar.facts(self._bar_task(), text)
-
-    def log(self, text: str) -> None:
-        if not self.silent:
-            console.print(f"{self.title}  {text}", soft_wrap=True)
-        self.note(text)
-
-    def note(self, text: str) -> None:
-        """A line for RUN/log.txt only."""
-        if self.silent:
-            return
-        with (
-            suppress(OSError),
-            self.log_file.open("a", encoding="utf-8", errors="replace") as stream,
-        ):  # it only reports
-            stream.write(f"{datetime.now().isoformat(timespec='seconds')}  {escape_control_chars(text)}\n")

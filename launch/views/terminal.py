@@ -6,16 +6,20 @@ ends no run.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from sparo_train.core.errors import SparoError
+from sparo_train.core.logs import logging_to
 from sparo_train.core.untrusted import escape_control_chars
+from sparo_train.core.world import started
 
 
 class _SafeStream:
@@ -97,3 +101,28 @@ def last_flush() -> None:
 
 console = Terminal(stderr=True)
 out = Terminal()
+
+
+class _TerminalHandler(logging.Handler):
+    """Prints records on stderr, above a progress bar. rich's own handler wraps lines, and a path that is cut cannot be copied."""
+
+    title = ""  # of the run whose records these are
+
+    def emit(self, record: logging.LogRecord) -> None:
+        world = started()
+        if (world is None or world.rank == 0) and not getattr(record, "file_only", False):
+            console.print(f"{self.title}  {record.getMessage()}" if self.title else record.getMessage(), soft_wrap=True)
+
+
+_HANDLER = _TerminalHandler()
+
+
+@contextmanager
+def logs_on_terminal(title: str = "") -> Iterator[None]:
+    """Print what sparo's packages log on rank 0, each line after the title of a run."""
+    before, _HANDLER.title = _HANDLER.title, title or _HANDLER.title
+    try:
+        with logging_to(_HANDLER):
+            yield
+    finally:
+        _HANDLER.title = before

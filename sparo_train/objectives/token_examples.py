@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ from .token_cache_builder import (
     token_cache_builder,
     tower_facts,
 )
+
+logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 64  # parts of a rank between two lines
 
@@ -67,7 +70,6 @@ class TokenExamples(ImageTextExamples):
         sources: Sequence[Source],
         device_context: DeviceContext,
         ranks: Ranks,
-        log: Callable[[str], None],
     ) -> None:
         """Compute what is not kept yet, the parts dealt to the ranks, and open all of it.
 
@@ -89,7 +91,7 @@ class TokenExamples(ImageTextExamples):
             if missing:
                 samples = sum(ranges[n].last - ranges[n].first for n in missing)
                 room = self._disk_size_note(objective.config.model, samples) if kind == "image" else ""
-                log(
+                logger.info(
                     f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {token_cache.folder}"
                 )
                 with token_cache_builder(tower, device_context) as encode:
@@ -100,7 +102,7 @@ class TokenExamples(ImageTextExamples):
                             lambda o=own, k=kind, t=token_cache, e=encode: self._compute_tokens(k, t, o, objective, e)
                         )
                         if number % _LOG_EVERY == 0:
-                            log(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+                            logger.info(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
             # Opened by this process, before workers are forked: they share the index instead of each having one.
             ranks.call_on_all(lambda kept=token_cache, k=kind: kept.open([run.name(k) for run in ranges]))
             self.token_caches[kind] = token_cache

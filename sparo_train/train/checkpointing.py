@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from ..core.disk.checkpoint_store import CheckpointStore, Files, open_checkpoint
 from ..core.disk.pieces import CheckpointReader, Piece, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, SparoError, SupersededError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,7 +94,7 @@ class Saver:
             return under_way.result()
 
     def newest(
-        self, check: Callable[[dict[str, Any], str], None], fall_back: bool, log: Callable[[str], None]
+        self, check: Callable[[dict[str, Any], str], None], fall_back: bool
     ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
         """The newest complete checkpoint, its meta, and its tensors, every rank having verified its share of the files.
 
@@ -111,7 +114,7 @@ class Saver:
                 if not (fall_back and older):
                     raise
                 aside, before = self.ranks.rank0_broadcast(self._fall_back)
-                log(
+                logger.warning(
                     f"{error}\ncheckpoint.fall_back: it is {aside} now; going back to {before}, the steps behind that are lost"
                 )
 

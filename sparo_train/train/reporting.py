@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from .meter import Meter, average_over_ranks
 from .run_clock import RunClock
 from .run_config import LogConfig, ProfileConfig
 from .state import Display
+
+logger = logging.getLogger(__name__)
 
 _COLLECT_EVERY = 50  # steps
 
@@ -47,9 +50,7 @@ class Reporter:
     def open(self, after_step: int) -> set[int]:
         """On rank 0: continue metrics.jsonl behind this step; returns the steps that are evaluated already."""
         c = self.config
-        self._log = MetricsLog(
-            self.rundir.path, after_step, c.wandb, c.tensorboard, self.rundir.lease.check, self.display.log
-        )
+        self._log = MetricsLog(self.rundir.path, after_step, c.wandb, c.tensorboard, self.rundir.lease.check)
         return {record["step"] for record in read(self._log.path, "eval")}
 
     def step(
@@ -76,13 +77,13 @@ class Reporter:
             except (TypeError, ValueError, RuntimeError) as error:
                 if name not in self._odd:
                     self._odd.add(name)
-                    self.display.log(f"metric {name!r} is no single number and is left out ({error})")
+                    logger.warning(f"metric {name!r} is no single number and is left out ({error})")
         return numbers
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
         """Show what the model is given first, and what its pixels are."""
         if self.ranks.rank == 0 and (text := pixel_statistics(batch)):
-            self.display.log(text)
+            logger.info(text)
         if self._log is not None and self.config.samples:
             self._log.samples(lambda: pipeline.preview(batch, self.config.samples))
 
@@ -100,7 +101,7 @@ class Reporter:
         """Name trainable parameters that the loss does not reach: they keep their initial values."""
         if names and self.ranks.rank == 0:
             listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-            self.display.log(
+            logger.warning(
                 f"no gradient reaches {len(names)} trainable parameter(s), which keep their values: {listed}"
             )
 
@@ -125,7 +126,7 @@ class Reporter:
         except Exception as error:  # a stranger's objective: what only reports ends no run
             problem = f"its alarm failed ({type(error).__name__}: {error})"
         if problem is not None and not self._unhealthy:
-            self.display.log(f"step {step}: {problem}")
+            logger.warning(f"step {step}: {problem}")
         self._unhealthy = problem is not None
         # In every record while it lasts: a curve shows when it began.
         if self._unhealthy:
@@ -140,7 +141,7 @@ class Reporter:
         except Exception as error:  # some operations cannot be traced without data, each fails in its own way
             self.flops = None
             first = str(error).partition("\n")[0][:200]
-            self.display.log(
+            logger.warning(
                 f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are left out (log.flops=false does so)"
             )
             return {}
@@ -188,8 +189,8 @@ class Collector:
 class Profile:
     """A trace of some steps of rank 0, for chrome://tracing or Perfetto, in RUN/profile."""
 
-    def __init__(self, config: ProfileConfig | None, folder: Path, log: Callable[[str], None]):
-        self._log, self._folder, self._running = log, folder, None
+    def __init__(self, config: ProfileConfig | None, folder: Path):
+        self._folder, self._running = folder, None
         if config is not None:
             self._guarded(lambda: self._start(config))
 
@@ -205,7 +206,7 @@ class Profile:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        self._log(f"log.profile: {path}")
+        logger.info(f"log.profile: {path}")
 
     def step(self) -> None:
         """Behind every step."""
@@ -222,4 +223,4 @@ class Profile:
             call()
         except Exception as error:  # a profiler only reports
             self._running = None
-            self._log(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")
+            logger.warning(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from ..data.read.bad_samples import BadSampleBudget
 from ..data.read.sources import refuse_changed
 from .checkpointing import Saver
 from .run_config import RunConfig
-from .state import Display, State
+from .state import State
+
+logger = logging.getLogger(__name__)
 
 
 def resume(
@@ -24,7 +27,6 @@ def resume(
     engine: Engine,
     pipeline: DataPipeline,
     bad: BadSampleBudget,
-    display: Display,
 ) -> State:
     """Load a run's newest checkpoint into the engine, or that of the run it branches off; return the state to continue from.
 
@@ -35,45 +37,44 @@ def resume(
     newest = saver.newest(
         lambda meta, at: refuse_changed(meta["fingerprint"], pipeline.fingerprint, at),
         config.checkpoint.fall_back,
-        display.log,
     )
     if newest is None:
         if (start := config.start_from) is not None and start.optimizer:
             with ranks.raise_on_all():
-                return branch(Path(start.checkpoint), engine, pipeline, display)
+                return branch(Path(start.checkpoint), engine, pipeline)
         return State()
     path, meta, source = newest
     with ranks.raise_on_all():
         engine.load(source)
     if ranks.size == 1 and (line := engine.device_context.choose_threads(meta.get("threads", torch.get_num_threads()))):
-        display.log(line)
+        logger.info(line)
     # Another form of attention adds up in another order: the run would not end with the same bits.
     if warning := engine.device_context.restore_kernel(
         meta.get("attention", "plain")
     ):  # older versions took plain on CPUs
-        display.log(warning)
+        logger.warning(warning)
     state = State.of(meta)
     bad.load(meta["bad_samples"])
-    display.log(f"continuing from {path} (step {state.step} of {meta.get('total_steps', '?')})")
+    logger.info(f"continuing from {path} (step {state.step} of {meta.get('total_steps', '?')})")
     if meta.get("suspect"):
-        display.log(f"its weights are from a run that had diverged; {saver.last_good()}")
+        logger.warning(f"its weights are from a run that had diverged; {saver.last_good()}")
     return state
 
 
-def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display) -> State:
+def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     """Load a run, or one of its steps, into an engine; returns a first step that knows how many lie behind it, and where its data stands,
     which is nowhere if this run's are others.
 
     Raises:
         CheckpointError: no checkpoint of a run of ours, or of another model.
     """
-    step = path if (path / "meta.json").is_file() else store.CheckpointStore(path / "checkpoints").latest()
+    step = store.newest_step(path)
     if step is None:
         raise CheckpointError(
             f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
         )
     if doubt := store.checkpoint_warnings(path, step):
-        display.log(f"start_from: {doubt}")
+        logger.warning(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
     # Before the data are compared: other data are no reason not to take the weights.
     try:
@@ -89,8 +90,8 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline, display: Display)
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
     except DataError:
-        display.log(f"{note}; its data are others, and these are read from their beginning")
+        logger.warning(f"{note}; its data are others, and these are read from their beginning")
         return own
-    display.log(note)
+    logger.info(note)
     own.cursor = theirs.cursor
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from ..core.contracts import StepReport
 from ..core.disk import checkpoint_store as store
 from ..core.errors import TrainingError
 from .state import State
+
+logger = logging.getLogger(__name__)
 
 _LAST = 2  # steps that may be skipped at the end: a single overflow in bf16 does not mean that the run diverged
 
@@ -42,12 +45,11 @@ class SkippedSteps:
 
     Args:
         limit: `optim.max_consecutive_skips`.
-        log: prints a line for the user.
         last_good: returns the last good checkpoint in words, for the error.
     """
 
-    def __init__(self, limit: int, log: Callable[[str], None], last_good: Callable[[], str]):
-        self.limit, self._log, self._last_good = limit, log, last_good
+    def __init__(self, limit: int, last_good: Callable[[], str]):
+        self.limit, self._last_good = limit, last_good
         self._pending: list[tuple[int, bool | Tensor, Tensor]] = []
 
     def add(self, step: int, report: StepReport) -> None:
@@ -68,7 +70,9 @@ class SkippedSteps:
             state.skipped_steps += 1
             state.skipped_in_a_row += 1
             # At once, not at the end: whoever watches can still lower the rate.
-            self._log(f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)")
+            logger.warning(
+                f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)"
+            )
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(
                     f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_consecutive_skips={self.limit}). "

@@ -23,8 +23,30 @@ class Display(Protocol):
     def update(self, step: int, total: int, facts: dict[str, float]) -> None:
         """Show the metrics of a log step."""
 
-    def log(self, text: str) -> None:
-        """Show a line of text."""
+    def phase(self, text: str) -> None:
+        """Show an activity other than steps."""
+
+
+class NoDisplay:
+    """A display that shows nothing, as a context: for a training whose log is enough."""
+
+    def __init__(self, name: str, silent: bool):
+        pass
+
+    def __enter__(self) -> NoDisplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
+        pass
+
+    def update(self, step: int, total: int, facts: dict[str, float]) -> None:
+        pass
+
+    def phase(self, text: str) -> None:
+        pass
 
 
 @dataclass

@@ -60,16 +60,16 @@ class Trainer:
         self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
         self.display, self.state = display, State()
-        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_min_samples, display.log)
+        self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_min_samples)
         every, claim = config.checkpoint, rundir.lease
         self.store = store.CheckpointStore(
             rundir.checkpoints, every.keep_last, every.keep_every, claim.check, f"{claim.token}-"
         )
         self.saver = Saver(self.store, ranks, every.background)
-        self.skips = SkippedSteps(config.optim.max_consecutive_skips, display.log, self.saver.last_good)
+        self.skips = SkippedSteps(config.optim.max_consecutive_skips, self.saver.last_good)
         self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
         self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.reporter)
-        self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile", display.log)
+        self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile")
         self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
 
     def fit(self) -> Outcome:
@@ -83,7 +83,7 @@ class Trainer:
         # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
         self.engine.prepare(self.objective)
         self.clock = RunClock()
-        self.state = resume(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad, self.display)
+        self.state = resume(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad)
         self.clock = RunClock(self.state.seconds + self.clock.elapsed)
         # One rank reads the records; others could find them half written.
         self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.reporter.open(self.state.step))

@@ -22,8 +22,8 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.data.read.data_commands import remedy
 from sparo_train.train.dry_run import dry_run
 from sparo_train.train.run_config import load_run
-from tests.conftest import THREADS, start_sparo
-from tests.forking import install
+from tests.helpers.forking import install
+from tests.helpers.processes import THREADS, start_sparo
 from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules
 
 ROOT = Path(__file__).resolve().parents[2]

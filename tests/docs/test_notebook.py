@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.conftest import THREADS
+from tests.helpers.processes import THREADS
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples/slots.ipynb"
 

@@ -4,7 +4,9 @@ import pytest
 import yaml
 
 from sparo_data.writer import write_shards, write_wds_layout
-from tests.conftest import dino_recipe, eval_sets, jpeg, sample, sparo, tiny_recipe
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import dino_recipe, tiny_recipe
+from tests.helpers.samples import eval_sets, jpeg, sample
 from tests.unit.test_sets import sugar_crepe
 
 

@@ -21,7 +21,9 @@ from sparo_train.core.disk import metrics
 from sparo_train.core.errors import CheckpointError, DataError, StoppedError
 from sparo_train.train.run_config import RunConfig
 from sparo_train.train.state import Outcome
-from tests.conftest import eval_sets, sample, sparo, tiny_recipe
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import eval_sets, sample
 
 
 @pytest.fixture(scope="module")

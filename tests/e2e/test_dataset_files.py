@@ -15,7 +15,9 @@ from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, Z
 from evals.suite.matching import MatchingTaskConfig
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError, DataError
-from tests.conftest import jpeg, sample, sparo, tiny_recipe
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import jpeg, sample
 
 CAPTIONS = ["a red square on a blue circle", "a blue circle on a red square", "one thing", "a thing that is one"]
 SET = """

@@ -20,7 +20,8 @@ from evals.suite.evaluate import EvalOptions, tasks_for
 from sparo import evaluate
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError
-from tests.conftest import jpeg, sparo
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg
 
 
 def test_every_task_is_scored_and_kept_with_all_that_it_depends_on(scored):

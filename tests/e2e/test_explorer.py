@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from tests.browser import Watched, chromium, explorer, until
-from tests.conftest import jpeg, sparo
+from tests.helpers.browser import Watched, chromium, explorer, until
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg
 
 TASKS = "zero,ret,pairs,knn"
 

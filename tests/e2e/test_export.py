@@ -19,7 +19,7 @@ from evals.report.results_file import append
 from evals.tasks.result import Result
 from launch.commands.hub import upload
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
-from tests.conftest import sparo
+from tests.helpers.processes import sparo
 
 
 @pytest.fixture(scope="module")

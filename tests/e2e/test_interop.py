@@ -7,7 +7,7 @@ import time
 import pytest
 import yaml
 
-from tests.conftest import sparo
+from tests.helpers.processes import sparo
 
 PLUGIN = "import sys, sparo_train.openclip as plugin; plugin.main(sys.argv[1:])"
 SUGAR_CREPE = """

@@ -18,8 +18,11 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.registry import Registry
 from sparo_train.models.weight_files.description import infer_readout
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import eval_sets, sample, start_sparo, tiny_recipe
-from tests.resume.test_ranks import finish, free_port, losses, wait_for_step
+from tests.helpers.processes import start_sparo
+from tests.helpers.ranks import free_port
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.runs import finish, losses, wait_for_step
+from tests.helpers.samples import eval_sets, sample
 
 ROWS = """
 [sparo.methods]

@@ -15,10 +15,12 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.objectives.contrastive import contrastive
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import sample, start_sparo, tiny_recipe
 from tests.e2e.test_plugin import PROGRAM, install, run
-from tests.resume.test_ranks import finish, free_port, losses, wait_for_step
-from tests.resume.test_training import assert_bit_equal
+from tests.helpers.processes import start_sparo
+from tests.helpers.ranks import free_port
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.runs import assert_bit_equal, finish, losses, wait_for_step
+from tests.helpers.samples import sample
 
 ENTRIES = """
 [sparo.losses]

@@ -13,7 +13,7 @@ from launch.commands.train import train
 from sparo_train.core.disk import metrics
 from sparo_train.core.registries import READOUTS
 from sparo_train.train.run_config import load_run
-from tests.conftest import eval_sets
+from tests.helpers.samples import eval_sets
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {

@@ -8,7 +8,8 @@ import yaml
 from PIL import Image
 
 from sparo_data.writer import write_wds_layout
-from tests.conftest import jpeg, sparo
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg
 
 
 def slots(world, *words, code=0, data="tasks.yaml", **named):

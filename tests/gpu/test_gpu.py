@@ -12,8 +12,11 @@ from sparo_train.core.disk import metrics
 from sparo_train.models.sparo import Sparo
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, sample, slots_recipe, sparo, start_sparo, tiny_recipe
-from tests.resume.test_ranks import finish, free_port, losses
+from tests.helpers.processes import sparo, start_sparo
+from tests.helpers.ranks import free_port
+from tests.helpers.recipes import dino_recipe, slots_recipe, tiny_recipe
+from tests.helpers.runs import finish, losses
+from tests.helpers.samples import sample
 from tests.resume.test_scenes3d import recipe_of
 from tests.resume.test_videos import video_recipe
 from tests.unit.test_engines import after_four_steps

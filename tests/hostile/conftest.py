@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from sparo_data.writer import write_shards
-from tests.conftest import sample, start_sparo, tiny_recipe
+from tests.helpers.processes import start_sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import sample
 
 HERE = Path(__file__).parent
 

@@ -25,7 +25,9 @@ from sparo_train.core.disk import metrics
 from sparo_train.core.errors import TrainingError
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import jpeg, start_sparo, tiny_recipe
+from tests.helpers.processes import start_sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import jpeg
 from tests.hostile.conftest import assert_ends
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from tests.conftest import eval_sets, jpeg
+from tests.helpers.samples import eval_sets, jpeg
 from tests.hostile.conftest import assert_ends
 
 

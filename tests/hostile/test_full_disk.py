@@ -18,7 +18,8 @@ from object_centric.pictures.panels import save_animation, save_sheet
 from sparo_train.core.config import resolve
 from sparo_train.core.files import whole_file, write_whole
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, eval_sets, tiny_recipe
+from tests.helpers.recipes import dino_recipe, tiny_recipe
+from tests.helpers.samples import eval_sets
 
 NOISE = torch.randint(0, 256, (300, 300, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
 

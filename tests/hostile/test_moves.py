@@ -18,7 +18,8 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.world import World
 from sparo_train.train.build import build_pipeline
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import sample, tiny_recipe
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import sample
 from tests.hostile.conftest import assert_ends
 
 

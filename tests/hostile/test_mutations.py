@@ -33,7 +33,8 @@ from sparo_train.data.examples.tokenizer import ClipTokenizer
 from sparo_train.data.read import remote
 from sparo_train.data.read.shards import ShardReader, ShardsConfig, load_index
 from sparo_train.data.read.sources import DataConfig, open_source
-from tests.conftest import sample, tiny_recipe
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import sample
 from tests.parity.test_weight_files import tiny
 
 NUMBERS = [pytest.param(range(8), id="few"), pytest.param(range(8, 200), id="many", marks=pytest.mark.stress)]

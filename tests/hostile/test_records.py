@@ -16,9 +16,10 @@ from evals.tasks.result import Result
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import DataError, SparoError
-from tests.conftest import jpeg
+from tests.helpers.logs import logged
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import jpeg
 from tests.hostile.conftest import assert_ends
-from tests.ranks import run_ranks
 
 
 def result(value=1.0):
@@ -162,9 +163,8 @@ def test_an_environment_that_is_none_is_named(name, value, home, tmp_path):
 
 def _encoded(ranks, place, root):
     """On each rank: the encodings of a set by a store that cannot be written; how many there are, and what was said."""
-    said = []
-    store = FeatureStore(place, log=said.append)
-    found = store.images(PixelEncoder(8), WdsSet(root, "label"), ranks=ranks)
+    with logged() as said:
+        found = FeatureStore(place).images(PixelEncoder(8), WdsSet(root, "label"), ranks=ranks)
     return float(found.in_memory().sum()), len(found), len(said)
 
 

@@ -23,7 +23,7 @@ from sparo_train.data.examples.samples import MAX_WORD_CHARS, decode_image
 from sparo_train.data.examples.tokenizer import ClipTokenizer
 from sparo_train.data.read.shards import ShardsConfig, load_index
 from sparo_train.data.read.tar import scan, unpack
-from tests.conftest import jpeg, sample
+from tests.helpers.samples import jpeg, sample
 from tests.hostile.conftest import assert_ends
 
 

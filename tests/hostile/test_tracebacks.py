@@ -20,7 +20,8 @@ from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.data.read.shard_lists import find_shards
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import tiny_recipe
+from tests.helpers.logs import logged
+from tests.helpers.recipes import tiny_recipe
 from tests.hostile.conftest import assert_ends
 from tests.unit.test_core import sign
 
@@ -99,18 +100,20 @@ def test_a_checkpoint_that_may_not_be_meant_is_said_by_whoever_reads_it(shards, 
     )
     train(config)
     checkpoints = config.folder / "checkpoints"
-    heard = []
-    load_encoder(config.folder, log=heard.append)
+    with logged() as heard:
+        load_encoder(config.folder)
     assert heard == []
     (checkpoints / "step-00000003/meta.json").unlink()
     said = "step-00000003: is incomplete; step-00000002 is read instead"
-    load_encoder(config.folder, log=heard.append)
-    load_encoder(checkpoints / "step-00000001", log=heard.append)  # the one that was named is the one that is meant
+    with logged() as heard:
+        load_encoder(config.folder)
+        load_encoder(checkpoints / "step-00000001")  # the one that was named is the one that is meant
     assert len(heard) == 1 and heard[0].endswith(said)
     assert_ends(["export", str(config.folder)], 0, [said])
     sign(checkpoints / "step-00000002", lambda meta: meta.update(suspect=True))
-    load_encoder(checkpoints / "step-00000002", log=heard.append)
-    assert "was written while training skipped steps" in heard[1]
+    with logged() as heard:
+        load_encoder(checkpoints / "step-00000002")
+    assert "was written while training skipped steps" in heard[0]
     # What a writer that was killed left is as incomplete; what replaced an equal step is not.
     (checkpoints / ".tmp-old-step-00000009").mkdir()
     (checkpoints / ".tmp-x-step-00000004").mkdir()

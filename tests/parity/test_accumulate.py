@@ -20,8 +20,9 @@ from sparo_train.train.build import build_engine, build_objective, build_pipelin
 from sparo_train.train.checkpointing import Saver
 from sparo_train.train.grad_accumulation import gradients
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import sample, tiny_recipe
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import sample
 
 PROGRESS = Progress(0, 10, 0)
 

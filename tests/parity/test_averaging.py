@@ -20,9 +20,9 @@ from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 from sparo_train.objectives.ema import EmaConfig, update_ema
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import tiny_recipe
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after, trained, two_tree
-from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from sparo_train.core.registries import LOSSES
 from sparo_train.core.ring import Ring
 from sparo_train.objectives import contrastive as module
 from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def features(b, d, seed=0, dtype=torch.float64):

@@ -14,9 +14,10 @@ from launch.commands.train import train
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
-from tests.conftest import dino_recipe, sparo
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import dino_recipe
+from tests.helpers.runs import run
 from tests.parity import official_dino as official
-from tests.resume.test_training import run
 
 TINY = {"image_size": 32, "patch_size": 8, "width": 192, "depth": 2, "heads": 3}
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from evals.encoders.loading import load_encoder
 from evals.suite.task import IncompatibleTaskError
 from evals.tasks import retrieval
-from launch.commands.train import _train, train
+from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.disk import checkpoint_store as store
@@ -21,10 +21,11 @@ from sparo_train.models.vit_config import VitConfig
 from sparo_train.objectives import text_conditioned as conditioned
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import eval_sets, tiny_recipe
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import eval_sets
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_3
 from tests.parity.test_clip import tiny, tokens
-from tests.ranks import run_ranks
 
 
 def _tree(shards, folder, **changes):
@@ -81,7 +82,7 @@ def test_the_loss_is_the_formula_and_tiles_change_nothing(shards, tmp_path, monk
 
 
 def _on_ranks(ranks, config):
-    _train(config, ranks)
+    train(config, ranks)
 
 
 @pytest.mark.parametrize("engine", [DDP, FSDP2, ZERO_3])  # gradients to 1e-9: test_readout_engines.py

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from evals.encoders.encoder import TextEncoder
 from evals.encoders.loading import load_encoder
 from sparo_train.core.errors import CheckpointError, ConfigError
-from tests.conftest import jpeg
+from tests.helpers.samples import jpeg
 
 
 def images(n=3):

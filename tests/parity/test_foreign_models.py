@@ -25,7 +25,7 @@ from sparo_train.objectives.ema import update_ema
 from sparo_train.objectives.token_cache_builder import tower_facts
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import tiny_recipe
+from tests.helpers.recipes import tiny_recipe
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

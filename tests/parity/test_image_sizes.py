@@ -6,7 +6,7 @@ import pytest
 import torch
 from open_clip.model import resize_pos_embed
 
-from launch.commands.train import _train, train
+from launch.commands.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
@@ -20,9 +20,10 @@ from sparo_train.train.build import build_objective
 from sparo_train.train.dry_run import dry_run
 from sparo_train.train.flops import FlopCounter
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import sample, tiny_recipe
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import sample
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2
-from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
 
 
 def _on_ranks(ranks, config):
-    _train(config, ranks)
+    train(config, ranks)
 
 
 @pytest.mark.parametrize("engine", [DDP, FSDP2, ZERO_2])

@@ -14,10 +14,10 @@ from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
+from tests.helpers.ranks import run_ranks
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, model_after, trained, two_tree
 from tests.parity.test_clip import tiny
 from tests.parity.test_slots_bf16 import trees
-from tests.ranks import run_ranks
 
 
 def _objective():

@@ -8,7 +8,8 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, tiny_recipe
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import dino_recipe, tiny_recipe
 from tests.parity.test_accumulate import (
     DDP,
     FSDP2,
@@ -23,7 +24,6 @@ from tests.parity.test_accumulate import (
     two_tree,
 )
 from tests.parity.test_clip import READOUTS
-from tests.ranks import run_ranks
 
 
 def _trees(shards, out):

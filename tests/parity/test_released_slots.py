@@ -8,7 +8,7 @@ from evals.encoders.loading import load_encoder
 from object_centric.released.spot import SpotFile
 from object_centric.released.weight_reader import Tensors, UnspecifiedOptions, convert_dinov2_to_timm
 from sparo_train.core.errors import CheckpointError, ConfigError
-from tests.conftest import sparo
+from tests.helpers.processes import sparo
 from tests.parity.released import (
     HIDDEN,
     MEAN,

@@ -12,9 +12,9 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.grad_accumulation import gradients
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import slots_recipe
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import slots_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, engine_block
-from tests.ranks import run_ranks
 from tests.resume.test_scenes3d import recipe_of
 from tests.resume.test_videos import video_recipe
 

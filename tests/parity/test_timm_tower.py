@@ -19,7 +19,8 @@ from sparo_train.models.clip_model import Clip
 from sparo_train.models.freezing import layer_of
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import tiny_recipe
+from tests.helpers.logs import logged
+from tests.helpers.recipes import tiny_recipe
 
 SMALL = {"embed_dim": 32, "depth": 3, "num_heads": 2}
 SPARO = {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 8, "replace_last_block": False}
@@ -139,8 +140,8 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     model["readout"] = {**SPARO, "head_width": 8}
     config = resolve(RunConfig, tree, "x")
     objective = build_objective(config)
-    said = []
-    load_initial_weights(config, objective, said.append)
+    with logged() as said:
+        load_initial_weights(config, objective)
     same = timm.create_model(name, num_classes=0, img_size=64)
     same.load_state_dict(checkpoint_filter_fn(donor.state_dict(), same), strict=False)
     image = torch.randn(2, 3, 64, 64)
@@ -158,7 +159,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     vision = {"init_from": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}
     small = {**tree, "objective": {**tree["objective"], "model": {**model, "vision": {**model["vision"], **vision}}}}
     objective = build_objective(config := resolve(RunConfig, small, "x"))
-    load_initial_weights(config, objective, said.append)
+    load_initial_weights(config, objective)
     assert torch.equal(objective.model.visual.trunk.blocks[2].mlp.fc1.weight, narrow.blocks[2].mlp.fc1.weight)
     plain = override(
         tree, ["objective.model.vision={image_size: 64, width: 192, layers: 12, head_width: 64}"], RunConfig
@@ -168,7 +169,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
     with pytest.raises(CheckpointError, match=r"vision.timm_model_name takes it"):
-        load_initial_weights(config, build_objective(config), said.append)
+        load_initial_weights(config, build_objective(config))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from sparo_train.core.errors import CheckpointError
 from sparo_train.models.weight_files.zero_folder import read_zero_folder
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import tiny_recipe
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import tiny_recipe
 
 
 def native(ranks, tree, folder):

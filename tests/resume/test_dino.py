@@ -11,9 +11,9 @@ from launch.commands.train import train
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
-from tests.conftest import dino_recipe, sparo, start_sparo
-from tests.resume.test_ranks import goes_on_across_engines, losses_of
-from tests.resume.test_training import assert_bit_equal, kill_behind, run
+from tests.helpers.processes import sparo, start_sparo
+from tests.helpers.recipes import dino_recipe
+from tests.helpers.runs import assert_bit_equal, goes_on_across_engines, kill_behind, losses_of, run
 
 
 def test_kill_minus_nine_loses_nothing(shards, tmp_path, write_recipe):

@@ -6,8 +6,7 @@ import pytest
 
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
-from tests.resume.test_ranks import finish, losses, start_ranks, wait_for_step, with_a_straight_run
-from tests.resume.test_training import assert_bit_equal
+from tests.helpers.runs import assert_bit_equal, finish, losses, start_ranks, wait_for_step, with_a_straight_run
 
 FSDP2 = "engine={kind: fsdp2, device: cpu, precision: fp32, timeout: 60}"
 ZERO_2 = "engine={kind: deepspeed, stage: 2, device: cpu, precision: fp32, timeout: 60}"

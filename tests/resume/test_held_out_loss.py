@@ -20,8 +20,8 @@ from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
 from sparo_train.data.read.sources import open_source
 from sparo_train.train.build import build_objective
-from tests.conftest import dino_recipe, tiny_recipe
-from tests.resume.test_training import assert_bit_equal, run
+from tests.helpers.recipes import dino_recipe, tiny_recipe
+from tests.helpers.runs import assert_bit_equal, run
 from tests.resume.test_videos import video_recipe
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from launch.commands.train import _train, train
+from launch.commands.train import train
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
@@ -19,9 +19,10 @@ from sparo_train.data.read.plan import SampleRef
 from sparo_train.data.read.token_cache import TokenCache, digest_of
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, sample, tiny_recipe
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import dino_recipe, tiny_recipe
+from tests.helpers.samples import sample
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_3
-from tests.ranks import run_ranks
 
 
 def _tree(shards, folder, **changes):
@@ -148,7 +149,7 @@ def test_locked_images_beside_a_text_tower_that_learns_from_a_run_of_dino(shards
 
 
 def _on_ranks(ranks, config):
-    _train(config, ranks)
+    train(config, ranks)
 
 
 @pytest.mark.parametrize(("engine", "close"), [(DDP, 1e-5), (FSDP2, 1e-3), (ZERO_3, 1e-5)])

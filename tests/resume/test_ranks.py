@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 
@@ -12,16 +11,16 @@ import pytest
 import yaml
 
 from launch.commands.train import train
-from sparo_data.writer import write_shard, write_shards
+from sparo_data.writer import write_shard
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.world import World, find_world
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import eval_sets, sample, sparo, start_sparo, tiny_recipe
-from tests.ranks import free_port
-from tests.resume.test_training import assert_bit_equal
+from tests.helpers.processes import sparo
+from tests.helpers.runs import assert_bit_equal, finish, losses, start_ranks, wait_for_step, with_a_straight_run
+from tests.helpers.samples import sample
 
 _RANK_ONE_IS_SLOW = """
 import os, time
@@ -53,71 +52,6 @@ def example(self, ref, *on_stage):
 Pipeline.example = example
 main()
 """
-
-
-def start_ranks(world_size, *arguments, program=None):
-    """`sparo …` once per rank, as torchrun would start it."""
-    common = {
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    own = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world_size)]
-    return [start_sparo(*map(str, arguments), program=program, **env) for env in own]
-
-
-def finish(processes, seconds=120):
-    """(exit codes, stderr) by rank; fails where a rank hangs."""
-    found = []
-    for process in processes:
-        try:
-            _, stderr = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.send_signal(signal.SIGABRT)  # prints where it hangs
-            raise AssertionError("hung:\n" + "\n".join(other.communicate(10)[1] for other in processes)) from None
-        found.append((process.returncode, stderr))
-    return found
-
-
-def goes_on_across_engines(recipe, folder):
-    """Two ranks by DDP to step 6, then by FSDP2 to step 12: the losses on the way."""
-    for kind, stop in (("ddp", 6), ("fsdp2", 12)):
-        engine = f"engine={{kind: {kind}, device: cpu, precision: fp32, timeout: 60}}"
-        found = finish(start_ranks(2, "train", recipe, engine, f"stop_after_steps={stop}"))
-        assert [code for code, _ in found] == [0, 0], found
-    return losses_of(folder)
-
-
-def losses_of(folder):
-    return [record["loss"] for record in metrics.read(folder / "metrics.jsonl", "train")]
-
-
-def losses(folder):
-    return [r["loss"] for r in metrics.read(folder / "metrics.jsonl", "train")]
-
-
-def wait_for_step(folder, step, processes):
-    """Until these processes have taken it: records of those before them do not count."""
-    while all(p.poll() is None for p in processes):
-        records, beat = metrics.read(folder / "metrics.jsonl", "train"), folder / "heartbeat.json"
-        began = beat.exists() and json.loads(beat.read_text())["pid"] == processes[0].pid
-        if began and records and records[-1]["step"] >= step:
-            return
-        time.sleep(0.01)
-
-
-def with_a_straight_run(root):
-    """A folder with shards, a two-rank recipe for ddp, and its uninterrupted run `straight`."""
-    write_shards(root / "shards", (sample(i) for i in range(96)), 24)
-    tree = tiny_recipe(root / "shards", root, eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
-    tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}
-    (root / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    found = finish(start_ranks(2, "train", root / "recipe.yaml", "name=straight"))
-    assert [code for code, _ in found] == [0, 0], found
-    assert "12 steps of 8 samples on 2 ranks" in found[0][1] and "step 12" not in found[1][1]
-    return root
 
 
 @pytest.fixture(scope="module")

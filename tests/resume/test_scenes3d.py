@@ -15,9 +15,9 @@ from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
-from tests.conftest import slots_recipe, sparo, start_sparo
-from tests.resume.test_ranks import goes_on_across_engines, losses_of
-from tests.resume.test_training import assert_bit_equal, kill_behind, run
+from tests.helpers.processes import sparo, start_sparo
+from tests.helpers.recipes import slots_recipe
+from tests.helpers.runs import assert_bit_equal, goes_on_across_engines, kill_behind, losses_of, run
 from tests.unit.test_viewed_formats import nerf_folder
 
 

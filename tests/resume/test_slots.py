@@ -16,9 +16,18 @@ from sparo_data.writer import encode_image, write_wds_layout
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
 from sparo_train.train.build import build_objective
-from tests.conftest import dino_recipe, jpeg, slots_recipe, sparo, start_sparo
-from tests.resume.test_ranks import finish, goes_on_across_engines, losses_of, start_ranks
-from tests.resume.test_training import assert_bit_equal, kill_behind, run
+from tests.helpers.processes import sparo, start_sparo
+from tests.helpers.recipes import dino_recipe, slots_recipe
+from tests.helpers.runs import (
+    assert_bit_equal,
+    finish,
+    goes_on_across_engines,
+    kill_behind,
+    losses_of,
+    run,
+    start_ranks,
+)
+from tests.helpers.samples import jpeg
 
 
 def test_kill_minus_nine_loses_nothing_and_two_ranks_agree(shards, tmp_path, write_recipe):

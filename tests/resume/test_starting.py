@@ -24,9 +24,10 @@ from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, tiny_recipe
+from tests.helpers.logs import logged
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import dino_recipe, tiny_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after, trained, two_tree
-from tests.ranks import run_ranks
 
 
 def _run(tree, *words):
@@ -218,9 +219,10 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     tree["objective"] = {"model": _small().config.model_dump(mode="json", exclude_defaults=True)}
 
     def begun(*words):
-        config, said = _run(tree, *words), []
+        config = _run(tree, *words)
         objective = build_objective(config)
-        load_initial_weights(config, objective, said.append)
+        with logged() as said:
+            load_initial_weights(config, objective)
         return objective.model.eval(), " ".join(said)
 
     image, tokens = torch.randn(2, 3, 32, 32), torch.zeros(2, 16, dtype=torch.int64)

@@ -23,39 +23,10 @@ from sparo_train.core.errors import CheckpointError, ConfigError, DataError, Tra
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import sample, sparo, start_sparo, tiny_recipe
-
-
-def parts(folder: Path, step: int):
-    path = folder / "checkpoints" / f"step-{step:08d}"
-    return {part: store.read_part(path, part) for part in ("model", "optimizer")}, store.read_meta(path)["cursor"]
-
-
-def assert_bit_equal(a: Path, b: Path, step: int = 12) -> None:
-    (left, cursor), (right, other) = parts(a, step), parts(b, step)
-    assert cursor == other
-    for part in left:
-        assert left[part].keys() == right[part].keys()
-        assert all(torch.equal(t, right[part][n]) for n, t in left[part].items()), part
-    losses = [
-        [(r["step"], r["loss"], r["grad_norm"]) for r in metrics.read(f / "metrics.jsonl", "train")] for f in (a, b)
-    ]
-    assert losses[0] == losses[1] and [s for s, *_ in losses[0]] == list(range(1, step + 1))
-
-
-def kill_behind(process, folder: Path, step: int) -> None:
-    """`kill -9` once the run has logged this step, unless it ends before."""
-    while process.poll() is None:
-        records = metrics.read(folder / "metrics.jsonl", "train")
-        if records and records[-1]["step"] >= step:
-            process.kill()
-            break
-        time.sleep(0.01)
-    process.communicate()
-
-
-def run(tree) -> RunConfig:
-    return resolve(RunConfig, tree, "test")
+from tests.helpers.processes import sparo, start_sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.runs import assert_bit_equal, kill_behind, parts, run
+from tests.helpers.samples import sample
 
 
 @pytest.fixture

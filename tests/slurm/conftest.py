@@ -17,9 +17,10 @@ import yaml
 from launch.jobs.records import Records
 from sparo_data.writer import write_shards
 from sparo_train.core.disk import metrics
-from tests.conftest import eval_sets, sample, sparo, tiny_recipe
-from tests.resume.test_ranks import finish, start_ranks
-from tests.resume.test_training import assert_bit_equal
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.runs import assert_bit_equal, finish, start_ranks
+from tests.helpers.samples import eval_sets, sample
 from tests.slurm.cluster import Cluster
 
 STEPS = 40

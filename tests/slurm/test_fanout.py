@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from launch.jobs.records import Records
-from tests.conftest import jpeg
+from tests.helpers.samples import jpeg
 from tests.slurm.conftest import ALONE, STEPS
 
 pytestmark = pytest.mark.slurm

@@ -9,7 +9,7 @@ import pytest
 
 from launch.jobs import slurm
 from launch.jobs.records import Records
-from tests.conftest import sparo, start_sparo
+from tests.helpers.processes import sparo, start_sparo
 from tests.slurm.conftest import ALONE
 
 pytestmark = pytest.mark.slurm

@@ -12,8 +12,10 @@ import yaml
 
 from launch.jobs.records import Records
 from launch.jobs.status import log_files
-from tests.conftest import eval_sets, sparo, tiny_recipe
-from tests.resume.test_training import assert_bit_equal
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.runs import assert_bit_equal
+from tests.helpers.samples import eval_sets
 from tests.unit.test_launch import state_of, wait_for
 
 pytestmark = pytest.mark.slurm

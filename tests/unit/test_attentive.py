@@ -19,7 +19,8 @@ from sparo_train.core.registries import READOUTS
 from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
-from tests.conftest import jpeg, write_wds_layout
+from tests.conftest import write_wds_layout
+from tests.helpers.samples import jpeg
 from tests.parity.test_clip import READOUTS as BLOCKS
 from tests.parity.test_clip import tiny
 

@@ -10,7 +10,7 @@ from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.build import build_pipeline
 from sparo_train.train.dry_run import dry_run
 from sparo_train.train.run_config import RunConfig, load_run
-from tests.conftest import dino_recipe, tiny_recipe
+from tests.helpers.recipes import dino_recipe, tiny_recipe
 
 
 @pytest.fixture

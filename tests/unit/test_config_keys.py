@@ -17,7 +17,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.config_keys import Entries, RegistryBlock, keys_of
 from sparo_train.core.recipe.layers import assignment
 from sparo_train.train.run_config import RunConfig, load_run
-from tests.conftest import sparo
+from tests.helpers.processes import sparo
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,8 @@ from sparo_data.convert import convert_csv, convert_folder
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.read.shards import ShardReader
 from sparo_train.train.run_config import load_run
-from tests.conftest import jpeg, sparo
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg
 
 
 def test_image_folders_and_tables_become_shards(tmp_path):

@@ -27,8 +27,9 @@ from sparo_train.core.signals import StopFlag
 from sparo_train.core.world import World
 from sparo_train.train.checkpointing import Saver
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, slots_recipe, tiny_recipe
-from tests.processes import CONTEXT
+from tests.helpers.logs import logged
+from tests.helpers.processes import CONTEXT
+from tests.helpers.recipes import dino_recipe, slots_recipe, tiny_recipe
 
 STATE = {
     "model": {"w": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.5)},
@@ -219,12 +220,12 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "wandb", SimpleNamespace(init=lambda **_: recorded, Table=lambda columns, data: (columns, data))
     )
-    said = []
-    log = metrics.MetricsLog(tmp_path, wandb="project", log=said.append)
-    log.write("eval", 6, {"near|far": {"acc1": 0.5}})
-    log.samples(lambda: [][1])  # whatever goes wrong here ends no run
-    log.write("train", 7, {"loss": 1.0})
-    log.close()
+    with logged() as said:
+        log = metrics.MetricsLog(tmp_path, wandb="project")
+        log.write("eval", 6, {"near|far": {"acc1": 0.5}})
+        log.samples(lambda: [][1])  # whatever goes wrong here ends no run
+        log.write("train", 7, {"loss": 1.0})
+        log.close()
     assert len(said) == 1 and "log.samples: cannot be shown (IndexError" in said[0]
     assert (7, {"train/loss": 1.0}) in recorded.logged and (
         6,

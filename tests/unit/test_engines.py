@@ -19,7 +19,7 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, tiny_recipe
+from tests.helpers.recipes import dino_recipe, tiny_recipe
 
 SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)
 

@@ -30,8 +30,8 @@ from sparo_train.core.errors import ConfigError, DataError, SparoError
 from sparo_train.core.world import World
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from tests.conftest import eval_sets, jpeg
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import eval_sets, jpeg
 
 ALONE = Ranks(World(), "gloo", 0.0)
 

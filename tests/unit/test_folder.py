@@ -13,7 +13,8 @@ from sparo_train.data.read.folder import FolderConfig, open_folder
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.sources import DataConfig, fingerprint, open_source
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import dino_recipe, jpeg, tiny_recipe
+from tests.helpers.recipes import dino_recipe, tiny_recipe
+from tests.helpers.samples import jpeg
 
 
 @pytest.fixture

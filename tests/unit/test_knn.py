@@ -28,8 +28,8 @@ from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
-from tests.conftest import jpeg
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import jpeg
 
 ALONE = Ranks(World(), "gloo", 0.0)
 

@@ -22,7 +22,9 @@ from launch.jobs.submit import submit
 from launch.jobs.sweep import expand
 from sparo_data.convert import convert_folder
 from sparo_train.core.errors import ConfigError
-from tests.conftest import eval_sets, jpeg, sparo, tiny_recipe
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import eval_sets, jpeg
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_without_submitit_it_says_how_to_get_it(recipe, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"sparo launch needs submitit: pip install -e '\.\[slurm\]' in sparo's checkout"
     ):
-        submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None, print)
+        submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None)
 
 
 def test_debug_runs_here_and_ends_with_the_code(recipe, tmp_path):

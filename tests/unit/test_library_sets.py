@@ -16,7 +16,7 @@ from evals.suite import catalogue
 from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig
 from sparo_train.core.errors import ConfigError, DataError
-from tests.conftest import jpeg
+from tests.helpers.samples import jpeg
 
 
 def put(path, data):

@@ -19,7 +19,6 @@ import torch
 import yaml
 from torch.utils.data import Dataset
 
-from launch.views.source_lines import source_lines
 from sparo_data.bench import bench
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.contracts import Cursor
@@ -33,8 +32,10 @@ from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.data.read.workers import iterate_in_workers
-from tests.conftest import jpeg, sample, tiny_recipe
-from tests.ranks import free_port
+from sparo_train.train.source_lines import source_lines
+from tests.helpers.ranks import free_port
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import jpeg, sample
 
 
 def pairs(config):

@@ -33,7 +33,8 @@ from sparo_data.fashion_mnist import FASHION, make_fashion_mnist
 from sparo_data.writer import write_shard, write_wds_layout
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardReader, ShardsConfig
-from tests.conftest import sample, sparo
+from tests.helpers.processes import sparo
+from tests.helpers.samples import sample
 
 BODY = '<circle cx="16" cy="16" r="14" fill="{}"/>'
 

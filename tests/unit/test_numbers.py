@@ -15,7 +15,7 @@ from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.flops import FlopCounter, memory, utilisation
 from sparo_train.train.meter import average_over_ranks
 from sparo_train.train.run_config import RunConfig
-from tests.conftest import tiny_recipe
+from tests.helpers.recipes import tiny_recipe
 
 
 @pytest.mark.parametrize("readout", ["{kind: token}", "{kind: sparo, slots: 4, slot_width: 8, head_width: 8}"])

@@ -17,7 +17,6 @@ from evals.sets.image_files import FolderSet, ImageNetSet
 from evals.sets.open_set import open_images
 from evals.sets.wds import WdsSet
 from evals.sets.wds import open_images as evals_wds
-from launch.views.source_lines import source_lines
 from sparo_data.check import check_shard
 from sparo_data.convert import convert_csv, convert_folder
 from sparo_data.official.folders import clevr, coco
@@ -29,7 +28,9 @@ from sparo_train.data.read.folder import class_order, list_pictures, open_folder
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.train.reporting import pixel_statistics
-from tests.conftest import jpeg, sparo
+from sparo_train.train.source_lines import source_lines
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg
 
 
 def put(path, data):

@@ -26,7 +26,7 @@ from sparo_train.train import run_clock
 from sparo_train.train.run_clock import RunClock
 from sparo_train.train.run_config import RunConfig
 from sparo_train.train.state import Outcome
-from tests.conftest import tiny_recipe
+from tests.helpers.recipes import tiny_recipe
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_sittings(now, 
     console = Console(file=out, width=200)
     for module in (progress, terminal):
         monkeypatch.setattr(module, "console", console)
-    with ProgressView("run", tmp_path / "log.txt") as view:
+    with ProgressView("run") as view:
         view.stands(1, 100, 3600.0, None)
         assert "1/100" in out.getvalue() and "1:00:00 elapsed" in out.getvalue()
         for step in (2, 3):

@@ -15,7 +15,7 @@ from sparo_data.official.multi_object import SETS
 from sparo_data.official.published import PublishedConfig, PublishedScene, write_published
 from sparo_data.writer import encode_image
 from sparo_train.core.errors import ConfigError, DataError
-from tests.conftest import sparo
+from tests.helpers.processes import sparo
 from tests.unit.test_tfrecord import tfrecords
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.data.read import remote
 from sparo_train.data.read.shard_lists import find_shards
 from sparo_train.data.read.shards import ShardReader, load_index
-from tests.conftest import sample
+from tests.helpers.samples import sample
 
 
 class _Handler(BaseHTTPRequestHandler):

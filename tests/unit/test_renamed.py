@@ -15,7 +15,7 @@ from sparo_train.core.recipe.config_keys import RegistryBlock, child_shape
 from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.renamed import RENAMED
 from sparo_train.train.run_config import RunConfig, load_run
-from tests.conftest import tiny_recipe
+from tests.helpers.recipes import tiny_recipe
 
 RECIPES = [
     path

@@ -25,8 +25,10 @@ from sparo_train.train.grad_accumulation import _weighted_backward
 from sparo_train.train.meter import average_over_ranks
 from sparo_train.train.reporting import Reporter
 from sparo_train.train.run_config import LogConfig, RunConfig
-from tests.conftest import eval_sets, tiny_recipe
-from tests.ranks import run_ranks
+from tests.helpers.logs import logged
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import eval_sets
 
 
 def _rows(run):
@@ -75,10 +77,10 @@ def test_what_breaks_off_on_rank_0_is_told_to_all_ranks():
 
 
 def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
-    said = []
-    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(log=said.append), None)
-    for _ in range(2):
-        assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
+    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, None, None)
+    with logged() as said:
+        for _ in range(2):
+            assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
     assert len(said) == 2 and "metric 'b' is no single number and is left out" in said[0]
     facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
     assert average_over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}
@@ -105,10 +107,10 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
         engine.backward(engine.forward({"x": torch.ones(2)}, progress, last=True).total, last=True)
         reports.append(engine.step(progress).without_gradient)
     assert reports == [("unused",), ()] and torch.equal(objective.unused, torch.ones(2))
-    said = []
-    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, SimpleNamespace(log=said.append), None)
-    for names in reports:
-        reporter.without_gradient(names)
+    reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, None, None)
+    with logged() as said:
+        for names in reports:
+            reporter.without_gradient(names)
     assert said == ["no gradient reaches 1 trainable parameter(s), which keep their values: unused"]
 
 
@@ -124,29 +126,27 @@ def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeyp
             raise AssertionError("it was let go of")
 
     monkeypatch.setattr(metrics, "Tensorboard", Failing)
-    said = []
-    log = metrics.MetricsLog(tmp_path, log=said.append)
-    for step in (1, 2, 3):
-        log.write("train", step, {"loss": 1.0})
-    log.close()
+    with logged() as said:
+        log = metrics.MetricsLog(tmp_path)
+        for step in (1, 2, 3):
+            log.write("train", step, {"loss": 1.0})
+        log.close()
     assert said == ["log.tensorboard: cannot be written (ValueError: no room); the run goes on without it"]
     assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     monkeypatch.setattr(metrics, "Tensorboard", lambda *_: 1 / 0)
-    said.clear()
-    metrics.MetricsLog(tmp_path, log=said.append).close()
+    with logged() as said:
+        metrics.MetricsLog(tmp_path).close()
     assert len(said) == 1 and "log.tensorboard: cannot be started (ZeroDivisionError" in said[0]
 
 
 def test_flops_that_cannot_be_counted_are_left_out(tmp_path):
-    said = []
-
     def per_sample(batch):
         raise AssertionError("Expected gradient function to be set\nand more")
 
-    display = SimpleNamespace(log=said.append)
     ranks = Ranks(World(), "gloo", 0.0)
-    reporter = Reporter(LogConfig(), None, ranks, None, display, SimpleNamespace(per_sample=per_sample))
-    assert reporter._speed({}, 10.0) == {} == reporter._speed({}, 10.0)
+    reporter = Reporter(LogConfig(), None, ranks, None, None, SimpleNamespace(per_sample=per_sample))
+    with logged() as said:
+        assert reporter._speed({}, 10.0) == {} == reporter._speed({}, 10.0)
     assert len(said) == 1 and "AssertionError: Expected gradient function to be set)" in said[0]
 
 

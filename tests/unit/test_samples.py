@@ -23,7 +23,7 @@ from sparo_train.data.examples.samples import caption, decode_image, missing_cap
 from sparo_train.data.examples.tokenizer import ClipTokenizer, decode_words
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
-from tests.conftest import jpeg
+from tests.helpers.samples import jpeg
 
 
 @pytest.mark.parametrize(

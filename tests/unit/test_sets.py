@@ -23,7 +23,7 @@ from evals.suite.scoring import facts_digest
 from evals.suite.suite import Suite
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
-from tests.conftest import jpeg
+from tests.helpers.samples import jpeg
 
 
 def put(path, data=None):

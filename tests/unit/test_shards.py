@@ -15,7 +15,7 @@ from sparo_train.data.read.shard_lists import find_shards
 from sparo_train.data.read.shards import ShardReader, ShardsConfig, load_index
 from sparo_train.data.read.sources import fingerprint, open_source, refuse_changed
 from sparo_train.data.read.tar import scan, split_key, unpack, unpack_any
-from tests.conftest import sample
+from tests.helpers.samples import sample
 
 names = (
     st.text("abz019/_é-", min_size=1, max_size=140)

@@ -22,8 +22,9 @@ from launch.jobs.status import cancel, statuses
 from launch.jobs.submit import submit
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError
-from tests.conftest import sample, tiny_recipe
-from tests.ranks import free_port
+from tests.helpers.ranks import free_port
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import sample
 
 OUTER = {
     "SLURM_JOB_ID": "77",
@@ -61,7 +62,7 @@ def test_a_job_inside_a_job_inherits_nothing_and_asks_for_nothing_unasked(record
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     cluster = load_cluster("slurm", ["--mem-gb", "1"])
     elements = [Element(("train", str(i)), str(recorded / f"run{i}")) for i in range(count)]
-    assert submit(cluster, elements, recorded / "jobs", "x", recorded, None, None, print)
+    assert submit(cluster, elements, recorded / "jobs", "x", recorded, None, None)
     seen = dict(line.partition("=")[::2] for line in (recorded / "env.txt").read_text().splitlines() if "=" in line)
     assert not OUTER.keys() & seen.keys()
     assert seen["SLURM_CONF"] == "/etc/slurm.conf" and seen["SBATCH_ACCOUNT"] == "mine"
@@ -72,7 +73,7 @@ def test_a_job_inside_a_job_inherits_nothing_and_asks_for_nothing_unasked(record
 
 def test_wckeys_are_sent_where_asked_for_and_own_arguments_are_refused(recorded):
     cluster = load_cluster("slurm", ["--sbatch.wckey", "project"])
-    submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None, print)
+    submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None)
     assert "--wckey=project" in (recorded / "script.sh").read_text()
 
 
@@ -92,12 +93,12 @@ def test_wckeys_are_sent_where_asked_for_and_own_arguments_are_refused(recorded)
 )
 def test_arguments_of_sbatch_that_sparo_sets_are_refused(recorded, words, message):
     with pytest.raises(ConfigError, match=message):
-        submit(load_cluster("slurm", words), [Element((), "x")], recorded / "jobs", "x", recorded, None, None, print)
+        submit(load_cluster("slurm", words), [Element((), "x")], recorded / "jobs", "x", recorded, None, None)
 
 
 def test_other_arguments_of_sbatch_are_lines_of_the_script(recorded):
     cluster = load_cluster("slurm", ["--sbatch.no-requeue", "true", "--sbatch.gres", "nvme:1", "--sbatch.mem", "4G"])
-    submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None, print)
+    submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None)
     script = (recorded / "script.sh").read_text()
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH --")]
     lines = [line for line in lines if any(word in line for word in ("requeue", "gres", "mem"))]

@@ -14,7 +14,8 @@ from launch.jobs.sweep import expand
 from sparo_train.core.config import dump
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.train.run_config import load_run
-from tests.conftest import sparo, tiny_recipe
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
 
 SWEEP = """
 recipe: recipe.yaml

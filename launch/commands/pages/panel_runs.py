@@ -21,7 +21,7 @@ from object_centric.tasks.video_task import VideoMasksTaskConfig
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.untrusted import read_bytes
 
-from ..slot_work import SlotOptions, log_assumption
+from ..slot_work import SlotOptions
 from .picture_page import PageRow, write_page
 
 
@@ -43,7 +43,7 @@ def draw_panels(
         raise ConfigError(
             "sparo slots panels: name a task of the run (--task, as in --task masks), or images of your own (--image FILE)"
         )
-    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu", log_assumption)
+    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(encoder, MaskingEncoder):
         instead = (
             "`sparo slots views` draws views of scenes"

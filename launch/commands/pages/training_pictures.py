@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -17,14 +17,16 @@ from sparo_train.core.files import whole_file
 from sparo_train.core.registries import TASKS
 from sparo_train.train.run_config import LogConfig
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingPictures:
     """Draws of the first task that can be drawn. A failure is said, and ends them."""
 
     task: TaskConfig | None
 
-    def __init__(self, config: LogConfig, task: TaskConfig, folder: Path, log: Callable[[str], None]):
-        self.config, self.task, self.folder, self.log = config, task, folder, log
+    def __init__(self, config: LogConfig, task: TaskConfig, folder: Path):
+        self.config, self.task, self.folder = config, task, folder
 
     def draw(self, encoder: Encoder, step: int) -> None:
         """Where this encoder can be drawn."""
@@ -40,7 +42,7 @@ class TrainingPictures:
         except Exception as error:  # what only shows must not end a run, however it fails
             self.task = None
             first = str(error).partition("\n")[0][:200]
-            self.log(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
+            logger.warning(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
 
     def _write(self, pictures: TaskPictures, step: int) -> None:
         place = self.folder / "pictures" / f"step-{step:08d}.png"

@@ -14,7 +14,7 @@ from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
 from sparo_train.core.errors import ConfigError
 
-from ..slot_work import SlotOptions, log_assumption
+from ..slot_work import SlotOptions
 from .panel_runs import one_task
 from .picture_page import PageRow, write_page
 
@@ -25,7 +25,7 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
     Raises:
         ConfigError: a checkpoint or a task that is not of posed scenes.
     """
-    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu", log_assumption)
+    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(encoder, SceneEncoder):
         raise ConfigError(
             f"{checkpoint}: draws no views; train with objective.kind=novel_views, or use `sparo slots panels`"

@@ -264,6 +264,11 @@ def _refuse_fields(meta: Mapping[str, Any], fields: Mapping[str, type | tuple[ty
             )
 
 
+def newest_step(path: Path) -> Path | None:
+    """Return a checkpoint folder itself, or the newest complete one of a run folder; None if there is none."""
+    return path if (path / "meta.json").is_file() else CheckpointStore(path / "checkpoints").latest()
+
+
 def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (0, 1)) -> PiecesReader:
     """A reader of a checkpoint's parts, after the checksums of this rank's share (rank, of how many) of the files.
 

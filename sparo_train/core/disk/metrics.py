@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
 from .metric_loggers import Mirror, Sample, Tensorboard, Wandb
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -31,9 +34,8 @@ class MetricsLog:
         wandb: str | None = None,
         tensorboard: bool = True,
         guard: Callable[[], None] = lambda: None,
-        log: Callable[[str], None] = lambda text: None,
     ):
-        self.path, self._guard, self._log = folder / "metrics.jsonl", guard, log
+        self.path, self._guard = folder / "metrics.jsonl", guard
         rewind(self.path, after_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._loggers: dict[str, Mirror] = {}
@@ -48,7 +50,9 @@ class MetricsLog:
         except ConfigError:  # not installed: a mistake of the recipe
             raise
         except Exception as error:  # a library that only reports may fail in any way, and may not end a run
-            self._log(f"log.{name}: cannot be started ({type(error).__name__}: {error}); the run goes on without it")
+            logger.warning(
+                f"log.{name}: cannot be started ({type(error).__name__}: {error}); the run goes on without it"
+            )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
@@ -81,7 +85,9 @@ class MetricsLog:
         try:
             found = make()
         except Exception as error:  # a plug-in's batches may hold anything; the mirrors have done nothing wrong
-            self._log(f"log.samples: cannot be shown ({type(error).__name__}: {error}); the run goes on without them")
+            logger.warning(
+                f"log.samples: cannot be shown ({type(error).__name__}: {error}); the run goes on without them"
+            )
             return
         self._for_each_logger(lambda mirror: mirror.samples(found, 0))
 
@@ -95,7 +101,7 @@ class MetricsLog:
                 call(mirror)
             except Exception as error:  # as above
                 del self._loggers[name]
-                self._log(
+                logger.warning(
                     f"log.{name}: cannot be written ({type(error).__name__}: {error}); the run goes on without it"
                 )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataError
 from .sources import DamagedShard, DataConfig, Source
+
+logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
 _MAX_LOGGED = 100
@@ -39,11 +42,10 @@ class BadSampleBudget:
     Args:
         max_share: largest tolerated share of skipped among tried samples.
         minimum: samples tried before the share is judged.
-        say: told of each shard and reason once, with a sample's key; of so many at most that a log can be read.
     """
 
-    def __init__(self, max_share: float, minimum: int = 1000, log: Callable[[str], None] = lambda text: None):
-        self.max_share, self.minimum, self._log, self._num_logged = max_share, minimum, log, 0
+    def __init__(self, max_share: float, minimum: int = 1000):
+        self.max_share, self.minimum, self._num_logged = max_share, minimum, 0
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def add(
@@ -54,7 +56,7 @@ class BadSampleBudget:
             if (url, reason) not in self.counts and self._num_logged < _MAX_LOGGED:
                 self._num_logged += 1
                 more = "; further ones are in metrics.jsonl alone" if self._num_logged == _MAX_LOGGED else ""
-                self._log(f"skipped a sample: {url}, {key}: {reason}{more}")
+                logger.warning(f"skipped a sample: {url}, {key}: {reason}{more}")
         counts = self.counts + Counter(skipped)
         # Broken shards were judged before the first step; counted twice they would end runs that go on.
         total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)

@@ -46,7 +46,6 @@ class Examples(ABC):
         sources: Sequence[Source],
         device_context: DeviceContext,
         ranks: Ranks,
-        log: Callable[[str], None],
     ) -> None:
         """Called on all ranks together before the first batch, where `reads_model`; `objective` has the weights that it begins with.
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preload"])
@@ -76,7 +78,6 @@ def _run(
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)
-    import torch
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "2")))
     faulthandler.enable()  # tests send SIGABRT to one that hangs
@@ -87,3 +88,19 @@ def _run(
         main()
     else:
         exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+
+
+# Of every process that computes; two at once with two threads each would wait for each other on two cores.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+
+
+def start_sparo(*arguments: str, cwd: Path | None = None, program: str | None = None, **environment: str) -> Started:
+    """`sparo …` (or a program around it) in a process of its own."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), **environment}
+    return Started(arguments, env, cwd, program)
+
+
+def sparo(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    process = start_sparo(*arguments, cwd=cwd, **environment)
+    stdout, stderr = process.communicate(timeout=500)
+    return subprocess.CompletedProcess(arguments, process.returncode or 0, stdout, stderr)

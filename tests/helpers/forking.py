@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.processes import CONTEXT
+from tests.helpers.processes import CONTEXT
 
 _CLIENT = """#!{python} -IS
 import json, os, signal, socket, struct, sys

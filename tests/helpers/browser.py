@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.conftest import start_sparo
+from tests.helpers.processes import start_sparo
 
 CHROMIUM = shutil.which("chromium")
 _FLAGS = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sparo_train.data.read.folder import left_out_text
-from sparo_train.data.read.plan import reading
-from sparo_train.data.read.sources import Source
+from ..data.read.folder import left_out_text
+from ..data.read.plan import reading
+from ..data.read.sources import Source
 
 _NAMED = 5
 

@@ -14,7 +14,7 @@ import torch
 
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.world import World
-from tests.processes import CONTEXT
+from tests.helpers.processes import CONTEXT
 
 
 def free_port() -> int:

@@ -1,0 +1,62 @@
+"""Where log records go. Modules log with `logging.getLogger(__name__)`; programs decide what is shown."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .untrusted import escape_control_chars
+
+PACKAGES = ("sparo", "sparo_train", "sparo_data", "object_centric", "evals", "launch")
+# `logger.error(text, extra=FILE_ONLY)`: for what the terminal shows otherwise.
+FILE_ONLY = {"file_only": True}
+
+
+@contextmanager
+def logging_to(handler: logging.Handler) -> Iterator[None]:
+    """Send what sparo's packages log, from level INFO on, to a handler as well."""
+    loggers = [logger for logger in map(logging.getLogger, PACKAGES) if handler not in logger.handlers]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
+class RunLog(logging.handlers.MemoryHandler):
+    """RUN/log.txt: keeps records in memory until `open`, because a run folder is not written to before the run may own it."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=1, flushOnClose=False)
+
+    def open(self, path: Path) -> None:
+        """Write what was logged so far, and from now on every record at once."""
+        self.setTarget(_LineFile(path))
+        self.flush()
+
+    def close(self) -> None:
+        target = self.target
+        super().close()
+        if target is not None:
+            target.close()
+
+
+class _LineFile(logging.FileHandler):
+    def __init__(self, path: Path):
+        super().__init__(path, "a", "utf-8", delay=True, errors="replace")
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = logging.Formatter().formatTime(record, "%Y-%m-%dT%H:%M:%S")
+        return f"{time}  {escape_control_chars(record.getMessage())}"
+
+    def handleError(self, record: Any) -> None:  # noqa: N802  logging's name
+        """Ignore a full disk or a folder that is gone: a log only reports, and its loss ends no run."""

@@ -1,0 +1,204 @@
+"""`fit`: from a recipe to a finished run, on all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.contracts import Engine, Objective
+from ..core.disk.checkpoint_store import CheckpointStore, newest_step, read_part, read_run_meta
+from ..core.disk.rundir import RunDir, environment
+from ..core.distributed import Ranks
+from ..core.errors import CheckpointError, ConfigError, SparoError, SupersededError
+from ..core.logs import FILE_ONLY, RunLog, logging_to
+from ..core.world import find_world
+from ..data.examples.samples import missing_caption_keys
+from ..data.read.loader import Pipeline
+from ..data.read.sources import refuse_changed
+from ..engine.optim import group_numbers
+from ..models.weight_files.weights import load_into
+from .build import build_engine, build_objective, build_pipeline, build_ranks
+from .flops import FlopCounter
+from .run_config import RunConfig
+from .source_lines import source_lines
+from .state import Display, Evaluate, NoDisplay, Outcome
+from .trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Run(NamedTuple):
+    """A training on one rank, before its first step. `rundir` is not written to yet."""
+
+    config: RunConfig
+    ranks: Ranks
+    engine: Engine
+    objective: Objective
+    pipeline: Pipeline
+    rundir: RunDir
+    total_steps: int
+
+
+# Returns what scores the objective at evaluations, or None; raises `ConfigError` for tasks that cannot be scored.
+MakeEvaluate = Callable[[Run, Display], Evaluate | None]
+
+
+def refuse_initial_weights(config: RunConfig, objective: Objective) -> None:
+    """Initialise from the seed alone. Raises `ConfigError` if the recipe names weights, which only `sparo.fit` and `sparo train` load."""
+    if config.start_from is not None and not config.start_from.optimizer:
+        raise ConfigError("start_from: needs callbacks.initial_weights; call sparo.fit")
+    for key in ("vision", "text"):
+        if getattr(getattr(getattr(config.objective, "model", None), key, None), "init_from", None) is not None:
+            raise ConfigError(f"objective.model.{key}.init_from: needs callbacks.initial_weights; call sparo.fit")
+    objective.on_weights_loaded()
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a program adds to a training.
+
+    display: from the run's name and whether this rank is silent to a context with a `Display`.
+    initial_weights: gives a new run the weights that its recipe names; called without a checkpoint only.
+    identity: facts that must be equal on all ranks in addition to recipe, package versions and data, such as a hash of the code.
+    """
+
+    display: Callable[[str, bool], AbstractContextManager[Display]] = NoDisplay
+    initial_weights: Callable[[RunConfig, Objective], None] = refuse_initial_weights
+    identity: Callable[[], Mapping[str, Any]] = field(default=dict)
+
+
+def fit(
+    config: RunConfig,
+    evaluate: MakeEvaluate | None = None,
+    callbacks: Callbacks | None = None,
+    ranks: Ranks | None = None,
+) -> Outcome:
+    """Train a recipe into its run folder, from its newest checkpoint if it has one.
+
+    Args:
+        evaluate: makes the function that scores the objective every `eval.every_steps` and at the end; None: no evaluation.
+        ranks: the processes that train together, already joined; None: those that the environment describes (torchrun, SLURM).
+
+    Raises:
+        ConfigError, DataError, CheckpointError, TrainingError: what is wrong, by key or file. Nothing is lost.
+    """
+    callbacks = callbacks or Callbacks()
+    own_ranks = build_ranks(config, find_world()) if ranks is None else ranks
+    try:
+        return _fit(_prepare(config, own_ranks, callbacks.identity), evaluate, callbacks)
+    finally:
+        if ranks is None:
+            own_ranks.close()
+
+
+def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str, Any]]) -> Run:
+    """Build engine, objective and data; raise for what cannot be trained, on all ranks together."""
+    # Ranks with another seed, learning rate or checkout would otherwise train together silently.
+    if ranks.size > 1:
+        facts = {"recipe": config.model_dump(mode="json"), "versions": environment()["packages"], **identity()}
+        ranks.require_equal(facts, "recipe or code")
+    pipeline = ranks.call_on_all(lambda: build_pipeline(config, ranks.world))
+    ranks.require_equal({"data": pipeline.fingerprint}, "data")
+    total_steps = config.total_steps(pipeline.plan.epoch_size)
+    engine, objective = build_engine(config, ranks), build_objective(config)
+    objective.refuse_length(total_steps)
+    # The optimizer would refuse the same, after the run folder was made.
+    group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
+    return Run(config, ranks, engine, objective, pipeline, RunDir(config.folder), total_steps)
+
+
+def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> Outcome:
+    config, ranks, rundir = run.config, run.ranks, run.rundir
+    with ExitStack() as stack:
+        stack.callback(rundir.close)
+        log_file = stack.enter_context(_run_log(ranks))
+        display = stack.enter_context(callbacks.display(config.name, ranks.rank > 0))
+        # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
+        evaluate = None if make_evaluate is None else make_evaluate(run, display)
+        # By one rank: two that list a folder of a network disk may see two different newest ones.
+        newest = ranks.rank0_broadcast(lambda: CheckpointStore(rundir.checkpoints).latest())
+        if newest is None:
+            callbacks.initial_weights(config, run.objective)
+        # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
+        ranks.call_on_all(lambda: rundir.refuse_changes(config))
+        if run.pipeline.examples.reads_model:
+            # Examples that look at the model need the weights that it continues with, before the trainer reads them.
+            _load_weights_to_continue(run, newest)
+            run.pipeline.examples.ready(run.objective, run.pipeline.sources, run.engine.device_context, ranks)
+        rundir.join(ranks.rank0_broadcast(lambda: _open_run_folder(run)))
+        log_file.open(rundir.path / "log.txt")
+        _log_start(run, newest)
+        try:
+            # A second objective on the meta device: counting must not touch the one that is trained.
+            flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
+            steps_per_epoch = config.steps_per_epoch(run.pipeline.plan.epoch_size)
+            trainer = Trainer(
+                config, rundir, ranks, run.engine, run.objective, run.pipeline, run.total_steps, steps_per_epoch,
+                display, evaluate, flops,
+            )  # fmt: skip
+            outcome = trainer.fit()
+        except SupersededError:  # not even into its log
+            raise
+        except SparoError as error:
+            logger.error(f"error: {error}", extra=FILE_ONLY)
+            raise
+        # At the end as well as on the way: the sum is what a reader of the log looks for.
+        if unusable := trainer.bad.by_reason():
+            counts_text = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
+            logger.warning(f"samples that could not be used: {counts_text}")
+        where = f"checkpoint {outcome.checkpoint}" if outcome.checkpoint is not None else "no checkpoint yet"
+        logger.info(f"{outcome.reason} at step {outcome.step}; {where}")
+        return outcome
+
+
+@contextmanager
+def _run_log(ranks: Ranks) -> Iterator[RunLog]:
+    """Keep what rank 0 logs, for RUN/log.txt."""
+    with closing(RunLog()) as handler, logging_to(handler) if ranks.rank == 0 else nullcontext():
+        yield handler
+
+
+def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
+    """Load those that training continues with, where it reads them from a checkpoint later."""
+    start = run.config.start_from
+    if newest is None and start is not None and start.optimizer:
+        newest = newest_step(Path(start.checkpoint))
+        if newest is None:
+            raise CheckpointError(f"{start.checkpoint}: no complete checkpoint yet")
+    if newest is not None:
+        load_into(run.objective, read_part(newest, "model"), str(newest))
+
+
+def _open_run_folder(run: Run) -> str:
+    """Claim the run folder, unless its newest checkpoint is from other data; return the claim's token."""
+    rundir, config = run.rundir, run.config
+    rundir.refuse_changes(config)  # first: another batch is another plan, which the data would be blamed for
+    newest = CheckpointStore(rundir.checkpoints).latest()
+    if newest is not None:
+        with suppress(CheckpointError):  # a damaged one is reported, or passed over, by the trainer
+            refuse_changed(read_run_meta(newest)["fingerprint"], run.pipeline.fingerprint, str(newest))
+    return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
+
+
+def _log_start(run: Run, newest: Path | None) -> None:
+    config, ranks = run.config, run.ranks
+    # A resumed run logs where it continues instead.
+    if not any(run.rundir.checkpoints.glob("step-*")):
+        ranks_text = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+        logger.info(f"{run.total_steps} steps of {config.batch_size} samples{ranks_text} -> {run.rundir.path}")
+    for line in source_lines(run.pipeline.sources, run.total_steps * config.batch_size):
+        logger.info(line)
+    for line in config.optim.unused_keys():
+        logger.warning(line)
+    # With several ranks per machine the launcher sets the threads; a resumed run takes them from its checkpoint.
+    if newest is None and ranks.size == 1 and (line := run.engine.device_context.choose_threads()):
+        logger.info(line)
+    for source in run.pipeline.sources if ranks.rank == 0 else ():
+        for key in missing_caption_keys(source):
+            logger.warning(
+                f"data.sources.{source.name}.captions: {key} is in none of 64 samples; the others take its share"
+            )
