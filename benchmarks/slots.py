@@ -28,7 +28,7 @@ from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.grouping.transport import log_marginal, minimize_entropy, sinkhorn, sinkhorn_unrolled
 from object_centric.objectives.set_prediction import SetPrediction, SetPredictionConfig
-from sparo_data.official.multi_object import multi_object
+from sparo_data.official.formats import multi_object
 from sparo_train.core.contracts import Progress
 
 

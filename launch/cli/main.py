@@ -13,7 +13,8 @@ from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.world import started
 
 from ..views.terminal import out
-from . import config_verbs, data, eval, explore, jobs, slot_pictures, slot_verbs
+from . import config_verbs, data, eval, jobs, slot_pictures, slot_verbs
+from . import slot_pictures as explore
 from .process import call, leave, share_cores
 from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
 

@@ -8,15 +8,110 @@ from typing import Annotated, Any, Self
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from sparo_train.core.config import field
+from sparo_train.core.config import Frozen, field
 from sparo_train.core.registries import RAY_DECODERS
 from sparo_train.core.registry import FromRegistry
 
+from ..encoders.transformer import TransformerConfig
+from ..grouping.parallel_binder import ParallelBinder
+from ..grouping.slot_attention import GroupingOutput, SlotAttention
+from ..grouping.slot_config import SlotAttentionConfig
+from ..video.recurrent import RecurrentSlots
 from .ray_decoder import RayDecoder, RenderedRays
 from .rays import Bounds, Rays, pixel_rays
-from .scene_tower import SceneTower, SceneTowerConfig
 from .slot_mixer import SlotMixerConfig
+from .view_encoder import ViewEncoderConfig
+
+
+class SceneTowerConfig(Frozen):
+    """Slots of each time on their own (uORF, OSRT), from time to time (SAVi), or of all times at once (`grouping.preset: psb`)."""
+
+    image_size: int = field(64, "pixels per side of a view", gt=0, le=4096)
+    encoder: ViewEncoderConfig = field(ViewEncoderConfig(), "from posed views to features")
+    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "from features to slots")
+    over_time: bool = field(
+        True,
+        "slots go from time to time; false: they begin anew at each (uORF, OSRT). A binder's are of all times anyway",
+    )
+    predictor: TransformerConfig | None = field(
+        None,
+        "what the next time's slots begin as, of those that go from time to time: a Transformer over slots; null: as they are",
+        examples=[{"preset": "savi"}],
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        g = self.grouping
+        self.encoder.refuse_side(self.image_size)
+        if g.transport is not None or g.pooled is not None or g.slot_init == "given":
+            raise ValueError(
+                "grouping: transport, pooled and slot_init=given are of images and videos; use another preset or init"
+            )
+        if self.predictor is not None:
+            if g.binder is not None or not self.over_time:
+                raise ValueError("predictor: is of slots that go from time to time; set it to null")
+            self.predictor.refuse_width(g.width, "predictor")
+        if self.over_time and g.binder is None and g.gradient == "last" and not g.straight_through:
+            raise ValueError(
+                "grouping.gradient=last: nothing would teach first slots or a predictor, which come before the last round; "
+                "set grouping.straight_through: true"
+            )
+        return self
+
+    @property
+    def noise(self) -> tuple[int, int]:
+        """Shape of what a scene draws: its first slots."""
+        return self.grouping.slots, self.grouping.width
+
+
+class SceneTower(nn.Module):
+    """Posed views (b, T, V, 9, S, S) and standard normal noise (b, *config.noise) to slots (b, T, K, D), and attention (b, T, K, N)."""
+
+    def __init__(self, config: SceneTowerConfig):
+        super().__init__()
+        self.config, c = config, config
+        self.encoder = c.encoder.build()
+        self.grouping: Any
+        if c.grouping.binder is not None:
+            self.grouping = ParallelBinder(c.grouping, c.encoder.width)
+        elif c.over_time:
+            self.grouping = RecurrentSlots(c.grouping, c.predictor, c.encoder.width)
+        else:
+            self.grouping = PerFrameSlots(c.grouping, c.encoder.width)
+
+    def tokens(self, posed: Tensor) -> Tensor:
+        """(b, T, V, 9, S, S) to what slots group, (b, T, N, F)."""
+        # A time's views together, each time apart: the Transformer sees across cameras, not across times.
+        return self.encoder(posed.flatten(0, 1)).unflatten(0, posed.shape[:2])
+
+    def forward(self, posed: Tensor, noise: Tensor) -> GroupingOutput:
+        return self.grouping(self.tokens(posed), noise)
+
+
+class PerFrameSlots(nn.Module):
+    """Tokens (b, T, N, F) to slots (b, T, K, D), each time's on their own, all from one beginning.
+
+    `checkpointed`: what their rounds write is made again in backward.
+    """
+
+    checkpointed = False
+
+    def __init__(self, grouping: SlotAttentionConfig, in_width: int):
+        super().__init__()
+        self.attention = SlotAttention(grouping, in_width)
+
+    def units(self) -> list[nn.Module]:
+        """What an engine wraps one by one."""
+        return [self.attention]
+
+    def forward(self, tokens: Tensor, noise: Tensor | None = None) -> GroupingOutput:
+        # The same draw for all times: what differs is what is seen.
+        frame_noise = None if noise is None else noise.repeat_interleave(tokens.shape[1], 0)
+        inputs, use_checkpoint = (tokens.flatten(0, 1), frame_noise), self.checkpointed and torch.is_grad_enabled()
+        output = checkpoint(self.attention, *inputs, use_reentrant=False) if use_checkpoint else self.attention(*inputs)
+        return GroupingOutput(*(table.unflatten(0, tokens.shape[:2]) for table in output))
 
 
 class SceneModelConfig(SceneTowerConfig):

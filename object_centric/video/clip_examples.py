@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparo_train.core.disk.metric_loggers import Sample
+from sparo_train.core.disk.metrics import Sample
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source

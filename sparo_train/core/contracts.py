@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .disk.metric_loggers import Sample
+from .disk.metrics import Sample
 from .disk.pieces import CheckpointReader, Pieces
 
 Batch = Mapping[str, Tensor]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,8 +17,79 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import Batch, Objective
 from ..core.errors import ConfigError
-from .clock import Clock
-from .cpu_threads import fitting_threads
+
+_STAT = Path("/proc/stat")
+
+
+def fitting_threads(window: float = 0.3) -> int:
+    """Return a number of threads that leaves cores which other programs use to them; torch's own where that is not known.
+
+    Threads of one operation wait for each other, so one that shares its core with another program holds up all of them.
+
+    Args:
+        window: seconds that the load is looked at.
+    """
+    own = torch.get_num_threads()
+    if (busy := busy_cores(window)) is None:
+        return own
+    return max(1, min(own, round((os.cpu_count() or own) - busy)))
+
+
+def busy_cores(window: float) -> float | None:
+    """Return how many cores other processes used on average in the next `window` seconds; None where Linux does not say."""
+    before, own = _ticks(), time.process_time()
+    time.sleep(window)
+    after, own = _ticks(), time.process_time() - own
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    share = (after[0] - before[0]) / (after[1] - before[1])
+    return max(0.0, share * (os.cpu_count() or 1) - own / window)
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Return ticks of all cores since the start of the machine: those at work, and all."""
+    try:
+        counts = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    if len(counts) < 5:
+        return None
+    return sum(counts) - counts[3] - counts[4], sum(counts)  # without idle and iowait
+
+
+class Clock:
+    """Adds up time: with events on a GPU, which runs behind the program, and by the wall on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what is done inside."""
+        if self.on_gpu:
+            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            # Recorded, not read: reading would make the program wait for the device.
+            pair[0].record()
+            yield
+            pair[1].record()
+            self._events.append(pair)
+        else:
+            begin = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begin
+
+    def take(self) -> float:
+        """Seconds since the last call; waits for what is still running."""
+        if self._events:
+            # The last one ends after all before it: one wait is enough.
+            self._events[-1][1].synchronize()
+            self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+            self._events = []
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import DeviceContext
-from ..core.disk.metric_loggers import Sample
+from ..core.disk.metrics import Sample
 from ..core.distributed import Ranks
 from ..core.errors import BadSampleError, ConfigError
 from ..data.examples.image_text import ImageTextExamples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +17,39 @@ from ..core.errors import CheckpointError, ConfigError, SparoError, SupersededEr
 from ..core.logs import FILE_ONLY, RunLog, logging_to
 from ..core.world import find_world
 from ..data.examples.samples import missing_caption_keys
+from ..data.read.folder import left_out_text
 from ..data.read.loader import Pipeline
-from ..data.read.sources import refuse_changed
+from ..data.read.plan import reading
+from ..data.read.sources import Source, refuse_changed
 from ..engine.optim import group_numbers
 from ..models.weight_files.weights import load_into
 from .build import build_engine, build_objective, build_pipeline, build_ranks
 from .flops import FlopCounter
 from .run_config import RunConfig
-from .source_lines import source_lines
 from .state import Display, Evaluate, NoDisplay, Outcome
 from .trainer import Trainer
+
+_NAMED = 5
+
+
+def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
+    """A line per source: its share of all that is read, its size, how often each sample comes; and what is lost of it.
+
+    Args:
+        samples: how many the whole run reads.
+    """
+    # By the plan's own arithmetic: what is told is what will be read.
+    read = reading([source.samples for source in sources], [source.config.weight for source in sources], samples)
+    for source, (share, passes) in zip(sources, read, strict=True):
+        yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"
+        if left_out := getattr(source.storages[0], "left_out", {}):
+            yield f"data {source.name}: left out, as no pictures that can be read: {left_out_text(left_out)}"
+        broken = source.broken()
+        for damage in broken[:_NAMED]:
+            yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost_samples:,} samples lost"
+        if len(broken) > _NAMED:
+            yield f"data {source.name}: {len(broken) - _NAMED} more shards are not whole; `sparo data check` lists them"
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
 from .flops import FlopCounter, memory, utilisation
-from .meter import Meter, average_over_ranks
-from .run_clock import RunClock
+from .meter import Meter, RunClock, average_over_ranks
 from .run_config import LogConfig, ProfileConfig
 from .state import Display
 

@@ -20,10 +20,10 @@ from .checkpointing import Saver
 from .evaluation import Evaluation
 from .flops import FlopCounter
 from .grad_accumulation import gradients
+from .meter import RunClock
 from .rank_sync import RankSync
 from .reporting import Collector, Profile, Reporter
 from .resuming import resume
-from .run_clock import RunClock
 from .run_config import RunConfig
 from .skipped_steps import SkippedSteps, refuse_diverged
 from .state import Display, Evaluate, Outcome, State

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from launch.cli.node import _stuck_reason
-from launch.jobs import batch, slurm
+from launch.jobs import slurm, submit
 from launch.jobs.records import Records
 from launch.jobs.submit import _submission_error
 
 
 def test_values_reach_the_batch_script_as_they_are():
-    lines = batch.before(("module load x",), {"A": "it's $HOME; rm"}, Path("/runs/a b/code"))
+    lines = submit.lines_before(("module load x",), {"A": "it's $HOME; rm"}, Path("/runs/a b/code"))
     script = "\n".join([*lines[1:3], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": "/old"}
     out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True).stdout
@@ -32,7 +32,7 @@ def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), ow
         (tmp_path / name).chmod(0o755)
     for mark in marks:
         (tmp_path / f"jobs/.7-{own}.{mark}").touch()
-    script = f"(exit {code})\n" + "\n".join(batch.after(tmp_path / "jobs"))
+    script = f"(exit {code})\n" + "\n".join(submit.lines_after(tmp_path / "jobs"))
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": own}
     ended = subprocess.run(["bash", "-c", script], env=env, check=False).returncode
     requeued = (tmp_path / "requeued").exists()

@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torchvision.transforms import functional as F
 
-from sparo_train.data.examples import dino_augment as augment
+from sparo_train.data.examples import multi_crop as augment
 from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig, crop, multi_crop
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.shards import ShardsConfig

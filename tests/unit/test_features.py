@@ -17,9 +17,8 @@ from evals.encoders.encoder import Encoder, TextEncoder
 from evals.encoders.masked import MaskedEncoder, masked
 from evals.encoders.pixels import Pixels
 from evals.encoders.sparo_encoders import ClipEncoder, PixelEncoder
-from evals.feature_store.batch_sizes import BatchSize
 from evals.feature_store.feature_table import View
-from evals.feature_store.features import FeatureStore
+from evals.feature_store.features import BatchSize, FeatureStore
 from evals.sets.base import Limited, sha256
 from evals.sets.wds import WdsSet, open_images
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn

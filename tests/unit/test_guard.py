@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.explorer import app, bodies
-from launch.explorer.guard import Guard
+from launch.explorer.serve import Guard
 from sparo_train.core.errors import ConfigError
 
 OWN = {"host": "127.0.0.1:8765", "x-sparo": "explore"}

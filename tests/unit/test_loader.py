@@ -32,7 +32,7 @@ from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.data.read.workers import iterate_in_workers
-from sparo_train.train.source_lines import source_lines
+from sparo_train.train.fit import source_lines
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import jpeg, sample

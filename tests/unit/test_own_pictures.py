@@ -27,8 +27,8 @@ from sparo_train.data.examples.samples import decode_image, image_bytes
 from sparo_train.data.read.folder import class_order, list_pictures, open_folder
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
+from sparo_train.train.fit import source_lines
 from sparo_train.train.reporting import pixel_statistics
-from sparo_train.train.source_lines import source_lines
 from tests.helpers.processes import sparo
 from tests.helpers.samples import jpeg
 

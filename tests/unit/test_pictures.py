@@ -21,7 +21,7 @@ from evals.sets.image_files import FileSet
 from evals.sets.set_texts import lines
 from evals.slots.overlay import image_crop
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.data.examples import partial_resize as thin
+from sparo_train.data.examples import image_transforms as thin
 from sparo_train.data.examples.image_transforms import centre, eval_pixels
 from sparo_train.data.examples.samples import decode_image
 from sparo_train.data.read.decoding import decode, formats, notes, open_picture, suffixes

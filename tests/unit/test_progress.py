@@ -19,11 +19,11 @@ from launch.views import progress, terminal
 from launch.views.progress import ProgressView
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import StoppedError
-from sparo_train.engine import cpu_threads as cores
+from sparo_train.engine import device_context as cores
 from sparo_train.engine import device_context as device
 from sparo_train.engine.device_context import Device, DeviceConfig
-from sparo_train.train import run_clock
-from sparo_train.train.run_clock import RunClock
+from sparo_train.train import meter as run_clock
+from sparo_train.train.meter import RunClock
 from sparo_train.train.run_config import RunConfig
 from sparo_train.train.state import Outcome
 from tests.helpers.recipes import tiny_recipe

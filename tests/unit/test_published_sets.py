@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coder
 
-from sparo_data.official.formats import FORMATS, convert_published, find_source_files
-from sparo_data.official.multi_object import SETS
+from sparo_data.official.formats import FORMATS, SETS, convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig, PublishedScene, write_published
 from sparo_data.writer import encode_image
 from sparo_train.core.errors import ConfigError, DataError

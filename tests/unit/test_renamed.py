@@ -7,8 +7,8 @@ import typer
 import yaml
 
 from launch.cli.main import app
-from launch.cli.renamed_options import RENAMED as RENAMED_OPTIONS
-from launch.cli.renamed_options import with_new_options
+from launch.cli.process import RENAMED as RENAMED_OPTIONS
+from launch.cli.process import with_new_options
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.config_keys import RegistryBlock, child_shape

@@ -112,7 +112,7 @@ def literal(module, slots, rays):
 @pytest.mark.parametrize("rows", [50, 2048])  # tiles of three rays and of one scene and a half, or one
 @pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box", "nerf_cut", "nerf_cut_shadows"])
 def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
-    monkeypatch.setattr("object_centric.scenes3d.field_pass.CPU_ROWS", rows)
+    monkeypatch.setattr("object_centric.scenes3d.radiance_field.CPU_ROWS", rows)
     module, (slots, rays) = decoder(name).double(), given(dtype=torch.float64)
     slots.requires_grad_()
     found, wanted = module(slots, rays).colours, literal(module, slots, rays)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from object_centric.scenes3d.novel_views import ViewExamples, ViewsConfig
 from object_centric.scenes3d.rays import Bounds, common_point, pixel_rays
-from object_centric.scenes3d.view_examples import ViewExamples, ViewsConfig
 from sparo_data.synthetic.viewed_scenes import KINDS, multi_view_episode
 from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, _sample
 from sparo_data.tracer.render import Body, Camera, Stage, rays, render

@@ -8,8 +8,7 @@ from PIL import Image
 
 from evals.sets.wds import WdsSet
 from evals.tasks import textonly
-from sparo_data.synthetic.scene_pairs import KINDS, make_pair
-from sparo_data.synthetic.scene_sets import ScenesConfig, render_scenes
+from sparo_data.synthetic.scene_sets import KINDS, ScenesConfig, make_pair, render_scenes
 from sparo_data.synthetic.scenes import CLASSES, HELD_OUT, OPPOSITE, caption, sample_scene, training_scene
 from sparo_data.tracer.render import Body, Camera, project, render
 from sparo_train.core.errors import DataError

@@ -17,7 +17,7 @@ from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.pictures.panels import ClipPanel, clip_sheet
-from object_centric.scenes3d.scene_tower import PerFrameSlots
+from object_centric.scenes3d.scene_model import PerFrameSlots
 from object_centric.tasks.mask_task import MasksTaskConfig
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
 from object_centric.tasks.reconstruction_task import ReconstructionTaskConfig
@@ -26,8 +26,7 @@ from object_centric.tasks.video_task import EveryFrame, VideoMasksTaskConfig
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.recurrent import RecurrentSlots
-from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig
-from object_centric.video.video_model import VideoModelConfig
+from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, VideoModelConfig
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from sparo_data.episodes import episode_fields
 from sparo_data.synthetic.video_scenes import episode

@@ -13,9 +13,9 @@ from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
 from object_centric.video.clip_examples import ClipExamples
 from object_centric.video.frame_transforms import FrameTransform, flow_colours
-from object_centric.video.hints import Hint, HintConfig, boxes_from_labels
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, target_planes
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
+from object_centric.video.video_tower import Hint, HintConfig, boxes_from_labels
 from sparo_data.episodes import episode_fields
 from sparo_data.synthetic.video_scenes import episode
 from sparo_train.core.config import resolve

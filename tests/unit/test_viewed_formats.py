@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from object_centric.scenes3d.novel_views import check_scene_bounds
 from object_centric.scenes3d.rays import Bounds
-from object_centric.scenes3d.view_examples import check_scene_bounds
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.disk.metric_loggers import Sample
+from ...core.disk.metrics import Sample
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..read.sources import DataConfig, Source
 from .image_transforms import train_pixels

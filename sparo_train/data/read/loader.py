@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ...core.contracts import Cursor, DeviceContext, LoaderBatch, Objective
-from ...core.disk.metric_loggers import Sample
+from ...core.disk.metrics import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
