@@ -24,8 +24,7 @@ from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
-from sparo_train.objectives.clip_config import ClipObjectiveConfig
-from sparo_train.objectives.ema import EmaConfig
+from sparo_train.objectives.clip_config import ClipObjectiveConfig, EmaConfig
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.run_config import RunConfig
 

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from launch.commands.train import train as fit  # noqa: F401
     from sparo_train.core.config import field as field
     from sparo_train.core.contracts import CoupledObjective as CoupledObjective
+    from sparo_train.core.contracts import Follow as Follow
     from sparo_train.core.contracts import Loss as Loss
     from sparo_train.core.contracts import Objective as Objective
+    from sparo_train.core.contracts import ParamGroups as ParamGroups
     from sparo_train.engine.optim import OptimConfig as OptimConfig
     from sparo_train.models.clip_config import ClipConfig as ClipConfig
     from sparo_train.models.clip_model import Clip as Clip
@@ -59,11 +61,13 @@ _SOURCES = {
     "CoupledObjective": "sparo_train.core.contracts:CoupledObjective",
     "EvalOptions": "evals.suite.evaluate:EvalOptions",
     "FeatureStore": "evals.feature_store.features:FeatureStore",
+    "Follow": "sparo_train.core.contracts:Follow",
     "Loss": "sparo_train.core.contracts:Loss",
     "MaskedEncoder": "evals.encoders.masked:MaskedEncoder",
     "Method": "sparo_train.objectives.method:Method",
     "Objective": "sparo_train.core.contracts:Objective",
     "OptimConfig": "sparo_train.engine.optim:OptimConfig",
+    "ParamGroups": "sparo_train.core.contracts:ParamGroups",
     "ReadOut": "sparo_train.models.readout:ReadOut",
     "ReadOutConfig": "sparo_train.models.readout:ReadOutConfig",
     "ReadOutPair": "sparo_train.models.readout:ReadOutPair",

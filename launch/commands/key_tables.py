@@ -76,12 +76,17 @@ def _once_each(keys: Iterable[Key]) -> list[Key]:
     labels: dict[tuple[str, type], list[str]] = {}
     first: dict[tuple[str, type], Key] = {}
     for key in keys:
-        owner = next(cls for cls in reversed(key.owner.__mro__) if key.name in getattr(cls, "model_fields", {}))
-        first.setdefault((key.dotted, owner), key)
-        labels.setdefault((key.dotted, owner), []).append(key.entry_label)
+        place = key.dotted, _definer(key)
+        first.setdefault(place, key)
+        labels.setdefault(place, []).append(key.entry_label)
     return [
         key._replace(entry_label=", ".join(dict.fromkeys(filter(None, labels[place])))) for place, key in first.items()
     ]
+
+
+def _definer(key: Key) -> type[BaseModel]:
+    """Return the class that a key is declared in: entries of a registry may inherit it."""
+    return next(cls for cls in reversed(key.owner.__mro__) if key.name in getattr(cls, "model_fields", {}))
 
 
 def _suggestion(word: str, keys: Sequence[Key]) -> str:
@@ -115,7 +120,7 @@ def examples() -> dict[FieldId, str]:
             # A key that no recipe gives has its default for an example.
             value = _value_at(tree, key.dotted.split("."))
             if value is not None and not isinstance(value, Mapping):
-                example_by_key.setdefault((key.owner, key.name), f"{key.dotted}={value_text(value)}")
+                example_by_key.setdefault((_definer(key), key.name), f"{key.dotted}={value_text(value)}")
     return example_by_key
 
 
@@ -126,8 +131,8 @@ def example(key: Key, example_by_key: Mapping[FieldId, str]) -> str:
     field_examples = key.field.examples
     if field_examples:
         return f"{key.dotted}={value_text(field_examples[0])}"
-    if (key.owner, key.name) in example_by_key:
-        return example_by_key[key.owner, key.name]
+    if (_definer(key), key.name) in example_by_key:
+        return example_by_key[_definer(key), key.name]
     default = default_text(key)
     return "" if default in ("", "required", "null") else f"{key.dotted}={default}"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, field
-from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, ParamGroups, Progress
 from sparo_train.core.errors import DataError
 from sparo_train.core.schedules import cosine
 from sparo_train.objectives.method import Method
@@ -91,8 +92,11 @@ class Slate(Objective):
         m = self.model
         return [m.dvae.encoder, m.dvae.decoder, m.tower, *m.decoder.blocks]
 
-    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
-        return {"dvae": self.model.dvae, "tower": self.model.tower, "decoder": self.model.decoder}
+    def param_groups(self) -> ParamGroups:
+        model = self.model
+        return replace(
+            super().param_groups(), norm_groups={"dvae": model.dvae, "tower": model.tower, "decoder": model.decoder}
+        )
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .disk.metrics import Sample
 from .disk.pieces import CheckpointReader, Pieces
+from .ema import update_ema
 
 Batch = Mapping[str, Tensor]
 # For `Objective.after_step` where the host knows that the step was applied.
@@ -76,10 +77,47 @@ class Footprint(NamedTuple):
     written: int = 0
 
 
-class Objective(nn.Module, ABC):
-    """Owns its modules, its loss, and what follows a step; knows neither rank nor engine. Only `forward` has to be written."""
+@dataclass(frozen=True)
+class ParamGroups:
+    """Parameters that the optimizer treats apart, by their names in the objective.
 
-    # Whether modules are given what 16 bits would blur (places, poses): an engine of 16-bit weights then hands inputs on as they are.
+    no_decay: without weight decay.
+    adamw_only: matrices that are not linear maps (queries, embeddings), which `optim.kind: muon` leaves to AdamW.
+    unclipped: exempt from `optim.clip_per: tensor`.
+    layer_ids: number of layers of its tower above a parameter, for `optim.layer_decay`; empty: the method has none.
+    norm_groups: modules whose gradient norms are logged apart, by the name they are logged under.
+    """
+
+    no_decay: Collection[str] = ()
+    adamw_only: Collection[str] = ()
+    unclipped: Collection[str] = ()
+    layer_ids: Mapping[str, int] = field(default_factory=dict)
+    norm_groups: Mapping[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Follow:
+    """A module that is a moving average of another one (an EMA teacher, an averaged copy).
+
+    source: name of the module that it follows.  decay: name of the method `(progress) -> float`, the share of itself that it keeps.
+    buffers: copy persistent buffers; False if the average updates its own.
+    """
+
+    source: str
+    decay: str
+    buffers: bool = True
+
+
+class Objective(nn.Module, ABC):
+    """A training method: its modules, its loss, and what happens after a step. It knows neither rank nor engine.
+
+    Only `forward` is required. Three declarations cover most methods: `follows` (averages of weights), `param_groups` (what the optimizer
+    treats apart) and `shard_units` (what engines compile and shard one by one).
+    """
+
+    # Averages by name of the module (an attribute), moved after every applied step. A name whose module is None is left out.
+    follows: ClassVar[Mapping[str, Follow]] = {}
+    # True if modules take inputs that 16 bits would blur (positions, poses): an engine with 16-bit weights passes inputs on unchanged.
     exact_inputs: ClassVar[bool] = False
 
     @abstractmethod
@@ -89,10 +127,6 @@ class Objective(nn.Module, ABC):
     def shard_units(self) -> Sequence[nn.Module]:
         """Modules an engine wraps one by one (compile, shard), in forward order."""
         return []
-
-    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
-        """Modules by name whose gradient norms are worth watching apart."""
-        return {}
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the weights of an encoder are called in this objective, which `start_from` begins with; default: as there."""
@@ -112,20 +146,17 @@ class Objective(nn.Module, ABC):
         """What of a delivered batch this step looks at (smaller images early on); default: all of it, as it is."""
         return batch
 
-    def layer_ids(self) -> Mapping[str, int]:
-        """By name, how many layers of its tower lie above a parameter, for `optim.layer_decay`; default: this method tells none."""
-        return {}
+    def param_groups(self) -> ParamGroups:
+        """Return the parameters that the optimizer treats apart.
 
-    def no_decay(self) -> Iterable[str]:
-        """Names of parameters that weight decay leaves alone."""
-        return [name for name, p in self.named_parameters() if p.ndim < 2]
-
-    def adamw_only_parameters(self) -> Iterable[str]:
-        """Names of matrices that `optim.kind: muon` leaves alone: what modules list under this name (queries, tables, many matrices in one)."""
-        for place, module in self.named_modules():
-            listed = getattr(module, "adamw_only_parameters", ())
-            if module is not self and isinstance(listed, tuple):
-                yield from (f"{place}.{name}" for name in listed)
+        Default: no weight decay for parameters of fewer than two dimensions, and AdamW for what modules list in `adamw_only_parameters`.
+        """
+        adamw_only = {
+            f"{place}.{name}"
+            for place, module in self.named_modules()
+            for name in getattr(module, "adamw_only_parameters", ())
+        }
+        return ParamGroups({name for name, p in self.named_parameters() if p.ndim < 2}, adamw_only)
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         """Recompute activations in backward, where the objective's modules support it."""
@@ -133,14 +164,6 @@ class Objective(nn.Module, ABC):
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         """Parameters used outside of `embed`, by the loss itself (temperature, bias)."""
-        return []
-
-    def unsharded(self) -> Sequence[nn.Parameter]:
-        """Parameters that every rank keeps whole, scalars aside: the loss's own, and what follows them."""
-        return self.loss_parameters()
-
-    def unclipped(self) -> Iterable[str]:
-        """Names of parameters that clipping by tensor leaves alone."""
         return []
 
     def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
@@ -155,20 +178,25 @@ class Objective(nn.Module, ABC):
         """Of a sample, in a rank's batch of `batch` out of `world_batch`, for estimates; None: it is not known."""
         return None
 
-    def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """What `after_step` writes to beside `loss_parameters` (a teacher's), each with what it follows, element by element.
-
-        An engine may show `after_step` both as the same piece of each, without their shapes.
-        """
-        return []
+    def ema_pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Return each parameter of an average in `follows` with the parameter it follows, element by element."""
+        for name, follow in self.follows.items():
+            if (average := getattr(self, name)) is not None:
+                yield from zip(average.parameters(), getattr(self, follow.source).parameters(), strict=True)
 
     def after_step(self, progress: Progress, applied: Tensor) -> None:
-        """Update what follows the trained parameters (an EMA, a center, a clamp), after every optimizer step.
+        """Move the averages in `follows`, after every optimizer step. A method that overrides this (a center, a clamp) calls `super()`.
+
+        Engines with weights in pieces may call it with pieces of `loss_parameters` and `ema_pairs` in place of the whole parameters.
 
         Args:
-            applied: 0-d bool, false where the engine skipped the step for a non-finite gradient. On a GPU, `if applied:` makes the host
-                wait for the device in every step; `objectives.ema.update_ema` and `torch.where` use it without waiting.
+            applied: 0-d bool, false if the engine skipped the step for a non-finite gradient. On a GPU, `if applied:` makes the host wait
+                for the device in every step; `core.ema` and `torch.where` use it without waiting.
         """
+        for name, follow in self.follows.items():
+            if (average := getattr(self, name)) is not None:
+                decay = getattr(self, follow.decay)(progress)
+                update_ema(average, getattr(self, follow.source), decay, applied, follow.buffers)
 
 
 class CoupledObjective(Objective):

@@ -87,6 +87,7 @@ class DeepSpeedEngine:
         self.objective = self.device_context.prepare_objective(objective)
         self.optimizer = self._build_optimizer(objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
+        self._param_groups = objective.param_groups()  # once: a step does not collect names
 
     def _refuse_frozen_steps(self, objective: Objective, progress: Progress) -> None:
         if objective.frozen_this_step(progress):
@@ -167,9 +168,9 @@ class DeepSpeedEngine:
         gradients = self._local_gradients()
         squares = {key: torch.linalg.vector_norm(g, dtype=torch.float32).square() for key, g in gradients.items()}
         param_norms = summed_norms(self.objective, squares, self.ranks, self.device)
-        norm, norms = total_norms(self.objective, param_norms)
+        norm, norms = total_norms(self._param_groups.norm_groups, param_norms)
         if self._clips_tensors and bool(norm.isfinite()):
-            unclipped = set(self.objective.unclipped())
+            unclipped = self._param_groups.unclipped
             clip_per_tensor(
                 {key: g for key, g in gradients.items() if self._names[key] not in unclipped},
                 param_norms,

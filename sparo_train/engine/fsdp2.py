@@ -67,7 +67,10 @@ class Fsdp2Engine(RankedEngine):
         shard = config.shard_size or size
         if size % shard:
             raise ConfigError(f"engine.shard_size={shard}: does not divide {size} ranks")
-        unsharded_params = {p for p in objective.parameters() if p.ndim == 0} | set(objective.unsharded())
+        # A whole parameter cannot be averaged into the shards of its copy.
+        own = set(objective.loss_parameters())
+        unsharded_params = {p for p in objective.parameters() if p.ndim == 0} | own
+        unsharded_params |= {average for average, p in objective.ema_pairs() if p in own}
         # A set has no order of its own, and ranks that reduce in different orders wait for each other.
         self._unsharded_params = [
             p for p in objective.parameters() if p in unsharded_params

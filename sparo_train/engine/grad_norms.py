@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core.contracts import Objective, Progress
+from ..core.contracts import Progress
 from .optim import OptimConfig, Optimizer, learning_rate, weight_decay
 
 
@@ -22,11 +22,11 @@ def set_rates(optimizer: Optimizer, config: OptimConfig, progress: Progress) -> 
     return lr
 
 
-def total_norms(objective: Objective, param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradient's norm, whole and within each of the objective's parts, from those of parameters by their id."""
     parts = {
         name: _joined([param_norms[id(p)] for p in module.parameters() if id(p) in param_norms])
-        for name, module in objective.grad_norm_groups().items()
+        for name, module in groups.items()
     }
     return _joined(list(param_norms.values())), parts
 

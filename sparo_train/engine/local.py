@@ -53,6 +53,7 @@ class LocalEngine:
         self.optimizer = build_optimizer(self.optim_config, objective, self.kind)
         # After wrapping: engines of several ranks wrap around the module, not inside it.
         self._names = {id(p): name for name, p in objective.named_parameters()}
+        self._param_groups = objective.param_groups()  # once: a step does not collect names
         self._stepped = False
 
     def wrap(self, objective: Objective) -> None:
@@ -89,7 +90,7 @@ class LocalEngine:
             # Not zero: AdamW would still move it by its moments and decay it.
             p.grad = None
         param_norms = self._norms()
-        norm, norms = total_norms(self.objective, param_norms)
+        norm, norms = total_norms(self._param_groups.norm_groups, param_norms)
         applied: bool | Tensor = norm.isfinite()
         if self.decides_on_host:
             applied = bool(applied)
@@ -124,7 +125,7 @@ class LocalEngine:
         if self.optim_config.clip_per == "global":
             clip_global_norm(gradients.values(), norm, max_norm)
             return
-        unclipped = set(self.objective.unclipped())
+        unclipped = self._param_groups.unclipped
         clip_per_tensor(
             {key: g for key, g in gradients.items() if self._names[key] not in unclipped}, param_norms, max_norm
         )
@@ -198,7 +199,7 @@ class LocalEngine:
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")
             stored_entries.setdefault(name, set()).add(entry)
-        listed = set(self.objective.adamw_only_parameters())
+        listed = self._param_groups.adamw_only
         for name, entries in stored_entries.items():
             if name in params_by_name and entries != expected_entries[id(params_by_name[name])]:
                 # No key brings it back: the model itself says so, and an older version's did not.

@@ -110,7 +110,7 @@ class OptimConfig(Frozen):
         """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters apart.
 
         Args:
-            adamw_only: names of matrices that are no linear maps (`Objective.adamw_only_parameters`).
+            adamw_only: names of matrices that are no linear maps (`ParamGroups.adamw_only`).
         """
         return 0
 
@@ -201,7 +201,7 @@ def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "local") -> Optimizer:
-    """Build the optimizer over the trainable parameters; those in `objective.no_decay()` have no weight decay.
+    """Build the optimizer over the trainable parameters; `objective.param_groups()` says which have no weight decay.
 
     Args:
         engine: kind of the engine that steps it.
@@ -214,19 +214,21 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
         raise ConfigError(
             f"engine.kind={engine}: cannot step optim.kind={config.kind}; use engine.kind={' or '.join(config.engines)}"
         )
-    undecayed, adamw_only = set(objective.no_decay()), frozenset(objective.adamw_only_parameters())
+    apart = objective.param_groups()
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
     if all(p.ndim == 0 for p in named.values()):
         raise ConfigError(f"objective: nothing is trained but {', '.join(named)}; freeze less")
-    layer_ids = _layer_ids(config, objective)
+    if config.layer_decay is not None and not apart.layer_ids:
+        raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method tells no layers; use optim.groups")
+    layer_ids = {} if config.layer_decay is None else apart.layer_ids
     param_groups: dict[tuple[int, int, int, bool, bool], list[nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
         p = named[name]
         # The fused kernel does not take shards and whole tensors in one group.
-        role = config.role_of(name, p, adamw_only)
-        key = role, number, layer_ids.get(name, 0), name not in undecayed, isinstance(p, DTensor)
+        role = config.role_of(name, p, apart.adamw_only)
+        key = role, number, layer_ids.get(name, 0), name not in apart.no_decay, isinstance(p, DTensor)
         # Decay, factors and kernels are an optimizer group's; whatever shares all of them shares a group.
         param_groups.setdefault(key, []).append(p)
     group_configs = [OptimGroupConfig(match=("*",)), *config.groups]
@@ -246,15 +248,6 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
             }
         )
     return config.build(groups)
-
-
-def _layer_ids(config: OptimConfig, objective: Objective) -> Mapping[str, int]:
-    if config.layer_decay is None:
-        return {}
-    layer_ids = objective.layer_ids()
-    if not layer_ids:
-        raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method tells no layers; use optim.groups")
-    return layer_ids
 
 
 def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from open_clip.model import resize_pos_embed
@@ -15,7 +15,9 @@ from .clip_config import TRAINING, ClipConfig
 from .clip_towers import TextTower, VisionTower
 from .freezing import freeze
 from .readout import ReadOut, ReadOutPair
-from .timm_tower import TimmTower
+
+if TYPE_CHECKING:
+    from .timm_tower import TimmTower
 
 
 def _unit(features: Tensor) -> Tensor:
@@ -106,6 +108,8 @@ def build_vision(
     v = config.vision
     if v.timm_model_name is not None:
         place = (v.timm_model_name, v.image_size, v.timm_model_kwargs)
+        from .timm_tower import TimmTower  # timm is imported only for its own towers
+
         return TimmTower(config.readout, config.embed_dim, *place, module)
     return VisionTower(
         config.readout,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, Progress
+from ..core.contracts import Batch, CoupledObjective, Follow, Footprint, Loss, ParamGroups, Progress
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import ImageTextExamples
 from ..data.examples.tokenizer import VOCABULARY, ClipTokenizer
@@ -19,10 +20,7 @@ from ..models.clip_model import Clip
 from ..models.freezing import layer_of
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_logits
-from .ema import update_ema
 from .method import Method
-from .text_conditioned import conditioned_sigmoid
-from .token_examples import TokenExamples
 
 
 class ClipEmbeddings(NamedTuple):
@@ -45,6 +43,8 @@ class ClipObjective(CoupledObjective):
 
     `embed` and `loss` are apart because the loss needs the whole global batch, however it is gathered.
     """
+
+    follows: ClassVar[Mapping[str, Follow]] = {"average": Follow("model", "ema_decay")}
 
     mean: Tensor
     std: Tensor
@@ -110,17 +110,16 @@ class ClipObjective(CoupledObjective):
             total, correct = contrastive(image, text, scale, bias, self.config.loss)
             metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
             if local and bias is not None:
+                from .text_conditioned import conditioned_sigmoid  # FLAIR's readout alone needs it
+
                 heads = self.config.model.readout.heads
                 conditioned = conditioned_sigmoid(local[0], query, pool, heads, scale, bias)
                 total, metrics["conditioned_loss"] = (total + conditioned) / 2, conditioned.detach()
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
-        return _loss_parameters(self.model)
-
-    def unsharded(self) -> Sequence[nn.Parameter]:
-        # A whole parameter cannot be averaged into the shards of its copy.
-        return [p for m in (self.model, self.average) if m is not None for p in _loss_parameters(m)]
+        own = [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]
+        return [*own, *self.model.pool_parameters()]
 
     @property
     def scored(self) -> Clip:
@@ -140,9 +139,6 @@ class ClipObjective(CoupledObjective):
         if self.average is not None:
             self.average.load_state_dict(self.model.state_dict())
 
-    def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        return [] if self.average is None else zip(self.average.parameters(), self.model.parameters(), strict=True)
-
     def shard_units(self) -> Sequence[nn.Module]:
         towers = [tower for m in (self.model, self.average) if m is not None for tower in (m.visual, m.text)]
         blocks: list[nn.Module] = [block for tower in towers for block in tower.resblocks]
@@ -159,22 +155,17 @@ class ClipObjective(CoupledObjective):
         """Of a run that has an average, the average: it is what was scored."""
         return self.remap_encoder_weights(scored_weights(weights))
 
-    def layer_ids(self) -> Mapping[str, int]:
-        found = {}
-        for part, tower in self.grad_norm_groups().items():
-            blocks = len(tower.resblocks)  # type: ignore[arg-type]
-            found |= {f"model.{part}.{n}": blocks + 1 - layer_of(n, blocks) for n, _ in tower.named_parameters()}
-        return found
-
-    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
-        return {"visual": self.model.visual, "text": self.model.text}
-
-    def no_decay(self) -> Iterable[str]:
-        names = set(super().no_decay())
-        # open_clip changed its rule in version 4; runs of before must be continued as they were.
-        if self.config.decay_policy == "open_clip4":
-            names |= {"model.visual.positional_embedding", "model.text.positional_embedding"}
-        return names
+    def param_groups(self) -> ParamGroups:
+        default, towers = super().param_groups(), {"visual": self.model.visual, "text": self.model.text}
+        # open_clip changed its rule in version 4; runs from before must be continued as they were.
+        positions = {f"model.{part}.positional_embedding" for part in towers}
+        no_decay = {*default.no_decay, *(positions if self.config.decay_policy == "open_clip4" else ())}
+        layer_ids = {
+            f"model.{part}.{name}": len(tower.resblocks) + 1 - layer_of(name, len(tower.resblocks))
+            for part, tower in towers.items()
+            for name, _ in tower.named_parameters()
+        }
+        return replace(default, no_decay=no_decay, layer_ids=layer_ids, norm_groups=towers)
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
@@ -195,13 +186,12 @@ class ClipObjective(CoupledObjective):
     def after_step(self, progress: Progress, applied: Tensor) -> None:
         # After the step, as in CLIP's paper. Clamping again after a skipped step changes nothing.
         self.model.logit_scale.clamp_(0, self.config.max_logit_scale)
-        if self.average is not None and self.config.ema is not None:
-            update_ema(self.average, self.model, self.config.ema.at(progress), applied)
+        super().after_step(progress, applied)
 
-
-def _loss_parameters(model: Clip) -> list[nn.Parameter]:
-    own = [p for p in (model.logit_scale, model.logit_bias) if p is not None]
-    return [*own, *model.pool_parameters()]
+    def ema_decay(self, progress: Progress) -> float:
+        """Return the share of itself that the average keeps at this step."""
+        assert self.config.ema is not None
+        return self.config.ema.at(progress)
 
 
 def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,6 +216,8 @@ def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExample
     )
     if config.cache is None:
         return ImageTextExamples(*example_args)
+    from .token_examples import TokenExamples  # most trainings keep no tokens
+
     return TokenExamples(config.cache, *config.frozen, *example_args)
 
 

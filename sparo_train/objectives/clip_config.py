@@ -7,16 +7,40 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..core.config import Frozen, between, field
+from ..core.config import Frozen, between, field, resumable_field
+from ..core.contracts import Progress
 from ..core.registries import LOSSES
 from ..core.registry import FromRegistry
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .contrastive import ContrastiveLoss, SoftmaxLoss
-from .ema import EmaConfig
-from .token_examples import CacheConfig
 
 MAX_LOGIT_SCALE = math.log(100)
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class EmaConfig(Frozen):
+    """A copy of the model that follows the trained one; it is what is scored and exported."""
+
+    decay: float = field(0.9999, "share of itself that the copy keeps at a step", ge=0, lt=1)
+    warmup: bool = field(
+        True, "a smaller share at first, (1 + step) / (10 + step), so that random weights are forgotten"
+    )
+
+    def at(self, progress: Progress) -> float:
+        """The share that is kept at this step."""
+        # A branch brings an average that has long forgotten its random weights: it is not warmed up again.
+        step = progress.steps_before + progress.step
+        # Copies of random weights are forgotten in tens of steps, not in 1 / (1 - decay).
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+
+class CacheConfig(Frozen):
+    """Where the tokens of frozen towers are kept, for every run that has the same ones."""
+
+    folder: str = resumable_field(
+        ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]
+    )
+    dtype: Literal["fp16", "fp32"] = field("fp16", "of a number; fp16 takes half the space")
 
 
 def _as_block(value: Any) -> Any:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from ..core.config import Frozen, between, field
-from ..core.contracts import Batch, Footprint, Loss, Objective, Progress
+from ..core.contracts import Batch, Follow, Footprint, Loss, Objective, ParamGroups, Progress
+from ..core.ema import update_mean
 from ..core.errors import DataError
 from ..core.ring import sum_over_ranks
 from ..core.schedules import cosine, linear
@@ -21,7 +23,6 @@ from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .distillation import distillation
-from .ema import update_ema, update_mean
 from .method import Method
 
 
@@ -74,6 +75,9 @@ class DinoObjective(Objective):
     drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE. The centre moves once per step, by the mean over the global batch
     of the teacher's raw logits, however many micro-batches and ranks it was cut into.
     """
+
+    # The teacher's heads update their own buffers.
+    follows: ClassVar[Mapping[str, Follow]] = {"teacher": Follow("student", "momentum", buffers=False)}
 
     mean: Tensor
     std: Tensor
@@ -144,9 +148,6 @@ class DinoObjective(Objective):
         self._logit_sums[:-1] += targets.sum(0, dtype=self._logit_sums.dtype)
         self._logit_sums[-1] += len(targets)
 
-    def ema_pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        return zip(self.teacher.parameters(), self.student.parameters(), strict=True)
-
     @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
         """Move the teacher towards the student, and the center towards the mean of the teacher's logits of this step (Eq. 4)."""
@@ -154,7 +155,7 @@ class DinoObjective(Objective):
         sums = sum_over_ranks(self._logit_sums)
         update_mean(self.center, (sums[:-1] / sums[-1])[None], self.config.center_momentum, applied)
         self._step = -1
-        update_ema(self.teacher, self.student, self.momentum(progress), applied, buffers=False)
+        super().after_step(progress, applied)
 
     def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
         """The prototypes, during the first `freeze_last_layer` epochs."""
@@ -183,7 +184,19 @@ class DinoObjective(Objective):
         """Those of a backbone: student and teacher begin alike."""
         return {f"{net}.backbone.{name}": value for net in ("student", "teacher") for name, value in weights.items()}
 
-    def layer_ids(self) -> Mapping[str, int]:
+    def param_groups(self) -> ParamGroups:
+        """Return the official rule: no weight decay for biases and vectors; class token and positions are decayed."""
+        no_decay = {n for n, p in self.named_parameters() if n.endswith(".bias") or p.ndim == 1}
+        queries = {n for n, _ in self.named_parameters() if n.endswith(".q_emb")}
+        return replace(
+            super().param_groups(),
+            no_decay=no_decay if self.config.decay_queries else no_decay | queries,
+            unclipped=set() if self.config.clip_queries else queries,
+            layer_ids=self._layer_ids(),
+            norm_groups={"backbone": self.student.backbone, "head": self.student.head},
+        )
+
+    def _layer_ids(self) -> Mapping[str, int]:
         backbone, found = self.student.backbone, {}
         for name, _ in backbone.named_parameters():
             first, _, rest = name.partition(".")
@@ -191,21 +204,6 @@ class DinoObjective(Objective):
             layer = 0 if stem else 1 + int(rest.split(".")[0]) if first == "blocks" else len(backbone.blocks) + 1
             found[f"student.backbone.{name}"] = len(backbone.blocks) + 1 - layer
         return found
-
-    def grad_norm_groups(self) -> Mapping[str, nn.Module]:
-        return {"backbone": self.student.backbone, "head": self.student.head}
-
-    def no_decay(self) -> Iterable[str]:
-        """Biases and vectors, the official rule: CLS token and positions are decayed."""
-        return {n for n, p in self.named_parameters() if n.endswith(".bias") or p.ndim == 1} | (
-            set() if self.config.decay_queries else self._queries()
-        )
-
-    def unclipped(self) -> Iterable[str]:
-        return set() if self.config.clip_queries else self._queries()
-
-    def _queries(self) -> set[str]:
-        return {n for n, _ in self.named_parameters() if n.endswith(".q_emb")}
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, crops = self.config.model, self.config.crops

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import DeviceContext
 from ..core.disk.metrics import Sample
 from ..core.distributed import Ranks
@@ -22,6 +21,7 @@ from ..data.examples.samples import caption, decode_image, image_bytes, list_cap
 from ..data.read.loader import OnStage, ignore_stage
 from ..data.read.sources import Source
 from ..data.read.token_cache import TokenCache, digest_of
+from .clip_config import CacheConfig
 from .token_cache_builder import (
     Encode,
     Prepared,
@@ -36,15 +36,6 @@ from .token_cache_builder import (
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY = 64  # parts of a rank between two lines
-
-
-class CacheConfig(Frozen):
-    """Where the tokens of frozen towers are kept, for every run that has the same ones."""
-
-    folder: str = resumable_field(
-        ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]
-    )
-    dtype: Literal["fp16", "fp32"] = field("fp16", "of a number; fp16 takes half the space")
 
 
 class TokenExamples(ImageTextExamples):

@@ -12,12 +12,13 @@ from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.ema import update_ema
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
-from sparo_train.objectives import ema
+from sparo_train.core import ema
+from sparo_train.objectives.clip_config import EmaConfig
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
-from sparo_train.objectives.ema import EmaConfig, update_ema
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.ranks import run_ranks

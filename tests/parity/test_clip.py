@@ -149,7 +149,7 @@ def test_decay_groups_are_the_references(readout, backbone):
                 }
             )
         )
-    undecayed = set(objective.no_decay())
+    undecayed = set(objective.param_groups().no_decay)
     for name, p in objective.named_parameters():
         reference = p.ndim < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
         assert (name in undecayed) == reference, name
@@ -158,7 +158,7 @@ def test_decay_groups_are_the_references(readout, backbone):
 def test_open_clip4_policy_spares_position_embeddings():
     config = ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY}), decay_policy="open_clip4")
     assert {"model.visual.positional_embedding", "model.text.positional_embedding"} <= set(
-        ClipObjective(config).no_decay()
+        ClipObjective(config).param_groups().no_decay
     )
 
 

@@ -63,7 +63,7 @@ def test_matrices_are_muons_and_the_rest_stays_with_adamw():
 @pytest.mark.parametrize("kind", ["ep", "fdt", "attpool"])
 def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
     objective = ClipObjective(ClipObjectiveConfig(model=tiny(kind).config))
-    listed = {name for name in objective.adamw_only_parameters() if name in dict(objective.named_parameters())}
+    listed = {name for name in objective.param_groups().adamw_only if name in dict(objective.named_parameters())}
     assert listed
     # not by the patterns: they stand in records of runs, and another package's read-out has none there
     optimizer = build_optimizer(MuonConfig(adamw_patterns=()), objective)

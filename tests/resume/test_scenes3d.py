@@ -86,7 +86,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     assert again.returncode == 0 and other["view_masks"]["metrics"] == views["metrics"]
     pictures_are_drawn(folder, tmp_path)
     for changes, told in (
-        ({"context": 5}, "leaves none to hold out"),
+        ({"num_context_views": 5}, "leaves none to hold out"),
         ({"frames": 9}, "has 4 frames of 5 views, and 9 of 5"),
     ):
         (tmp_path / "bad.yaml").write_text(json.dumps({"tasks": {"v": {**tasks["views"], **changes}}}))

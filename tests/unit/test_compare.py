@@ -142,7 +142,7 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     with pytest.raises(DataError, match="no sample has psnr on both sides"):
         compare(*two(tmp_path / "none", one, nothing))
     with pytest.raises(DataError, match="shown=2 and b with shown=3"):
-        compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"context": n}) for n in (2, 3))))
+        compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"shown": n}) for n in (2, 3))))
 
 
 def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):

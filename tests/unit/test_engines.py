@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sparo_train.core.config import resolve
-from sparo_train.core.contracts import Loss, Objective, Progress
+from sparo_train.core.contracts import Follow, Loss, Objective, Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.registries import ENGINES
 from sparo_train.core.world import World
@@ -31,8 +31,10 @@ class Teaching(Objective):
         super().__init__()
         self.layer = nn.Linear(2, 2)
 
-    def ema_pairs(self):
-        return [(p, p) for p in self.layer.parameters()]
+    follows = {"layer": Follow("layer", "decay")}  # noqa: RUF012
+
+    def decay(self, progress):
+        return 0.5
 
     def forward(self, batch, progress):
         return Loss(self.layer.weight.sum(), {})

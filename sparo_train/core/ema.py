@@ -6,25 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.config import Frozen, field
-from ..core.contracts import Progress
-
-
-class EmaConfig(Frozen):
-    """A copy of the model that follows the trained one; it is what is scored and exported."""
-
-    decay: float = field(0.9999, "share of itself that the copy keeps at a step", ge=0, lt=1)
-    warmup: bool = field(
-        True, "a smaller share at first, (1 + step) / (10 + step), so that random weights are forgotten"
-    )
-
-    def at(self, progress: Progress) -> float:
-        """The share that is kept at this step."""
-        # A branch brings an average that has long forgotten its random weights: it is not warmed up again.
-        step = progress.steps_before + progress.step
-        # Copies of random weights are forgotten in tens of steps, not in 1 / (1 - decay).
-        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
-
 
 def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """What follows, and what it follows: of the trained parameters alone. A frozen one is the same in both, and would drift by rounding."""
