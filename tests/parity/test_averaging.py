@@ -9,6 +9,7 @@ import sparo_train.openclip  # noqa: F401  our read-outs in open_clip
 from evals.encoders.loading import load_encoder
 from evals.interop.exporting import export_run
 from launch.commands.train import train
+from sparo_train.core import ema
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.disk import checkpoint_store as store
@@ -16,7 +17,6 @@ from sparo_train.core.ema import update_ema
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
-from sparo_train.core import ema
 from sparo_train.objectives.clip_config import EmaConfig
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
 from sparo_train.train.build import build_objective

@@ -14,6 +14,7 @@ from evals.encoders.foreign import BackboneEncoder, from_timm
 from evals.encoders.hf_pooling import refuse_unsteady
 from evals.encoders.loading import load_encoder
 from evals.suite.evaluate import EvalOptions, result_facts
+from sparo_train.core import ema
 from sparo_train.core.config import resolve
 from sparo_train.core.ema import update_ema
 from sparo_train.core.errors import CheckpointError, SparoError
@@ -21,7 +22,6 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.core import ema
 from sparo_train.objectives.token_cache_builder import tower_facts
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
