@@ -13,6 +13,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.files import nearest
+from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.registries import CHECKPOINTS, ENCODERS
 from sparo_train.core.untrusted import read_json, read_text
@@ -45,6 +46,7 @@ def load_encoder(
     checkpoint: str | Path,
     model: str | None = None,
     device: str = "cpu",
+    slots: int | None = None,
 ) -> Encoder:
     """Load a checkpoint of any kind we know.
 
@@ -56,13 +58,15 @@ def load_encoder(
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
             `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
             what was assumed is logged).
+        slots: number of slots of a trained slot model whose slots are sampled, instead of that of its training; also written as
+            `RUN?slots=N`.
 
     Raises:
         CheckpointError: nothing there that we can read, or something that is not what its name or form says.
     """
     try:
         # Whole before it is believed: a file that ends in the middle of a matrix may have loaded up to there.
-        encoder = _loaded(checkpoint, model).to(device)
+        encoder = _loaded(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(device)
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
             logger.warning(encoder.assumed)
@@ -80,9 +84,20 @@ def load_encoder(
 _DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run's, a step's and an exported folder has
 
 
+def split_slots(checkpoint: str | Path) -> tuple[str, int | None]:
+    """Split `RUN?slots=N` into the run and N; a path that exists as written, and files of others, have no N."""
+    place, mark, number = str(checkpoint).partition("?slots=")
+    if not mark or place.partition(":")[0] in CHECKPOINTS.names() or Path(checkpoint).exists():
+        return str(checkpoint), None
+    if not number.isdecimal() or not 0 < int(number) <= 4096:
+        raise ConfigError(f"{checkpoint}: expected a number of slots from 1 to 4096, got {number!r}")
+    return place, int(number)
+
+
 def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
+    checkpoint, slots = split_slots(checkpoint)
     refuse_absent(checkpoint)
-    file, key = split_state(str(checkpoint))
+    file, key = split_state(checkpoint)
     path, (scheme, colon, rest) = Path(file), str(checkpoint).partition(":")
     # Of names that are known: a folder may have a colon in its own.
     named = colon and scheme in CHECKPOINTS.names()
@@ -91,8 +106,10 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     if named:
         return CHECKPOINTS.get(scheme)(rest)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
-        encoder = _from_run(path)
-    elif (path / "open_clip_config.json").is_file():
+        return _from_run(path, slots)
+    if slots is not None:
+        raise ConfigError(f"{checkpoint}?slots={slots}: only runs of slot models take a number of slots. Remove it.")
+    if (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
     # Read once: by what is in it a file is told, not by what it is called.
     elif path.is_file() and (path.parent / "meta.json").is_file() and path.name.startswith("model"):
@@ -119,7 +136,7 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
 
 def refuse_absent(checkpoint: str | Path) -> None:
     """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there, or only runs or checkpoints below it."""
-    path, (scheme, colon, _) = Path(split_state(str(checkpoint))[0]), str(checkpoint).partition(":")
+    path, (scheme, colon, _) = Path(split_state(split_slots(checkpoint)[0])[0]), str(checkpoint).partition(":")
     if not path.exists() and not (colon and scheme.isidentifier()):
         raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
     if not path.is_dir() or any((path / name).is_file() for name in _DESCRIBED):
@@ -160,16 +177,36 @@ def run_weights(step: Path) -> dict[str, Tensor]:
     return store.read_part(step, "model")
 
 
-def _from_run(path: Path) -> Encoder:
-    """A run is loaded by building its objective, whatever method that is of."""
+def _from_run(path: Path, slots: int | None) -> Encoder:
+    """Load a run by building its objective, whatever its method is."""
     config, step = read_run(path)
+    label = str(step)
+    if slots is not None:
+        label = f"{step}?slots={slots}"
+        config = _with_slots(config, slots, label)
     objective = build_objective(config)
-    load_into(objective, run_weights(step), str(step))
+    load_into(objective, run_weights(step), label)
     encoder = ENCODERS.get(config.objective.kind, "objective.kind")(objective)
-    encoder.label, encoder.trained = str(step), TrainingRun(objective, config)
+    encoder.label, encoder.trained = label, TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)
     encoder.assumed = store.checkpoint_warnings(path, step)
     return encoder
+
+
+def _with_slots(config: RunConfig, slots: int, label: str) -> RunConfig:
+    """Return a run's recipe with another number of slots. Raises `ConfigError` unless its slots are sampled."""
+    grouping = getattr(getattr(config.objective, "model", None), "grouping", None)
+    if grouping is None or not hasattr(grouping, "slots"):
+        raise ConfigError(
+            f"{label}: objective.kind={config.objective.kind} has no slots that compete. Remove the number."
+        )
+    if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
+        raise ConfigError(
+            f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each with parameters of its own. "
+            "Remove the number, or train with slot_init=gaussian."
+        )
+    tree = override(config.model_dump(mode="json"), [f"objective.model.grouping.slots={slots}"], RunConfig)
+    return resolve(RunConfig, tree, label, stored=True)
 
 
 def _from_export(path: Path) -> Encoder:

@@ -45,16 +45,17 @@ class Export:
     """A row of `sparo.exports`.
 
     Args:
-        methods: whose runs it writes, by their names in `sparo.methods`.
         write: (the recipe, the objective's state dict, the path, the epochs done) to what it wrote.
         name: of the file in RUN/export; empty: the folder itself.
         use: Python that loads what it wrote, for the model card; PLACE stands for the path.
+        methods: further methods whose runs it writes, beside those that name it in their own `exports`: for a layout that a package adds to
+            a method of another one.
     """
 
-    methods: tuple[str, ...]
     write: Callable[[RunConfig, Mapping[str, Tensor], Path, int], Path]
     name: str = ""
     use: str = _LOAD
+    methods: tuple[str, ...] = ()
 
 
 def export_run(
@@ -164,7 +165,7 @@ def export_weights(
         )
     name = layout or fitting[0]
     export: Export = EXPORTS.get(name, "--layout")
-    if kind not in export.methods:
+    if name not in fitting and kind not in export.methods:
         raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
     place = to or home / export.name
     if not export.name and place.is_file():
@@ -217,6 +218,6 @@ def _arch(model: VitConfig) -> str:
     return next((name for name, arch_sizes in ARCHS.items() if arch_sizes == sizes), f"vit_{model.width}x{model.depth}")
 
 
-OPEN_CLIP = Export(("clip",), _open_clip, use=_OPEN_CLIP_LOAD)
-SPARO_CLIP = Export(("clip",), _sparo_clip, "sparo_clip.pt")
-DINO = Export(("dino",), _dino, "dino.pth")
+OPEN_CLIP = Export(_open_clip, use=_OPEN_CLIP_LOAD)
+SPARO_CLIP = Export(_sparo_clip, "sparo_clip.pt")
+DINO = Export(_dino, "dino.pth")

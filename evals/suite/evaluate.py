@@ -24,7 +24,7 @@ from sparo_train.core.world import World
 from sparo_train.train.run_config import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
-from ..encoders.loading import load_encoder, read_recipe, refuse_absent
+from ..encoders.loading import load_encoder, read_recipe, refuse_absent, split_slots
 from ..encoders.selection import described, of_numbers, read_selection, selected
 from ..feature_store.features import FeatureStore, Storage
 from ..report.results_file import append, write_results
@@ -133,7 +133,7 @@ def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig
             tree = {"tasks": tree["eval"].get("tasks", {})}
         return dict(resolve(_Tasks, tree, str(data)).tasks)
     try:
-        return dict(read_recipe(Path(checkpoint)).eval.tasks)
+        return dict(read_recipe(Path(split_slots(checkpoint)[0])).eval.tasks)
     # A weight file has no run; that is no error before somebody asks for its tasks.
     except CheckpointError:
         return {}

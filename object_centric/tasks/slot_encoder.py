@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -72,8 +73,33 @@ class Decomposition(NamedTuple):
     slot_images: Tensor | None
 
 
+class ImageObjects(NamedTuple):
+    """What a slot model finds in one image.
+
+    slots: (K, D) fp32.  masks: (K, S, S) fp32, each slot's share of every pixel of the model's view (`transform`), which sum to 1 over slots.
+    shares: (K,), the share of pixels in which a slot's mask is the largest; 0 for a slot that is not used.
+    """
+
+    slots: Tensor
+    masks: Tensor
+    shares: Tensor
+
+
 class MaskingEncoder(TowerEncoder, MasksEncoder):
     """A model whose slots share an image."""
+
+    def objects(self, image: Image.Image) -> ImageObjects:
+        """Return the slots of a PIL image, with their masks and shares.
+
+        Raises:
+            DataError: pixels that the run's `data.pixel_range` does not map.
+        """
+        slots = self.images([image])[0].unflatten(0, (self.slots, -1))
+        pixels = self.stacked([np.asarray(self.transform(image))])
+        masks = self.soft_masks(pixels)[0].clone()
+        masks = masks / masks.sum(0, keepdim=True).clamp_min(torch.finfo(masks.dtype).tiny)
+        shares = F.one_hot(masks.argmax(0).flatten(), self.slots).float().mean(0)
+        return ImageObjects(slots, masks, shares)
 
     @abstractmethod
     def soft_masks(self, pixels: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ LAYOUTS = Registry(
     ("kinds", "open"),
 )
 
-# Other programs' files: which methods a layout fits, and what writes it (evals/interop/exporting.py).
+# Other programs' files: what writes a layout (evals/interop/exporting.py). A method names the layouts that fit its runs.
 EXPORTS = Registry(
     "sparo.exports",
     {
@@ -195,5 +195,5 @@ EXPORTS = Registry(
         "sparo-clip": "evals.interop.exporting:SPARO_CLIP",
         "dino": "evals.interop.exporting:DINO",
     },
-    ("methods", "write"),
+    ("write", "use"),
 )

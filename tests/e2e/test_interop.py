@@ -110,7 +110,7 @@ def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
     tree = yaml.safe_load((world / "recipe.yaml").read_text())
     tasks = {name: tree["eval"]["tasks"][name] for name in ("zero", "ret")}
     tree |= {"name": "side", "out": str(tmp_path / "runs")}
-    tree["eval"] = {"tasks": {"pairs": tree["eval"]["tasks"]["pairs"]}, "side": {"cluster": "local", "tasks": tasks}}
+    tree["eval"] = {"tasks": {"pairs": tree["eval"]["tasks"]["pairs"]}, "job": {"cluster": "local", "tasks": tasks}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     done = sparo("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

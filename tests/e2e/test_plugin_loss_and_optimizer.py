@@ -1,5 +1,6 @@
 """A package that adds a loss and an optimizer (tests/plugin/losses_and_optimizers): no file of sparo knows them."""
 
+import json
 import re
 from pathlib import Path
 
@@ -20,13 +21,17 @@ from tests.helpers.processes import start_sparo
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.runs import assert_bit_equal, finish, losses, wait_for_step
-from tests.helpers.samples import sample
+from tests.helpers.samples import eval_sets, sample
 
 ENTRIES = """
 [sparo.losses]
 decoupled = losses_and_optimizers:DecoupledLoss
 [sparo.optimizers]
 lion = losses_and_optimizers:LionConfig
+[sparo.methods]
+scaled_clip = losses_and_optimizers:METHOD
+[sparo.encoders]
+scaled_clip = evals.encoders.sparo_encoders:clip_encoder
 """
 
 
@@ -128,6 +133,28 @@ def test_another_optimizers_state_is_refused(place):
         f"start_from={{checkpoint: {place / 'whole/checkpoints/step-00000012'}, optimizer: true}}",
     )  # fmt: skip
     assert code == 2 and "exp_avg" in out and "optim.kind" in out, out
+
+
+def test_a_method_that_derives_from_clip_is_trained_scored_and_exported(place):
+    tree = tiny_recipe(place / "shards", place, name="scaled", steps=4, eval={})
+    tree["objective"] = {**tree["objective"], "kind": "scaled_clip", "factor": 0.25}
+    (place / "scaled.yaml").write_text(yaml.safe_dump(tree))
+    plain = {**tree, "name": "plain", "objective": {**tree["objective"], "kind": "clip"}}
+    del plain["objective"]["factor"]
+    (place / "plain.yaml").write_text(yaml.safe_dump(plain))
+    for name in ("scaled", "plain"):
+        code, out = run(place, "train", f"{name}.yaml")
+        assert code == 0, out
+    assert losses(place / "scaled")[0] == pytest.approx(0.25 * losses(place / "plain")[0], rel=1e-6)
+    code, out = run(place, "export", "scaled")
+    assert code == 0 and (place / "scaled/export/open_clip_config.json").is_file(), out
+    code, out = run(place, "export", "scaled", "--layout", "sparo-clip")
+    assert code == 2 and "a run of objective scaled_clip goes to open_clip" in out
+    (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(place / "sets")}))
+    words = ("--data", "tasks.yaml", "--features", "none", "--json", str(place / "both.json"))
+    code, out = run(place, "eval", "scaled", "scaled/export", *words)
+    scores = json.loads((place / "both.json").read_text())["results"]
+    assert code == 0 and scores["scaled/zero"]["metrics"] == scores["export/zero"]["metrics"], out
 
 
 def test_the_blocks_of_the_documentation_work():

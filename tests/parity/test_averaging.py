@@ -30,7 +30,7 @@ from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after
 def run(tmp_path_factory):
     """Six steps with an average, each of them kept."""
     from sparo_data.writer import write_shards
-    from tests.conftest import sample
+    from tests.helpers.samples import sample
 
     root = tmp_path_factory.mktemp("ema")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)

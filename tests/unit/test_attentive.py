@@ -13,13 +13,13 @@ from evals.suite.scoring import Scoring
 from evals.suite.task import IncompatibleTaskError, check_compatible
 from evals.tasks.attentive import AttentiveProbe, AttentiveTraining, score, train_attentive
 from evals.tasks.probe import Labelled
+from sparo_data.writer import write_wds_layout
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.registries import READOUTS
 from sparo_train.core.world import World
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
-from tests.conftest import write_wds_layout
 from tests.helpers.samples import jpeg
 from tests.parity.test_clip import READOUTS as BLOCKS
 from tests.parity.test_clip import tiny

@@ -1,4 +1,4 @@
-"""A package that adds a loss to CLIP and an optimizer: what docs/extending.md describes."""
+"""A package that adds a loss to CLIP, an optimizer, and a method that derives from CLIP: what docs/extending.md describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from torch import Tensor
 
 from sparo_train.core.config import field
 from sparo_train.engine.optim import OptimConfig
+from sparo_train.objectives.clip import METHOD as CLIP
+from sparo_train.objectives.clip import ClipObjective
+from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.objectives.contrastive import ContrastiveLoss
+from sparo_train.objectives.method import Method
 
 
 class DecoupledLoss(ContrastiveLoss):
@@ -54,3 +58,19 @@ class Lion(torch.optim.Optimizer):
                 update = mean.lerp(p.grad, 1 - near).sign_()
                 p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
                 mean.lerp_(p.grad, 1 - far)
+
+
+class ScaledClipConfig(ClipObjectiveConfig):
+    """CLIP whose loss has a factor."""
+
+    kind: Literal["scaled_clip"] = field("scaled_clip", "an entry of sparo.methods")
+    factor: float = field(0.5, "factor of the loss", gt=0)
+
+
+class ScaledClip(ClipObjective):
+    def loss(self, embeddings, own, progress):
+        found = super().loss(embeddings, own, progress)
+        return found._replace(total=self.config.factor * found.total)
+
+
+METHOD = Method(ScaledClipConfig, ScaledClip, CLIP.examples, CLIP.rules, exports=("open_clip",))

@@ -85,4 +85,4 @@ TASK = Task(
     needs=("slots",),
     pictures="rotations.scoring:drawn",
 )
-EXPORT = Export(("rotations",), _write, "rotations.safetensors")
+EXPORT = Export(_write, "rotations.safetensors")
