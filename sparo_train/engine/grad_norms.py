@@ -1,4 +1,4 @@
-"""Norms, clipping and rates of an optimizer step. Nothing here waits for the device."""
+"""Norms and clipping of gradients. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -6,20 +6,6 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
-
-from ..core.contracts import Progress
-from .optim import OptimConfig, Optimizer, learning_rate, weight_decay
-
-
-def set_rates(optimizer: Optimizer, config: OptimConfig, progress: Progress) -> float:
-    """The learning rate of this step, returned, and its weight decay, into the optimizer's groups."""
-    at = progress.step, progress.total_steps
-    lr, decay = learning_rate(config, *at), weight_decay(config, *at)
-    rates = {"shared": lr, "unwarmed": learning_rate(config, *at, warmup=False), "constant": config.lr}
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr_factor"] * rates[group["schedule"]]
-        group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
-    return lr
 
 
 def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..core.config import Frozen, between, field, resumable_field
-from ..core.contracts import Objective
+from ..core.contracts import Objective, Progress
 from ..core.errors import ConfigError
 from ..core.schedules import cooled, cosine, linear
 
@@ -198,6 +198,17 @@ def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
     """Weight decay of 0-based `step` for the parameters that are decayed."""
     end = config.weight_decay_end
     return config.weight_decay if end is None else cosine(config.weight_decay, end, step, total_steps)
+
+
+def set_rates(optimizer: Optimizer, config: OptimConfig, progress: Progress) -> float:
+    """Write the learning rate and weight decay of this step into the optimizer's groups; return the rate."""
+    at = progress.step, progress.total_steps
+    lr, decay = learning_rate(config, *at), weight_decay(config, *at)
+    rates = {"shared": lr, "unwarmed": learning_rate(config, *at, warmup=False), "constant": config.lr}
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr_factor"] * rates[group["schedule"]]
+        group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
+    return lr
 
 
 def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "local") -> Optimizer:

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
-from sparo_train.engine.grad_norms import set_rates
-from sparo_train.engine.optim import AdamWConfig, build_optimizer, learning_rate
+from sparo_train.engine.optim import AdamWConfig, build_optimizer, learning_rate, set_rates
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.objectives.clip import ClipObjective

@@ -7,9 +7,8 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
-from sparo_train.engine.grad_norms import set_rates
 from sparo_train.engine.muon import CombinedOptimizer, MuonConfig
-from sparo_train.engine.optim import build_optimizer
+from sparo_train.engine.optim import build_optimizer, set_rates
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.train.build import build_objective
