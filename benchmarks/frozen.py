@@ -79,7 +79,7 @@ def kept_steps(batch: int, folder: Path, count: int) -> Callable[[], None]:
     config = resolve(RunConfig, tree, "frozen.py")
     ranks = build_ranks(config, World())
     objective, pipeline, engine = build_objective(config), build_pipeline(config), build_engine(config, ranks)
-    pipeline.examples.ready(objective, pipeline.sources, engine.device_context, ranks, lambda said: None)
+    pipeline.examples.ready(objective, pipeline.sources, engine.device_context, ranks)
     engine.prepare(objective)
     batches, progress = pipeline.start(), Progress(0, 1_000_000, 0)
 
