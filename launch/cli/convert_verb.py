@@ -15,7 +15,7 @@ from ..views.terminal import console, out
 from .given_options import parse_part
 
 if TYPE_CHECKING:  # `sparo --help` needs none of it
-    from sparo_data.convert import ConversionResult
+    from sparo_data.captioned_sets import ConversionResult
 
 ShareOption = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
 _TEMPLATE = "a photo of a {c}"
