@@ -202,7 +202,7 @@ def _with_slots(config: RunConfig, slots: int, label: str) -> RunConfig:
         )
     if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
         raise ConfigError(
-            f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each with parameters of its own. "
+            f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each of which has its own parameters. "
             "Remove the number, or train with slot_init=gaussian."
         )
     tree = override(config.model_dump(mode="json"), [f"objective.model.grouping.slots={slots}"], RunConfig)

@@ -1,4 +1,4 @@
-"""Where a table of images has what a task reads; the configs of tasks hold it, and `table_set` opens it."""
+"""Columns of a table of images: a key of tasks, which `table_set` reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sparo_train.core.config import Frozen, field
 
 
 class TableColumns(Frozen):
-    """Where a table has images, captions and labels: texts in which `{column}` stands for a row's value."""
+    """Columns of images, captions and labels, as texts in which `{column}` stands for a row's value."""
 
     file: str = field(
         ..., "the table, below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl", examples=["table.csv"]

@@ -1,4 +1,4 @@
-"""Images and what is known of them in one table: CSV, TSV, JSON or JSON lines, with the columns that a recipe names."""
+"""Sets of images with a table of captions or labels: CSV, TSV, JSON or JSON lines, read by the columns that a recipe names."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def result_of(answers: Answers, task: str) -> Result:
     )  # fmt: skip
 
 
-def grouped(facts: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
+def numbers_by(facts: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
     """Return the numbers of the images by a value of their facts, in the order first met."""
     numbers: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):

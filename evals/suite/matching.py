@@ -11,7 +11,7 @@ from torch import Tensor
 from sparo_train.core.config import field
 
 from ..sets.task_config import SetTaskConfig
-from .answers import Answers, EncodeTexts, answers_task, grouped, similarities
+from .answers import Answers, EncodeTexts, answers_task, numbers_by, similarities
 
 
 class MatchingTaskConfig(SetTaskConfig):
@@ -26,7 +26,7 @@ def match(images: Tensor, encode: EncodeTexts, facts: Sequence[dict[str, Any]]) 
     text: for both images, the right caption is the more similar one.  image: for both captions, the right image is.  group: both.
     With random similarities, 1/4, 1/4 and 1/6 of the pairs are right.
     """
-    pairs = grouped(facts, "row")  # a row's images follow each other, the first one first
+    pairs = numbers_by(facts, "row")  # a row's images follow each other, the first one first
     firsts = [facts[first] for first, _ in pairs.values()]
     texts = encode([caption for fact in firsts for caption in fact["captions"]]).unflatten(0, (-1, 2))
     cosine = similarities(images[torch.tensor(list(pairs.values()))], texts)  # (pairs, image, caption)

@@ -120,7 +120,7 @@ def _scores(step: int, results: Mapping[str, Result]) -> str:
 
 
 def _make_picture_writer(config: RunConfig, rundir: RunDir) -> Callable[[Encoder, int], None]:
-    """What is drawn at an evaluation: the first task that can be, where there is one."""
+    """Return what draws pictures at an evaluation: the first task that has any; nothing without one."""
     picture_tasks = [task for task in config.eval.tasks.values() if TASKS.get(task.task).pictures]
     if not picture_tasks or not config.log.pictures:
         return lambda encoder, step: None

@@ -74,7 +74,7 @@ class Decomposition(NamedTuple):
 
 
 class ImageObjects(NamedTuple):
-    """What a slot model finds in one image.
+    """Slots of one image, with where each of them is.
 
     slots: (K, D) fp32.  masks: (K, S, S) fp32, each slot's share of every pixel of the model's view (`transform`), which sum to 1 over slots.
     shares: (K,), the share of pixels in which a slot's mask is the largest; 0 for a slot that is not used.

@@ -40,7 +40,7 @@ class LocalEngine:
         self.config, self.optim_config = config, optim
         self.device_context = Device(config)
         # Where a step is skipped or applied: on a GPU the host waits for the device only if the optimizer cannot skip by itself.
-        self.decides_on_host = self.device_context.device.type == "cpu" or not optim.reads_found_inf
+        self.decides_on_host = self.device_context.device.type == "cpu" or not optim.skips_non_finite
 
     @property
     def device(self) -> torch.device:

@@ -33,7 +33,7 @@ class MuonConfig(AdamWConfig):
     """
 
     engines: ClassVar[tuple[str, ...] | None] = ("local", "ddp", "fsdp2")
-    reads_found_inf: ClassVar[bool] = False  # torch's Muon does not
+    skips_non_finite: ClassVar[bool] = False  # torch's Muon does not
 
     kind: Literal["muon"] = field("muon", "an entry of sparo.optimizers")  # type: ignore[assignment]
     momentum: float = field(0.95, "Nesterov momentum of matrices' gradients", ge=0, lt=1)

@@ -32,7 +32,7 @@ class OptimGroupConfig(Frozen):
 
 
 class Optimizer(Protocol):
-    """What engines use of an optimizer; every `torch.optim.Optimizer` has it."""
+    """Interface of an optimizer to engines; every `torch.optim.Optimizer` has it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -55,7 +55,7 @@ class OptimConfig(Frozen):
     engines: ClassVar[tuple[str, ...] | None] = None
     # True if `step` leaves weights and state alone where the attribute `found_inf` is 1, as torch's fused optimizers do. Otherwise the
     # host waits for the device in every step to learn whether the gradient is finite.
-    reads_found_inf: ClassVar[bool] = False
+    skips_non_finite: ClassVar[bool] = False
 
     kind: str = field(..., "an entry of sparo.optimizers")
     lr: float = field(5e-4, "learning rate at its highest", gt=0)
@@ -158,7 +158,7 @@ class AdamWConfig(OptimConfig):
     """torch.optim.AdamW with its fused kernel. Defaults are open_clip's for ViTs."""
 
     state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
-    reads_found_inf: ClassVar[bool] = True
+    skips_non_finite: ClassVar[bool] = True
 
     kind: Literal["adamw"] = field("adamw", "an entry of sparo.optimizers")  # pyright: ignore[reportIncompatibleVariableOverride]
     betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = field(

@@ -35,7 +35,7 @@ class EmaConfig(Frozen):
 
 
 class CacheConfig(Frozen):
-    """Where the tokens of frozen towers are kept, for every run that has the same ones."""
+    """Folder that keeps the tokens of frozen towers, for every run with the same towers and data."""
 
     folder: str = resumable_field(
         ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]

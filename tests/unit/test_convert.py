@@ -194,6 +194,6 @@ def test_a_test_set_that_cannot_be_written_leaves_no_training_set_alone(tmp_path
         raise DataError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(DataError, match="no space left"):
-        patch.setattr("sparo_data.convert.write_wds_layout", full)
+        patch.setattr("sparo_data.captioned_sets.write_wds_layout", full)
         convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2)
     assert convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2).test == 2  # the same line goes on
