@@ -30,11 +30,11 @@ from .export_files import card_facts, pack
 logger = logging.getLogger(__name__)
 
 _EXPORTED_KEYS = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
-_LOAD = """from evals.encoders.loading import load_encoder
+_LOAD = """from sparo import load_encoder
 
 encoder = load_encoder("PLACE")"""
 _OPEN_CLIP_LOAD = """import open_clip
-import sparo_train.openclip  # our read-outs, in stock open_clip
+import sparo.openclip  # registers SPARO's readouts in open_clip
 
 model, _, preprocess = open_clip.create_model_and_transforms("local-dir:PLACE")
 tokenizer = open_clip.get_tokenizer("local-dir:PLACE")"""
@@ -47,14 +47,14 @@ class Export:
     Args:
         write: (the recipe, the objective's state dict, the path, the epochs done) to what it wrote.
         name: of the file in RUN/export; empty: the folder itself.
-        use: Python that loads what it wrote, for the model card; PLACE stands for the path.
+        use: Python that loads what it wrote, for the model card; PLACE stands for the path. Empty: the card names no program.
         methods: further methods whose runs it writes, beside those that name it in their own `exports`: for a layout that a package adds to
             a method of another one.
     """
 
     write: Callable[[RunConfig, Mapping[str, Tensor], Path, int], Path]
     name: str = ""
-    use: str = _LOAD
+    use: str = ""
     methods: tuple[str, ...] = ()
 
 
@@ -219,5 +219,5 @@ def _arch(model: VitConfig) -> str:
 
 
 OPEN_CLIP = Export(_open_clip, use=_OPEN_CLIP_LOAD)
-SPARO_CLIP = Export(_sparo_clip, "sparo_clip.pt")
-DINO = Export(_dino, "dino.pth")
+SPARO_CLIP = Export(_sparo_clip, "sparo_clip.pt", _LOAD)
+DINO = Export(_dino, "dino.pth", _LOAD)

@@ -47,7 +47,8 @@ def model_card(facts: CardFacts) -> str:
     # By this the hub offers the line that loads it; DINO's weights are not open_clip's.
     lines += ["library_name: open_clip"] if "zero-shot-image-classification" in facts.tags else []
     lines += ["---", "", f"# {facts.name}", "", f"{facts.what}, {facts.parameters:,} trained parameters.", ""]
-    lines += ["## Use", "", "```python", facts.use, "```", "", "## Training", ""]
+    lines += ["## Use", "", "```python", facts.use, "```", ""] if facts.use else []
+    lines += ["## Training", ""]
     lines += [f"{facts.step:,} steps, {facts.samples:,} samples, with sparo {facts.version}.", ""]
     lines += ["| data | samples | passes |", "|---|---|---|"]
     lines += [f"| {_cell(source.name)} | {source.samples:,} | {source.passes:.2f} |" for source in facts.data]

@@ -1,4 +1,4 @@
-"""The doors of the house: every table that a recipe or a command looks names up in. Rows are named, not imported."""
+"""Registries of built-in components. Entries are import paths and load on first use."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,9 +180,11 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
 
 @contextmanager
 def _run_log(ranks: Ranks) -> Iterator[RunLog]:
-    """Keep what rank 0 logs, for RUN/log.txt."""
-    with closing(RunLog()) as handler, logging_to(handler) if ranks.rank == 0 else nullcontext():
-        yield handler
+    """Keep what rank 0 logs, for RUN/log.txt. Other ranks log nowhere: without a handler Python would print their warnings."""
+    with closing(RunLog()) as handler:
+        used = handler if ranks.rank == 0 else logging.NullHandler()
+        with logging_to(used):
+            yield handler
 
 
 def _load_weights_to_continue(run: Run, newest: Path | None) -> None:

@@ -150,6 +150,9 @@ def test_it_is_counted_scored_and_exported(place):
     assert code == 0 and again["metrics"] == stored["metrics"] and again["data"] == stored["data"], out
     code, out = run(place, "export", "whole")
     assert code == 0 and "queries.query" in load_file(place / "whole/export/rotations.safetensors"), out
+    assert (
+        "load_encoder" not in next((place / "whole/export").glob("*.md")).read_text()
+    )  # nobody said what loads this file
     code, out = run(place, "export", "whole", "--layout", "open_clip")
     assert code == 2 and "a run of objective rotations goes to rotations-backbone" in out
 

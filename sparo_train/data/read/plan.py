@@ -38,7 +38,7 @@ class SampleRef(NamedTuple):
 class _Epoch:
     """Chunks of an epoch in order: the pass they belong to, source, shard, start, and the running end of each."""
 
-    number: np.ndarray
+    pass_index: np.ndarray
     source: np.ndarray
     shard: np.ndarray
     start: np.ndarray
@@ -48,7 +48,7 @@ class _Epoch:
         i = int(np.searchsorted(self.ends, index, side="right"))
         before = int(self.ends[i - 1]) if i else 0
         return SampleRef(
-            int(self.number[i]), int(self.source[i]), int(self.shard[i]), int(self.start[i]) + index - before
+            int(self.pass_index[i]), int(self.source[i]), int(self.shard[i]), int(self.start[i]) + index - before
         )
 
 
