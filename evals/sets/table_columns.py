@@ -24,6 +24,9 @@ class TableColumns(Frozen):
     )
     label: str | None = field(None, "the number of its class", examples=["{label}"])
     kind: str = field("", "what kind of row it is: scores are also given by kind", examples=["{tag}"])
+    split: str | None = field(
+        None, "column that names a row's part (train, test); null: all rows are scored", examples=["split"]
+    )
     key: str | None = field(None, "column that names a row; null: its number", examples=["id"])
 
     @model_validator(mode="after")

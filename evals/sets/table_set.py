@@ -16,16 +16,20 @@ from .image_files import FileSet
 from .table_columns import TableColumns
 
 
-def open_table(config: Any, kind: FactKind, _split: str) -> FileSet:
+def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     """Open the set that a task's `root` and `columns` describe.
 
     Raises:
-        ConfigError: no `columns`, or none that the task needs.
+        ConfigError: no `columns`, or not those that the task needs.
         DataError: the table cannot be read, or a row lacks a column.
     """
     columns: TableColumns | None = config.columns
     if columns is None:
         raise ConfigError("layout=table: needs columns, which says where the table has images and captions")
+    if columns.split is None and split != config.split:
+        raise ConfigError(
+            f"columns.split: missing, and task {config.task} needs the rows of {split!r}; name the column"
+        )
     root = Path(config.root)
     path = root / columns.file
     text = read_text(path, DataError)
@@ -33,6 +37,8 @@ def open_table(config: Any, kind: FactKind, _split: str) -> FileSet:
     images: dict[str, Any] = {}
     for number, row in enumerate(_rows(text, path)):
         values = _Row(row, f"{path}: row {number + 1}")
+        if columns.split is not None and values.fill(f"{{{columns.split}}}") != split:
+            continue
         names = [values.fill(template) for template in columns.images]
         key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
         for name, fact in zip(names, make_facts(columns, values, key), strict=True):

@@ -12,6 +12,7 @@ from evals.encoders.loading import load_encoder
 from evals.sets.open_set import open_set
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from evals.suite.labelled_tasks import ProbeTaskConfig
 from evals.suite.matching import MatchingTaskConfig
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError, DataError
@@ -135,6 +136,15 @@ def test_a_table_holds_labels_captions_or_pairs(tmp_path):
         ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "own"), layout="table", columns=columns), "label"
     )
     assert [fact for _, _, fact in labels] == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"columns\.split: missing, and task probe needs the rows of 'train'"):
+        open_set(
+            ProbeTaskConfig(task="probe", root=str(tmp_path / "own"), layout="table", columns=columns), "label", "train"
+        )
+    rows = [{"image": f"{i}.jpg", "label": i, "part": ("train", "test")[i % 2]} for i in range(3)]
+    (tmp_path / "own/parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parted = {"file": "parts.jsonl", "label": "{label}", "split": "part"}
+    probe = ProbeTaskConfig(task="probe", root=str(tmp_path / "own"), layout="table", columns=parted)
+    assert [[fact for _, _, fact in open_set(probe, "label", part)] for part in ("train", "test")] == [[0, 2], [1]]
     captions = open_set(
         RetrievalTaskConfig(task="retrieval", root=str(tmp_path / "own"), layout="table", columns=columns), "captions"
     )
