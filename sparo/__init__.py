@@ -49,14 +49,20 @@ if TYPE_CHECKING:
     from sparo_train.models.sparo import SparoReadOut as SparoReadOut
     from sparo_train.models.vit import Vit as Vit
     from sparo_train.models.vit_config import VitConfig as VitConfig
+    from sparo_train.objectives.clip import METHOD as CLIP_METHOD  # noqa: F401
+    from sparo_train.objectives.clip import ClipObjective as ClipObjective
+    from sparo_train.objectives.clip_config import ClipObjectiveConfig as ClipObjectiveConfig
     from sparo_train.objectives.contrastive import ContrastiveLoss as ContrastiveLoss
     from sparo_train.objectives.method import Method as Method
     from sparo_train.train.run_config import RunConfig as RunConfig
 
 _SOURCES = {
     "Answers": "evals.suite.answers:Answers",
+    "CLIP_METHOD": "sparo_train.objectives.clip:METHOD",
     "Clip": "sparo_train.models.clip_model:Clip",
     "ClipConfig": "sparo_train.models.clip_config:ClipConfig",
+    "ClipObjective": "sparo_train.objectives.clip:ClipObjective",
+    "ClipObjectiveConfig": "sparo_train.objectives.clip_config:ClipObjectiveConfig",
     "ContrastiveLoss": "sparo_train.objectives.contrastive:ContrastiveLoss",
     "CoupledObjective": "sparo_train.core.contracts:CoupledObjective",
     "EvalOptions": "evals.suite.evaluate:EvalOptions",

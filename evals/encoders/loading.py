@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Objective
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.files import nearest
@@ -82,6 +83,15 @@ def load_encoder(
 
 
 _DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run's, a step's and an exported folder has
+
+
+def encoder_entry(kind: str) -> Callable[[Objective], Encoder]:
+    """Return what makes an encoder of a method's objective. Raises `ConfigError` if the method has no entry of its name."""
+    if kind not in ENCODERS.names():
+        raise ConfigError(
+            f"objective.kind={kind}: no entry of this name in sparo.encoders, which scoring its runs needs. Register one (docs/extending.md)."
+        )
+    return ENCODERS.get(kind)
 
 
 def split_slots(checkpoint: str | Path) -> tuple[str, int | None]:
@@ -186,7 +196,7 @@ def _from_run(path: Path, slots: int | None) -> Encoder:
         config = _with_slots(config, slots, label)
     objective = build_objective(config)
     load_into(objective, run_weights(step), label)
-    encoder = ENCODERS.get(config.objective.kind, "objective.kind")(objective)
+    encoder = encoder_entry(config.objective.kind)(objective)
     encoder.label, encoder.trained = label, TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)
     encoder.assumed = store.checkpoint_warnings(path, step)

@@ -133,6 +133,8 @@ def _rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
         )
         try:
             for row in reader:
+                if None in row.values():
+                    raise DataError(f"{path}, line {reader.line_num}: has fewer columns than the header. Fill the row.")
                 if None in row:
                     raise DataError(
                         f"{path}, line {reader.line_num}: has more columns than the header; quote its texts"

@@ -92,7 +92,7 @@ def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
         options["classes"] = listed.classes
     if task == "probe":
         options.pop("classes", None)
-    return TASKS.get(task).config.model_validate(options)
+    return resolve(TASKS.get(task).config, options, f"data set {listed.name}: options")
 
 
 def _karpathy(place: Path, name: str) -> dict[str, str]:
@@ -113,11 +113,11 @@ class Presence(NamedTuple):
 
 def check_presence(listed: DatasetEntry, root: Path) -> Presence:
     """Is it there, and whole? Files are counted and their sizes read, images are not decoded."""
-    config = task_of(listed, root, listed.task)
-    assert isinstance(config, SetTaskConfig)
-    if not Path(config.root).exists():
-        return Presence("absent", listed.files)
     try:
+        config = task_of(listed, root, listed.task)
+        assert isinstance(config, SetTaskConfig)
+        if not Path(config.root).exists():
+            return Presence("absent", listed.files)
         source = open_set(config, TASKS.get(listed.task).facts)
         source.check()
         return _presence_of(listed, source)

@@ -11,13 +11,14 @@ from PIL import Image
 
 from sparo_train.core.contracts import Objective
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.registries import ENCODERS, METHODS, TASKS
+from sparo_train.core.registries import METHODS, TASKS
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 
 from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder
 from ..encoders.heads import SelectedHeads
+from ..encoders.loading import encoder_entry
 from ..encoders.masked import MaskedEncoder
 from ..sets.task_config import TaskConfig
 from ..tasks.result import Result
@@ -107,7 +108,7 @@ def check_compatible(name: str, task: TaskConfig, encoder: Encoder) -> None:
 
 def encoder_of(objective: Objective, config: Any) -> Encoder:
     """What encodes inside a training objective, on its device, in evaluation mode; `config`: the run's recipe."""
-    encoder: Encoder = ENCODERS.get(config.objective.kind)(objective)
+    encoder: Encoder = encoder_entry(config.objective.kind)(objective)
     encoder.trained = TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)
     return encoder

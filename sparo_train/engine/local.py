@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.config import resumable_field
 from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss, Objective, Progress, StepReport
 from ..core.disk.pieces import CheckpointReader, Pieces
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigError
 from .device_context import Device, DeviceConfig
 from .engine_kind import EngineKind, replicated
 from .grad_norms import clip_global_norm, clip_per_tensor, total_norms
@@ -158,7 +158,18 @@ class LocalEngine:
             self.objective.train()
 
     def pieces(self) -> Pieces:
-        """What this rank writes: `model`, parameters and buffers by name; `optimizer`, `NAME/exp_avg` …"""
+        """Return what this rank writes: `model`, parameters and buffers by name; `optimizer`, `NAME/exp_avg` …
+
+        Raises:
+            ConfigError: the optimizer keeps other tensors than `OptimConfig.state_names` says, so that no run could resume.
+        """
+        expected_names = self._state_names()
+        for p, entries in self.optimizer.state.items():
+            if entries and set(entries) != expected_names[id(p)]:
+                raise ConfigError(
+                    f"optim.kind={self.optim_config.kind}: state_names lists {', '.join(sorted(expected_names[id(p)])) or 'nothing'}, and the "
+                    f"optimizer keeps {', '.join(sorted(entries))}. Correct state_names of {type(self.optim_config).__name__}."
+                )
         optimizer = {
             f"{self._names[id(p)]}/{key}": value
             for p, entries in self.optimizer.state.items()
@@ -188,13 +199,14 @@ class LocalEngine:
                 self.optimizer.state[p][entry] = state_tensors[key] = torch.zeros_like(like)
         load_tensors(source, "optimizer", state_tensors)
 
+    def _state_names(self) -> dict[int, set[str]]:
+        """Return the names of the tensors that the optimizer keeps for each parameter, by its id."""
+        groups = self.optimizer.param_groups
+        return {id(p): set(self.optim_config.state_names_of(group)) for group in groups for p in group["params"]}
+
     def _refuse_foreign_moments(self, source: CheckpointReader, params_by_name: Mapping[str, Tensor]) -> None:
         """Raise `CheckpointError` where a parameter's entries are not what this optimizer keeps of it; one that took no step has none."""
-        expected_entries = {
-            id(p): set(self.optim_config.state_names_of(group))
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-        }
+        expected_entries = self._state_names()
         stored_entries: dict[str, set[str]] = {}
         for key in source.names("optimizer"):
             name, _, entry = key.rpartition("/")

@@ -22,6 +22,7 @@ from .state import Display
 logger = logging.getLogger(__name__)
 
 _COLLECT_EVERY = 50  # steps
+_RESERVED = {"kind", "step", "loss", "lr", "grad_norm"}  # keys of every record of metrics.jsonl
 
 
 class Reporter:
@@ -71,6 +72,11 @@ class Reporter:
         """Metrics as numbers; one that is none (a vector) is said once and left out: what only reports ends no run."""
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
+            if name in _RESERVED:
+                if name not in self._odd:
+                    self._odd.add(name)
+                    logger.warning(f"metric {name!r} has the name of a record's own key and is left out. Rename it.")
+                continue
             try:
                 numbers[name] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:

@@ -172,6 +172,7 @@ def test_a_table_holds_labels_captions_or_pairs(tmp_path):
             DataError,
             r"t\.csv, line 1: unexpected end",
         ),
+        ({"file": "t.csv", "images": ["{path}"]}, "path,a,b\n0.jpg,x\n", DataError, "fewer columns than the header"),
         ({"file": "t.csv", "images": ["{path}"]}, "path,a,b\n0.jpg,x,y,z\n", DataError, "more columns than the header"),
         ({"file": "t.txt"}, "", ConfigError, r"columns\.file: expected \.csv"),
         ({"file": "t.jsonl"}, "{\n", DataError, r"t\.jsonl, line 1: not valid JSON"),
@@ -199,3 +200,8 @@ def test_a_bad_dataset_file_is_refused_by_name(tmp_path, monkeypatch):
         (tmp_path / "configs/datasets/mine.yaml").write_text(text)
         with pytest.raises(ConfigError, match=message):
             catalogue.datasets()
+    (tmp_path / "configs/datasets/mine.yaml").write_text(SET.replace("false_captions", "wrong_captions"))
+    with pytest.raises(ConfigError, match=r"data set mine: options: .*\n.*columns\.wrong_captions: unknown key"):
+        catalogue.tasks("mine", tmp_path)
+    (entry,) = [entry for entry in catalogue.datasets() if entry.name == "mine"]
+    assert catalogue.check_presence(entry, tmp_path).state == "odd"  # the others are listed all the same

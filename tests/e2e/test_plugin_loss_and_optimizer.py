@@ -14,7 +14,9 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
+from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.objectives.contrastive import contrastive
+from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.e2e.test_plugin import PROGRAM, install, run
 from tests.helpers.processes import start_sparo
@@ -157,6 +159,31 @@ def test_a_method_that_derives_from_clip_is_trained_scored_and_exported(place):
     assert code == 0 and scores["scaled/zero"]["metrics"] == scores["export/zero"]["metrics"], out
 
 
+def test_a_derived_kind_keeps_the_block_and_another_does_not(place, monkeypatch):
+    monkeypatch.syspath_prepend(str(place / "site"))
+    tree = yaml.safe_load((place / "plain.yaml").read_text())
+    block = override(tree, ["objective.kind=scaled_clip"], RunConfig)["objective"]
+    assert block == {**tree["objective"], "kind": "scaled_clip"} and "model" in block
+    assert override(tree, ["objective.kind=dino"], RunConfig)["objective"] == {"kind": "dino"}
+
+
+def test_state_names_that_are_wrong_fail_at_the_first_save(place, monkeypatch):
+    monkeypatch.syspath_prepend(str(place / "site"))
+    from losses_and_optimizers import LionConfig
+
+    class Wrong(LionConfig):
+        state_names = ("step", "momentum_buffer")
+
+    engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), Wrong(lr=1e-3))
+    tree = yaml.safe_load((place / "plain.yaml").read_text())
+    engine.prepare(build_objective(resolve(RunConfig, tree, "x")))
+    engine.optimizer.state[next(engine.objective.parameters())]["exp_avg"] = torch.zeros(())
+    with pytest.raises(
+        ConfigError, match=r"state_names lists momentum_buffer, step, and the optimizer keeps exp_avg\. Correct"
+    ):
+        engine.pieces()
+
+
 def test_the_blocks_of_the_documentation_work():
     page = (Path(__file__).parents[2] / "docs/extending.md").read_text(encoding="utf-8")
     names: dict = {"__name__": "extending"}
@@ -174,3 +201,7 @@ def test_the_blocks_of_the_documentation_work():
         torch.eye(2), lambda texts: torch.eye(2)[[len(t) % 2 for t in texts]], [["a", "bb"], ["c", "ddd"]]
     )
     assert answers.correct["acc"].tolist() == [True, False] and names["TASK"].facts == "captions"
+    assert (
+        names["METHOD"].exports == ("open_clip", "sparo-clip")
+        and names["METHOD"].config.model_fields["kind"].default == "margin_clip"
+    )

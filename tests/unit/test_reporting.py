@@ -81,6 +81,8 @@ def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
     with logged() as said:
         for _ in range(2):
             assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
+        assert reporter._numbers({"step": torch.tensor(2.0)}) == {}
+    assert "metric 'step' has the name of a record's own key" in said.pop()
     assert len(said) == 2 and "metric 'b' is no single number and is left out" in said[0]
     facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
     assert average_over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from ..errors import ConfigError, did_you_mean
 from ..untrusted import read_text
-from .config_keys import Entries, child_shape, keys_named, value_text
+from .config_keys import Entries, RegistryBlock, child_shape, keys_named, value_text
 from .recipe_yaml import parse_yaml
 
 Tree = dict[str, Any]
@@ -124,7 +124,8 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
 def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | None = None) -> Tree:
     """Apply words of the command line.
 
-    `a.b=value` replaces, a mapping whole; a new `kind` drops the block's other keys; `+a.b=value` adds to what stands there;
+    `a.b=value` replaces, a mapping whole; a new `kind` drops the block's other keys, unless its config derives from that of the old
+    kind; `+a.b=value` adds to what stands there;
     `a.b=null` takes an entry of a mapping of named blocks away. One of the model's `alternatives` (`epochs=3`) drops the
     others that a recipe gave; those of the command line itself stay, and are refused when the recipe is resolved. A name that
     fills other keys (`objective.model.arch=vit_base`) drops those that a recipe gave, which would win over the name.
@@ -150,7 +151,7 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
             at = _get_at(tree, given.keys[:depth])
             if not isinstance(at, dict) and at is not None:
                 raise ConfigError(f"override {text!r}: {'.'.join(given.keys[:depth])} is {at!r}, not a block with keys")
-        tree = _apply_change(tree, given, list(_entry_places(model, tree, given.keys)))
+        tree = _apply_change(tree, given, list(_entry_places(model, tree, given.keys)), model)
     return tree
 
 
@@ -179,7 +180,7 @@ def _without_keys(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
     return remaining
 
 
-def _apply_change(tree: Tree, change: Assignment, places: Sequence[int]) -> Tree:
+def _apply_change(tree: Tree, change: Assignment, places: Sequence[int], model: type[BaseModel] | None) -> Tree:
     for place in places:
         entries = _get_at(tree, change.keys[:place])
         # What a parent's null took away is not there to be named.
@@ -196,11 +197,23 @@ def _apply_change(tree: Tree, change: Assignment, places: Sequence[int]) -> Tree
     block = _get_at(tree, above)
     # A new kind alone: what the old one had below it is none of its keys.
     is_switched = isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, change.value)
-    if is_switched and above != [_KEEPS_KEYS]:
+    if is_switched and above != [_KEEPS_KEYS] and not _derives(model, tree, above, {**block, last: change.value}):
         return _set_at(tree, above, {last: change.value})
     if change.value is None and len(above) in places and isinstance(block, Mapping):
         return _set_at(tree, above, {key: value for key, value in block.items() if key != last})
     return _set_at(tree, change.keys, change.value)
+
+
+def _derives(model: type[BaseModel] | None, tree: Tree, above: Sequence[str], switched: Mapping[str, Any]) -> bool:
+    """Return whether a block's new kind has all keys of the old one, because its config derives from it."""
+    shape, at = model, tree
+    for key in above:
+        shape = child_shape(shape, key, at)  # type: ignore[arg-type]
+        at = at.get(key, {}) if isinstance(at, Mapping) else {}
+    if not isinstance(shape, RegistryBlock):
+        return False
+    old, new = shape.from_registry.model_of(at), shape.from_registry.model_of(switched)
+    return old is not None and new is not None and issubclass(new, old)
 
 
 def _no_entry_message(change: Assignment, place: int, entries: Mapping[str, Any]) -> str:
