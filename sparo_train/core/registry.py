@@ -66,7 +66,10 @@ class Registry:
             return getattr(importlib.import_module(module), attribute)
         matches = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
         if not matches:
-            raise ConfigError(f"{prefix}{name!r}; {did_you_mean(str(name), self.names())}")
+            hint = did_you_mean(str(name), self.names())
+            # No near name: a run or a recipe of somebody who has a package that is not installed here.
+            hint += ". If a package adds it, install that package" if hint.startswith("known") else ""
+            raise ConfigError(f"{prefix}{name!r}; {hint}")
         if name in self.reserved:
             raise ConfigError(
                 f"{prefix}{name!r} of package {_package(matches[0])} is a name that {self.group} keeps; its package has to call it otherwise"
