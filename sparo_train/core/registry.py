@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Any
@@ -22,6 +23,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from .errors import ConfigError, did_you_mean
 
 GROUPS = "sparo."  # every group of ours begins with it
+_MISSING = abstractmethod(lambda: None)  # as abstract as a method that a class leaves out
 NESTED = "open_table"  # type of the pydantic error that carries those of a row's own model
 
 
@@ -88,7 +90,9 @@ class Registry:
             raise ConfigError(
                 f"{label} ({entry.value}) cannot be imported ({type(error).__name__}: {error}); repair or uninstall it"
             ) from error
-        missing = [a for a in self.attributes if not hasattr(loaded_entry, a)] if self.attributes else []
+        missing = [
+            a for a in self.attributes if getattr(getattr(loaded_entry, a, _MISSING), "__isabstractmethod__", False)
+        ]
         if missing or not (self.attributes or callable(loaded_entry)):
             problem = f"has no {', '.join(missing)}" if missing else "cannot be called"
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -97,6 +98,7 @@ class OptimConfig(Frozen):
         examples=[0.75],
     )
 
+    @abstractmethod
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Return the optimizer of these parameter groups.
 
@@ -104,7 +106,6 @@ class OptimConfig(Frozen):
             groups: `params`, `weight_decay`, and `role` as `role_of` gave it; the other entries are the project's and must stay in the
                 optimizer's groups. Sorted by role.
         """
-        raise NotImplementedError
 
     def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
         """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters apart.

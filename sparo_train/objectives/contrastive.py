@@ -20,6 +20,7 @@ loss times the number of ranks: their mean is the global loss, and so is the mea
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -66,6 +67,7 @@ class ContrastiveLoss(Frozen):
         "how ranks exchange encodings: gather all, pass them around a ring in tiles, or auto: gather while the batch is small",
     )
 
+    @abstractmethod
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of this rank's rows, 0-d.
 
@@ -73,7 +75,6 @@ class ContrastiveLoss(Frozen):
             logits: (b, B) fp32 or fp64, this rank's b images (or texts) against all B texts (or images).
             targets: (b,) int64, the column of each row's pair.
         """
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:

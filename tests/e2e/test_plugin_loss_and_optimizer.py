@@ -28,6 +28,7 @@ from tests.helpers.samples import eval_sets, sample
 ENTRIES = """
 [sparo.losses]
 decoupled = losses_and_optimizers:DecoupledLoss
+unfinished = losses_and_optimizers:UnfinishedLoss
 [sparo.optimizers]
 lion = losses_and_optimizers:LionConfig
 [sparo.methods]
@@ -118,6 +119,10 @@ def test_a_loss_is_gathered_and_averaged_over_both_directions(place, monkeypatch
         ("objective.loss.exchange=ring", r"loss\.exchange=ring: loss\.kind=decoupled has no tiled form"),
         ("objective.model.init_logit_bias=-10", r"init_logit_bias: is not read by loss\.kind=decoupled"),
         ("objective.loss.kind=decuopled", r"objective\.loss\.kind: 'decuopled'; did you mean 'decoupled'"),
+        (
+            "objective.loss.kind=unfinished",
+            r"'unfinished' of package sparo-lion 1\.0 .* has no mean_loss; docs/extending\.md",
+        ),
         ("optim.kind=lino", r"optim\.kind: 'lino'; did you mean 'lion'"),
         ("optim.eps=1", r"optim\.eps: unknown key"),
     ],
@@ -161,7 +166,7 @@ def test_a_method_that_derives_from_clip_is_trained_scored_and_exported(place):
 
 def test_a_derived_kind_keeps_the_block_and_another_does_not(place, monkeypatch):
     monkeypatch.syspath_prepend(str(place / "site"))
-    tree = yaml.safe_load((place / "plain.yaml").read_text())
+    tree = yaml.safe_load((place / "recipe.yaml").read_text())
     block = override(tree, ["objective.kind=scaled_clip"], RunConfig)["objective"]
     assert block == {**tree["objective"], "kind": "scaled_clip"} and "model" in block
     assert override(tree, ["objective.kind=dino"], RunConfig)["objective"] == {"kind": "dino"}
@@ -175,7 +180,7 @@ def test_state_names_that_are_wrong_fail_at_the_first_save(place, monkeypatch):
         state_names = ("step", "momentum_buffer")
 
     engine = LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), Wrong(lr=1e-3))
-    tree = yaml.safe_load((place / "plain.yaml").read_text())
+    tree = yaml.safe_load((place / "recipe.yaml").read_text())
     engine.prepare(build_objective(resolve(RunConfig, tree, "x")))
     engine.optimizer.state[next(engine.objective.parameters())]["exp_avg"] = torch.zeros(())
     with pytest.raises(

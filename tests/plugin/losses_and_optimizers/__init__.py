@@ -28,6 +28,12 @@ class DecoupledLoss(ContrastiveLoss):
         return (negatives.logsumexp(dim=1) - self.weight * positive[:, 0]).mean()
 
 
+class UnfinishedLoss(ContrastiveLoss):
+    """A loss without `mean_loss`, which is refused."""
+
+    kind: Literal["unfinished"] = field("unfinished", "an entry of sparo.losses")
+
+
 class LionConfig(OptimConfig):
     """Lion (Chen et al. 2023): the sign of a mean of gradients, decoupled weight decay, one moment."""
 
