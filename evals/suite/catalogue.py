@@ -8,6 +8,7 @@ ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +53,20 @@ def datasets() -> list[DatasetEntry]:
     """Return all data sets of the catalogue. Raises `ConfigError` for a file that is not one of data sets."""
     entries: dict[str, DatasetEntry] = {}
     for path in (path for folder in dataset_folders() for path in sorted(folder.glob("*.yaml"))):
-        tree = load_recipe(path)
-        for name, entry in resolve(_Datasets, {"datasets": tree}, str(path)).datasets.items():
-            if entry.task not in TASKS.names():
-                raise ConfigError(f"{path}: {name}.task: {entry.task!r}; {did_you_mean(entry.task, TASKS.names())}")
-            entries.setdefault(name, entry.model_copy(update={"name": name}))
+        for entry in _read_entries(path.absolute(), path.stat().st_mtime_ns):
+            entries.setdefault(entry.name, entry)
     return list(entries.values())
+
+
+@lru_cache
+def _read_entries(path: Path, _modified: int) -> tuple[DatasetEntry, ...]:
+    """Return the entries of a file, parsed once for each time it was written: every task of an evaluation asks for them."""
+    known, entries = TASKS.names(), []
+    for name, entry in resolve(_Datasets, {"datasets": load_recipe(path)}, str(path)).datasets.items():
+        if entry.task not in known:
+            raise ConfigError(f"{path}: {name}.task: {entry.task!r}; {did_you_mean(entry.task, known)}")
+        entries.append(entry.model_copy(update={"name": name}))
+    return tuple(entries)
 
 
 def names() -> list[str]:

@@ -1,4 +1,4 @@
-"""How a `sparo` process ends: its exit code, and the last words of an error."""
+"""How a `sparo` process begins and ends: renamed options, its exit code, and the message of an error."""
 
 from __future__ import annotations
 
