@@ -11,7 +11,7 @@ import common  # noqa: F401  so that packages stand before the files beside this
 import numpy as np
 from scipy.cluster.vq import kmeans2
 
-from evals.sets.clip_set import ClipSet
+from evals.sets.view_set import ClipSet
 from evals.tasks.objects.clip_segmentation import MaskedClip, score
 
 

@@ -103,8 +103,7 @@ def timed(batches: Iterator[int], count: int) -> float:
 def our_rate(urls: list[str], count: int, scaled: bool) -> float:
     import torch
 
-    from sparo_train.data.examples.image_text import ImageTextExamples
-    from sparo_train.data.examples.tokenizer import ClipTokenizer
+    from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
     from sparo_train.data.read.loader import Pipeline
     from sparo_train.data.read.shards import ShardsConfig
     from sparo_train.data.read.sources import DataConfig

@@ -27,7 +27,7 @@ from open_clip.loss import ClipLoss
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparo_train.core.ring import Ring, Shift
+from sparo_train.core.distributed import Ring, Shift
 from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
 
 RANKS, SHARE = 64, 512

@@ -3,7 +3,7 @@
     python benchmarks/mfu.py [--quick] [--json FILE]
 
 One rule: model FLOPs of a sample are three times the matrix products and attentions of its forward, counted on the operations
-themselves (sparo_train/train/flops.py); what is recomputed is not counted. Published for CLIP, by rules of their own: 9 to 15 per cent
+themselves (sparo_train/train/meter.py); what is recomputed is not counted. Published for CLIP, by rules of their own: 9 to 15 per cent
 on A100 (open_clip), 39 (NeMo, g/14). Batches lie on the device. "theirs" is the same step without compile (on a CPU both are).
 """
 
@@ -23,7 +23,7 @@ from sparo_train.models.vit_config import VitConfig
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
 from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
-from sparo_train.train.flops import FlopCounter, utilisation
+from sparo_train.train.meter import FlopCounter, utilisation
 
 
 def clip(backbone: str) -> Callable[[], Objective]:

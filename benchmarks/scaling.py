@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from sparo_train.core import registries as tables
-from sparo_train.core.ring import Ring, Shift
+from sparo_train.core.distributed import Ring, Shift
 from sparo_train.data.read.plan import Plan
 from sparo_train.engine.ddp import DdpEngineConfig
 from sparo_train.engine.deepspeed import DeepSpeedEngineConfig

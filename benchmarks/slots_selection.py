@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from evals.slots import selection_methods as choosing
 from evals.slots.margins import class_margins, each_unit, pair_margins
-from evals.slots.masks import factors, train_mask
+from evals.slots.mask_study import factors, train_mask
 
 SLOTS, WIDTH, CLASSES, IMAGES, PAIRS = 64, 64, 1000, 2000, 7511
 

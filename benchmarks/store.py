@@ -18,7 +18,7 @@ import torch
 from common import interleave, parser, report, row, seconds
 from torch.nn import functional as F
 
-from evals.feature_store import parts
+from evals.feature_store import feature_table as parts
 from evals.feature_store.feature_table import Features
 from evals.report.results_file import append
 from evals.tasks import zeroshot

@@ -32,12 +32,11 @@ from object_centric.grouping.binder_stream import BinderStream
 from object_centric.grouping.parallel_binder import BinderBlock, ParallelBinder
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
-from object_centric.video.recurrent import RecurrentSlots
+from object_centric.video.video_tower import RecurrentSlots
 from sparo_data.episodes import episode_fields
 from sparo_data.synthetic.video_scenes import episode
 from sparo_train.core.rng import generator
-from sparo_train.data.video.episode import Episode
-from sparo_train.data.video.window import FramesConfig
+from sparo_train.data.video.episode import Episode, FramesConfig
 
 D, K, N = 192, 11, 64 * 64
 

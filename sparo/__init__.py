@@ -12,16 +12,16 @@ from sparo_train import __version__
 
 if TYPE_CHECKING:
     from evals.encoders.loading import load_encoder as load_encoder
-    from evals.encoders.masked import MaskedEncoder as MaskedEncoder
+    from evals.encoders.selection import MaskedEncoder as MaskedEncoder
     from evals.feature_store.features import FeatureStore as FeatureStore
     from evals.report.results_file import read_records as read_records
     from evals.sets.task_config import SetTaskConfig as SetTaskConfig
     from evals.sets.wds import WdsSet as WdsSet
     from evals.slots.attend import attend as attend
+    from evals.slots.attend import informative_slots as informative_slots
+    from evals.slots.attend import word_profiles as word_profiles
     from evals.slots.overlay import image_crop as image_crop
     from evals.slots.overlay import spotlight as spotlight
-    from evals.slots.word_profiles import informative_slots as informative_slots
-    from evals.slots.word_profiles import word_profiles as word_profiles
     from evals.suite.answers import Answers as Answers
     from evals.suite.answers import answers_task as answers_task
     from evals.suite.evaluate import EvalOptions as EvalOptions
@@ -69,7 +69,7 @@ _SOURCES = {
     "FeatureStore": "evals.feature_store.features:FeatureStore",
     "Follow": "sparo_train.core.contracts:Follow",
     "Loss": "sparo_train.core.contracts:Loss",
-    "MaskedEncoder": "evals.encoders.masked:MaskedEncoder",
+    "MaskedEncoder": "evals.encoders.selection:MaskedEncoder",
     "Method": "sparo_train.objectives.method:Method",
     "Objective": "sparo_train.core.contracts:Objective",
     "OptimConfig": "sparo_train.engine.optim:OptimConfig",
@@ -92,7 +92,7 @@ _SOURCES = {
     "field": "sparo_train.core.config:field",
     "fit": "launch.commands.train:train",
     "image_crop": "evals.slots.overlay:image_crop",
-    "informative_slots": "evals.slots.word_profiles:informative_slots",
+    "informative_slots": "evals.slots.attend:informative_slots",
     "load_encoder": "evals.encoders.loading:load_encoder",
     "load_recipe": "launch.commands.recipes:load_run",
     "make_scenes": "launch.commands.making:make_scenes",
@@ -100,7 +100,7 @@ _SOURCES = {
     "only_slots": "evals.suite.evaluate:only_slots",
     "read_records": "evals.report.results_file:read_records",
     "spotlight": "evals.slots.overlay:spotlight",
-    "word_profiles": "evals.slots.word_profiles:word_profiles",
+    "word_profiles": "evals.slots.attend:word_profiles",
 }
 __all__ = ["__version__", *_SOURCES]  # pyright: ignore[reportUnsupportedDunderAll]
 

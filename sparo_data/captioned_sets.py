@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import read_json
+from sparo_train.core.files import read_json, write_whole
 from sparo_train.data.examples.samples import decode_image
 
 from .writer import Fields, write_shards, write_wds_layout

@@ -182,7 +182,7 @@ def _check_sample(
 
 def _refuse_long(text: str) -> None:
     """Raise `BadSampleError` where training would."""
-    from sparo_train.data.examples.tokenizer import ClipTokenizer  # open_clip takes seconds to import, in every process
+    from sparo_train.data.examples.image_text import ClipTokenizer
 
     ClipTokenizer(_CONTEXT)(text)
 

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from sparo_train.core.errors import WorkerLostError
-from sparo_train.core.signals import end_with_parent
+from sparo_train.core.world import end_with_parent
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from webdataset.writer import TarWriter
 
 from sparo_train.core.config import Frozen, differences
 from sparo_train.core.errors import DataError
+from sparo_train.core.files import read_json
 from sparo_train.core.recipe.renamed import with_new_names
-from sparo_train.core.untrusted import read_json
 
 Fields = Mapping[str, bytes]  # extension -> content
 MANIFEST_NAMES = (

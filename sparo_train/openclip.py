@@ -32,8 +32,7 @@ from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
 from .models.readout import NoReadOut
 from .models.weight_files.description import IMPORT_FIRST, IMPORT_KEYS, from_model_cfg
-from .models.weight_files.state_dicts import read_raw, split_state, state_of, strip_wrapper_prefixes
-from .models.weight_files.torchscript import archive_root
+from .models.weight_files.state_dicts import archive_root, read_raw, split_state, state_of, strip_wrapper_prefixes
 from .models.weight_files.weights import OPENAI_MARKS, to_ours
 
 _VISION_KEYS = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -13,8 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.core.world import stop_here
 from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, from_array, to_8bit
 from sparo_train.models.weight_files.weights import weights_sha256
 
@@ -31,7 +34,53 @@ from .capabilities import (
     ViewsEncoder,
 )
 from .pixels import MappedPixels, Pixels
-from .texts import TEXTS, encode_texts, text_identity
+
+TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
+
+
+def encode_texts(
+    captions: Sequence[str],
+    tokenize: Callable[[list[str]], Tensor],
+    encode: Callable[[Tensor], Tensor],
+    batch: int,
+    cut: bool = True,
+    normalize: bool = True,
+) -> Tensor:
+    """Return fp32 encodings (n, D) on the CPU, unit-norm by default; each distinct caption is encoded once, in batches sorted by length.
+
+    Args:
+        tokenize: texts to ids (n, N) whose largest id is EOT.
+        cut: shorten a batch behind its last EOT, which is exact where attention is causal and EOT is what is read.
+
+    Raises:
+        StoppedError: the run was told to stop.
+    """
+    # SugarCrepe has each caption of an image in many pairs.
+    distinct = sorted(set(captions))
+    tokens = tokenize(distinct)
+    # EOT is the largest id there is.
+    lengths = tokens.argmax(dim=1) + 1
+    # Batches of equal lengths, so that short captions are not padded to the longest.
+    order = lengths.argsort(stable=True) if cut else torch.arange(len(distinct))
+    parts = []
+    for rows in order.split(batch):
+        stop_here()  # 80 prompts for each of 1,000 classes take minutes
+        length = int(lengths[rows].max()) if cut else tokens.shape[1]
+        encoded = encode(tokens[rows, :length]).float()
+        parts.append((F.normalize(encoded, dim=-1) if normalize else encoded).cpu())
+    encodings = torch.cat(parts)
+    # Back to the order of `distinct`: batches went by length.
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
+    return encodings[[where[c] for c in captions]]
+
+
+def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
+    """Of a CLIP's text side: all weights outside `visual.`, logit scale and bias left away, and the architecture."""
+    weights_digest = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
+    return hashlib.sha256(f"{weights_digest}\n{architecture}".encode()).hexdigest()
+
 
 Precision = Literal["fp32", "bf16", "fp16"]
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}

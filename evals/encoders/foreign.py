@@ -20,10 +20,9 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
-from sparo_train.core.untrusted import read_json
+from sparo_train.core.files import read_json
 from sparo_train.models.weight_files.dino_files import backbone_of, dinov2_as_timm
-from sparo_train.models.weight_files.state_dicts import read_raw, split_state, state_of
-from sparo_train.models.weight_files.torchscript import archive_root
+from sparo_train.models.weight_files.state_dicts import archive_root, read_raw, split_state, state_of
 from sparo_train.models.weight_files.weights import load_into
 
 from .capabilities import PatchesEncoder, TokensEncoder

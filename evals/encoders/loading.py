@@ -13,11 +13,10 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
-from sparo_train.core.files import nearest
+from sparo_train.core.files import nearest, read_json, read_text
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.registries import CHECKPOINTS, ENCODERS
-from sparo_train.core.untrusted import read_json, read_text
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparo_train.data.examples.tokenizer import ClipTokenizer
+from sparo_train.data.examples.image_text import ClipTokenizer
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, TRAINING
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.readout import Slots
@@ -21,9 +21,8 @@ from sparo_train.objectives.dino import DinoObjective
 from sparo_train.objectives.text_conditioned import conditioned_scores
 
 from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
-from .encoder import Encoder, TwoTowerEncoder
+from .encoder import TEXTS, Encoder, TwoTowerEncoder, encode_texts
 from .pixels import MappedPixels, Pixels
-from .texts import TEXTS, encode_texts
 
 _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
     "backbone": True,

@@ -1,16 +1,153 @@
-"""Encodings of a set with their keys and facts, read from memory maps part by part."""
+"""Stored features of a set: parts on disk, written once and memory-mapped, and the table of features, keys and metadata that they form."""
 
 from __future__ import annotations
 
+import json
+import mmap
+import os
+import uuid
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from ..sets.base import Fact
+from sparo_train.core.files import write_whole
+
+from ..sets.base import Fact, Pair
+
+
+class Part(NamedTuple):
+    """Consecutive samples, the first of them by its number: encodings (n, D) or (n, L, D), keys, facts."""
+
+    first: int
+    array: np.ndarray
+    keys: list[str]
+    facts: list[Fact]
+
+
+def bounds_of(count: int) -> list[tuple[int, int]]:
+    """First and last + 1 of every part: 32 of them where that makes 256 to 4,096 images each."""
+    # Small enough to lose little and to be dealt to many, large enough to be read at a disk's speed.
+    size = max(256, min(4096, -(-count // 32)))
+    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+
+def write_part(folder: Path, number: int, part: Part) -> None:
+    """Its JSON file last: a part without one is not there. Facts that are arrays (masks) lie in a file of their own.
+
+    The JSON holds the XXH3-128 of the other files, and its own first line that of the rest: a changed byte would be a wrong score.
+    """
+    tables = {str(i): fact for i, fact in enumerate(part.facts) if isinstance(fact, np.ndarray)}
+    hashes = {"npy": write_array(part_path(folder, number, "npy"), part.array)}
+    if tables:
+        arrays: dict[str, Any] = tables
+        path = part_path(folder, number, "facts.npz")
+        hashes["facts.npz"] = _write(path, lambda stream: np.savez_compressed(stream, **arrays))
+    facts = [None if str(i) in tables else fact for i, fact in enumerate(part.facts)]
+    content = {"first": part.first, "keys": part.keys, "facts": facts, "tables": len(tables), "xxh3_128": hashes}
+    write_sealed(part_path(folder, number, "json"), content)
+
+
+def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
+    """A part where it is whole and what was written."""
+    begin, end = span
+    try:
+        content = read_sealed(part_path(folder, number, "json"))
+        if any(_hash_of(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
+            return None
+        # Mapped, not read: a bank of a million rows need not fit into memory.
+        array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
+        facts = [fact_of(fact) for fact in content["facts"]]
+        if content.get("tables"):
+            with np.load(part_path(folder, number, "facts.npz"), allow_pickle=False) as tables:
+                for name in tables.files:
+                    facts[int(name)] = tables[name]
+                whole = len(tables.files) == content["tables"]
+        else:
+            whole = True
+    except (OSError, ValueError, EOFError, KeyError, IndexError, zipfile.BadZipFile):
+        return None
+    if not whole or not len(array) == len(content["keys"]) == len(facts) == end - begin:
+        return None
+    return Part(begin, array, content["keys"], facts)
+
+
+def fact_of(fact: Any) -> Fact:
+    """JSON has no tuples: pairs come back as lists of four."""
+    return [Pair(*p) for p in fact] if isinstance(fact, list) and fact and isinstance(fact[0], list) else fact
+
+
+def part_path(folder: Path, number: int, suffix: str) -> Path:
+    """Where a part's array (`npy`), facts (`json`) or facts that are arrays (`facts.npz`) lie."""
+    return folder / f"part-{number:05d}.{suffix}"
+
+
+def write_array(path: Path, array: np.ndarray) -> str:
+    """Whole and on disk before the name exists; returns the file's XXH3-128."""
+    return _write(path, lambda stream: np.save(stream, array, allow_pickle=False))
+
+
+def write_sealed(path: Path, content: Any) -> None:
+    """JSON behind a line with its XXH3-128."""
+    text = json.dumps(content)
+    write_whole(path, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
+
+
+def read_sealed(path: Path) -> Any:
+    """What `write_sealed` wrote. Raises `ValueError` where it is something else, `OSError` where there is nothing."""
+    seal, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if seal != xxhash.xxh3_128_hexdigest(text.encode()):
+        raise ValueError(f"{path}: is not what was written")
+    return json.loads(text)
+
+
+def _hash_of(path: Path) -> str:
+    # Damage is looked for here, not malice: who can write the array can write the hash. SHA-256 was a sixth of the scoring.
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return xxhash.xxh3_128_hexdigest(content)
+
+
+def _write(path: Path, save: Callable[[IO[bytes]], None]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            save(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        digest = _hash_of(temporary)
+        temporary.replace(path)
+        return digest
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_texts(folder: Path, texts: list[str], array: np.ndarray) -> None:
+    """Encodings (n, D) of texts, as a part of their own."""
+    name = "part-" + xxhash.xxh3_128_hexdigest(json.dumps(texts).encode())[:16]
+    write_sealed(folder / f"{name}.json", {"texts": texts, "xxh3_128": write_array(folder / f"{name}.npy", array)})
+
+
+def read_texts(folder: Path) -> dict[str, np.ndarray]:
+    """Every text that is encoded, from the parts that are what was written."""
+    encodings: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("part-*.json")):
+        try:
+            content = read_sealed(path)
+            if _hash_of(path.with_suffix(".npy")) != content["xxh3_128"]:
+                continue
+            array = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            continue
+        texts = content["texts"]
+        encodings |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
+    return encodings
 
 
 class View(NamedTuple):

@@ -30,8 +30,7 @@ from sparo_train.core.world import World
 
 from ..encoders.encoder import Encoder, TextEncoder
 from ..sets.base import EvalSet, Transform, batched, read_batches
-from .feature_table import Features, View
-from .parts import Part, bounds_of, open_part, read_texts, write_part, write_texts
+from .feature_table import Features, Part, View, bounds_of, open_part, read_texts, write_part, write_texts
 
 _FIRST = {"cpu": 256, "cuda": 2048}
 

@@ -26,8 +26,7 @@ from sparo_train.train.run_config import RunConfig, StartConfig
 from ..encoders.encoder import Encoder
 from ..encoders.foreign import BackboneEncoder, timm_state
 from ..encoders.loading import load_encoder, read_run, refuse_absent, run_weights
-from .compatibility import Normalisation, refuse_other_pixels, refuse_unlike
-from .tower_names import named_as_ours, tower_weights
+from .tower_names import Normalisation, named_as_ours, refuse_other_pixels, refuse_unlike, tower_weights
 
 _PREFIXES = ("visual.trunk.", "trunk.", "")
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.errors import ConfigError, DataError, SparoError
-from sparo_train.core.files import nearest, write_whole
+from sparo_train.core.files import nearest, read_bytes, read_text, write_whole
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.core.untrusted import read_bytes, read_text
 
 from ..tasks.result import Result
 

@@ -11,9 +11,9 @@ import yaml
 
 from sparo_train.core.config import resolve, resumable_keys
 from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.files import read_text
 from sparo_train.core.recipe.layers import Tree
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.core.untrusted import read_text
 from sparo_train.train.run_config import RunConfig
 
 from .paper_tables import Cell, Grid, Row

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.untrusted import parse_json, read_text
+from sparo_train.core.files import parse_json, read_text
 
 from .base import Layout, Pair, sha256
 from .image_files import FileSet

@@ -18,9 +18,8 @@ from torchvision import datasets
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
-from .base import EvalSet, Fact, Layout, sha256, sizes_of
+from .base import OWN, EvalSet, Fact, Layout, lines, sha256, sizes_of
 from .image_files import FileSet
-from .set_texts import OWN, lines
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),

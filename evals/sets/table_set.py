@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
-from sparo_train.core.untrusted import parse_json, read_text
+from sparo_train.core.files import parse_json, read_text
 
 from .base import FactKind, Layout, Pair, sha256
 from .image_files import FileSet
-from .table_columns import TableColumns
+from .task_config import TableColumns
 
 
 def open_table(config: Any, kind: FactKind, split: str) -> FileSet:

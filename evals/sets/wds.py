@@ -18,14 +18,12 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.core.untrusted import read_text
+from sparo_train.core.files import read_text
 from sparo_train.data.examples.samples import image_bytes
-from sparo_train.data.read.data_commands import remedy
 from sparo_train.data.read.folder import FolderConfig, FolderPart, refuse_splits
-from sparo_train.data.read.remote import filesystem_of, with_retries
+from sparo_train.data.read.remote import filesystem_of, remedy, with_retries
 from sparo_train.data.read.shards import Shard, ShardsConfig
-from sparo_train.data.read.sources import SourceConfig, open_source
-from sparo_train.data.read.storage import Storage
+from sparo_train.data.read.sources import SourceConfig, Storage, open_source
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, sha256, sizes_of
 from .objects import object_rows

@@ -13,11 +13,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.core.config import field
-from sparo_train.core.distributed import Ranks
+from sparo_train.core.distributed import Ranks, sum_over_ranks
 from sparo_train.core.errors import DataError
-from sparo_train.core.ring import sum_over_ranks
 from sparo_train.core.rng import generator, torch_seed
-from sparo_train.core.signals import stop_here
+from sparo_train.core.world import stop_here
 from sparo_train.data.examples.image_transforms import random_resized_crop_box, resized_crop
 
 from ..encoders.capabilities import BlocksEncoder
@@ -25,7 +24,7 @@ from ..feature_store.feature_table import Features, View
 from ..sets.base import EvalSet, Fact, batched, read_batches
 from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
-from ..tasks import linear
+from ..tasks import probe as linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
 from .scoring import Scoring, attach_data_info, labels_of, learned_on

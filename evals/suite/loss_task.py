@@ -23,8 +23,7 @@ from sparo_train.data.read.sources import Source, fingerprint, open_source
 from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder
 from ..sets.task_config import TaskConfig
-from ..tasks import losses
-from ..tasks.result import Result
+from ..tasks.result import Result, bootstrap, percentiles
 from .scoring import PartsMissingError, Scoring
 from .task import Task
 
@@ -79,7 +78,7 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
             raise DataError(
                 f"{task.shards}: the loss of sample {key} is not finite; its weights or its data are damaged"
             )
-        result = losses.score(loss_values)
+        result = score_losses(loss_values)
         options, counts = {**loss, "skipped": skipped, **result.options}, {"skipped": sum(skipped.values())}
         return result._replace(keys=tuple(loss_by_key), data=data, options=options, counts=counts)
 
@@ -174,3 +173,19 @@ def _incompatibility(task: LossTaskConfig, encoder: Any) -> str | None:
 
 
 VALIDATION_LOSS = Task(LossTaskConfig, run_validation_loss, _check, needs=("loss",), incompatibility=_incompatibility)
+
+
+def score_losses(losses: np.ndarray) -> Result:
+    """The mean of losses (n,) with an interval that resamples samples. Smaller is better; there is no chance level."""
+    table = losses.astype(np.float64)[:, None]
+    draws = bootstrap(table, np.ones_like(table))
+    return Result(
+        "validation_loss",
+        len(losses),
+        "loss",
+        {"loss": float(table.mean())},
+        0.0,
+        {"loss": percentiles(draws[:, 0])},
+        {"mean": "over samples"},
+        predictions={"loss": losses.astype(np.float32)},
+    )

@@ -19,7 +19,7 @@ from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder
 from ..encoders.heads import SelectedHeads
 from ..encoders.loading import encoder_entry
-from ..encoders.masked import MaskedEncoder
+from ..encoders.selection import MaskedEncoder
 from ..sets.task_config import TaskConfig
 from ..tasks.result import Result
 from .scoring import Scoring

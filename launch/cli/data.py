@@ -15,8 +15,7 @@ from ..views.terminal import console, out
 from . import convert_verb
 from . import synthetic_verbs as drawn_verbs
 from .convert_verb import ShareOption
-from .given_options import parse_part
-from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config
+from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, parse_part
 from .synthetic_verbs import Processes, max_objects_option, print_ready
 
 if TYPE_CHECKING:  # `sparo --help` does not import it
@@ -133,7 +132,7 @@ def index(
     shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: ShareOption = None
 ) -> None:
     """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
-    from sparo_train.data.read.shard_lists import find_shards
+    from sparo_train.data.read.remote import find_shards
     from sparo_train.data.read.shards import ShardsConfig
     from sparo_train.data.read.sources import open_source
 
@@ -162,10 +161,10 @@ def check(
     ] = False,
 ) -> None:
     """Read and decode everything: counts, duplicates, broken samples. Ends with code 1 where anything is broken."""
-    from sparo_train.data.read.shard_lists import find_shards
+    from sparo_train.data.read.remote import find_shards
     from sparo_train.data.read.shards import ShardsConfig, record_hash
 
-    from ..views.check_report import check_facts, check_lines, check_with_bar
+    from ..views.progress import check_facts, check_lines, check_with_bar
 
     config = ShardsConfig(shards=tuple(shards), caption_key=caption_key)
     if json_file and not json_file.parent.is_dir():

@@ -14,12 +14,12 @@ from rich import box
 from rich.table import Table
 
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.untrusted import escape_control_chars
+from sparo_train.core.files import escape_control_chars
 
 from ..jobs.clusters import load_cluster, options_help, split_options
 from ..views.terminal import console, out
 from . import data as data_cli
-from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
+from .given_options import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
 
 if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none of it
     from ..jobs.fanout import FanOut
@@ -176,7 +176,7 @@ def resubmit(
     words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
 ) -> None:
     """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
-    from ..jobs.relaunch import resubmit as resubmit_folder
+    from ..jobs.arrays import resubmit as resubmit_folder
 
     runs, options = split_options(words)
     for run in runs:

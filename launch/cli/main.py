@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from sparo_train import __version__
 from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.world import started
 
 from ..views.terminal import out
-from . import config_verbs, data, eval, jobs, slot_pictures, slot_verbs
-from . import slot_pictures as explore
+from . import data, eval, jobs, slot_pictures, slot_verbs
+from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
 from .process import call, leave, share_cores
-from .recipe_overrides import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,7 +29,7 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="launch")
 app.add_typer(eval.app, name="eval")
-for verb in (slot_pictures.show, slot_pictures.panels, slot_pictures.views, explore.explore):
+for verb in (slot_pictures.show, slot_pictures.panels, slot_pictures.views, slot_pictures.explore):
     slot_verbs.app.command()(verb)
 app.add_typer(slot_verbs.app, name="slots")
 
@@ -63,7 +65,7 @@ def train(
         from sparo_train.train.run_config import RunConfig
 
         from ..commands.recipes import find_recipe
-        from ..views.resolved_recipe import resolved_lines
+        from ..views.sizes import resolved_lines
 
         for line in resolved_lines(config, origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)):
             out.print(line, soft_wrap=True)
@@ -85,8 +87,50 @@ def train(
     exit_if_stopped(run(config))
 
 
-for command in (config_verbs.recipes, config_verbs.config):
-    app.command()(command)
+@app.command()
+def recipes(word: Annotated[str | None, typer.Argument(help="only those whose name or line has it")] = None) -> None:
+    """List the recipes that come with sparo; `sparo train NAME` trains one."""
+    from sparo_train.core.errors import ConfigError
+
+    from ..commands.recipes import shipped_recipes
+
+    matches = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
+    if not matches:
+        raise ConfigError(f"{word}: no recipe has it; `sparo recipes` lists all")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for own in matches:
+        table.add_row(own.name, Text(own.line, style="dim"))
+    out.print(table)
+
+
+@app.command()
+def config(
+    key: Annotated[str, typer.Argument(help="a key or block, optim.lr or optim; the end of one: lr")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="docs/config.md: every key there is")] = False,
+) -> None:
+    """Say what a recipe's keys mean: type, default, meaning, example."""
+    from ..commands.key_tables import describe_key, example, examples, find_keys, page
+
+    if markdown:
+        out.file.write(page())
+        return
+    example_by_key = examples() if key else {}
+    keys = find_keys(key)
+    if len(keys) > 1:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("key", overflow="fold")
+        table.add_column("meaning")
+        for one in keys:
+            table.add_row(f"{one.dotted}" + (f"  [{one.entry_label}]" if one.entry_label else ""), describe_key(one))
+        out.print(table)
+        return
+    one = keys[0]
+    out.print(f"{one.dotted}" + (f"  [{one.entry_label}]" if one.entry_label else ""))
+    out.print(f"  {describe_key(one)}")
+    if written := example(one, example_by_key):
+        out.print(f"  example: {written}", soft_wrap=True)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.disk.run_lease import Attempt, RunLease
+from sparo_train.core.disk.rundir import Attempt, RunLease
 from sparo_train.core.errors import ConfigError, LostRankError, SparoError, StoppedError, SupersededError
 from sparo_train.core.world import find_world, whole_number
 

@@ -10,7 +10,7 @@ import typer
 from sparo_train.core.errors import ConfigError
 
 from .given_options import parse_slots
-from .slot_words import (
+from .slot_verbs import (
     Checkpoint,
     Classifier,
     Data,
@@ -139,7 +139,7 @@ def views(
     root: Root = Path("data"),
 ) -> None:
     """A page of posed scenes: every view as it is drawn, held out or shown, depth, every slot alone, and a turn around each scene."""
-    from ..commands.pages.view_runs import draw_scenes
+    from ..commands.pages.panel_runs import draw_scenes
     from ..views.terminal import out as printed
 
     options = make_slot_options(None, data, root, "none", None, "slots", None, 4, "slice")

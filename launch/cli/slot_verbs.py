@@ -10,25 +10,54 @@ import typer
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from .given_options import check_figure_path, check_json_path, parse_granularity, parse_k, parse_slots, refuse_options
-from .slot_words import (
-    Checkpoint,
-    Checkpoints,
-    Classifier,
-    Data,
-    Draws,
-    Json,
-    K,
-    Kind,
-    Layers,
-    Limit,
-    Model,
-    Parts,
-    Root,
-    Seed,
-    Store,
-    make_slot_options,
-    refuse_other_units,
-)
+
+Checkpoint = Annotated[str, typer.Argument(help="anything that `sparo eval` takes")]
+Checkpoints = Annotated[list[str], typer.Argument(help="anything that `sparo eval` takes")]
+Model = Annotated[str | None, typer.Option(help="for weight files: a model name")]
+Data = Annotated[Path | None, typer.Option(help="YAML with `tasks:`, or a recipe (default: the run's own eval.tasks)")]
+Root = Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")]
+Store = Annotated[str | None, typer.Option("--features", help="folder of the feature store, or none")]
+Limit = Annotated[int | None, typer.Option(min=1, help="so many images per set, evenly spaced")]
+Kind = Annotated[
+    str, typer.Option("--units", help="slots; parts: of any encoding, see --parts; heads: of an ordinary open_clip ViT")
+]
+Parts = Annotated[int | None, typer.Option(min=2, help="of --units parts: into how many equal parts to cut")]
+Layers = Annotated[
+    int, typer.Option("--head-layers", min=1, help="of --units heads: the last blocks, whose heads they are")
+]
+Classifier = Annotated[
+    str, typer.Option("--classifier-slots", help="class vectors' slots: slice (as they are) or renorm (of one norm)")
+]
+Seed = Annotated[int, typer.Option(min=0, help="of what is drawn: halves and random orders")]
+Draws = Annotated[int, typer.Option(min=1, max=10_000, help="random orders of the control")]
+Json = Annotated[Path | None, typer.Option("--json", help="also write all numbers here")]
+K = Annotated[
+    str, typer.Option("--k", help="how many units; half, or best: as many as score best where they are chosen")
+]
+
+
+def refuse_other_units(context: typer.Context, units: str) -> None:
+    """Raise `ConfigError` for what is typed of units that are not asked for."""
+    for name, kind in (("parts", "parts"), ("head_layers", "heads")):
+        if units != kind:
+            refuse_options(context, (name,), f"is of --units {kind}")
+
+
+def make_slot_options(
+    model: str | None, data: Path | None, root: Path, features: str | None, limit: int | None,
+    units: str, parts: int | None, head_layers: int, classifier_slots: str,
+) -> Any:  # fmt: skip
+    """What was given behind them, for `launch.commands.slot_work`."""
+    from evals.report.results_file import refuse_unwritable
+    from evals.suite.evaluate import features_folder
+
+    from ..commands.slot_work import SlotOptions
+
+    folder = features_folder() if features is None else None if features == "none" else Path(features)
+    if features not in (None, "none"):
+        refuse_unwritable(Path(features), "--features")
+    return SlotOptions(model, data, root, folder, limit, units, parts, head_layers, classifier_slots)
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -153,7 +182,7 @@ def mask(
     json_file: Json = None,
 ) -> None:
     """Train a mask of encodings on pairs of captions (Section 5.2), and score it elsewhere without another pass over images."""
-    from ..commands.mask_runs import train_masks
+    from ..commands.slot_runs import train_masks
     from ..commands.slot_work import split_names
 
     if out.suffix != ".json":
@@ -202,8 +231,7 @@ def table(
     """The SPARO paper's Table 4 (selection) or 5 (masks), for any checkpoints."""
     from evals.slots.selection_report import ChoiceOptions
 
-    from ..commands.mask_runs import table_five
-    from ..commands.slot_runs import table_four
+    from ..commands.slot_runs import table_five, table_four
     from ..commands.slot_work import split_names
 
     options = make_slot_options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
@@ -252,7 +280,7 @@ def quality(
 
 
 def _trainings(clamp: Any, epochs: int, last_epoch: bool, seeds: int) -> Any:
-    from evals.slots.masks import MaskTraining
+    from evals.slots.mask_study import MaskTraining
 
     if clamp not in ("max", "min"):
         raise ConfigError(f"--clamp {clamp}: {did_you_mean(clamp, ('max', 'min'))}")

@@ -9,7 +9,7 @@ from sparo_data.emoji import install
 from sparo_data.emoji_sets import make_emoji
 from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig, WriteSummary
-from sparo_data.synthetic.object_sets import ObjectSetConfig, render_objects
+from sparo_data.synthetic.object_scenes import ObjectSetConfig, render_objects
 from sparo_data.synthetic.scene_sets import ScenesConfig, render_scenes
 from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos

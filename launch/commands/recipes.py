@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from ..shipped import configs
+from .. import config_folders
 
 if TYPE_CHECKING:
     from sparo_train.train.run_config import RunConfig
@@ -25,7 +25,7 @@ class ShippedRecipe(NamedTuple):
 
 def shipped_recipes() -> list[ShippedRecipe]:
     """All of them, by name. Files that begin with `_` are parents of others."""
-    root = next((folder for folder in configs() if folder.is_dir()), None)
+    root = next((folder for folder in config_folders() if folder.is_dir()), None)
     paths_by_name = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
     return [
         ShippedRecipe(place.with_suffix("").as_posix(), path, _first_line(path))
@@ -41,7 +41,7 @@ def _first_line(path: Path) -> str:
 
 def recipe(name: str) -> Path:
     """The path of a shipped file of configs/, e.g. `clip/scenes_tiny.yaml`."""
-    for root in configs():
+    for root in config_folders():
         if (root / name).is_file():
             return root / name
     raise ConfigError(f"recipe {name!r} is not in this installation; run from a checkout or reinstall")

@@ -16,8 +16,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, LostRankError, SparoError, StoppedError
 from sparo_train.core.world import find_world
 
-from ..views.eval_tables import Encoding
-from ..views.results_table import results_table
+from ..views.results_table import Encoding, results_table
 from ..views.terminal import out
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.files import write_whole
 from sparo_train.core.registries import TASKS
 
-from ..views.eval_tables import Encoding
+from ..views.results_table import Encoding
 
 EITHER = "either"  # of units: slots where there are any, else equal parts, as Table 5 compares them
 

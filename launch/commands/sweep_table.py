@@ -10,8 +10,21 @@ from typing import Any, NamedTuple
 import torch
 
 from evals.encoders.loading import read_recipe
-from evals.report.paper_layouts import HEADS, LAYOUTS, TITLES, UNKNOWN_READOUT, readout_cells
-from evals.report.paper_tables import Cell, Column, Grid, Row, columns_of, odd_notes, paper_rows, several_data
+from evals.report.paper_tables import (
+    HEADS,
+    LAYOUTS,
+    TITLES,
+    UNKNOWN_READOUT,
+    Cell,
+    Column,
+    Grid,
+    Row,
+    columns_of,
+    odd_notes,
+    paper_rows,
+    readout_cells,
+    several_data,
+)
 from evals.report.results_file import Record, whole_records
 from evals.report.seed_average import difference, recipe_of, spread, spread_caption
 from evals.tasks.result import axis_of

@@ -25,8 +25,8 @@ from sparo_train.train.fit import Callbacks, Run, fit
 from sparo_train.train.run_config import RunConfig
 from sparo_train.train.state import Display, Evaluate, Outcome
 
+from ..jobs.arrays import submit_eval_job
 from ..jobs.clusters import load_cluster
-from ..jobs.eval_job import submit_side
 from ..jobs.snapshot import code_hash
 from ..views.progress import ProgressView
 
@@ -72,7 +72,7 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
 
     def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
         if side is not None and ranks.rank == 0:
-            submit_side(config, side, objective.state_dict(), rundir.path, step)
+            submit_eval_job(config, side, objective.state_dict(), rundir.path, step)
         if not config.eval.tasks:
             return {}
         # Anew each time: an encoder holds what is derived from weights, its hash first of all.

@@ -21,11 +21,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.untrusted import escape_control_chars
+from sparo_train.core.files import escape_control_chars
 
 from .bodies import MAX_IMAGE_BYTES, MAX_JSON_BYTES, json_object, respond, respond_to_body
-from .opened import Side
-from .pictures import Pictures
+from .opened import Pictures, Side
 from .selection_file import SelectionFile
 
 _IMPORT = re.compile(r'^import (?:\{[^}]*\}|\w+) from "\./(\w+)\.js";\n', re.MULTILINE)

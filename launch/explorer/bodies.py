@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from sparo_train.core.errors import ConfigError, SparoError
-from sparo_train.core.untrusted import escape_control_chars
+from sparo_train.core.files import escape_control_chars
 
 from .selection_file import ChangedError
 

@@ -19,8 +19,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..commands.slot_work import EITHER, Bench, SlotOptions
 from ..views.terminal import console, out
-from .opened import Side, supported_tasks
-from .pictures import Pictures
+from .opened import Pictures, Side, supported_tasks
 
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = [

@@ -1,18 +1,66 @@
-"""What the elements of a fan-out are, and their submission as one array."""
+"""Arrays of small jobs: their elements, their submission, the evaluation of a training step as such a job, and submitting a folder again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evals.suite.evaluate import tasks_for
+import yaml
+from torch import Tensor
 
+from evals.interop.exporting import export_weights
+from evals.suite.evaluate import tasks_for
+from sparo_train.core.config import resolve
+from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.files import write_whole
+from sparo_train.train.run_config import EvalJobConfig, RunConfig
+
+from .clusters import ClusterConfig, load_cluster, with_options
 from .fanout import FanOut
 from .job import Element
 from .launching import LaunchOptions, refuse_busy, submit_and_record
-from .snapshot import take_snapshot
+from .records import Records
+from .snapshot import Snapshot, take_snapshot
+
+
+def resubmit(folder: Path, options: Sequence[str]) -> list[str]:
+    """The newest submission once more, from where it was made, with the code that it had; returns the jobs.
+
+    Raises:
+        ConfigError: nothing was launched there, a job is not over, its code is gone, or other ranks are asked for.
+    """
+    last = Records(folder).last()
+    if last is None:
+        raise ConfigError(f"{folder}: no job was launched there; use `sparo launch train`")
+    refuse_busy(folder)
+    name = f"the cluster of {folder}"
+    cluster = resolve(ClusterConfig, with_options(last["cluster"], options), name)
+    if cluster.ranks != resolve(ClusterConfig, last["cluster"], name).ranks:
+        raise ConfigError(f"{folder}: other ranks need a resolved recipe of their own; `sparo launch train` makes it")
+    code = Snapshot(Path(last["code"]), last["commit"], last["changed"])
+    if not code.path.is_dir():
+        raise ConfigError(f"{code.path}: the code that ran there is gone; `sparo launch train` takes a new copy")
+    arguments = [tuple(args) for args in last["arguments"]]
+    if (folder / "plan.json").exists():
+        fan = FanOut(folder)
+        arguments = [fan.arguments(number, last["folder"]) for number in fan.missing()]
+    here = Path.cwd()
+    # Relative paths of the recipe meant that folder.
+    os.chdir(last["cwd"])
+    try:
+        elements = [Element(words, last["folder"]) for words in arguments]
+        home = Path(last["folder"])
+        return (
+            submit_and_record(LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code)
+            if elements
+            else []
+        )
+    finally:
+        os.chdir(here)
 
 
 def eval_elements(
@@ -61,3 +109,32 @@ def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
     missing = fan.missing()
     elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
     return submit_and_record(launch_options, elements, fan.folder, fan.folder.name, code) if elements else []
+
+
+logger = logging.getLogger(__name__)
+
+
+def submit_eval_job(
+    config: RunConfig,
+    side: EvalJobConfig,
+    weights: Mapping[str, Tensor],
+    run: Path,
+    step: int,
+) -> None:
+    """Export to RUN/evals/side-STEP and submit a job per task; `results.json` comes there when the last one is done.
+
+    A refusal of the cluster is said and does not end the training; the same export can be submitted again with
+    `sparo launch eval RUN/evals/side-STEP/export --data RUN/evals/side-STEP/tasks.yaml --cluster CLUSTER`.
+    """
+    folder = run / "evals" / f"side-{step:08d}"
+    exported = export_weights(config, weights, folder / "export")
+    # Written out: the recipe may be another by the time that the job runs.
+    tasks = {name: task.model_dump(mode="json") for name, task in side.tasks.items()}
+    data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
+    try:
+        fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
+        jobs = launch_elements(fan, LaunchOptions(side.cluster, load_cluster(side.cluster, side.options)))
+    except SparoError as error:
+        logger.warning(f"step {step}: eval.job was not submitted: {error}")
+    else:
+        logger.info(f"step {step}: eval.job submitted to {side.cluster}: {', '.join(jobs)}")

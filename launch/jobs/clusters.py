@@ -16,7 +16,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.recipe.layers import Tree, load_recipe
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
-from ..shipped import configs
+from .. import config_folders
 
 # The parts have no names in the text: which of them are hours follows from how many there are.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
@@ -136,7 +136,7 @@ def cluster_folders() -> list[Path]:
     """Where clusters are described: ./configs/clusters, the user's own, and those that come with sparo."""
     # The project's own clusters come first, so that a checkout decides for all who use it.
     own = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config")) / "sparo/clusters"
-    return [Path("configs/clusters"), own, *(folder / "clusters" for folder in configs())]
+    return [Path("configs/clusters"), own, *(folder / "clusters" for folder in config_folders())]
 
 
 def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:

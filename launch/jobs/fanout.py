@@ -17,8 +17,7 @@ from evals.report.results_file import write_results
 from evals.tasks.result import Result
 from sparo_train.core.disk.checkpoint_store import CheckpointStore
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import read_json
+from sparo_train.core.files import read_json, write_whole
 
 
 class FanOut:

@@ -13,9 +13,8 @@ from typing import Any
 from sparo_train.core.errors import ConfigError, SparoError
 
 from .clusters import ClusterConfig, minutes
-from .environment import environment
 from .job import Element, Job
-from .local_jobs import submit_local
+from .local_jobs import environment, submit_local
 from .slurm import (
     NO_CONFIGURATION,
     NoSlurmError,

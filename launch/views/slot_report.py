@@ -20,8 +20,7 @@ from evals.encoders.encoder import Encoder
 from evals.report.plots import literal, save_figure
 from evals.slots.attend import Attended, filter_slots, gallery
 from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
-from sparo_train.core.files import write_whole
-from sparo_train.core.untrusted import escape_control_chars
+from sparo_train.core.files import escape_control_chars, write_whole
 
 _TILE_HEIGHT = 1.25  # of a tile with its title, where its picture is 1 at most
 _MAX_GALLERIES = 16  # slots with a gallery where nobody says which

@@ -9,9 +9,8 @@ from rich import box
 from rich.table import Table
 
 from evals.slots.mask_study import MaskRow, relative_change
-from evals.slots.paper_four import FourColumn
 from evals.slots.quality_measures import Quality
-from evals.slots.selection_report import ChoiceReport, Score
+from evals.slots.selection_report import ChoiceReport, FourColumn, Score
 
 from .terminal import out
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from sparo_train.core.errors import SparoError
+from sparo_train.core.files import escape_control_chars
 from sparo_train.core.logs import logging_to
-from sparo_train.core.untrusted import escape_control_chars
 from sparo_train.core.world import started
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, between, field
 
-from .gru import Gru, lecun_normal_
+from .slot_attention import Gru, lecun_normal_
 from .slot_config import SlotAttentionConfig
 
 

@@ -21,8 +21,7 @@ from sparo_train.data.read.sources import DataConfig, Source
 from sparo_train.models.precision import at_least_fp32
 from sparo_train.objectives.method import Method
 
-from .slot_examples import SlotExamples
-from .slot_tower import SlotTower, SlotTowerConfig, TowerOutput, refuse_signed
+from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, TowerOutput, refuse_signed
 
 
 class SetModelConfig(SlotTowerConfig):

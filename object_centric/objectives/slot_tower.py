@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
@@ -11,13 +13,16 @@ from torch import Tensor, nn
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
+from sparo_train.data.examples.image_transforms import eval_pixels, train_pixels
+from sparo_train.data.examples.samples import decode_image, image_bytes
+from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
+from sparo_train.data.read.sources import DataConfig, Source
 
 from ..encoders.convnet import ConvNetConfig, grid
 from ..encoders.transformer import TransformerConfig
-from ..grouping.gru import lecun_normal_
 from ..grouping.invariant import FrameConfig, InvariantSlotAttention
 from ..grouping.parallel_binder import ParallelBinder
-from ..grouping.slot_attention import ACTIVATIONS, SlotAttention
+from ..grouping.slot_attention import ACTIVATIONS, SlotAttention, lecun_normal_
 from ..grouping.slot_config import SlotAttentionConfig
 
 _UNSUPPORTED_WITH_FRAMES = (
@@ -185,3 +190,37 @@ class SlotTower(nn.Module):
             slots, positions, scales, attention = self.grouping(tokens, grid(side, tokens), noise)
             frames = positions, scales
         return TowerOutput(slots, attention.unflatten(-1, (side, side)), frames, features)
+
+
+class SlotExamples(Examples):
+    """Images, and the noise that their slots begin from, drawn with the sample's own stream.
+
+    Images that are not cropped at random (`crop_scale: [1, 1]`) are cut as evaluation cuts them, also where they are not square.
+    """
+
+    def __init__(self, config: DataConfig, model: SlotTowerConfig):
+        self.config, self.image_size, self.noise = config, model.image_size, model.noise
+
+    def prepare(
+        self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
+    ) -> Any:
+        c, size = self.config, self.image_size
+        image = decode_image(
+            image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None, c.pixel_range
+        )
+        on_stage("decode")
+        if c.crop_scale == (1.0, 1.0):
+            pixels = eval_pixels(image, size)
+            pixels = pixels[:, ::-1] if c.hflip > 0 and rng.random() < c.hflip else pixels
+        else:
+            pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
+        noise = rng.standard_normal(self.noise, dtype=np.float32)
+        on_stage("augment")
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), noise
+
+    def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        names = ("image", "noise")
+        return {
+            name: torch.from_numpy(np.stack(column))
+            for name, column in zip(names, zip(*examples, strict=True), strict=True)
+        }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparo_train.core.config import Frozen, field, resolve
 
-from ..objectives.slot_model import SlotModel, SlotModelConfig
+from ..objectives.slot_autoencoder import SlotModel, SlotModelConfig
 from ..tasks.slot_encoder import SlotEncoder
 from .spot import NAMES
 from .weight_reader import Tensors, open_weight_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparo_train.core.config import Frozen, field, resolve
 
-from ..objectives.slate_model import SlateModel, SlateModelConfig
+from ..objectives.slate import SlateModel, SlateModelConfig
 from ..tasks.slot_encoder import SlateEncoder
 from .spot import NAMES
 from .weight_reader import Tensors, open_weight_file

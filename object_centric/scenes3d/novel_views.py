@@ -18,12 +18,12 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
 from sparo_train.data.video.cameras import cut_lens
+from sparo_train.data.video.episode import FramesConfig
 from sparo_train.data.video.views import MultiViewScene
-from sparo_train.data.video.window import FramesConfig
 from sparo_train.objectives.method import Method
 
 from ..objectives.collapse import SlotCollapseConfig, mask_statistics
-from ..video.frame_transforms import FrameTransform
+from ..video.clip_examples import FrameTransform
 from .rays import Bounds, Rays, camera_rays, common_point
 from .scene_model import SceneModel, SceneModelConfig, posed_views
 

@@ -18,7 +18,7 @@ from ..encoders.transformer import TransformerConfig
 from ..grouping.parallel_binder import ParallelBinder
 from ..grouping.slot_attention import GroupingOutput, SlotAttention
 from ..grouping.slot_config import SlotAttentionConfig
-from ..video.recurrent import RecurrentSlots
+from ..video.video_tower import RecurrentSlots
 from .ray_decoder import RayDecoder, RenderedRays
 from .rays import Bounds, Rays, pixel_rays
 from .slot_mixer import SlotMixerConfig

@@ -1,4 +1,4 @@
-"""`task: masks`: how well a slot model's masks follow the objects of a set that says which pixel is whose."""
+"""Tasks of slot models on images: `masks`, `objects` and `reconstruction`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,53 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from evals.encoders.capabilities import MasksEncoder
+from evals.encoders.capabilities import DrawingEncoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
+from evals.sets.objects import REACH, WIDTH, attribute_columns
 from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
-from evals.tasks.objects import segmentation
+from evals.tasks.objects import average_precision, reconstruction, segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 from sparo_train.data.examples.image_transforms import eval_pixels
+
+
+class ObjectsTaskConfig(SetTaskConfig):
+    """Images whose `.json` has `objects` with position, size, material, shape and color."""
+
+    task: Literal["objects"] = field("objects", "a row of sparo.tasks")
+    match: average_precision.Match = field(
+        "nearest", "an object that is taken stays in the way (Locatello et al. 2020), or not: dspn (Zhang et al. 2022)"
+    )
+
+
+def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
+    """AP at six distances, of all images' predictions together."""
+    source = open_set(task, "objects")
+    encoder = scoring.encoder
+    assert isinstance(encoder, ObjectsEncoder)  # what offers `objects`
+    (features,) = scoring.features([source], task.workers, view=View("objects listed", encoder.objects, measured=True))
+
+    def score() -> Result:
+        predicted = [row.view(-1, WIDTH).numpy() for block in features.blocks(256) for row in block]
+        # An empty list is an image without objects, which has a place in the count all the same.
+        true = [np.asarray(fact).reshape(-1, WIDTH) for fact in features.facts]
+        if not sum(map(len, true)):
+            raise DataError(f"{source.root}: not one image has an object; average precision needs some")
+        return average_precision.score(predicted, true, attribute_columns(), 2 * REACH, task.match)
+
+    options = {"slots": scoring.encoder.slots, "distances": "world units, positions within 3"}
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
+
+
+OBJECTS = Task(
+    ObjectsTaskConfig, run_objects, lambda task: open_set(task, "objects").check(), needs=("objects",), facts="objects"
+)
 
 
 class MasksTaskConfig(SetTaskConfig):
@@ -100,4 +134,41 @@ MASKS = Task(
     facts="masks",
     incompatibility=lambda task, encoder: conditional_incompatibility(encoder),
     pictures="object_centric.pictures.evaluated:of_images",
+)
+
+
+class ReconstructionTaskConfig(SetTaskConfig):
+    """Images with `.mask.png`, whose masks are not looked at; so that one set serves both tasks."""
+
+    task: Literal["reconstruction"] = field("reconstruction", "a row of sparo.tasks")
+
+
+def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:
+    """MSE and PSNR of what is drawn; of features, the MSE alone."""
+    source = open_set(task, "masks")
+    encoder = scoring.encoder
+    assert isinstance(encoder, DrawingEncoder)  # what offers `drawing`
+    view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error, measured=True)
+    (features,) = scoring.features([source], task.workers, view=view)
+
+    def score() -> Result:
+        errors = np.concatenate([block[:, 0].numpy() for block in features.blocks(4096)])
+        return reconstruction.score(errors, encoder.numbers, encoder.draws == "pixels")
+
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, {"drawn": encoder.draws})
+
+
+def _incompatibility(task: ReconstructionTaskConfig, encoder: Any) -> str | None:
+    if not getattr(encoder, "frame_scores", ("mse",)):
+        return f"root: this model draws {encoder.draws}, and a still has none to compare with; score clips (task: video_masks)"
+    return conditional_incompatibility(encoder)
+
+
+RECONSTRUCTION = Task(
+    ReconstructionTaskConfig,
+    run_reconstruction,
+    lambda task: open_set(task, "masks").check(),
+    needs=("drawing",),
+    facts="masks",
+    incompatibility=_incompatibility,
 )

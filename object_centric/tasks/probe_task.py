@@ -13,9 +13,8 @@ from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
 from evals.sets.base import EvalSet, Limited, Transform
-from evals.sets.clip_set import ObjectClipSet
 from evals.sets.task_config import TaskConfig
-from evals.sets.view_set import ObjectViewSet
+from evals.sets.view_set import ObjectClipSet, ObjectViewSet
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import slot_probe

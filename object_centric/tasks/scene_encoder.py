@@ -14,7 +14,7 @@ from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import MappedPixels, Pixels
 from evals.sets.view_set import Views
-from evals.tasks.objects.similarity import ssim
+from evals.tasks.objects.reconstruction import ssim
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.video.cameras import cut_lens
 

@@ -19,10 +19,8 @@ from sparo_train.models.readout import Slots
 
 from ..decoders.broadcast import DecoderOutput
 from ..objectives.set_prediction import SetModel, SetPrediction
-from ..objectives.slate import Slate
-from ..objectives.slate_model import SlateModel
-from ..objectives.slot_autoencoder import SlotAutoencoder
-from ..objectives.slot_model import SlotModel
+from ..objectives.slate import Slate, SlateModel
+from ..objectives.slot_autoencoder import SlotAutoencoder, SlotModel
 from ..objectives.slot_tower import SlotTower, TowerOutput
 
 

@@ -14,8 +14,8 @@ from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
 from evals.sets.base import EvalSet, Limited
-from evals.sets.clip_set import ClipSet
 from evals.sets.task_config import TaskConfig
+from evals.sets.view_set import ClipSet
 from evals.suite.scoring import Scoring, attach_data_info
 from evals.suite.task import Task
 from evals.tasks.objects import clip_segmentation

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.config import Frozen, field
-from sparo_train.core.ring import Ring
+from sparo_train.core.distributed import Ring
 
 
 class ContrastConfig(Frozen):

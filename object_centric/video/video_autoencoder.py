@@ -1,4 +1,4 @@
-"""Object discovery in videos by reconstruction: every frame from its slots (Kipf et al. 2022; Singh et al. 2024, Section 3.1)."""
+"""Object discovery in videos by reconstruction, and SlotContrast (Manasyan et al. 2025), which adds a contrastive loss over time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, field
-from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
+from sparo_train.core.contracts import Batch, CoupledObjective, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
-from sparo_train.data.video.window import FramesConfig
+from sparo_train.data.video.episode import FramesConfig
 from sparo_train.objectives.method import Method
 
 from ..decoders.broadcast import Broadcast, DecoderOutput
 from ..encoders.convnet import grid
 from ..objectives.collapse import SlotCollapseConfig, mask_statistics
-from ..objectives.slot_autoencoder import refuse_cache_with_augmentation
-from ..objectives.slot_model import SlotModelConfig
+from ..objectives.slot_autoencoder import SlotModelConfig, refuse_cache_with_augmentation
 from ..objectives.slot_tower import refuse_signed
 from .clip_examples import ClipExamples
-from .contrast import SimilarityConfig, patch_similarity_loss
+from .contrast import ContrastConfig, SimilarityConfig, patch_similarity_loss, slot_contrast
 from .video_tower import TimedTower, TimedTowerConfig
 
 WIDTHS = {"pixels": 3, "flow": 3, "depth": 1, "flow_depth": 4}  # colours of each thing that is drawn
@@ -223,4 +222,47 @@ def clip_examples(config: Any, data: Any) -> ClipExamples:
 LOSS_KEYS = ("loss", "signed", "similarity", "model.target")
 METHOD = Method(
     VideoAutoencoderConfig, VideoAutoencoder, clip_examples, refuse_cache_with_augmentation, loss_keys=LOSS_KEYS
+)
+
+
+class SlotContrastConfig(VideoAutoencoderConfig):
+    kind: Literal["slot_contrast"] = field("slot_contrast", "a row of sparo.methods")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    contrast: ContrastConfig = field(ContrastConfig(), "what keeps slots with their objects")
+
+    @model_validator(mode="after")
+    def _two_frames(self) -> Self:
+        if self.frames.count < 2:
+            raise ValueError(
+                f"frames.count={self.frames.count}: a slot is told apart from others a frame before; give two or more"
+            )
+        return self
+
+
+class SlotContrast(CoupledObjective, VideoAutoencoder):
+    """Batches are those of `VideoAutoencoder`, whose loss is added to, and so is what is drawn."""
+
+    config: SlotContrastConfig
+
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Slots (b, T, K, D), errors (b,) of what is drawn, and masks (b, K, s, s) of first frames."""
+        # First frames alone: what is logged of masks is of images, not of videos.
+        output, errors, _ = self.errors(batch)
+        return output.slots, errors, output.decoded.masks[:: batch["video"].shape[1]]
+
+    def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
+        self._done = progress.step / max(progress.total_steps, 1)
+        slots, errors, masks = embeddings
+        contrast_loss = slot_contrast(slots, self.config.contrast)
+        # Masks count for nothing; what is kept between two forwards has to have a gradient.
+        total = errors.mean() + self.config.contrast.weight * contrast_loss + 0 * masks.sum()
+        return Loss(
+            total, {"drawn": errors.detach().mean(), "contrast": contrast_loss.detach(), **mask_statistics(masks)}
+        )
+
+    def forward(self, batch: Batch, progress: Progress) -> Loss:
+        return CoupledObjective.forward(self, batch, progress)
+
+
+SLOT_CONTRAST = Method(
+    SlotContrastConfig, SlotContrast, clip_examples, refuse_cache_with_augmentation, loss_keys=(*LOSS_KEYS, "contrast")
 )

@@ -11,13 +11,12 @@ from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Progress
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
-from sparo_train.data.video.window import FramesConfig
+from sparo_train.data.video.episode import FramesConfig
 from sparo_train.objectives.method import Method
 
 from ..encoders.convnet import ConvNetConfig
 from ..objectives.collapse import SlotCollapseConfig
-from ..objectives.slate import Slate
-from ..objectives.slate_model import SlateModel, SlateModelConfig, SlateOutput
+from ..objectives.slate import Slate, SlateModel, SlateModelConfig, SlateOutput
 from ..objectives.slot_autoencoder import refuse_cache_with_augmentation
 from .clip_examples import ClipExamples
 from .video_tower import TimedTower, TimedTowerConfig

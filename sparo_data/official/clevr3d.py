@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparo_train.core.errors import DataError
-from sparo_train.core.untrusted import read_bytes
+from sparo_train.core.files import read_bytes
 from sparo_train.data.video.cameras import look_at, parse_lens
 
 from .published import decode_array, to_label_map

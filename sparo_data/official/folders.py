@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.untrusted import is_safe_relative_path, read_bytes, read_json
+from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 
 from .clips import sanitize_key
 from .published import IGNORE, LEFT_OUT, PublishedScene, decode_array, to_label_map

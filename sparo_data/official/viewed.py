@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.core.untrusted import read_bytes, read_json
+from sparo_train.core.files import read_bytes, read_json
 from sparo_train.data.video.cameras import parse_lens, parse_pose
 
 from ..episodes import MAX_DEPTH, QuantizedArray, Video, quantize, scene_fields

@@ -17,7 +17,7 @@ from sparo_train.core.rng import generator
 
 from ..episodes import MAX_DEPTH, Video, boxes_of, quantize
 from ..tracer.render import F32, Body, Camera, Stage, rays, render
-from ..tracer.textures import Texture
+from ..tracer.solids import Texture
 from .object_scenes import RADII, radius_of, table_camera, texture
 from .physics import Motion, RigidBody, simulate
 from .scenes import COLORS

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
-from .solids import BOUNDS, HITS, Shape
-from .textures import Texture, apply_texture
+from .solids import BOUNDS, HITS, Shape, Texture, apply_texture
 
 F32 = NDArray[np.float32]
 _FAR = np.float32(1e9)

@@ -18,7 +18,6 @@ from pydantic_core import CoreSchema
 from .errors import ConfigError, did_you_mean
 from .recipe.config_keys import keys_named
 from .recipe.layers import Tree, without_null_entries
-from .recipe.renamed import new_name, with_new_names
 from .registry import NESTED
 
 
@@ -107,7 +106,11 @@ def resolve(model: type[C], tree: Tree, origin: str, stored: bool = False) -> C:
     Raises:
         ConfigError: lists every problem by dotted key, with near misses.
     """
-    tree = without_null_entries(model, with_new_names(model, tree) if stored else tree)
+    if stored:
+        from .recipe.renamed import with_new_names  # only files of older versions need the table
+
+        tree = with_new_names(model, tree)
+    tree = without_null_entries(model, tree)
     if (bad := next(_keys_with_nul(tree), None)) is not None:
         raise ConfigError(f"{origin}: {bad}: holds a NUL character, which no name or path has. Remove it.")
     try:
@@ -171,6 +174,8 @@ def _problem_line(model: Any, where: tuple[Any, ...], problem: Any, top: type[Ba
     dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
         # Near misses come from the block that was meant, not from the whole recipe.
+        from .recipe.renamed import new_name
+
         models = _models_at(model, tuple(problem["loc"])[:-1])
         renamed = next((name for m in models if (name := new_name(m, str(where[-1])))), None)
         if renamed is not None:

@@ -1,16 +1,99 @@
-"""Files that others may read at any moment."""
+"""Files: written whole or not at all, read within limits, and text of others with its control characters escaped."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
-from .errors import did_you_mean
+from .errors import ConfigError, SparoError, did_you_mean
+
+T = TypeVar("T")
+MAX_TEXT_BYTES = 64 << 20  # bytes of a text file that is read whole; the largest that we know of have a tenth
+# Control characters but line feed and tab, what turns the direction of writing, other line ends, and halves of surrogates.
+_CONTROL_CHARS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escape_control_chars(text: str) -> str:
+    """The text with what a terminal would obey made visible: ESC as `\\x1b`, a byte that is no UTF-8 as `\\xff`."""
+    return _CONTROL_CHARS.sub(lambda found: _escape(found.group()), text)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    if 0xDC80 <= number <= 0xDCFF:  # as Python reads file names
+        return f"\\x{number - 0xDC00:02x}"
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
+def read_bytes(path: str | Path, error: type[SparoError] = ConfigError, max_bytes: int | None = None) -> bytes:
+    """A file's content. A pipe or a device is refused: reading it might wait for ever.
+
+    Raises:
+        error: naming the file; it is missing, no regular file, cannot be read, or has more than `max_bytes` bytes.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123 a pipe would wait for a writer
+            # Asked of the open file, not of its name: it could be another by now.
+            file_stat = os.fstat(stream.fileno())
+            if not stat.S_ISREG(file_stat.st_mode):
+                raise error(f"{path}: is no regular file; give one that can be read from its beginning")
+            if max_bytes is not None and file_stat.st_size > max_bytes:
+                raise error(f"{path}: has {file_stat.st_size} bytes, over {max_bytes}; is it the file that you mean?")
+            return stream.read()
+    except (OSError, ValueError) as failed:  # a name with a NUL is a ValueError
+        why = failed.strerror if isinstance(failed, OSError) else failed
+        raise error(f"{path}: cannot be read ({why})") from None
+
+
+def read_text(path: str | Path, error: type[SparoError] = ConfigError, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """A file of UTF-8 text, as `read_bytes` reads it; line ends as they are read by `open`."""
+    data = read_bytes(path, error, max_bytes)
+    try:
+        # A byte-order mark is what editors on Windows leave.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as failed:
+        line = data.count(b"\n", 0, failed.start) + 1
+        raise error(f"{path}: line {line} is not UTF-8 ({failed.reason}); save it as UTF-8") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def is_safe_relative_path(name: object) -> bool:
+    """Whether this can be a file below a folder: names come from files of others, which may say anything."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character, as JSON can write one
+        return False
+    place = PurePath(name)
+    return not place.is_absolute() and ".." not in place.parts
+
+
+def read_json(
+    path: str | Path, kind: type[T], error: type[SparoError] = ConfigError, max_bytes: int = MAX_TEXT_BYTES
+) -> T:
+    """The JSON in a file, whose top level is a `kind` (dict or list). Raises `error` naming the file."""
+    return parse_json(read_text(path, error, max_bytes), str(path), kind, error)
+
+
+def parse_json(text: str, where: str, kind: type[T], error: type[SparoError] = ConfigError) -> T:
+    """JSON whose top level is a `kind`. Raises `error` naming `where`."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError) as failed:  # nesting without end is no ValueError
+        raise error(f"{where}: not valid JSON ({failed}); is it truncated?") from None
+    if not isinstance(value, kind):
+        raise error(f"{where}: holds a JSON {type(value).__name__}, and a {kind.__name__} was expected")
+    return value
+
 
 _MOST_NAMES = 200
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})

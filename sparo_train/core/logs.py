@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .untrusted import escape_control_chars
+from .files import escape_control_chars
 
 PACKAGES = ("sparo", "sparo_train", "sparo_data", "object_centric", "evals", "launch")
 # `logger.error(text, extra=FILE_ONLY)`: for what the terminal shows otherwise.

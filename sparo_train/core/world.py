@@ -1,12 +1,95 @@
-"""Which rank of how many a process is, read off the environment; nothing heavy is needed to know it."""
+"""The process: its rank and the world size that the launcher set, and signals as flags that the loop reads between steps."""
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 
-from .errors import ConfigError
+from .errors import ConfigError, StoppedError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+class StopFlag:
+    """Context manager: while open, the signals that ask a process to end set `received` instead of killing it.
+
+    SIGHUP comes from a terminal that is closed; under nohup, which has it ignored, it stays ignored.
+
+    A second Ctrl-C raises KeyboardInterrupt at once, for a user who will not wait for the step to end.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._old: dict[str, object] = {}
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        # Only of Ctrl-C: SLURM sends SIGTERM more than once by itself.
+        if name == "SIGINT" and self.received == "SIGINT":
+            raise KeyboardInterrupt
+        self.received = self.received or name
+
+    def number(self) -> int:
+        """0 where no signal came, else its place among those that stop a run, so that ranks can agree on one."""
+        return 0 if self.received is None else 1 + _NAMES.index(self.received)
+
+    @staticmethod
+    def name(number: int) -> str | None:
+        """The signal of `number`; None for 0."""
+        return _NAMES[number - 1] if number else None
+
+    def __enter__(self) -> StopFlag:
+        for name in _NAMES:
+            if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                self._old[name] = signal.signal(getattr(signal, name), self._handle)
+        _open.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _open.remove(self)
+        for name, old in self._old.items():
+            # Handed back, so that a notebook's own Ctrl-C works behind the run.
+            signal.signal(getattr(signal, name), old)  # type: ignore[arg-type]
+
+
+_open: list[StopFlag] = []
+
+
+def stop_here() -> None:
+    """Where long work may be left: raise `StoppedError` if a signal came to a `StopFlag` that is open. It is repeated after the resume."""
+    for flag in _open:
+        if flag.received is not None:
+            raise StoppedError(flag.received)
+
+
+def ignore_in_worker() -> None:
+    """Loader workers leave signals to the main process, which saves and then closes them; where it is killed, they go too.
+
+    A worker has the sockets of its rank open: as long as it lives, the other ranks do not notice that theirs died.
+    """
+    for name in _NAMES:
+        # A Ctrl-C at the terminal reaches the whole process group.
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Where the process that started this one is killed, the kernel ends this one, too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it was killed before the kernel was asked
+            os._exit(1)
+
 
 _STARTED: list[World] = []
 

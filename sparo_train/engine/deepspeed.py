@@ -19,8 +19,7 @@ from ..core.distributed import Ranks
 from ..core.errors import ConfigError
 from .device_context import Device
 from .engine_kind import Costs, EngineKind, Sizes, casts
-from .grad_norms import clip_per_tensor, total_norms
-from .optim import OptimConfig, build_optimizer, set_rates
+from .optim import OptimConfig, build_optimizer, clip_per_tensor, set_rates, total_norms
 from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, summed_norms
 from .zero import Zero
 

@@ -15,8 +15,7 @@ from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError, ConfigError
 from .device_context import Device, DeviceConfig
 from .engine_kind import EngineKind, replicated
-from .grad_norms import clip_global_norm, clip_per_tensor, total_norms
-from .optim import OptimConfig, build_optimizer, set_rates
+from .optim import OptimConfig, build_optimizer, clip_global_norm, clip_per_tensor, set_rates, total_norms
 from .shard_slices import Span, load_tensors, pieces_of
 
 

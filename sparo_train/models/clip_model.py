@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .clip_config import TRAINING, ClipConfig
-from .clip_towers import TextTower, VisionTower
-from .freezing import freeze
+from .clip_towers import TextTower, VisionTower, freeze
 from .readout import ReadOut, ReadOutPair
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from torch.nn import functional as F
 
 from ..core.contracts import Batch, CoupledObjective, Follow, Footprint, Loss, ParamGroups, Progress
 from ..core.errors import ConfigError, DataError
-from ..data.examples.image_text import ImageTextExamples
-from ..data.examples.tokenizer import VOCABULARY, ClipTokenizer
+from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamples
 from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
-from ..models.freezing import layer_of
+from ..models.clip_towers import layer_of
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_logits
 from .method import Method

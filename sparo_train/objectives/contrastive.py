@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.config import Frozen, field
-from ..core.ring import Ring
+from ..core.distributed import Ring
 
 Exchange = Literal["auto", "gather", "ring"]
 _TILE = 1 << 22  # logits of a tile

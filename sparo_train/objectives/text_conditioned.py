@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core.ring import Ring
+from ..core.distributed import Ring
 from ..models.readouts.flair import pool_by_text
 
 _TILE_ELEMENTS = 1 << 26  # elements of pooled images in one tile of texts

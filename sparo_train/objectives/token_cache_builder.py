@@ -16,11 +16,10 @@ from torch.utils.data import Dataset
 
 from ..core.contracts import DeviceContext
 from ..core.errors import BadSampleError, DataError, SparoError
-from ..data.read.sources import Source
-from ..data.read.storage import Storage
+from ..data.read.sources import Source, Storage
 from ..data.read.token_cache import TokenCache
 from ..data.read.workers import iterate_in_workers
-from ..models.freezing import layer_of
+from ..models.clip_towers import layer_of
 from ..models.weight_files.weights import weights_sha256
 
 _PART, _IMAGES, _TEXTS = 1024, 64, 256  # samples of a part; images and captions of a forward

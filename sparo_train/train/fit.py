@@ -22,9 +22,8 @@ from ..data.read.loader import Pipeline
 from ..data.read.plan import reading
 from ..data.read.sources import Source, refuse_changed
 from ..engine.optim import group_numbers
-from ..models.weight_files.weights import load_into
 from .build import build_engine, build_objective, build_pipeline, build_ranks
-from .flops import FlopCounter
+from .meter import FlopCounter
 from .run_config import RunConfig
 from .state import Display, Evaluate, NoDisplay, Outcome
 from .trainer import Trainer
@@ -195,6 +194,8 @@ def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
         if newest is None:
             raise CheckpointError(f"{start.checkpoint}: no complete checkpoint yet")
     if newest is not None:
+        from ..models.weight_files.weights import load_into  # most runs begin without weight files
+
         load_into(run.objective, read_part(newest, "model"), str(newest))
 
 

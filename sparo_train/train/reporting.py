@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics, a line for a human, the heartbeat, a profile. Nothing here may end it."""
+"""What a run reports: metrics, a line for the terminal, the heartbeat, and the scores of evaluated steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,10 +14,11 @@ from ..core.contracts import Batch, DataPipeline, Engine, Loss, Objective, StepR
 from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
-from .flops import FlopCounter, memory, utilisation
-from .meter import Meter, RunClock, average_over_ranks
+from ..core.errors import StoppedError
+from ..core.world import World
+from .meter import FlopCounter, Meter, RunClock, average_over_ranks, memory, utilisation
 from .run_config import LogConfig, ProfileConfig
-from .state import Display
+from .state import Display, Evaluate
 
 logger = logging.getLogger(__name__)
 
@@ -229,3 +230,47 @@ class Profile:
         except Exception as error:  # a profiler only reports
             self._running = None
             logger.warning(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")
+
+
+_SINGLE_RANK = Ranks(World(), "gloo", 0.0)
+
+
+class Evaluation:
+    """Steps are scored once, however often the run is stopped and goes on.
+
+    Args:
+        evaluate: scores the objective; None: nothing does.
+        every: steps between two; 0: only when asked.
+    """
+
+    def __init__(self, evaluate: Evaluate | None, every: int, engine: Engine, ranks: Ranks, reporter: Reporter):
+        self.evaluate, self.every, self.engine, self.ranks, self.reporter = evaluate, every, engine, ranks, reporter
+        self.scored: set[int] = set()
+
+    def due(self, step: int) -> bool:
+        """Whether it is this step's turn, and it has no scores yet."""
+        return bool(self.every and step and step % self.every == 0) and self.missing(step)
+
+    def missing(self, step: int) -> bool:
+        return self.evaluate is not None and step not in self.scored
+
+    def run(self, step: int) -> str | None:
+        """Score this step; returns the signal for which it was left: without a record, so that the resumed run begins with it."""
+        evaluate = self.evaluate
+        assert evaluate is not None
+        with self.engine.full_model() as model:
+            objective = cast(Objective, model)
+            try:
+                on_all_ranks = self.engine.replicated  # or the others have no model, and wait
+                scores = (
+                    # Each its share where all hold the model, so that no GPU waits for rank 0.
+                    evaluate(objective, step, self.ranks)
+                    if on_all_ranks
+                    else self.ranks.rank0_broadcast(lambda: evaluate(objective, step, _SINGLE_RANK))
+                )
+            except StoppedError as stopped:
+                return stopped.signal
+        self.reporter.write("eval", step, scores)
+        # Behind the record: a step that was left half scored is scored again.
+        self.scored.add(step)
+        return None

@@ -14,19 +14,14 @@ from ..core.disk.rundir import RunDir, environment
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, LostRankError, SparoError, SupersededError
 from ..core.rng import torch_seed
-from ..core.signals import StopFlag
+from ..core.world import StopFlag
 from ..data.read.bad_samples import BadSampleBudget
-from .checkpointing import Saver
-from .evaluation import Evaluation
-from .flops import FlopCounter
-from .grad_accumulation import gradients
-from .meter import RunClock
-from .rank_sync import RankSync
-from .reporting import Collector, Profile, Reporter
-from .resuming import resume
+from .checkpointing import Saver, resume
+from .meter import FlopCounter, RunClock
+from .reporting import Collector, Evaluation, Profile, Reporter
 from .run_config import RunConfig
-from .skipped_steps import SkippedSteps, refuse_diverged
 from .state import Display, Evaluate, Outcome, State
+from .step import RankSync, SkippedSteps, gradients, refuse_diverged
 
 
 class Trainer:

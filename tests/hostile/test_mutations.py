@@ -28,8 +28,7 @@ from launch.cli.main import app
 from launch.cli.process import call
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, SparoError
-from sparo_train.data.examples.image_text import ImageTextExamples
-from sparo_train.data.examples.tokenizer import ClipTokenizer
+from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
 from sparo_train.data.read import remote
 from sparo_train.data.read.shards import ShardReader, ShardsConfig, load_index
 from sparo_train.data.read.sources import DataConfig, open_source

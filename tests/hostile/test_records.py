@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.encoders.sparo_encoders import PixelEncoder
+from evals.feature_store.feature_table import Part, bounds_of, open_part, part_path, write_part
 from evals.feature_store.features import FeatureStore
-from evals.feature_store.parts import Part, bounds_of, open_part, part_path, write_part
 from evals.report.results_file import append, read_records
 from evals.sets.wds import WdsSet
 from evals.tasks.result import Result

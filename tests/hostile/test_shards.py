@@ -19,8 +19,8 @@ from open_clip.tokenizer import SimpleTokenizer
 from sparo_data.check import check_shard
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.examples.image_text import ClipTokenizer
 from sparo_train.data.examples.samples import MAX_WORD_CHARS, decode_image
-from sparo_train.data.examples.tokenizer import ClipTokenizer
 from sparo_train.data.read.shards import ShardsConfig, load_index
 from sparo_train.data.read.tar import scan, unpack
 from tests.helpers.samples import jpeg, sample

@@ -18,8 +18,8 @@ from sparo_train.engine.optim import AdamWConfig
 from sparo_train.objectives.contrastive import contrastive
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
 from sparo_train.train.checkpointing import Saver
-from sparo_train.train.grad_accumulation import gradients
 from sparo_train.train.run_config import RunConfig
+from sparo_train.train.step import gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import sample

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
-from sparo_train.core.ring import Ring
 from sparo_train.objectives import contrastive as module
 from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
 from tests.helpers.ranks import run_ranks

@@ -8,11 +8,9 @@ from torch.nn import functional as F
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig, learning_rate, weight_decay
-from sparo_train.models.dino_head import DinoHead, DinoHeadConfig
-from sparo_train.models.vit import Vit
+from sparo_train.models.vit import DinoHead, DinoHeadConfig, Vit
 from sparo_train.models.vit_config import DROP_RANGE, VitConfig
-from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
-from sparo_train.objectives.distillation import distillation
+from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig, distillation
 from tests.parity import official_dino as official
 
 CLS, SPARO = {"kind": "cls"}, {"kind": "sparo", "slots": 6, "slot_width": 8, "head_width": 8}

@@ -18,7 +18,7 @@ from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.train.build import build_objective
 from sparo_train.train.dry_run import dry_run
-from sparo_train.train.flops import FlopCounter
+from sparo_train.train.meter import FlopCounter
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import tiny_recipe

@@ -10,8 +10,8 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.train.build import build_engine, build_objective, build_pipeline
-from sparo_train.train.grad_accumulation import gradients
 from sparo_train.train.run_config import RunConfig
+from sparo_train.train.step import gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import slots_recipe
 from tests.parity.test_accumulate import DDP, FSDP2, engine_block

@@ -16,7 +16,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.freezing import layer_of
+from sparo_train.models.clip_towers import layer_of
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from evals.encoders.loading import run_weights
 from launch.commands.train import train
-from sparo_data.synthetic.object_sets import ObjectSetConfig, render_objects
+from sparo_data.synthetic.object_scenes import ObjectSetConfig, render_objects
 from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.writer import encode_image, write_wds_layout
 from sparo_train.core.disk import checkpoint_store as store

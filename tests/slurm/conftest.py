@@ -32,7 +32,7 @@ import importlib.machinery, os, signal, sys, time
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name != "sparo_train.train.grad_accumulation":
+        if name != "sparo_train.train.step":
             return None
         spec = super().find_spec(name, path, target)
         whole = spec.loader.exec_module

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from object_centric.grouping.inverted_attention import Tokens, inverted_attention
 from object_centric.scenes3d import radiance_field as field
+from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
-from sparo_train.core.ring import Ring
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive
 from tests.unit.test_scene_drawing import decoder

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from object_centric.grouping.binder_stream import BinderStream
 from object_centric.grouping.parallel_binder import ParallelBinder
 from object_centric.grouping.slot_config import SlotAttentionConfig
-from object_centric.objectives.slot_model import SlotModelConfig
+from object_centric.objectives.slot_autoencoder import SlotModelConfig
 
 B, T, N, K, D, IN = 2, 3, 5, 4, 8, 6
 

@@ -10,10 +10,9 @@ from scipy.stats import binom
 from evals.report import grid_text
 from evals.report import paper_tables as layouts
 from evals.report.compare import compare
-from evals.report.plots import relative_change
+from evals.report.plots import draw_curves, relative_change
 from evals.report.results_file import append, read_records, records_of
 from evals.report.seed_average import over_seeds
-from evals.report.selection_plot import draw_curves
 from evals.tasks import pairs, retrieval, zeroshot
 from evals.tasks.objects import reconstruction
 from evals.tasks.result import Result, bootstrap, format_metric, percentiles

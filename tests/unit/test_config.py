@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.views.resolved_recipe import resolved_lines
+from launch.views.sizes import resolved_lines
 from sparo_train.core.config import differences, dump, resolve
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import load_recipe, merge, origins, override

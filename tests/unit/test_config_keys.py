@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter
 
-from launch.cli.recipe_overrides import normalize_overrides
+from launch.cli.given_options import normalize_overrides
 from launch.commands.key_tables import example, examples, find_keys, page
 from launch.commands.recipes import find_recipe, shipped_recipes
 from sparo_train.core.errors import ConfigError

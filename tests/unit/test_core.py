@@ -18,13 +18,11 @@ from sparo_train.core.config import Frozen, resolve, resumable_field
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics, pieces
 from sparo_train.core.disk.pieces import Piece
-from sparo_train.core.disk.run_lease import RunLease
-from sparo_train.core.disk.rundir import RunDir
+from sparo_train.core.disk.rundir import RunDir, RunLease
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, SupersededError, TrainingError
 from sparo_train.core.rng import generator, torch_seed
-from sparo_train.core.signals import StopFlag
-from sparo_train.core.world import World
+from sparo_train.core.world import StopFlag, World
 from sparo_train.train.checkpointing import Saver
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged
@@ -341,7 +339,7 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
 
 def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr("sparo_train.core.disk.run_lease.time.sleep", waits.append)
+    monkeypatch.setattr("sparo_train.core.disk.rundir.time.sleep", waits.append)
     (tmp_path / "owner.json").write_text("{")
     with pytest.raises(TrainingError, match=r"owner\.json: cannot be read"):
         RunLease(tmp_path, "x").check()

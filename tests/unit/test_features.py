@@ -14,8 +14,8 @@ from PIL import Image
 from torch import nn
 
 from evals.encoders.encoder import Encoder, TextEncoder
-from evals.encoders.masked import MaskedEncoder, masked
 from evals.encoders.pixels import Pixels
+from evals.encoders.selection import MaskedEncoder, masked
 from evals.encoders.sparo_encoders import ClipEncoder, PixelEncoder
 from evals.feature_store.feature_table import View
 from evals.feature_store.features import BatchSize, FeatureStore

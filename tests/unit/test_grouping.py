@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from object_centric.grouping.gru import Gru
 from object_centric.grouping.invariant import FrameConfig, InvariantSlotAttention
-from object_centric.grouping.slot_attention import SlotAttention
+from object_centric.grouping.slot_attention import Gru, SlotAttention
 from object_centric.grouping.slot_config import PRESETS, SlotAttentionConfig
 
 B, N, IN, K, D = 2, 9, 6, 3, 8

@@ -23,9 +23,8 @@ from sparo_data.bench import bench
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.contracts import Cursor
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, WorkerLostError
-from sparo_train.data.examples.image_text import ImageTextExamples
+from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
 from sparo_train.data.examples.samples import image_bytes
-from sparo_train.data.examples.tokenizer import ClipTokenizer
 from sparo_train.data.read import workers
 from sparo_train.data.read.bad_samples import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams

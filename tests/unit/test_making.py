@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.sets.set_texts import lines
+from evals.sets.base import lines
 from evals.sets.wds import WdsSet
 from launch.cli.main import app
 from launch.cli.process import call
-from launch.views.check_report import check_lines
+from launch.views.progress import check_lines
 from launch.views.terminal import Terminal
 from sparo_data import emoji as emoji_module
 from sparo_data.check import check

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evals.sets.object_facts import object_annotations
+from evals.sets.objects import object_annotations
 from sparo_data.episodes import episode_fields
 from sparo_data.official import clips
 from sparo_data.official.formats import convert_published, find_source_files

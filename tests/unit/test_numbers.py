@@ -10,10 +10,9 @@ from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.recipe.layers import override
-from sparo_train.train import flops
+from sparo_train.train import meter as flops
 from sparo_train.train.build import build_objective, build_pipeline
-from sparo_train.train.flops import FlopCounter, memory, utilisation
-from sparo_train.train.meter import average_over_ranks
+from sparo_train.train.meter import FlopCounter, average_over_ranks, memory, utilisation
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.recipes import tiny_recipe
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sparo_data.synthetic.object_scenes import ROOM_TESTS, object_scene
-from sparo_data.synthetic.object_sets import ObjectSetConfig, render_objects
+from sparo_data.synthetic.object_scenes import ROOM_TESTS, ObjectSetConfig, object_scene, render_objects
 from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.tracer.render import project
-from sparo_data.tracer.textures import PATTERNS, Texture, apply_texture
+from sparo_data.tracer.solids import PATTERNS, Texture, apply_texture
 from sparo_train.core.errors import DataError
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source

@@ -12,13 +12,12 @@ import torch
 from open_clip.transform import image_transform
 from PIL import Image, features
 
-from evals.encoders.masked import MaskedEncoder
 from evals.encoders.pixels import LibraryPixels, MappedPixels, Pixels
+from evals.encoders.selection import MaskedEncoder
 from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets import base
-from evals.sets.base import open_image, read_batches
+from evals.sets.base import lines, open_image, read_batches
 from evals.sets.image_files import FileSet
-from evals.sets.set_texts import lines
 from evals.slots.overlay import image_crop
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples import image_transforms as thin

@@ -12,7 +12,7 @@ import pytest
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import DataError
 from sparo_train.data.read import remote
-from sparo_train.data.read.shard_lists import find_shards
+from sparo_train.data.read.remote import find_shards
 from sparo_train.data.read.shards import ShardReader, load_index
 from tests.helpers.samples import sample
 

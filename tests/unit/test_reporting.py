@@ -21,10 +21,10 @@ from sparo_train.core.world import World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.readouts.pooling import MeanPool
-from sparo_train.train.grad_accumulation import _weighted_backward
 from sparo_train.train.meter import average_over_ranks
 from sparo_train.train.reporting import Reporter
 from sparo_train.train.run_config import LogConfig, RunConfig
+from sparo_train.train.step import _weighted_backward
 from tests.helpers.logs import logged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import tiny_recipe

@@ -12,6 +12,7 @@ from PIL import Image
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
+from sparo_train.data.examples.image_text import ClipTokenizer, decode_words
 from sparo_train.data.examples.image_transforms import (
     Crop,
     eval_pixels,
@@ -20,7 +21,6 @@ from sparo_train.data.examples.image_transforms import (
     train_pixels,
 )
 from sparo_train.data.examples.samples import caption, decode_image, missing_caption_keys
-from sparo_train.data.examples.tokenizer import ClipTokenizer, decode_words
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
 from tests.helpers.samples import jpeg

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from object_centric.scenes3d.field_layers import TileRows
 from object_centric.scenes3d.nerf import NerfConfig
 from object_centric.scenes3d.radiance_field import Points
-from object_centric.scenes3d.ray_broadcast import RayBroadcastConfig
+from object_centric.scenes3d.ray_decoder import RayBroadcastConfig
 from object_centric.scenes3d.rays import Rays, fourier_features
 from object_centric.scenes3d.slot_mixer import SlotMixerConfig
 from sparo_train.core.config import resolve

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from evals.suite.task import IncompatibleTaskError, check_compatible
-from evals.tasks.objects.similarity import ssim
+from evals.tasks.objects.reconstruction import ssim
 from evals.tasks.objects.view_scores import ViewedClip, scene_scores, score
 from object_centric.objectives.collapse import mask_statistics
 from object_centric.pictures.scene_sheets import orbit_poses, scene_sheet, turntable

@@ -19,8 +19,8 @@ from sparo_train.core.rng import generator
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, Source
 from sparo_train.data.video.cameras import convert_pose, cut_lens, look_at, parse_lens, parse_pose
+from sparo_train.data.video.episode import FramesConfig
 from sparo_train.data.video.views import MultiViewScene, is_scene
-from sparo_train.data.video.window import FramesConfig
 
 SMALL = MultiViewSetConfig(size=24, frames=3, train=1, test=1)
 

@@ -9,12 +9,11 @@ import pytest
 from PIL import Image
 
 from evals.sets import captions as caption_sets
-from evals.sets.base import Limited, Pair
+from evals.sets.base import Limited, Pair, published
 from evals.sets.captions import SPLITS, KarpathySet, SugarCrepeSet
 from evals.sets.image_files import ImageNetSet, ObjectNetSet, imagenet_templates, wordnet_ids
 from evals.sets.library import ClevrSet
 from evals.sets.open_set import open_set
-from evals.sets.set_texts import published
 from evals.sets.wds import WdsSet
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
@@ -351,7 +350,7 @@ def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path
 
 
 def test_pairs_survive_being_stored():
-    from evals.feature_store.parts import fact_of
+    from evals.feature_store.feature_table import fact_of
 
     pairs = [Pair("swap_obj", "a", "b", "3")]
     assert fact_of(json.loads(json.dumps(pairs))) == pairs

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.read.shard_lists import find_shards
+from sparo_train.data.read.remote import find_shards
 from sparo_train.data.read.shards import ShardReader, ShardsConfig, load_index
 from sparo_train.data.read.sources import fingerprint, open_source, refuse_changed
 from sparo_train.data.read.tar import scan, split_key, unpack, unpack_any

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from evals.tasks.objects import reconstruction
 from object_centric.decoders.autoregressive import AutoregressiveConfig, AutoregressiveDecoder
 from object_centric.decoders.dvae import Dvae, DvaeConfig, gumbel_softmax, sample_gumbel
-from object_centric.objectives.slate import Slate, SlateConfig
-from object_centric.objectives.slate_model import SlateModelConfig
-from object_centric.objectives.slot_model import SlotModelConfig
+from object_centric.objectives.slate import Slate, SlateConfig, SlateModelConfig
+from object_centric.objectives.slot_autoencoder import SlotModelConfig
 from object_centric.scenes3d.rays import Rays
 from object_centric.scenes3d.slot_mixer import SlotMixer, SlotMixerConfig
 from sparo_train.core.contracts import Progress

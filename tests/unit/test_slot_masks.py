@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evals.slots.masks import Factors, MaskTraining, factors, loss, mask_of, train_mask
-from evals.slots.quality import effective_number, monosemanticity, redundancy, sharpness, similarity
+from evals.slots.mask_study import Factors, MaskTraining, factors, loss, mask_of, train_mask
+from evals.slots.quality_measures import effective_number, monosemanticity, redundancy, sharpness, similarity
 from tests.unit.test_slot_studies import N, U, V
 
 

@@ -8,14 +8,17 @@ from PIL import Image
 from torch.nn import functional as F
 
 from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Upsample, fourier_features
-from object_centric.encoders.convnet import ConvNet, ConvNetConfig, grid, same_padded
+from object_centric.encoders.convnet import ConvNet, ConvNetConfig, ResNet34Config, grid, same_padded
 from object_centric.encoders.frozen import FrozenConfig
-from object_centric.encoders.resnet import ResNet34Config
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.objectives.collapse import SlotCollapseConfig, fixity
 from object_centric.objectives.set_prediction import SetPredictionConfig
-from object_centric.objectives.slot_autoencoder import SlotAutoencoder, SlotAutoencoderConfig
-from object_centric.objectives.slot_model import SlotModel, SlotModelConfig
+from object_centric.objectives.slot_autoencoder import (
+    SlotAutoencoder,
+    SlotAutoencoderConfig,
+    SlotModel,
+    SlotModelConfig,
+)
 from object_centric.objectives.slot_tower import SlotTower, SlotTowerConfig
 from object_centric.tasks.mask_task import transform_mask
 from object_centric.tasks.slot_encoder import slot_encoder

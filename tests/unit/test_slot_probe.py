@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from evals.sets.clip_set import ClipSet, ObjectClipSet
+from evals.sets.view_set import ClipSet, ObjectClipSet
 from evals.tasks.objects.slot_probe import ProbedClip, assign_slots, fit_ridge, match_slots, score
 from object_centric.tasks.probe_task import SLOT_PROBE
 from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from evals.encoders.encoder import TwoTowerEncoder
 from evals.encoders.heads import SelectedHeads, heads_of
-from evals.encoders.masked import masked
 from evals.encoders.pixels import Pixels
-from evals.encoders.selection import Selection, of_numbers, read_selection, selected, write_selection
+from evals.encoders.selection import Selection, masked, of_numbers, read_selection, selected, write_selection
 from evals.slots.units import units_of
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip

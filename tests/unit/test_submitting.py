@@ -13,9 +13,8 @@ import yaml
 
 from launch.cli.node import perform
 from launch.jobs.clusters import load_cluster
-from launch.jobs.environment import inherited
 from launch.jobs.job import GPUS, Element
-from launch.jobs.local_jobs import local_alive
+from launch.jobs.local_jobs import inherited, local_alive
 from launch.jobs.records import Records
 from launch.jobs.snapshot import take_snapshot
 from launch.jobs.status import cancel, statuses

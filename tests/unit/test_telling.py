@@ -5,9 +5,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from evals.slots.attend import Attended
+from evals.slots.attend import Attended, informative_slots, word_profiles
 from evals.slots.overlay import ImageCrop, overlay, spotlight
-from evals.slots.word_profiles import informative_slots, word_profiles
 from evals.tasks.result import Result
 from launch.views.results_table import heading, results_table
 from launch.views.terminal import out

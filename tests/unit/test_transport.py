@@ -262,7 +262,7 @@ def test_knobs_that_do_not_go_together_are_refused(told):
 
 
 def test_without_pot_exact_plans_are_refused_at_the_start(monkeypatch):
-    monkeypatch.setattr("object_centric.grouping.transport_attention.find_spec", lambda name: None)
+    monkeypatch.setattr("object_centric.grouping.transport.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"exact=sum: needs POT; pip install -e '\.\[transport\]'"):
         built("sa_emd")
 

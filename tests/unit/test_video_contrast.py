@@ -14,8 +14,13 @@ from object_centric.video.contrast import (
     patch_similarity_loss,
     slot_contrast,
 )
-from object_centric.video.slot_contrast import SlotContrast, SlotContrastConfig
-from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, VideoModelConfig
+from object_centric.video.video_autoencoder import (
+    SlotContrast,
+    SlotContrastConfig,
+    VideoAutoencoder,
+    VideoAutoencoderConfig,
+    VideoModelConfig,
+)
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError

@@ -25,9 +25,8 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import open_source
-from sparo_train.data.video.episode import Episode
+from sparo_train.data.video.episode import Episode, FramesConfig
 from sparo_train.data.video.views import MultiViewScene
-from sparo_train.data.video.window import FramesConfig
 
 MOVI = (
     Path(__file__).parents[1] / "data/movi_tiny-train.tfrecord-00000-of-00001"

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from evals.feature_store.features import FeatureStore
-from evals.sets.clip_set import ClipSet
+from evals.sets.view_set import ClipSet
 from evals.suite.suite import Suite
 from evals.suite.task import IncompatibleTaskError, check_compatible
 from evals.tasks.objects.clip_segmentation import MaskedClip, clip_scores, score
@@ -18,16 +18,15 @@ from object_centric.grouping.pooled import PooledTransformer
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.pictures.panels import ClipPanel, clip_sheet
 from object_centric.scenes3d.scene_model import PerFrameSlots
-from object_centric.tasks.mask_task import MasksTaskConfig
+from object_centric.tasks.mask_task import MasksTaskConfig, ReconstructionTaskConfig
 from object_centric.tasks.probe_task import SlotProbeTaskConfig
-from object_centric.tasks.reconstruction_task import ReconstructionTaskConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
 from object_centric.tasks.video_task import EveryFrame, VideoMasksTaskConfig
 from object_centric.tasks.view_task import ViewMasksTaskConfig
 from object_centric.video.clip_examples import ClipExamples
-from object_centric.video.recurrent import RecurrentSlots
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, VideoModelConfig
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
+from object_centric.video.video_tower import RecurrentSlots
 from sparo_data.episodes import episode_fields
 from sparo_data.synthetic.video_scenes import episode
 from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos

@@ -11,8 +11,7 @@ from object_centric.encoders.transformer import TransformerConfig
 from object_centric.grouping.slot_attention import SlotAttention
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.tasks.video_encoder import VideoEncoder, VideoSlateEncoder
-from object_centric.video.clip_examples import ClipExamples
-from object_centric.video.frame_transforms import FrameTransform, flow_colours
+from object_centric.video.clip_examples import ClipExamples, FrameTransform, flow_colours
 from object_centric.video.video_autoencoder import VideoAutoencoder, VideoAutoencoderConfig, target_planes
 from object_centric.video.video_slate import VideoSlate, VideoSlateConfig
 from object_centric.video.video_tower import Hint, HintConfig, boxes_from_labels

@@ -1,28 +1,80 @@
-"""Panels of slot models, images, masks, what is drawn, and every slot alone, as one picture: `sparo slots panels`."""
+"""Pages of pictures: panels of slot models with images, masks and slots; contact sheets of scenes seen by several cameras."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from jinja2 import Environment
 
 from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.loading import load_encoder
-from evals.report.results_file import refuse_unwritable
+from evals.report.results_file import refuse_unwritable, whole_records
 from evals.sets.base import decode_image
 from evals.sets.task_config import TaskConfig
 from evals.slots.eval_inputs import open_images
 from evals.suite.evaluate import tasks_for
+from evals.tasks.result import format_metric
 from object_centric.pictures.evaluated import clip_panels, image_panels
 from object_centric.pictures.panels import Panel, clip_animation, clip_sheet, panels, save_animation, save_sheet
+from object_centric.pictures.scene_sheets import read_sample, scene_sheet, turntable
+from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.slot_encoder import MaskingEncoder
 from object_centric.tasks.video_encoder import TimedEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig
+from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.untrusted import read_bytes
+from sparo_train.core.files import escape_control_chars, read_bytes, write_whole
 
+from ... import views
 from ..slot_work import SlotOptions
-from .picture_page import PageRow, write_page
+
+
+class PageRow(NamedTuple):
+    """A sample's key, and its pictures: file names beside the page, and what each shows."""
+
+    key: str
+    pictures: Sequence[tuple[str, str]]
+
+
+def write_page(
+    out: Path, checkpoint: str, task: str, title: str, summary: str, note: str, rows: Sequence[PageRow]
+) -> Path:
+    """Write OUT/report.html; returns its path."""
+    template = (Path(views.__file__).parent / "pictures.html.jinja").read_text(encoding="utf-8")
+    # Keys and names are others' texts, and the page is opened in a browser.
+    page = Environment(autoescape=True).from_string(template)
+    escaped_rows = [
+        PageRow(escape_control_chars(row.key), [(name, escape_control_chars(alt)) for name, alt in row.pictures])
+        for row in rows
+    ]
+    place = out / "report.html"
+    write_whole(
+        place,
+        page.render(
+            title=escape_control_chars(title),
+            said=summary,
+            note=note,
+            rows=escaped_rows,
+            scores=_scores(Path(checkpoint), task),
+        ),
+    )
+    return place
+
+
+def _scores(run: Path, task: str) -> list[tuple[str, str]]:
+    """What the run itself was last scored with on this task, the whole of it; empty where it was not."""
+    if not (run / "evals/results.jsonl").is_file():
+        return []
+    results = [record.result for record in whole_records(run) if record.task == task]
+    rows = [
+        (name, format_metric(name, value, unit=True))
+        for result in results[-1:]
+        for name, value in result.metrics.items()
+    ]
+    return [*rows, *(("n", str(result.n)) for result in results[-1:])]
 
 
 def draw_panels(
@@ -109,3 +161,45 @@ def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfi
         raise ConfigError(f"--task {task_name}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
     (task,) = tasks.values()
     return task
+
+
+def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Path, options: SlotOptions) -> list[Path]:
+    """Write report.html and its pictures; returns their paths.
+
+    Raises:
+        ConfigError: a checkpoint or a task that is not of posed scenes.
+    """
+    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(encoder, SceneEncoder):
+        raise ConfigError(
+            f"{checkpoint}: draws no views; train with objective.kind=novel_views, or use `sparo slots panels`"
+        )
+    task = one_task(checkpoint, task_name, options)
+    if not isinstance(task, ViewMasksTaskConfig):
+        raise ConfigError(f"--task {task_name}: is not of posed views; name a task of kind view_masks")
+    source, num_input_views = open_views(task), task.num_context_views or encoder.trained_views
+    # Before minutes of drawing, not behind them.
+    refuse_unwritable(out, "--out")
+    paths, rows = [out / "report.html"], []
+    count = min(scenes, len(source))
+    for number in range(count):
+        key, posed, true = read_sample(encoder, source, number * len(source) // count)
+        sheet, moving = out / f"scene-{number}.png", out / f"turntable-{number}.webp"
+        save_sheet(scene_sheet(encoder, posed, true, num_input_views, tile, task.context_frames), sheet)
+        save_animation(turntable(encoder, posed, num_input_views, tile=tile, window=task.context_frames), moving, fps=8)
+        alts = (
+            f"A turn around scene {key}: all slots, then each alone",
+            f"Views of scene {key}: true, masks, drawn, and every slot alone",
+        )
+        rows.append(PageRow(key, list(zip((moving.name, sheet.name), alts, strict=True))))
+        paths += [sheet, moving]
+    write_page(
+        out,
+        checkpoint,
+        task_name,
+        f"Scenes of {checkpoint}",
+        f"Scenes of {task_name}: {count}. Slots are made of the first {num_input_views} views of each time; the others are held out.",
+        "A slot alone is drawn on white: of radiance fields as if there were no other, else by its share of each ray.",
+        rows,
+    )
+    return paths

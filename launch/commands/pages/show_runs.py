@@ -15,7 +15,7 @@ from evals.sets.base import decode_image
 from evals.slots.attend import Attended, attend, captions_of
 from evals.slots.eval_inputs import open_images
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.untrusted import read_bytes
+from sparo_train.core.files import read_bytes
 
 from ...views.progress import Bar
 from ...views.slot_report import CaptionedImage, write_report

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from ..untrusted import is_safe_relative_path
+from ..files import is_safe_relative_path
 
 if TYPE_CHECKING:
     from torch import Tensor

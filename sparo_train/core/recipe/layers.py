@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from ..errors import ConfigError, did_you_mean
-from ..untrusted import read_text
+from ..files import read_text
 from .config_keys import Entries, RegistryBlock, child_shape, keys_named, value_text
 from .recipe_yaml import parse_yaml
 

@@ -22,11 +22,10 @@ import numpy as np
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
-from ...core.untrusted import read_bytes
-from .data_commands import remedy
+from ...core.files import read_bytes
 from .decoding import suffixes
-from .sources import SourceConfig, SourceKind
-from .storage import Storage
+from .remote import remedy
+from .sources import SourceConfig, SourceKind, Storage
 
 _PART = 1000
 # Captions and annotations, and files of file managers: not counted as left-out pictures.

@@ -22,12 +22,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
-from ...core.files import cache_folder, write_whole
-from ...core.untrusted import read_text
-from .remote import RemoteFile, filesystem_of, with_retries
-from .shard_lists import find_shards
-from .sources import SourceConfig, SourceKind
-from .storage import Storage
+from ...core.files import cache_folder, read_text, write_whole
+from .remote import RemoteFile, filesystem_of, find_shards, with_retries
+from .sources import SourceConfig, SourceKind, Storage
 from .tar import ShardIndex, scan, unpack
 
 

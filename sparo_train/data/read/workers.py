@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ...core.errors import ConfigError, SparoError, WorkerLostError
-from ...core.signals import ignore_in_worker
+from ...core.world import ignore_in_worker
 
 _LONGEST_FOLDER = 107 - len("/listener-12345678")  # bytes; a socket's path has 107
 _LOOK = 5.0  # seconds without an item after which workers are looked at

@@ -1,14 +1,4 @@
-"""An episode in a shard: a member per frame and plane, so that a clip decodes its own frames alone.
-
-    000.png (jpg, webp)   frame 0 in colour           boxes.npy  (T, K, 4) fp32: top, left, bottom, right in 0..1; zeros: not seen
-    000.mask.png          an object's number per      json       `ranges` of depth and flows, `objects`, `camera`, …
-                          pixel, 0 for none
-    000.depth.png         16 bits, in `ranges.depth`: distance along the ray
-    000.flow.png          16 bits, in `ranges.flow`: rows above columns (2H, W), pixels to where the point was a frame before
-    000.forward.png       the same of `ranges.forward`, to where it will be a frame later
-
-Videos of others, as videosaur and SlotContrast have them, are read as they lie: `video.npy` (T, H, W, 3) and `segmentations.npy` (T, H, W).
-"""
+"""An episode in a shard: a member per frame and plane, so that a clip decodes only its own frames; and the choice of a clip's frames."""
 
 from __future__ import annotations
 
@@ -18,13 +8,47 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from PIL import Image
 
+from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
 from ..read.decoding import TRAINING, PixelRange, decode
+
+
+class FramesConfig(Frozen):
+    """Of an episode's frames a clip takes so many, at equal steps."""
+
+    count: int = field(6, "T, of a clip", gt=0, le=10_000)
+    stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
+        (1, 1), "frames from one to the next: drawn between these, as far as the episode is long enough"
+    )
+    starts: Literal["any", "tiles"] = field(
+        "any", "where clips begin: anywhere, or at multiples of their own length (SAVi's random strided window)"
+    )
+
+    def window(self, length: int, rng: np.random.Generator) -> range:
+        """Frames of a clip of an episode of `length`.
+
+        Raises:
+            BadSampleError: the episode is too short.
+        """
+        low, high = self.stride
+        if self.reach(low) > length:
+            raise BadSampleError(f"shorter than frames.count={self.count}" + (f" at stride {low}" if low > 1 else ""))
+        # The largest stride that still fits: short episodes give slow clips, not none.
+        most = min(high, (length - 1) // (self.count - 1)) if self.count > 1 else high
+        stride = int(rng.integers(low, most + 1))
+        last, step = length - self.reach(stride), self.reach(stride) if self.starts == "tiles" else 1
+        start = step * int(rng.integers(0, last // step + 1))
+        return range(start, start + self.reach(stride), stride)
+
+    def reach(self, stride: int) -> int:
+        """Frames from a clip's first to its last, both counted."""
+        return (self.count - 1) * stride + 1
+
 
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...core.config import resolve
 from ...core.errors import CheckpointError
+from ...core.files import read_json
 from ...core.registries import READOUTS
-from ...core.untrusted import read_json
 from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 
 # open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
