@@ -64,11 +64,13 @@ def literal_nerf(module: Nerf, slots: Tensor, rays: Rays) -> Tensor:
     at = rays.origins[:, :, None] + places[..., :-1, None] * rays.directions[:, :, None]
     density, colour = [], []
     for slot in slots.unbind(1):
-        h = blocks(field.seen, field.place(positional_encoding(at, c.fourier_bands, c.reach)) + slot[:, None, None])
+        h = blocks(
+            field.density_mlp, field.position(positional_encoding(at, c.fourier_bands, c.reach)) + slot[:, None, None]
+        )
         ahead = rays.directions[:, :, None].expand_as(at)
         turned = field.direction(positional_encoding(ahead, c.fourier_bands, 1.0))
         density.append((F.relu if field.density_activation == "relu" else F.softplus)(field.density(h)))
-        colour.append(torch.sigmoid(field.colour(blocks(field.tinted, h + turned))))
+        colour.append(torch.sigmoid(field.colour(blocks(field.colour_mlp, h + turned))))
     total = torch.stack(density).sum(0)
     mixed = (torch.stack(density) * torch.stack(colour)).sum(0) / total.clamp(min=1e-30)
     alpha = 1 - torch.exp(-total[..., 0] * (places[..., 1:] - places[..., :-1]))

@@ -85,14 +85,14 @@ class Broadcast(nn.Module):
         out: colours, or features, of a pixel or patch.
     """
 
-    adamw_only_parameters = ("places",)
+    adamw_only_parameters = ("pos_embed",)
 
     def __init__(self, config: BroadcastConfig, width: int, image_size: int, out: int = 3):
         super().__init__()
         self.config, self.side, self.image_size = config, config.side(image_size), image_size
         c = config
         if c.kind == "patch":
-            self.places = nn.Parameter(0.02 * torch.randn(self.side**2, width))
+            self.pos_embed = nn.Parameter(0.02 * torch.randn(self.side**2, width))
         else:
             self.position = nn.Linear(2 + 4 * c.fourier_bands, width)
         if c.kind != "cnn":
@@ -127,7 +127,7 @@ class Broadcast(nn.Module):
         slots = slots if norms is None else norms[0](slots)
         # Added after the projection, in fp32: bf16 tells places apart by 1/256 alone, and neighbours would have one.
         pos_embed = (
-            self.places
+            self.pos_embed
             if self.config.kind == "patch"
             else in_fp32(self.position, fourier_features(grid, self.config.fourier_bands))
         )

@@ -144,7 +144,7 @@ class ResNet34(nn.Module):
     def __init__(self, config: ResNet34Config):
         super().__init__()
         wide = config.root_width
-        self.root = nn.Conv2d(3, wide, 3, bias=False)
+        self.stem = nn.Conv2d(3, wide, 3, bias=False)
         self.norm = nn.GroupNorm(config.groups, wide, eps=1e-6)
         blocks: list[nn.Module] = []
         for stage, count in enumerate(_BLOCKS):
@@ -155,25 +155,27 @@ class ResNet34(nn.Module):
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.norm(self.root(same_padded(x, 3, 1)))).permute(0, 2, 3, 1)
+        return self.blocks(self.norm(self.stem(same_padded(x, 3, 1)))).permute(0, 2, 3, 1)
 
 
 class _Block(nn.Module):
     def __init__(self, wide: int, out: int, stride: int, groups: int):
         super().__init__()
         self.stride = stride
-        self.first, self.second = nn.Conv2d(wide, out, 3, stride, bias=False), nn.Conv2d(out, out, 3, bias=False)
+        self.conv1, self.conv2 = nn.Conv2d(wide, out, 3, stride, bias=False), nn.Conv2d(out, out, 3, bias=False)
         self.norms = nn.ModuleList(nn.GroupNorm(groups, out, eps=1e-6) for _ in range(2))
         nn.init.zeros_(self.norms[1].weight)  # type: ignore[arg-type]  a block begins as what it is added to
-        self.across = self.across_norm = None
+        self.downsample = self.downsample_norm = None
         if stride != 1 or wide != out:
-            self.across, self.across_norm = (
+            self.downsample, self.downsample_norm = (
                 nn.Conv2d(wide, out, 1, stride, bias=False),
                 nn.GroupNorm(groups, out, eps=1e-6),
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norms[0](self.first(same_padded(x, 3, self.stride))))
-        y = self.norms[1](self.second(same_padded(y, 3, 1)))
-        shortcut = x if self.across is None or self.across_norm is None else self.across_norm(self.across(x))
+        y = F.relu(self.norms[0](self.conv1(same_padded(x, 3, self.stride))))
+        y = self.norms[1](self.conv2(same_padded(y, 3, 1)))
+        shortcut = (
+            x if self.downsample is None or self.downsample_norm is None else self.downsample_norm(self.downsample(x))
+        )
         return F.relu(shortcut + y)

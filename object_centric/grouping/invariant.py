@@ -48,7 +48,7 @@ class InvariantSlotAttention(nn.Module):
     There is a round more than `iterations`: it brings positions and scales up to date and leaves slots alone.
     """
 
-    adamw_only_parameters = ("learned",)
+    adamw_only_parameters = ("initial_slots",)
 
     def __init__(self, config: SlotAttentionConfig, frame: FrameConfig, in_width: int):
         super().__init__()
@@ -57,8 +57,8 @@ class InvariantSlotAttention(nn.Module):
         self.norm_slots, self.norm_mlp = (nn.LayerNorm(c.width, eps=c.ln_eps) for _ in range(2))
         self.to_q = nn.Linear(c.width, c.qkv, bias=False)
         self.to_k, self.to_v = (nn.Linear(in_width, c.qkv, bias=False) for _ in range(2))
-        self.to_grid = nn.Linear(2, c.qkv)
-        self.through = nn.Sequential(
+        self.grid_proj = nn.Linear(2, c.qkv)
+        self.grid_enc = nn.Sequential(
             nn.LayerNorm(c.qkv, eps=c.ln_eps),
             nn.Linear(c.qkv, frame.hidden),
             nn.ReLU(),
@@ -67,7 +67,7 @@ class InvariantSlotAttention(nn.Module):
         self.gru = Gru(c.width, "torch" if c.gru == "none" else c.gru)
         self.mlp = nn.Sequential(nn.Linear(c.width, c.mlp_width), nn.ReLU(), nn.Linear(c.mlp_width, c.width))
         if c.slot_init == "learned":
-            self.learned = nn.Parameter(torch.randn(c.slots, c.width))
+            self.initial_slots = nn.Parameter(torch.randn(c.slots, c.width))
         for module in self.modules():
             if isinstance(module, nn.Linear):  # flax's
                 lecun_normal_(module.weight.data)
@@ -82,7 +82,7 @@ class InvariantSlotAttention(nn.Module):
         """
         c, f = self.config, self.frame
         slot_noise, position_noise, scale_noise = noise.split([c.width, 2, 2], dim=-1)
-        slots = self.learned.expand_as(slot_noise) if c.slot_init == "learned" else slot_noise
+        slots = self.initial_slots.expand_as(slot_noise) if c.slot_init == "learned" else slot_noise
         # A normal's distribution function makes a uniform of it: all noise of a batch is of one kind.
         positions = torch.special.ndtr(position_noise) * 2 - 1
         return slots, positions, (0.1 + 0.1 * scale_noise).clamp(*f.scale_clip)
@@ -97,13 +97,13 @@ class InvariantSlotAttention(nn.Module):
         """From given slots, positions and scales."""
         c, x = self.config, self.norm_input(features)
         k, v = self.to_k(x), self.to_v(x)
-        through: Any = self.through
-        hidden_layers, output_layer = through[:3], through[3]
+        grid_enc: Any = self.grid_enc
+        hidden_layers, output_layer = grid_enc[:3], grid_enc[3]
         attention = k
         for i in range(c.iterations + 1):
             normed = self.norm_slots(slots)
             # Relative to each slot: what makes the same object elsewhere give the same slot.
-            grid_embed = self.to_grid(self.relative(grid, positions, scales))  # (b, K, N, d)
+            grid_embed = self.grid_proj(self.relative(grid, positions, scales))  # (b, K, N, d)
             q = self.to_q(normed) * c.qkv**-0.5
             # The second layer of keys and values is linear: applied to K queries and K means in place of K * N tokens.
             keys = hidden_layers(k[:, None] + grid_embed)

@@ -23,7 +23,7 @@ class ParallelBinder(nn.Module):
     """
 
     checkpointed = False
-    adamw_only_parameters = ("learned",)
+    adamw_only_parameters = ("initial_slots",)
 
     def __init__(self, config: SlotAttentionConfig, in_width: int):
         super().__init__()
@@ -31,7 +31,7 @@ class ParallelBinder(nn.Module):
         self.norm = nn.LayerNorm(c.width, eps=c.ln_eps)
         self.blocks = nn.ModuleList(BinderBlock(c, in_width) for _ in range(c.iterations))
         if c.slot_init == "learned":
-            self.learned = nn.Parameter(nn.init.trunc_normal_(torch.empty(c.slots, c.width)))
+            self.initial_slots = nn.Parameter(nn.init.trunc_normal_(torch.empty(c.slots, c.width)))
         else:
             # Keras' bound for (1, D), as slots that take turns begin.
             limit = (6 / (1 + c.width)) ** 0.5
@@ -45,7 +45,7 @@ class ParallelBinder(nn.Module):
         """(b, K, D). Raises `ValueError` where slots are drawn and no noise was given."""
         c = self.config
         if c.slot_init == "learned":
-            return self.learned.expand(count, -1, -1)
+            return self.initial_slots.expand(count, -1, -1)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (b, {c.slots}, {c.width})")
         # The deviation as its logarithm: it stays positive whatever the optimizer does.
@@ -90,7 +90,7 @@ class BinderBlock(nn.Module):
         self.to_k, self.to_v = (nn.Linear(in_width, wide, bias=False) for _ in range(2))
         self.across_time = SlotSelfAttention(wide, self.binder.heads, gain)
         if self.binder.interaction == "decoupled":
-            self.norm_among, self.among = (
+            self.norm_self_attention, self.self_attention = (
                 nn.LayerNorm(wide, eps=c.ln_eps),
                 SlotSelfAttention(wide, self.binder.heads, gain),
             )
@@ -149,7 +149,7 @@ class BinderBlock(nn.Module):
     def mix_slots(self, slots: Tensor) -> Tensor:
         """What happens among the slots of a time."""
         if self.binder.interaction == "decoupled":
-            slots = slots + self.among(self.norm_among(slots), None)
+            slots = slots + self.self_attention(self.norm_self_attention(slots), None)
         return slots + self.mlp(self.norm_mlp(slots))
 
     def _attend(

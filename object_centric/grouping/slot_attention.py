@@ -93,7 +93,7 @@ class SlotAttention(nn.Module):
     Where slots begin at random, `noise` (…, K, D) of a standard normal comes with the call: what a model draws is part of the batch.
     """
 
-    adamw_only_parameters = ("learned",)  # queries
+    adamw_only_parameters = ("initial_slots",)  # queries
 
     def __init__(self, config: SlotAttentionConfig, in_width: int):
         super().__init__()
@@ -108,10 +108,10 @@ class SlotAttention(nn.Module):
             shape = (2, c.width) if c.ground else (c.width,)  # the ground's, and all others'
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(shape).uniform_(-limit, limit)) for _ in range(2))
         elif c.slot_init != "given":
-            self.learned = nn.Parameter(torch.randn(1 if c.slot_init == "same" else c.slots, c.width))
+            self.initial_slots = nn.Parameter(torch.randn(1 if c.slot_init == "same" else c.slots, c.width))
         if c.gradient == "last" and not c.straight_through and c.slot_init != "given":
             # No gradient reaches the initial slots. Frozen, they are counted as such, and DDP does not wait for their gradients.
-            for parameter in (self.mu, self.log_sigma) if c.slot_init == "gaussian" else (self.learned,):
+            for parameter in (self.mu, self.log_sigma) if c.slot_init == "gaussian" else (self.initial_slots,):
                 parameter.requires_grad_(False)
 
     def init_slots(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
@@ -120,7 +120,7 @@ class SlotAttention(nn.Module):
         if c.slot_init == "given":
             raise ValueError("slot_init=given: slots begin as `first`, (…, K, D)")
         if c.slot_init != "gaussian":
-            return self.learned.expand(*shape, c.slots, c.width)
+            return self.initial_slots.expand(*shape, c.slots, c.width)
         if noise is None:
             raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
         mu, log_sigma = self.mu, self.log_sigma
@@ -211,7 +211,7 @@ class SlotAttentionIteration(nn.Module):
         self.norm_q, self.norm_k = (
             nn.LayerNorm(wide, c.ln_eps, bias=False) if c.qk_norm else nn.Identity() for _ in "qk"
         )
-        self.norm_taken = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
+        self.norm_update = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
         kind, gru_input_size = c.gru, c.width if c.out_proj else c.qkv
         self.gru = None if kind == "none" else make_slot_module(lambda: Gru(c.width, kind, gru_input_size))
         if c.mlp_width:
@@ -251,7 +251,7 @@ class SlotAttentionIteration(nn.Module):
         else:
             update, attention = weighted_mean(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *kv)
             update = update.transpose(1, 2).flatten(2)
-        update = self.out(self.norm_taken(update))
+        update = self.out(self.norm_update(update))
         # videosaur feeds the normalised slot; the difference is a function, not a rounding.
         state = normed if c.gru_on_normed else slots
         slots = state + update if self.gru is None else self.gru(update, state)

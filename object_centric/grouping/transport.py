@@ -250,9 +250,9 @@ class Transport(nn.Module):
             raise ConfigError(
                 f"grouping.transport.exact={config.exact}: needs POT; pip install -e '.[transport]' in sparo's checkout"
             )
-        self.gives = _scored(in_width, config.hidden)
+        self.input_marginal = _scored(in_width, config.hidden)
         if config.slot_marginal == "learned":
-            self.takes = _scored(width, config.hidden)
+            self.slot_marginal = _scored(width, config.hidden)
         if config.learn_rate:
             self.rate = nn.Parameter(torch.tensor(config.entropy_rate))
         if config.regulariser:
@@ -262,7 +262,7 @@ class Transport(nn.Module):
         """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
         c = self.config
         # Linear layers run as the rest of the model does, whose weights an engine may hold in bf16.
-        slot_scores = self.takes(normed)[..., 0] if c.slot_marginal == "learned" else None
+        slot_scores = self.slot_marginal(normed)[..., 0] if c.slot_marginal == "learned" else None
         similarity = self._slot_similarity(normed) if c.regulariser else None
         with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
             queries, keys, log_a = (
@@ -298,7 +298,7 @@ class Transport(nn.Module):
 
     def prepare_inputs(self, keys: Tensor, tokens: Tensor, tie_noise: Tensor, slots: int) -> TransportInputs:
         """What all rounds of an image share; tokens' marginals sum to the number of slots."""
-        return TransportInputs(keys, log_marginal(at_least_fp32(self.gives(tokens)[..., 0]), slots), tie_noise)
+        return TransportInputs(keys, log_marginal(at_least_fp32(self.input_marginal(tokens)[..., 0]), slots), tie_noise)
 
 
 def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:

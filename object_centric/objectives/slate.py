@@ -69,7 +69,7 @@ class SlateOutput(NamedTuple):
 class SlateModel(nn.Module):
     """Images (b, 3, S, S) in 0..1 and standard normal noise (b, *config.noise)."""
 
-    adamw_only_parameters = ("places", "embed.weight")
+    adamw_only_parameters = ("pos_embed", "embed.weight")
 
     def __init__(self, config: SlateModelConfig):
         super().__init__()
@@ -77,8 +77,8 @@ class SlateModel(nn.Module):
         self.dvae = Dvae(config.dvae)
         self.tower = self.build_tower(config)
         self.embed = nn.Embedding(config.dvae.vocab, wide)
-        self.begin = nn.Parameter(torch.randn(wide))
-        self.places = nn.Parameter(nn.init.trunc_normal_(torch.empty(1 + config.tokens, wide)))
+        self.bos = nn.Parameter(torch.randn(wide))
+        self.pos_embed = nn.Parameter(nn.init.trunc_normal_(torch.empty(1 + config.tokens, wide)))
         self.project = nn.Linear(config.grouping.width, wide, bias=False)
         self.decoder = AutoregressiveDecoder(config.decoder)
         self.head = nn.Linear(wide, config.dvae.vocab, bias=False)
@@ -127,9 +127,9 @@ class SlateModel(nn.Module):
         side, is_nan = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
         projected, past = self.project(slots), None
         # One token at a time with the past's keys kept: what is said next depends on what was said.
-        next_embedding, tokens = self.begin.expand(len(slots), 1, -1), []
+        next_embedding, tokens = self.bos.expand(len(slots), 1, -1), []
         for position in range(self.config.tokens):
-            hidden, past = self.decoder.decode_next(next_embedding + self.places[position], projected, past)
+            hidden, past = self.decoder.decode_next(next_embedding + self.pos_embed[position], projected, past)
             logits = self.head(hidden)
             is_nan = is_nan | logits.isnan().flatten(1).any(1)
             token = logits.argmax(-1)
@@ -140,9 +140,9 @@ class SlateModel(nn.Module):
 
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
         """Tokens (b, N) behind one that begins, with their places: (b, 1 + N, width)."""
-        bos = self.begin.expand(len(tokens), 1, -1)
+        bos = self.bos.expand(len(tokens), 1, -1)
         # Behind the places: a dropped place would be a token without one.
-        token_embeddings = torch.cat([bos, self.embed(tokens)], dim=1) + self.places
+        token_embeddings = torch.cat([bos, self.embed(tokens)], dim=1) + self.pos_embed
         return F.dropout(token_embeddings, self.config.decoder.dropout, self.training)
 
     def _group_slots(self, images: Tensor, token_embeddings: Tensor, noise: Tensor) -> TowerOutput:

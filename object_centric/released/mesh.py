@@ -93,7 +93,7 @@ def _renamed(t: Tensors, learned: bool) -> None:
         t.give(f"tower.grouping.{ours}", t[name].reshape(-1).clone(), name)
     for theirs, ours in NAMES.items():
         t.take(f"slot_attention.{theirs}", f"tower.grouping.{ours}")
-    for theirs, ours in (("mlp_input_marginals", "gives"), ("mlp_slot_marginals", "takes")):
+    for theirs, ours in (("mlp_input_marginals", "input_marginal"), ("mlp_slot_marginals", "slot_marginal")):
         made = f"tower.grouping.rounds.0.transport.{ours}"
         t.take(f"slot_attention.{theirs}", made)
         t.give(f"{made}.2.bias", torch.zeros(1))  # it has none, and a softmax would not notice one

@@ -69,9 +69,9 @@ def _renamed(t: Tensors, blocks: int) -> None:
     t.take("dvae", "dvae")
     # Their dictionary has the beginning of a sequence as its first word.
     table = t["dictionary.dictionary.weight"]
-    t.give("begin", table[0].clone())
+    t.give("bos", table[0].clone())
     t.give("embed.weight", table[1:].clone(), "dictionary")
-    t.give("places", t["positional_encoder.pe"][0].clone(), "positional_encoder")
+    t.give("pos_embed", t["positional_encoder.pe"][0].clone(), "positional_encoder")
     for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
         t.take(f"slot_attn.{theirs}", f"tower.{ours}")
     for theirs, ours in (("slot_mu", "mu"), ("slot_log_sigma", "log_sigma")):

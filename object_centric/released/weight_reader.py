@@ -155,7 +155,7 @@ def read_slot_init(
     if learned in t:
         value = t[learned].reshape(-1, t[learned].shape[-1])
         unspecified.set_from_file("slots", len(value))
-        t.give("grouping.learned", value.clone(), learned)
+        t.give("grouping.initial_slots", value.clone(), learned)
         return {"slot_init": "learned", "slots": len(value)}
     # A mean per slot is another way to begin, and would be read as one for all.
     if t[mean].numel() > t[mean].shape[-1]:

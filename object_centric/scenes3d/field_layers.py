@@ -12,26 +12,30 @@ MatmulDtype = torch.dtype | None  # what products are done in; None: as they are
 
 
 class Layers(NamedTuple):
-    """Weights (out, in) and biases of a field, norms' own multiplied into the layer behind them. `first` is done before (`FieldInputs`); `through`
-    is what its norm's bias gives; `look` has a row per number that is told of the first blocks' result; the last two, colours."""
+    """Weights (out, in) and biases of a radiance field, each norm's weight multiplied into the layer that follows it.
 
-    norm: Tensor
-    norm_bias: Tensor
-    through: Tensor
-    first_bias: Tensor
-    first_back: Tensor
-    first_back_bias: Tensor
-    second: Tensor
-    second_bias: Tensor
-    second_back: Tensor
-    second_back_bias: Tensor
-    tint_norm: Tensor
-    tint_norm_bias: Tensor
-    tint: Tensor
-    tint_bias: Tensor
-    look: Tensor
+    Blocks 1 and 2 give the density, block 3 the colour. The first layer of block 1 is applied before (`FieldInputs`); `norm_offset` is that
+    layer applied to its norm's bias. `density_head` has a row for the density and one for the shadow, if there are shadows; `colour_block3`
+    is the colour layer times the second layer of block 3.
+    """
+
+    block1_norm: Tensor
+    block1_norm_bias: Tensor
+    norm_offset: Tensor
+    block1_fc1_bias: Tensor
+    block1_fc2: Tensor
+    block1_fc2_bias: Tensor
+    block2_fc1: Tensor
+    block2_fc1_bias: Tensor
+    block2_fc2: Tensor
+    block2_fc2_bias: Tensor
+    block3_norm: Tensor
+    block3_norm_bias: Tensor
+    block3_fc1: Tensor
+    block3_fc1_bias: Tensor
+    density_head: Tensor
     colour: Tensor
-    colour_tint: Tensor
+    colour_block3: Tensor
 
 
 class FieldInputs(NamedTuple):
@@ -92,13 +96,13 @@ class FieldActivations(NamedTuple):
 def density_forward(rows: TileRows, inputs: FieldInputs, m: Layers, matmul_dtype: MatmulDtype) -> FieldActivations:
     """A norm, and two residual blocks: LayerNorm, linear, ReLU, linear."""
     x, through = rows.add_slots(inputs)
-    x, _, rstd = _layer_norm(x, m.norm, m.norm_bias)
+    x, _, rstd = _layer_norm(x, m.block1_norm, m.block1_norm_bias)
     # Of x's own norm the deviation is all that is left to do: its layer was centred, and went through what `x` is a sum of.
-    raw = torch.addcmul(m.through, through, rstd)
-    first = relu(torch.addcmul(m.first_bias, raw, _layer_norm(x)[2]), matmul_dtype)
-    middle = x.add_(m.first_back_bias).add_(matmul(first, m.first_back.T, matmul_dtype))
-    second = relu(matmul(_layer_norm(middle)[0], m.second.T, matmul_dtype).add_(m.second_bias), matmul_dtype)
-    result = matmul(second, m.second_back.T, matmul_dtype).add_(m.second_back_bias).add_(middle)
+    raw = torch.addcmul(m.norm_offset, through, rstd)
+    first = relu(torch.addcmul(m.block1_fc1_bias, raw, _layer_norm(x)[2]), matmul_dtype)
+    middle = x.add_(m.block1_fc2_bias).add_(matmul(first, m.block1_fc2.T, matmul_dtype))
+    second = relu(matmul(_layer_norm(middle)[0], m.block2_fc1.T, matmul_dtype).add_(m.block2_fc1_bias), matmul_dtype)
+    result = matmul(second, m.block2_fc2.T, matmul_dtype).add_(m.block2_fc2_bias).add_(middle)
     return FieldActivations(first, middle, second, result)
 
 
@@ -113,28 +117,28 @@ def density_backward(
     matmul_dtype: MatmulDtype,
 ) -> None:
     """`g` (rows, D) is the gradient of `own.result`, and is written over."""
-    _add_linear_grad(d.second_back, d.second_back_bias, g, activations.second, matmul_dtype)
-    inner = matmul(g, m.second_back, matmul_dtype).mul_(activations.second > 0)
+    _add_linear_grad(d.block2_fc2, d.block2_fc2_bias, g, activations.second, matmul_dtype)
+    inner = matmul(g, m.block2_fc2, matmul_dtype).mul_(activations.second > 0)
     z, mean, rstd = _layer_norm(activations.middle)
-    _add_linear_grad(d.second, d.second_bias, inner, z, matmul_dtype)
-    g.add_(_layer_norm_backward(matmul(inner, m.second, matmul_dtype), activations.middle, mean, rstd)[0])
+    _add_linear_grad(d.block2_fc1, d.block2_fc1_bias, inner, z, matmul_dtype)
+    g.add_(_layer_norm_backward(matmul(inner, m.block2_fc1, matmul_dtype), activations.middle, mean, rstd)[0])
 
-    _add_linear_grad(d.first_back, d.first_back_bias, g, activations.first, matmul_dtype)
-    inner = matmul(g, m.first_back, matmul_dtype).mul_(activations.first > 0)
-    d.first_bias.add_(inner.sum(0))
+    _add_linear_grad(d.block1_fc2, d.block1_fc2_bias, g, activations.first, matmul_dtype)
+    inner = matmul(g, m.block1_fc2, matmul_dtype).mul_(activations.first > 0)
+    d.block1_fc1_bias.add_(inner.sum(0))
     u, through = rows.add_slots(inputs)
-    x, mean, rstd = _layer_norm(u, m.norm, m.norm_bias)
+    x, mean, rstd = _layer_norm(u, m.block1_norm, m.block1_norm_bias)
     _, x_mean, x_rstd = _layer_norm(x)
     inner.mul_(x_rstd)
-    d.through.add_(inner.sum(0))
+    d.norm_offset.add_(inner.sum(0))
     d_rstd = (inner * through).sum(-1, keepdim=True)
-    d_x_rstd = (d_rstd * rstd + (inner @ m.through)[:, None]) / x_rstd
+    d_x_rstd = (d_rstd * rstd + (inner @ m.norm_offset)[:, None]) / x_rstd
     _split_grad(rows.scatter(inner.mul_(rstd), inputs), d_inputs.points_first, d_inputs.slots_first, rows)
     # Of rstd the derivative is its cube over minus the number of its terms, times what is centred.
     g.addcmul_(x.sub_(x_mean), d_x_rstd * x_rstd**3, value=-1 / x.shape[1])
-    g, d_norm, d_bias = _layer_norm_backward(g, u, mean, rstd, m.norm, m.norm_bias)
-    d.norm.add_(d_norm)
-    d.norm_bias.add_(d_bias)
+    g, d_norm, d_bias = _layer_norm_backward(g, u, mean, rstd, m.block1_norm, m.block1_norm_bias)
+    d.block1_norm.add_(d_norm)
+    d.block1_norm_bias.add_(d_bias)
     g.addcmul_(u.sub_(mean), d_rstd * rstd**3, value=-1 / x.shape[1])
     _split_grad(rows.scatter(g, inputs), d_inputs.points, d_inputs.slots, rows)
 
@@ -149,7 +153,7 @@ def color_forward(
 ) -> tuple[Tensor, LayerNormOutput, LayerNormOutput]:
     """What was seen with the ray's direction, its norm, and the norm of that without weights."""
     color_input = rows.add_directions(result, inputs)
-    y = _layer_norm(color_input, m.tint_norm, m.tint_norm_bias)
+    y = _layer_norm(color_input, m.block3_norm, m.block3_norm_bias)
     return color_input, y, _layer_norm(y[0])
 
 
@@ -166,16 +170,16 @@ def color_backward(
 ) -> Tensor:
     """From a gradient of colours (rows, 3) to that of what was seen with its direction (rows, D)."""
     color_input, (y, mean, rstd), (z, z_mean, z_rstd) = color_forward(result, rows, inputs, m)
-    d.colour_tint.add_(matmul(d_color_logits.T, tint, matmul_dtype))
+    d.colour_block3.add_(matmul(d_color_logits.T, tint, matmul_dtype))
     d.colour.add_(matmul(d_color_logits.T, y, matmul_dtype))
-    inner = matmul(d_color_logits, m.colour_tint, matmul_dtype).mul_(tint > 0)
-    _add_linear_grad(d.tint, d.tint_bias, inner, z, matmul_dtype)
-    g = _layer_norm_backward(matmul(inner, m.tint, matmul_dtype), y, z_mean, z_rstd)[0].add_(
+    inner = matmul(d_color_logits, m.colour_block3, matmul_dtype).mul_(tint > 0)
+    _add_linear_grad(d.block3_fc1, d.block3_fc1_bias, inner, z, matmul_dtype)
+    g = _layer_norm_backward(matmul(inner, m.block3_fc1, matmul_dtype), y, z_mean, z_rstd)[0].add_(
         matmul(d_color_logits, m.colour, matmul_dtype)
     )
-    g, d_norm, d_bias = _layer_norm_backward(g, color_input, mean, rstd, m.tint_norm, m.tint_norm_bias)
-    d.tint_norm.add_(d_norm)
-    d.tint_norm_bias.add_(d_bias)
+    g, d_norm, d_bias = _layer_norm_backward(g, color_input, mean, rstd, m.block3_norm, m.block3_norm_bias)
+    d.block3_norm.add_(d_norm)
+    d.block3_norm_bias.add_(d_bias)
     d_inputs.directions[rows.begin : rows.end] = rows.scatter(g, inputs).sum((1, 2))
     return g
 

@@ -67,7 +67,7 @@ class Nerf(RayDecoder):
         self.config, c = config, config
         wide, embed_width = c.width or width, 6 * c.fourier_bands
         self.max_activations = c.max_activations
-        self.take = nn.Identity() if wide == width else nn.Linear(width, wide)
+        self.slot_proj = nn.Identity() if wide == width else nn.Linear(width, wide)
         self.objects = Field(wide, embed_width, c.shadows, c.density)
         self.ground = Field(wide, embed_width, c.shadows, c.density) if c.background else None
         self.static = Field(wide, embed_width, c.shadows, c.density) if c.static else None
@@ -77,12 +77,12 @@ class Nerf(RayDecoder):
         self.others = (*(("static",) if c.static else ()), *(("sky",) if c.sky else ()))
 
     def numbers(self, slots: int) -> int:
-        wide = self.objects.place.out_features
+        wide = self.objects.position.out_features
         # What a point in a field takes with its backward, as measured (4.9 to 6.4, the first slot's own field the most).
         return self.config.bins * (slots + len(self.others)) * 7 * wide
 
     def precompute(self, slots: Tensor) -> Tensor:
-        return self.take(slots)
+        return self.slot_proj(slots)
 
     def near_far(self, rays: Rays) -> tuple[Tensor, Tensor]:
         """Between which distances (n, R) rays are looked at; both are one where a ray misses the box."""

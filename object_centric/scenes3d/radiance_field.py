@@ -43,7 +43,7 @@ def evaluate_field(inputs: FieldInputs, layers: Layers, density_bias: Tensor | N
             gradient goes back. For a density that is cut off at zero, and the only number that is looked at.
     """
     device = inputs.points.device.type
-    matmul_dtype = layers.second.dtype if layers.second.dtype.itemsize < 4 else None
+    matmul_dtype = layers.block2_fc1.dtype if layers.block2_fc1.dtype.itemsize < 4 else None
     if torch.is_autocast_enabled(device):
         matmul_dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
@@ -72,21 +72,21 @@ class _FieldFunction(torch.autograd.Function):
         (count, bins, _), fields = inputs.points.shape, inputs.slots.shape[1]
         if isinstance(inputs.points, FakeTensor):
             density_bias = None  # where FLOPs are counted there are no numbers to tell apart; all rows are counted
-        head_outputs = m.look.new_empty(count, bins, fields, len(m.look))
-        colours = m.look.new_empty(count, bins, fields, 3)
+        head_outputs = m.density_head.new_empty(count, bins, fields, len(m.density_head))
+        colours = m.density_head.new_empty(count, bins, fields, 3)
         saved_activations: list[Tensor] = []
         for begin, end in _tiles(inputs):
             rows = TileRows(begin, end, None)
             activations = density_forward(rows, inputs, m, matmul_dtype)
-            tile_outputs = matmul(activations.result, m.look.T, matmul_dtype)
-            head_outputs[begin:end] = tile_outputs.view(-1, bins, fields, len(m.look))
+            tile_outputs = matmul(activations.result, m.density_head.T, matmul_dtype)
+            head_outputs[begin:end] = tile_outputs.view(-1, bins, fields, len(m.density_head))
             if density_bias is not None:
                 # What is no number counts: it has to be seen.
                 rows = TileRows(begin, end, _active_rows(~(tile_outputs[:, 0] + density_bias <= 0)))
                 activations = FieldActivations(*(table[rows.indices] for table in activations))
             y, z = color_forward(activations.result, rows, inputs, m)[1:3]
-            tint = relu(matmul(z[0], m.tint.T, matmul_dtype).add_(m.tint_bias), matmul_dtype)
-            color_logits = matmul(y[0], m.colour.T, matmul_dtype) + matmul(tint, m.colour_tint.T, matmul_dtype)
+            tint = relu(matmul(z[0], m.block3_fc1.T, matmul_dtype).add_(m.block3_fc1_bias), matmul_dtype)
+            color_logits = matmul(y[0], m.colour.T, matmul_dtype) + matmul(tint, m.colour_block3.T, matmul_dtype)
             colours[begin:end] = rows.scatter(color_logits, inputs)
             if track_grad:
                 saved_activations += (
@@ -121,8 +121,8 @@ def _gradients(
         if indices is not None:
             d_tile_outputs, d_color_logits = d_tile_outputs[indices], d_color_logits[indices]
         g = color_backward(d_color_logits, tint, activations.result, rows, inputs, d_inputs, m, d, matmul_dtype)
-        d.look.add_(matmul(d_tile_outputs.T, activations.result, matmul_dtype))
-        g.add_(matmul(d_tile_outputs, m.look, matmul_dtype))
+        d.density_head.add_(matmul(d_tile_outputs.T, activations.result, matmul_dtype))
+        g.add_(matmul(d_tile_outputs, m.density_head, matmul_dtype))
         density_backward(g, activations, rows, inputs, d_inputs, m, d, matmul_dtype)
     return *d_inputs, *d
 
@@ -178,8 +178,8 @@ class Field(nn.Module):
     def __init__(self, wide: int, embed_width: int, shadows: bool, density_activation: Density = "softplus"):
         super().__init__()
         self.density_activation: Density = density_activation
-        self.place, self.direction = nn.Linear(embed_width, wide), nn.Linear(embed_width, wide)
-        self.seen, self.tinted = ResidualBlocks(wide, 2), ResidualBlocks(wide, 1)
+        self.position, self.direction = nn.Linear(embed_width, wide), nn.Linear(embed_width, wide)
+        self.density_mlp, self.colour_mlp = ResidualBlocks(wide, 2), ResidualBlocks(wide, 1)
         self.density, self.colour = nn.Linear(wide, 1), nn.Linear(wide, 3)
         self.shadow = nn.Linear(wide, 1) if shadows else None
         nn.init.constant_(self.density.bias, _FIRST_DENSITY[density_activation])
@@ -190,7 +190,7 @@ class Field(nn.Module):
         n, count = points.directions.shape[:2]
         # A point and a direction are embedded once, whatever the number of slots.
         point_features, direction_features = (
-            self.place(points.positions).flatten(0, 1),
+            self.position(points.positions).flatten(0, 1),
             self.direction(points.directions).flatten(0, 1),
         )
         slot_inputs = point_features.new_zeros(n, 1, point_features.shape[-1]) if slots is None else slots
@@ -215,38 +215,40 @@ class Field(nn.Module):
     def fold_layers(self) -> tuple[Tensor, Layers]:
         """The first layer, for points and slots on their own, and what is behind it, each layer with the norm before it."""
         one, two, three = self._blocks()
-        norm, tint_norm, look = self.seen.norm, self.tinted.norm, self.density.weight
-        (weight, first_bias), (second, second_bias), (tint, tint_bias) = map(_fold_norm, (one, two, three))
+        norm, block3_norm, density_head = self.density_mlp.norm, self.colour_mlp.norm, self.density.weight
+        (weight, block1_fc1_bias), (second, block2_fc1_bias), (tint, block3_fc1_bias) = map(
+            _fold_norm, (one, two, three)
+        )
         # A norm takes the mean away, so its layer may be blind to it: once for the block's norm, once for that of the sum.
         weight = weight - weight.mean(1, keepdim=True)
         first = weight * norm.weight
         if self.shadow is not None:
-            look = torch.cat([look, self.shadow.weight])
+            density_head = torch.cat([density_head, self.shadow.weight])
         return first - first.mean(1, keepdim=True), Layers(
-            norm=norm.weight,
-            norm_bias=norm.bias,
-            through=weight @ norm.bias,
-            first_bias=first_bias,
-            first_back=one[3].weight,
-            first_back_bias=one[3].bias,
-            second=second,
-            second_bias=second_bias,
-            second_back=two[3].weight,
-            second_back_bias=two[3].bias,
-            tint_norm=tint_norm.weight,
-            tint_norm_bias=tint_norm.bias,
-            tint=tint,
-            tint_bias=tint_bias,
-            look=look,
+            block1_norm=norm.weight,
+            block1_norm_bias=norm.bias,
+            norm_offset=weight @ norm.bias,
+            block1_fc1_bias=block1_fc1_bias,
+            block1_fc2=one[3].weight,
+            block1_fc2_bias=one[3].bias,
+            block2_fc1=second,
+            block2_fc1_bias=block2_fc1_bias,
+            block2_fc2=two[3].weight,
+            block2_fc2_bias=two[3].bias,
+            block3_norm=block3_norm.weight,
+            block3_norm_bias=block3_norm.bias,
+            block3_fc1=tint,
+            block3_fc1_bias=block3_fc1_bias,
+            density_head=density_head,
             colour=self.colour.weight,
-            colour_tint=self.colour.weight @ three[3].weight,
+            colour_block3=self.colour.weight @ three[3].weight,
         )
 
     def colour_bias(self) -> Tensor:
         return self.colour.bias + self.colour.weight @ self._blocks()[2][3].bias
 
     def _blocks(self) -> list[Any]:
-        return [*self.seen.blocks, *self.tinted.blocks]
+        return [*self.density_mlp.blocks, *self.colour_mlp.blocks]
 
 
 def _fold_norm(block: Any) -> tuple[Tensor, Tensor]:

@@ -96,7 +96,7 @@ class SlotMixer(RayDecoder):
             raise ValueError(f"decoder.heads={c.heads}: does not divide the slots' width {width}")
         self.max_activations, embed_width = c.max_activations, c.embed_width
         own = embed_width if c.query == "octaves" else width
-        self.state = nn.Identity() if c.query == "octaves" else nn.Linear(embed_width, own)
+        self.ray_proj = nn.Identity() if c.query == "octaves" else nn.Linear(embed_width, own)
         self.query = (
             nn.Sequential(nn.Linear(own, c.query_hidden), nn.ReLU(), nn.Linear(c.query_hidden, own))
             if c.query_hidden
@@ -105,14 +105,14 @@ class SlotMixer(RayDecoder):
         self.blocks = nn.ModuleList(AllocationBlock(own, width, c.heads, c.mlp_ratio * width) for _ in range(c.blocks))
         self.to_q, self.to_k = nn.Linear(own, width, bias=False), nn.Linear(width, width, bias=False)
         if c.layers == "residual":
-            self.draw = ResidualBlocks(width, c.depth)
+            self.render_mlp = ResidualBlocks(width, c.depth)
             self.colour = nn.Linear(width, 3)
-            self.first = nn.Linear(width + own, width)
+            self.input_proj = nn.Linear(width + own, width)
         else:
-            self.first = nn.Linear(width + own, width)
+            self.input_proj = nn.Linear(width + own, width)
             act = nn.LeakyReLU if c.activation == "leaky_relu" else nn.ReLU
             between = [m for _ in range(c.depth - 1) for m in (nn.Linear(width, width), act())]
-            self.draw, self.colour = nn.Sequential(act(), *between), nn.Linear(width, 3)
+            self.render_mlp, self.colour = nn.Sequential(act(), *between), nn.Linear(width, 3)
 
     def numbers(self, slots: int) -> int:
         c, width = self.config, self.to_k.in_features
@@ -120,7 +120,7 @@ class SlotMixer(RayDecoder):
 
     def precompute(self, slots: Tensor) -> SlotCache:
         width = slots.shape[-1]
-        mixes: Any = self.first
+        mixes: Any = self.input_proj
         keys, values = zip(*(block.project_slots(slots) for block in self.blocks), strict=True)  # type: ignore[operator]
         # Scaled on the slots' side, which is short.
         scores = (self.to_k(slots) * width**-0.5) @ self.to_q.weight
@@ -129,7 +129,7 @@ class SlotMixer(RayDecoder):
     def allocate(self, rays: Rays, slot_cache: SlotCache) -> tuple[Tensor, Tensor]:
         """Rays' states before slots are asked, and each slot's share of a ray (n, R, K)."""
         c = self.config
-        query = self.query(self.state(c.embed(rays)))
+        query = self.query(self.ray_proj(c.embed(rays)))
         x = query
         for block, keys, values in zip(self.blocks, slot_cache.keys, slot_cache.values, strict=True):
             x = block(x, keys, values)
@@ -139,9 +139,9 @@ class SlotMixer(RayDecoder):
     def decode_colours(self, query: Tensor, mixed: Tensor) -> Tensor:
         """Of mixtures (…, first width) that the first layer was applied to, and rays' states."""
         width = self.to_k.in_features
-        mixes: Any = self.first
+        mixes: Any = self.input_proj
         # The first layer in two: slots' half was done once, rays' half is done here.
-        colours = self.colour(self.draw(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
+        colours = self.colour(self.render_mlp(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
         colours = at_least_fp32(colours)
         return colours.sigmoid() if self.config.bounded else colours
 

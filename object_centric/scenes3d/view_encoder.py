@@ -157,10 +157,10 @@ class ViewEncoder(nn.Module):
             # As SRT begins them; std 1, as stelzner/srt does by default, would drown what is seen.
             self.cells = nn.Parameter(torch.randn(c.pos_embed_size, c.pos_embed_size, c.width) * c.width**-0.5)
             self.views = nn.Parameter(torch.randn(2, c.width) * c.width**-0.5)
-        self.places = None
+        self.point_embed = None
         if c.points is not None:
             hidden = nn.Linear(c.points.width, 2 * c.width)
-            self.places = nn.Sequential(hidden, nn.ReLU(), nn.Linear(2 * c.width, c.width))
+            self.point_embed = nn.Sequential(hidden, nn.ReLU(), nn.Linear(2 * c.width, c.width))
         self.transformer = None if c.transformer is None else c.transformer.build(c.width)
 
     def forward(self, posed: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class ViewEncoder(nn.Module):
             x = in_fp32(self.stem, x).to(self.stem.weight.dtype)
         x = self.blocks(x)
         features = self.project(x.flatten(2).transpose(1, 2))
-        if self.places is not None:
+        if self.point_embed is not None:
             features = features + self.embed_points(rays, x.shape[-1])
         if c.pos_embed_size is not None:
             features = (features.unflatten(0, (-1, views)) + self.embedding(x.shape[-1], views)).flatten(0, 1)
@@ -196,11 +196,11 @@ class ViewEncoder(nn.Module):
 
     def embed_points(self, rays: Tensor, side: int) -> Tensor:
         """Rays (n, 6, S, S) to what is told of each feature's place (n, side * side, width)."""
-        assert self.places is not None and self.config.points is not None
+        assert self.point_embed is not None and self.config.points is not None
         with torch.autocast(rays.device.type, enabled=False):
             origins, directions = F.adaptive_avg_pool2d(rays, side).flatten(2).transpose(1, 2).split(3, -1)
             point_features = self.config.points.embed(origins, F.normalize(directions, dim=-1))
-        return self.places(point_features)
+        return self.point_embed(point_features)
 
 
 class _Residual(nn.Module):
@@ -209,7 +209,7 @@ class _Residual(nn.Module):
     def __init__(self, wide: int):
         super().__init__()
         self.norm = nn.GroupNorm(1, wide)
-        self.first, self.second = (nn.Conv2d(wide, wide, 5, padding=2) for _ in range(2))
+        self.conv1, self.conv2 = (nn.Conv2d(wide, wide, 5, padding=2) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.relu(self.first(self.norm(x))))
+        return x + self.conv2(F.relu(self.conv1(self.norm(x))))

@@ -113,24 +113,24 @@ class Hint(nn.Module):
         super().__init__()
         self.config, self.slots = config, slots
         in_widths = {"boxes": 4, "centres": 2, "masks": config.encoder.width * config.encoder.side(image_size) ** 2}
-        self.see = config.encoder.build() if config.of == "masks" else None
-        self.tell = nn.Sequential(
+        self.mask_encoder = config.encoder.build() if config.of == "masks" else None
+        self.mlp = nn.Sequential(
             nn.Linear(in_widths[config.of], config.hidden), nn.ReLU(), nn.Linear(config.hidden, width)
         )
 
     def forward(self, labels: Tensor) -> Tensor:
         c = self.config
         if c.of == "masks":
-            assert self.see is not None
+            assert self.mask_encoder is not None
             # The ground's is zeros, as of an object that is not there.
-            masks = F.one_hot(labels.long(), self.slots).movedim(-1, 1).to(self.tell[0].weight.dtype)  # type: ignore[union-attr, arg-type]
+            masks = F.one_hot(labels.long(), self.slots).movedim(-1, 1).to(self.mlp[0].weight.dtype)  # type: ignore[union-attr, arg-type]
             # The ground has no box in SAVi's data: what is told of it would be learned as an object.
             masks = masks * (torch.arange(self.slots, device=labels.device) > 0)[:, None, None]
-            mask_features = self.see(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
-            return self.tell(mask_features.flatten(1)).unflatten(0, (len(labels), self.slots))
+            mask_features = self.mask_encoder(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
+            return self.mlp(mask_features.flatten(1)).unflatten(0, (len(labels), self.slots))
         boxes = boxes_from_labels(labels, self.slots)
         coordinates = boxes if c.of == "boxes" else (boxes[..., :2] + boxes[..., 2:]) / 2
-        return self.tell(coordinates)
+        return self.mlp(coordinates)
 
 
 def boxes_from_labels(labels: Tensor, slots: int) -> Tensor:

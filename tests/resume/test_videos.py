@@ -66,7 +66,7 @@ def test_tokens_of_videos_are_said_again_and_probed(tmp_path, write_recipe):
     # A decoder of pixels for slots that stay as they are: masks of a model that has none of its own.
     start = {"checkpoint": str(folder), "allow_missing": ["model.decoder.*"]}
     start["allow_unused"] = [
-        f"model.{n}*" for n in ("dvae.", "decoder.", "embed.", "head.", "project.", "begin", "places")
+        f"model.{n}*" for n in ("dvae.", "decoder.", "embed.", "head.", "project.", "bos", "pos_embed")
     ]
     model = {**kept, "decoder": {"kind": "mlp", "hidden": [16]}}
     drawn = {"kind": "video_slots", "frames": {"count": 2}, "model": model}

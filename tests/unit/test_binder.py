@@ -46,7 +46,7 @@ def seen(b, s, t):
 
 def plain(module, features):
     """One time, slot, head and token at a time."""
-    c, slots = module.config, ln(module.norm, module.learned).expand(B, T, -1, -1)
+    c, slots = module.config, ln(module.norm, module.initial_slots).expand(B, T, -1, -1)
     own = None
     for block in module.blocks:
         b = block.binder
@@ -106,7 +106,7 @@ def plain(module, features):
         else:
             normed = ln(block.norm_time, slots).transpose(1, 2)
             slots = slots + self_attention(block.across_time, normed, biases).transpose(1, 2)
-            slots = slots + self_attention(block.among, ln(block.norm_among, slots), 0)
+            slots = slots + self_attention(block.self_attention, ln(block.norm_self_attention, slots), 0)
         hidden = ln(block.norm_mlp, slots) @ block.mlp[0].weight.T + block.mlp[0].bias
         slots = slots + F.gelu(hidden) @ block.mlp[2].weight.T + block.mlp[2].bias
     return slots, own

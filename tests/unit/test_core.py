@@ -124,7 +124,7 @@ def sign(path, change):
         (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors: missing"),
         (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: 1 bytes, should be"),
         (lambda p: (p / "meta.json").write_text("{"), r"meta\.json: not readable"),
-        (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format 99, this version reads 2"),
+        (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format: this version reads 2 and 3, got 99"),
         (lambda p: sign(p, lambda meta: meta.pop("files")), "files is missing or of another kind, got NoneType"),
         (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or of another kind, got list"),
         (

@@ -44,7 +44,11 @@ def gated(x, h, gru):
 def plain(module, features, noise):
     """One slot, one head, one sample at a time, as the authors' texts and code have it."""
     c, found, taken = module.config, [], []
-    begun = module.learned.expand(B, -1, -1) if c.slot_init == "learned" else module.mu + module.log_sigma.exp() * noise
+    begun = (
+        module.initial_slots.expand(B, -1, -1)
+        if c.slot_init == "learned"
+        else module.mu + module.log_sigma.exp() * noise
+    )
     for x, s in zip(norm(features, module.norm_input), begun, strict=True):
         attention = None
         for i in range(c.iterations):
@@ -75,7 +79,7 @@ def plain(module, features, noise):
                 a = a / (a.sum(-1, keepdim=True) + c.renorm_eps)
             u = torch.cat([a[i] @ v[:, h] for i, h in enumerate(heads)], dim=-1)
             if c.renorm == "layer":
-                u = norm(u, r.norm_taken)
+                u = norm(u, r.norm_update)
             if c.out_proj:
                 u = u @ r.out.weight.T
             state = normed if c.gru_on_normed else s
@@ -193,7 +197,7 @@ def test_only_the_last_round_is_learnt_from_where_that_is_asked_for():
         module, features, _ = built(**knobs)
         held, slots = saved(module, features)
         slots.sum().backward()
-        assert (module.learned.grad is not None) == module.learned.requires_grad == straight
+        assert (module.initial_slots.grad is not None) == module.initial_slots.requires_grad == straight
         assert saved(built(**knobs, iterations=9)[0], features)[0] == held  # memory does not grow with rounds
 
 
@@ -274,12 +278,12 @@ def test_frames_are_the_papers_algorithm():
     slots, positions, sizes = module.init_slots(noise)
     ours = module.run_iterations(features, grid, slots, positions, sizes)
     x = norm(features, module.norm_input)
-    through = module.through
+    through = module.grid_enc
     for b in range(B):
         s, p, w = slots[b], positions[b], sizes[b]
         for i in range(c.iterations + 1):
             relative = torch.stack([(grid - p[k]) / (w[k] * f.delta) for k in range(K)])
-            g = relative @ module.to_grid.weight.T + module.to_grid.bias
+            g = relative @ module.grid_proj.weight.T + module.grid_proj.bias
             q = norm(s, module.norm_slots) @ module.to_q.weight.T
             keys = torch.stack([through(x[b] @ module.to_k.weight.T + g[k]) for k in range(K)])
             values = torch.stack([through(x[b] @ module.to_v.weight.T + g[k]) for k in range(K)])

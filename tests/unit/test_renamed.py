@@ -1,8 +1,11 @@
 """Old names: of recipe keys, refused in a recipe and accepted in what sparo wrote; of options, passed on with a notice."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 
@@ -10,10 +13,13 @@ from launch.cli.main import app
 from launch.cli.process import RENAMED as RENAMED_OPTIONS
 from launch.cli.process import with_new_options
 from sparo_train.core.config import Frozen, resolve
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.disk.pieces import Piece
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.config_keys import RegistryBlock, child_shape
 from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
-from sparo_train.core.recipe.renamed import RENAMED
+from sparo_train.core.recipe.renamed import RENAMED, RENAMED_PARAMETERS, parameter_name
+from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig, load_run
 from tests.helpers.recipes import tiny_recipe
 
@@ -134,3 +140,51 @@ def test_a_renamed_option_is_passed_on_under_its_new_name(words, capsys):
 def test_other_words_of_a_command_line_stay_as_they_are(capsys):
     words = ["eval", "run", "--tasks", "--on", "--to", "--most=3"]
     assert with_new_options(words) == words and not capsys.readouterr().err
+
+
+def test_parameters_of_slot_models_are_found_by_the_names_that_they_had():
+    rules = [(before, old, new) for before, names in RENAMED_PARAMETERS for old, new in names.items()]
+    used = set()
+    for path in RECIPES:
+        if path.parts[1] not in ("slots", "video", "scenes3d") or is_sweep(load_recipe(path)):
+            continue
+        config = load_run(path)
+        try:
+            with torch.device("meta"):
+                names = build_objective(config).state_dict()
+        except CheckpointError:
+            continue  # its frozen backbone is a file that a user downloads
+        for name in names:
+            old_name = name
+            for before, old, new in rules:
+                earlier = re.sub(rf"({before}){new}(?=[./]|$)", rf"\g<1>{old}", old_name)
+                used |= {(before, old)} if earlier != old_name else set()
+                old_name = earlier
+            assert parameter_name(old_name, config.objective.kind) == name
+            assert parameter_name(name, config.objective.kind) == name
+            assert parameter_name(old_name, "of a package") == old_name
+    # No recipe has a hint of masks, and those with a decoder of patches need a backbone that a user downloads.
+    assert {(before, old) for before, old, _ in rules} - used == {(r"\.hint\.", "see"), (r"\.decoder\.", "places")}
+
+
+def test_a_checkpoint_and_a_recipe_with_old_parameter_names_load(tmp_path):
+    recipe = {"objective": {"kind": "slate"}}
+    pieces = {
+        "model": {"model.begin": Piece.unsharded(torch.arange(3.0)), "x": Piece.unsharded(torch.ones(1))},
+        "optimizer": {"model.begin/exp_avg": Piece.unsharded(torch.zeros(3))},
+    }
+    checkpoints = store.CheckpointStore(tmp_path)
+    path = checkpoints.complete(1, checkpoints.write(1, pieces), {"recipe": recipe})
+    assert set(store.read_part(path, "model")) == {"model.begin", "x"}  # present files are read as they are
+
+    meta = json.loads((path / "meta.json").read_text()) | {"format": 2}
+    del meta["checksum"]
+    (path / "meta.json").write_text(json.dumps({**meta, "checksum": store._checksum(meta)}))
+    model, optimizer = store.read_part(path, "model"), store.read_part(path, "optimizer")
+    assert model["model.bos"].tolist() == [0, 1, 2] and set(model) == {"model.bos", "x"}
+    assert set(optimizer) == {"model.bos/exp_avg"}
+
+    stored = load_run(Path("configs/video/steve_movi.yaml")).model_dump(mode="json")
+    stored["optim"]["groups"][0]["match"] = ["model.begin", "model.places"]
+    config = resolve(RunConfig, stored, "stored", stored=True)
+    assert config.optim.groups[0].match == ("model.bos", "model.pos_embed")

@@ -83,10 +83,10 @@ def literal(module, slots, rays):
         return x
 
     def field(m, slot):
-        x = m.place(told) if slot is None else m.place(told) + slot[:, None, None]
-        h = blocks(m.seen, x)
+        x = m.position(told) if slot is None else m.position(told) + slot[:, None, None]
+        h = blocks(m.density_mlp, x)
         turned = m.direction(near_far.directions)[:, :, None].expand(-1, -1, c.bins, -1)
-        colour = torch.sigmoid(m.colour(blocks(m.tinted, h + turned)))
+        colour = torch.sigmoid(m.colour(blocks(m.colour_mlp, h + turned)))
         shade = torch.sigmoid(m.shadow(h))[..., 0] if m.shadow is not None else None
         return {"relu": F.relu, "softplus": F.softplus}[c.density](m.density(h))[..., 0], colour, shade
 

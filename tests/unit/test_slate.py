@@ -86,8 +86,8 @@ def test_generation_is_what_the_whole_prefix_says():
     with torch.no_grad():
         tokens = torch.zeros(2, 0, dtype=torch.long)
         for _ in range(model.config.tokens):
-            begun = torch.cat([model.begin.expand(2, 1, -1), model.embed(tokens)], 1)
-            said = model.decoder(begun + model.places[: begun.shape[1]], model.project(slots))
+            begun = torch.cat([model.bos.expand(2, 1, -1), model.embed(tokens)], 1)
+            said = model.decoder(begun + model.pos_embed[: begun.shape[1]], model.project(slots))
             tokens = torch.cat([tokens, model.head(said[:, -1:]).argmax(-1)], 1)
         expected = model.dvae.decode_tokens(tokens.view(2, 4, 4))
         assert torch.allclose(model.generate(slots), expected, atol=1e-5)

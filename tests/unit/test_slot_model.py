@@ -324,7 +324,7 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
     assert all((p.grad is None) == ("tower.encoder" in n) for n, p in objective.named_parameters())
     shown = slot_encoder(objective)
     assert "cache" not in shown.architecture and '"kind":"frozen"' in shown.architecture
-    assert shown.masks(images).shape == (2, 224 * 224) and objective.model.decoder.places.shape == (196, 16)
+    assert shown.masks(images).shape == (2, 224 * 224) and objective.model.decoder.pos_embed.shape == (196, 16)
     for change, told in (
         ({"width": 384}, "has 196 tokens of width 192 at 224 pixels"),
         ({"patch": 8}, "say 784 of 192"),

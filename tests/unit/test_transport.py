@@ -131,7 +131,7 @@ def plain(module, features, noise):
     c, step = module.config, module.rounds[0]
     t, x = c.transport, module.norm_input(features)
     slots = module.mu + module.log_sigma.exp() * noise[..., :D]
-    log_a = (K * step.transport.gives(x)[..., 0].softmax(-1)).log()
+    log_a = (K * step.transport.input_marginal(x)[..., 0].softmax(-1)).log()
     k, v = x @ step.to_k.weight.T, x @ step.to_v.weight.T
     for _ in range(c.iterations):
         normed = step.norm_slots(slots)
@@ -143,7 +143,7 @@ def plain(module, features, noise):
         cost = cost * t.cost_scale
         log_b = torch.zeros(B, K, dtype=torch.float64)
         if t.slot_marginal == "learned":
-            log_b = (K * step.transport.takes(normed)[..., 0].softmax(-1)).log()
+            log_b = (K * step.transport.slot_marginal(normed)[..., 0].softmax(-1)).log()
         start = None
         if t.entropy_steps:
             cost = cost + t.noise * noise[..., D:]

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from .pieces import Pieces, PiecesReader
 
-FORMAT = 2
+FORMAT = 3
+_READABLE = (2, 3)  # before 3, some parameters of slot models had other names (core/recipe/renamed.py)
 Files = dict[str, dict[str, Any]]  # name -> {"part", "bytes", "sha256"}
 
 
@@ -226,9 +227,10 @@ def read_meta(path: Path) -> dict[str, Any]:
         checksum = meta.pop("checksum", None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}/meta.json: not readable ({error}); {remedy}") from None
-    if meta.get("format") != FORMAT:
+    if meta.get("format") not in _READABLE:
         raise CheckpointError(
-            f"{path}: format {meta.get('format')!r}, this version reads {FORMAT}; use the version of sparo that wrote it"
+            f"{path}/meta.json: format: this version reads {' and '.join(map(str, _READABLE))}, got {meta.get('format')!r}. "
+            "Use the version of sparo that wrote it."
         )
     if checksum != _checksum(meta):
         raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs); {remedy}")
@@ -275,7 +277,8 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
     Raises:
         CheckpointError: a file is missing or damaged, or there is no such part.
     """
-    files = read_meta(path)["files"]
+    meta = read_meta(path)
+    files = meta["files"]
     part_files = {part: [path / name for name, facts in files.items() if facts["part"] == part] for part in parts}
     for part, paths in part_files.items():
         if not paths:
@@ -290,9 +293,13 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
             raise CheckpointError(
                 f"{file}: damaged (its checksum differs); remove {path} to continue from the checkpoint before it"
             )
+    from ..recipe.renamed import parameter_name
     from .pieces import PiecesReader
 
-    return PiecesReader(part_files)
+    if meta["format"] == FORMAT:
+        return PiecesReader(part_files)
+    objective = meta.get("recipe", {}).get("objective", {})
+    return PiecesReader(part_files, lambda name: parameter_name(name, objective.get("kind")))
 
 
 def read_part(path: Path, part: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -183,6 +183,7 @@ class _Run(NamedTuple):
     begin: int
     end: int
     file: Path
+    stored_name: str
 
 
 class PiecesReader:
@@ -190,12 +191,14 @@ class PiecesReader:
 
     Args:
         files: paths by part.
+        rename: a name in the files to the name by which the tensor is read.
 
     Raises:
         CheckpointError: a file is not readable, or the files together do not hold a tensor completely.
     """
 
-    def __init__(self, files: Mapping[str, Sequence[Path]]):
+    def __init__(self, files: Mapping[str, Sequence[Path]], rename: Callable[[str], str] = str):
+        self._rename = rename
         self._open: dict[Path, Any] = {}
         self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         self._runs: dict[str, dict[str, list[_Run]]] = {}
@@ -210,11 +213,13 @@ class PiecesReader:
         try:
             file = safe_open(path, framework="pt")
             partial = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
-            for name in file.keys():  # noqa: SIM118  a method, not a mapping
-                stored_shape = file.get_slice(name).get_shape()
-                begin, shape = partial.get(name, (0, stored_shape))
+            for stored_name in file.keys():  # noqa: SIM118  a method, not a mapping
+                stored_shape = file.get_slice(stored_name).get_shape()
+                begin, shape = partial.get(stored_name, (0, stored_shape))
+                name = self._rename(stored_name)
                 self._shapes[part][name] = tuple(shape)
-                self._runs[part].setdefault(name, []).append(_Run(begin, begin + math.prod(stored_shape), path))
+                run = _Run(begin, begin + math.prod(stored_shape), path, stored_name)
+                self._runs[part].setdefault(name, []).append(run)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: not readable ({error}); remove {path.parent} to continue from the one before"
@@ -249,19 +254,20 @@ class PiecesReader:
         """Elements `begin` … `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
         whole = math.prod(self.shape(part, name))
         end = whole if end is None else end
-        slices = [self._read_run(name, run, max(begin, run.begin), min(end, run.end)) for run in self._runs[part][name]]
+        runs = self._runs[part][name]
+        slices = [self._read_run(run, max(begin, run.begin), min(end, run.end)) for run in runs]
         chunks = [piece for piece in slices if piece is not None]
         if not chunks:
-            return self._open[self._runs[part][name][0].file].get_tensor(name).flatten()[:0]
+            return self._open[runs[0].file].get_tensor(runs[0].stored_name).flatten()[:0]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
-    def _read_run(self, name: str, run: _Run, begin: int, end: int) -> Tensor | None:
+    def _read_run(self, run: _Run, begin: int, end: int) -> Tensor | None:
         if begin >= end:
             return None
-        tensor_slice = self._open[run.file].get_slice(name)
+        tensor_slice = self._open[run.file].get_slice(run.stored_name)
         shape = tensor_slice.get_shape()
         if not shape:
-            return self._open[run.file].get_tensor(name).reshape(1)
+            return self._open[run.file].get_tensor(run.stored_name).reshape(1)
         row = math.prod(shape[1:])
         first, last = (begin - run.begin) // row, -(-(end - run.begin) // row)
         offset = run.begin + first * row

@@ -1,11 +1,12 @@
-"""Recipe keys that were renamed, by the configuration class that holds them.
+"""Recipe keys that were renamed, by the configuration class that holds them, and parameters of slot models that were.
 
 A recipe with an old key is refused, and the error names the new key. What sparo wrote itself (run folders, checkpoints, exports, submitted
-jobs) loads with its old keys.
+jobs) loads with its old keys and parameter names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,6 +88,45 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# Parameters of slot models that had other names before checkpoint format 3: a pattern of what comes before the name, and {old: present}.
+RENAMED_PARAMETERS: tuple[tuple[str, Mapping[str, str]], ...] = (
+    (r"^model\.", {"begin": "bos", "places": "pos_embed"}),
+    (r"\.encoder\.", {"root": "stem", "places": "point_embed"}),
+    (
+        r"\.encoder\.blocks\.\d+\.",
+        {"first": "conv1", "second": "conv2", "across": "downsample", "across_norm": "downsample_norm"},
+    ),
+    (r"\.grouping\.(?:.+\.)?", {"learned": "initial_slots"}),
+    (r"\.grouping\.", {"to_grid": "grid_proj", "through": "grid_enc"}),
+    (r"\.blocks\.\d+\.", {"among": "self_attention", "norm_among": "norm_self_attention"}),
+    (r"\.rounds\.\d+\.", {"norm_taken": "norm_update"}),
+    (r"\.transport\.", {"gives": "input_marginal", "takes": "slot_marginal"}),
+    (r"\.hint\.", {"tell": "mlp", "see": "mask_encoder"}),
+    (
+        r"\.decoder\.",
+        {
+            "places": "pos_embed",
+            "take": "slot_proj",
+            "first": "input_proj",
+            "draw": "render_mlp",
+            "state": "ray_proj",
+        },
+    ),
+    (
+        r"\.decoder\.(?:objects|ground|static)\.",
+        {"place": "position", "seen": "density_mlp", "tinted": "colour_mlp"},
+    ),
+)
+_SUBSTITUTIONS = tuple(
+    (re.compile(rf"({before}){old}(?=[./]|$)"), rf"\g<1>{new}")
+    for before, names in RENAMED_PARAMETERS
+    for old, new in names.items()
+)
+_SLOT_METHODS = (
+    "slots", "set_prediction", "slate", "video_slots", "video_slate", "slot_contrast", "novel_views",
+)  # fmt: skip
+_PATTERN_KEYS = ("match", "freeze", "allow_missing", "allow_unused", "adamw_patterns")
+
 # Keys of the `optim` block that held the keys of another optimizer; they are keys of the block itself now, with its `kind` set.
 _NESTED_KINDS = {"muon": "muon"}
 
@@ -95,6 +135,14 @@ def new_name(model: type[BaseModel], key: str) -> str | None:
     """Return the present name of a renamed key of a configuration class or of one it derives from, or None; `KEY=VALUE` for a value of KEY."""
     names = (RENAMED.get(cls.__name__, {}).get(key) for cls in model.__mro__)
     return next((name for name in names if name is not None and name.partition("=")[0] in model.model_fields), None)
+
+
+def parameter_name(name: str, method: object) -> str:
+    """Return the present name of a parameter, or of its optimizer state, in a run of `objective.kind=method`."""
+    if method in _SLOT_METHODS:
+        for pattern, replacement in _SUBSTITUTIONS:
+            name = pattern.sub(replacement, name)
+    return name
 
 
 def with_new_names(shape: Any, tree: Any) -> Any:
@@ -108,6 +156,8 @@ def with_new_names(shape: Any, tree: Any) -> Any:
         return tree if item_shape is None else [with_new_names(item_shape, block) for block in tree]
     if not isinstance(tree, Mapping) or shape is None:
         return tree
+    if isinstance(objective := tree.get("objective"), Mapping) and objective.get("kind") in _SLOT_METHODS:
+        tree = _with_parameter_names(tree, objective["kind"])
     if isinstance(shape, RegistryBlock):
         if shape.from_registry.registry is OPTIMIZERS:
             tree = _with_kind(tree)
@@ -127,3 +177,12 @@ def _with_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
         if block.get(key) is not None:
             flat |= {"kind": kind, **block[key]}
     return flat
+
+
+def _with_parameter_names(tree: Any, method: str, key: str = "") -> Any:
+    """Return a recipe whose lists of parameter names and patterns have the present names."""
+    if isinstance(tree, Mapping):
+        return {name: _with_parameter_names(value, method, str(name)) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_with_parameter_names(item, method, key) for item in tree]
+    return parameter_name(tree, method) if isinstance(tree, str) and key in _PATTERN_KEYS else tree
