@@ -77,8 +77,12 @@ def kept_steps(batch: int, folder: Path, count: int) -> Callable[[], None]:
         "engine": {"precision": "fp32"},
     }  # fmt: skip
     config = resolve(RunConfig, tree, "frozen.py")
-    ranks = build_ranks(config, World())
-    objective, pipeline, engine = build_objective(config), build_pipeline(config), build_engine(config, ranks)
+    ranks = build_ranks(config.engine, config.world_size, World())
+    objective, pipeline, engine = (
+        build_objective(config),
+        build_pipeline(config),
+        build_engine(config.engine, config.optim, ranks),
+    )
     pipeline.examples.ready(objective, pipeline.sources, engine.device_context, ranks)
     engine.prepare(objective)
     batches, progress = pipeline.start(), Progress(0, 1_000_000, 0)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import write_dino
 from sparo_train.models.weight_files.weights import refuse_non_finite, to_sparo_clip
 from sparo_train.objectives.clip import scored_weights
-from sparo_train.train.build import build_objective
+from sparo_train.train.build import num_trained_parameters
 from sparo_train.train.run_config import RunConfig
 
 from ..encoders.loading import read_run, run_weights
@@ -34,11 +34,11 @@ _PIECE = 1 << 20
 SUMS = "SHA256SUMS"
 
 
-def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters: int, use: str) -> CardFacts:
+def card_facts(name: str, objective: Any, meta: Mapping[str, Any], run: Path, parameters: int, use: str) -> CardFacts:
     """What a checkpoint's own records say of it.
 
     Args:
-        meta: of the checkpoint.
+        name: of the run.  objective: that block of its recipe.  meta: of the checkpoint.
         run: the run folder, whose scores are read.
         use: Python that loads the export.
     """
@@ -47,11 +47,11 @@ def card_facts(config: RunConfig, meta: Mapping[str, Any], run: Path, parameters
     source_samples = [facts["samples"] for facts in sources.values()]
     read = reading(source_samples, [facts["weight"] for facts in sources.values()], meta["samples"])
     data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, source_samples, read, strict=True)]
-    kind = config.objective.kind
-    readout = getattr(getattr(config.objective, "model", None), "readout", None)
+    kind = objective.kind
+    readout = getattr(getattr(objective, "model", None), "readout", None)
     what = f"{kind} with the read-out {readout.kind}" if readout is not None else kind
     return CardFacts(
-        config.name, what, parameters, meta["step"], meta["samples"], data, _scores(run), use, _tags(kind, readout), __version__
+        name, what, parameters, meta["step"], meta["samples"], data, _scores(run), use, _tags(kind, readout), __version__
     )  # fmt: skip
 
 
@@ -124,19 +124,39 @@ model, _, preprocess = open_clip.create_model_and_transforms("local-dir:PLACE")
 tokenizer = open_clip.get_tokenizer("local-dir:PLACE")"""
 
 
+class TrainedWeights(NamedTuple):
+    """What an export writes.
+
+    Attributes:
+        name: of the run.  objective: that block of its recipe.  weights: the objective's state dict.
+        epochs: passes over the data so far.  batch_size, lr: as the recipe has them.
+    """
+
+    name: str
+    objective: Any
+    weights: Mapping[str, Tensor]
+    epochs: int
+    batch_size: int
+    lr: float
+
+    @staticmethod
+    def of(config: RunConfig, weights: Mapping[str, Tensor], epochs: int = 0) -> TrainedWeights:
+        return TrainedWeights(config.name, config.objective, weights, epochs, config.batch_size, config.optim.lr)
+
+
 @dataclass(frozen=True)
 class Export:
     """A row of `sparo.exports`.
 
     Args:
-        write: (the recipe, the objective's state dict, the path, the epochs done) to what it wrote.
+        write: writes weights to a path and returns what it wrote.
         name: of the file in RUN/export; empty: the folder itself.
         use: Python that loads what it wrote, for the model card; PLACE stands for the path. Empty: the card names no program.
         methods: further methods whose runs it writes, beside those that name it in their own `exports`: for a layout that a package adds to
             a method of another one.
     """
 
-    write: Callable[[RunConfig, Mapping[str, Tensor], Path, int], Path]
+    write: Callable[[TrainedWeights, Path], Path]
     name: str = ""
     use: str = ""
     methods: tuple[str, ...] = ()
@@ -171,10 +191,10 @@ def export_run(
     newest = CheckpointStore(folder / "checkpoints").latest()
     older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
-    path = export_weights(config, weights, home, to, layout, _epochs_done(config, meta))
-    name = layout or METHODS.get(config.objective.kind).exports[0]
-    parameters = _parameters(config)
-    facts = card_facts(config, meta, folder, parameters, EXPORTS.get(name).use.replace("PLACE", path.as_posix()))
+    trained = TrainedWeights.of(config, weights, _epochs_done(config.samples_per_epoch, meta))
+    path = export_weights(trained, home, to, layout)
+    use = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0]).use.replace("PLACE", path.as_posix())
+    facts = card_facts(config.name, config.objective, meta, folder, num_trained_parameters(config), use)
     if average is not None:
         mean = f"the mean of the weights at steps {', '.join(str(read_run_meta(s)['step']) for s in steps)}"
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
@@ -219,28 +239,16 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
     return newest | {name: (t / len(steps)).to(newest[name].dtype) for name, t in total.items()}
 
 
-def _parameters(config: RunConfig) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
-
-
-def _epochs_done(config: RunConfig, meta: Mapping[str, Any]) -> int:
-    """Whole passes over what the sources held, or over what the recipe calls an epoch."""
+def _epochs_done(samples_per_epoch: int | None, meta: Mapping[str, Any]) -> int:
+    """Return whole passes over what the sources held, or over what the recipe calls an epoch."""
     sources = [facts for name, facts in meta["fingerprint"].items() if name != "plan"]
     epoch_samples = per_epoch([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
-    return meta["samples"] // max(1, config.samples_per_epoch or sum(epoch_samples))
+    return meta["samples"] // max(1, samples_per_epoch or sum(epoch_samples))
 
 
-def export_weights(
-    config: RunConfig,
-    weights: Mapping[str, Tensor],
-    home: Path,
-    to: Path | None = None,
-    layout: str | None = None,
-    epochs: int = 0,
-) -> Path:
-    """Write an objective's state dict; returns the path: `to`, or the layout's usual name in `home`. `epochs`: that were done."""
-    kind = config.objective.kind
+def export_weights(trained: TrainedWeights, home: Path, to: Path | None = None, layout: str | None = None) -> Path:
+    """Write the weights of a run; return the path: `to`, or the layout's usual name in `home`."""
+    kind = trained.objective.kind
     fitting = METHODS.get(kind).exports
     if layout is None and not fitting:
         raise ConfigError(
@@ -256,32 +264,33 @@ def export_weights(
         raise ConfigError(f"--out {place}: is a file, and layout {name} is a folder; name another place")
     if export.name and place.is_dir():
         raise ConfigError(f"--out {place}: is a folder, and layout {name} is a file; name {place / export.name}")
-    return export.write(config, weights, place, epochs)
+    return export.write(trained, place)
 
 
-def _open_clip(config: RunConfig, weights: Mapping[str, Tensor], folder: Path, _epochs: int) -> Path:
+def _open_clip(trained: TrainedWeights, folder: Path) -> Path:
     from sparo_train import openclip  # wraps open_clip's builders
 
-    objective = config.objective
-    return openclip.export(objective.model, scored_weights(weights), folder, objective.mean, objective.std)
+    objective = trained.objective
+    return openclip.export(objective.model, scored_weights(trained.weights), folder, objective.mean, objective.std)
 
 
-def _sparo_clip(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
-    readout = config.objective.model.readout
+def _sparo_clip(trained: TrainedWeights, path: Path) -> Path:
+    readout = trained.objective.model.readout
     if readout.placement.text and readout.kind != "sparo":
         raise ConfigError(
             f"--layout sparo-clip: has no place for the read-out {readout.kind!r}; use --layout open_clip"
         )
     # What shapes do not tell; sparo-clip's loader ignores it.
-    objective_config = config.objective.model_dump(mode="json", include=_EXPORTED_KEYS)
-    state = to_sparo_clip(scored_weights(weights))
+    objective_config = trained.objective.model_dump(mode="json", include=_EXPORTED_KEYS)
+    state = to_sparo_clip(scored_weights(trained.weights))
     with whole_file(path) as temporary, temporary.open("wb") as stream:
-        torch.save({"epoch": epochs, "name": config.name, "state_dict": state, CONFIG_KEY: objective_config}, stream)
+        content = {"epoch": trained.epochs, "name": trained.name, "state_dict": state, CONFIG_KEY: objective_config}
+        torch.save(content, stream)
     return path
 
 
-def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: int) -> Path:
-    objective = config.objective
+def _dino(trained: TrainedWeights, path: Path) -> Path:
+    objective = trained.objective
     description = objective.model_dump(mode="json", include=_EXPORTED_KEYS)
     args = {
         "arch": _arch(objective.model),
@@ -290,10 +299,10 @@ def _dino(config: RunConfig, weights: Mapping[str, Tensor], path: Path, epochs: 
         "out_dim": objective.head.out_dim,
         "norm_last_layer": objective.head.norm_last_layer,
         "use_bn_in_head": objective.head.use_bn,
-        "batch_size": config.batch_size,
-        "lr": config.optim.lr,
+        "batch_size": trained.batch_size,
+        "lr": trained.lr,
     }
-    return write_dino(path, dict(weights), description, args, epochs)
+    return write_dino(path, dict(trained.weights), description, args, trained.epochs)
 
 
 def _arch(model: VitConfig) -> str:

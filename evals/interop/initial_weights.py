@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -21,7 +22,7 @@ from sparo_train.models.timm_tower import TimmTower
 from sparo_train.models.weight_files.state_dicts import split_state
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
-from sparo_train.train.run_config import RunConfig, StartConfig
+from sparo_train.train.run_config import StartConfig
 
 from ..encoders.encoder import Encoder
 from ..encoders.foreign import BackboneEncoder, timm_state
@@ -71,15 +72,15 @@ def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
 logger = logging.getLogger(__name__)
 
 
-def refuse_absent_starts(config: RunConfig) -> None:
+def refuse_absent_starts(objective: Any, start: StartConfig | None) -> None:
     """Raise `CheckpointError` where a file or folder that a recipe begins with is not there, by its key."""
-    model = getattr(config.objective, "model", None)
+    model = getattr(objective, "model", None)
     named = {
         f"objective.model.{key}.init_from": getattr(getattr(model, key, None), "init_from", None)
         for key in ("vision", "text")
     }
-    if config.start_from is not None:
-        named["start_from.checkpoint"] = config.start_from.checkpoint
+    if start is not None:
+        named["start_from.checkpoint"] = start.checkpoint
     for key, place in named.items():
         if place is not None:
             try:
@@ -92,16 +93,19 @@ def refuse_absent_starts(config: RunConfig) -> None:
                 raise CheckpointError(f"{key}={place}: {error}") from None
 
 
-def load_initial_weights(config: RunConfig, objective: Objective) -> None:
-    """Give an objective that was just built the weights that its recipe names. Whether the run has checkpoints is the caller's to know.
+def load_initial_weights(config: Any, start: StartConfig | None, objective: Objective) -> None:
+    """Load the weights that a recipe names into an objective that was just built. Call this for runs without checkpoints only.
+
+    Args:
+        config: the recipe's `objective` block.  start: its `start_from` block.
 
     Raises:
         CheckpointError: a checkpoint that cannot be read, or does not fit.
     """
-    if config.start_from is not None and config.start_from.optimizer:  # weights are read with the moments, later
-        _refuse_other_branch(config, objective)
-    elif config.start_from is not None:
-        _start(config.start_from, config.objective.kind, objective)
+    if start is not None and start.optimizer:  # weights are read with the moments, later
+        _refuse_other_branch(start, config.kind, objective)
+    elif start is not None:
+        _start(start, config.kind, objective)
     model = getattr(objective, "model", None)
     if isinstance(model, Clip):
         for key, tower in (("vision", model.visual), ("text", model.text)):
@@ -110,16 +114,14 @@ def load_initial_weights(config: RunConfig, objective: Objective) -> None:
     objective.on_weights_loaded()
 
 
-def _refuse_other_branch(config: RunConfig, objective: Objective) -> None:
+def _refuse_other_branch(start: StartConfig, kind: str, objective: Objective) -> None:
     """Raise `CheckpointError` for what no shape tells: weights and moments are loaded whole, and into whatever they fit."""
-    start = config.start_from
-    assert start is not None
     origin = f"start_from.checkpoint={start.checkpoint}"
     try:
         theirs, _ = read_run(Path(start.checkpoint))
     except CheckpointError:  # what is no run is told where it is read
         return
-    if theirs.objective.kind != config.objective.kind:
+    if theirs.objective.kind != kind:
         raise CheckpointError(
             f"{origin}: is a run of objective {theirs.objective.kind}; start_from.optimizer takes its own kind"
         )

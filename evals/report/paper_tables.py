@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.train.run_config import RunConfig
 
 from ..tasks.result import Result, format_metric, is_share
 from .results_file import Record, by_checkpoint
@@ -83,10 +82,10 @@ UNKNOWN_READOUT = ("–",) * len(HEADS)  # of a checkpoint whose recipe is not a
 _NONE = "N/A"
 
 
-def readout_cells(config: RunConfig, parameters: int) -> tuple[str, ...]:
+def readout_cells(objective: Any, parameters: int) -> tuple[str, ...]:
     """What stands below `HEADS` for a recipe that trains so many parameters; N/A where it has no read-out, or one without such a key."""
     # Any method may stand in a table, also one whose model has no read-out.
-    readout = getattr(getattr(config.objective, "model", None), "readout", None)
+    readout = getattr(getattr(objective, "model", None), "readout", None)
     placement = getattr(readout, "placement", None)
     attention = getattr(readout, "cross_attention", None)
     return (

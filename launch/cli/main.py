@@ -78,7 +78,7 @@ def train(
 
         # Training would refuse the same.
         check_recipe_compatible(config)
-        refuse_absent_starts(config)
+        refuse_absent_starts(config.objective, config.start_from)
         show_dry(config)
         return
     from ..commands.train import exit_if_stopped

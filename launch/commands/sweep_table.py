@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from evals.encoders.loading import read_recipe
 from evals.report.paper_tables import (
     HEADS,
@@ -30,8 +28,7 @@ from evals.report.seed_average import difference, recipe_of, spread, spread_capt
 from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
-from sparo_train.train.build import build_objective
-from sparo_train.train.run_config import RunConfig
+from sparo_train.train.build import num_trained_parameters
 
 from ..jobs.sweep import expand
 
@@ -79,14 +76,14 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         place = out or Path(config.out)
         folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
-        parameters = trained_parameters(config)
+        parameters = num_trained_parameters(config)
         # Runs that were not scored are not counted: n is of numbers, not of folders.
         records_by_folder = {folder: records for folder in folders if (records := _records(folder))}
-        _refuse_mismatched_runs(config, list(records_by_folder))
+        _refuse_mismatched_runs(config.objective, list(records_by_folder))
         results: dict[str, list[Record]] = {}
         for record in itertools.chain(*records_by_folder.values()):
             results.setdefault(record.task, []).append(record)
-        name, cells = config.name.removeprefix(f"{stem}-"), readout_cells(config, parameters)
+        name, cells = config.name.removeprefix(f"{stem}-"), readout_cells(config.objective, parameters)
         rows.append(SweepRow(name, parameters, len(records_by_folder), results, cells))
     return rows
 
@@ -95,23 +92,17 @@ def checkpoint_readout_cells(name: str) -> tuple[str, ...]:
     """The same by the name under which a checkpoint was scored; dashes where no run's recipe lies there."""
     try:
         config = read_recipe(Path(name.partition(" (")[0]))
-        return readout_cells(config, trained_parameters(config))
+        return readout_cells(config.objective, num_trained_parameters(config))
     # No run; or of a version whose keys are gone, a plug-in or a tower's file that is not here: its score stands all the same.
     except SparoError:
         return UNKNOWN_READOUT
 
 
-def trained_parameters(config: RunConfig) -> int:
-    """How many a recipe trains, counted without their memory: a grid has models of half a billion."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
-
-
-def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
+def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
     """Raise `ConfigError` where a folder of a row's name holds another model, or two of them more than their seeds apart."""
     runs_by_seed: dict[Any, tuple[str, Path]] = {}
     for folder in folders:
-        if read_recipe(folder).objective != config.objective:
+        if read_recipe(folder).objective != objective:
             raise ConfigError(
                 f"{folder}: is called like a row of the sweep, and its objective is another; move it, or give --out"
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evals.encoders.encoder import Encoder
+from evals.interop.exporting import TrainedWeights
 from evals.interop.initial_weights import load_initial_weights
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
@@ -22,7 +23,7 @@ from sparo_train.core.registries import TASKS
 from sparo_train.core.world import started
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.fit import Callbacks, Run, fit
-from sparo_train.train.run_config import RunConfig
+from sparo_train.train.run_config import LogConfig, RunConfig
 from sparo_train.train.state import Display, Evaluate, Outcome
 
 from ..jobs.arrays import submit_eval_job
@@ -68,11 +69,11 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
         load_cluster(side.cluster, side.options)
     suite = Suite(config.eval.tasks)
     suite.check()
-    pictures = _make_picture_writer(config, rundir)
+    pictures = _make_picture_writer(config.eval.tasks, config.log, rundir)
 
     def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
         if side is not None and ranks.rank == 0:
-            submit_eval_job(config, side, objective.state_dict(), rundir.path, step)
+            submit_eval_job(side, TrainedWeights.of(config, objective.state_dict()), rundir.path, step)
         if not config.eval.tasks:
             return {}
         # Anew each time: an encoder holds what is derived from weights, its hash first of all.
@@ -119,11 +120,11 @@ def _scores(step: int, results: Mapping[str, Result]) -> str:
     return f"step {step}: " + "  ".join(parts)
 
 
-def _make_picture_writer(config: RunConfig, rundir: RunDir) -> Callable[[Encoder, int], None]:
+def _make_picture_writer(tasks: Mapping[str, Any], log: LogConfig, rundir: RunDir) -> Callable[[Encoder, int], None]:
     """Return what draws pictures at an evaluation: the first task that has any; nothing without one."""
-    picture_tasks = [task for task in config.eval.tasks.values() if TASKS.get(task.task).pictures]
-    if not picture_tasks or not config.log.pictures:
+    picture_tasks = [task for task in tasks.values() if TASKS.get(task.task).pictures]
+    if not picture_tasks or not log.pictures:
         return lambda encoder, step: None
     from .pages.training_pictures import TrainingPictures
 
-    return TrainingPictures(config.log, picture_tasks[0], rundir.path).draw
+    return TrainingPictures(log, picture_tasks[0], rundir.path).draw

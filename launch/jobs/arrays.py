@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import Tensor
 
-from evals.interop.exporting import export_weights
+from evals.interop.exporting import TrainedWeights, export_weights
 from evals.suite.evaluate import tasks_for
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import ConfigError, SparoError
 from sparo_train.core.files import write_whole
-from sparo_train.train.run_config import EvalJobConfig, RunConfig
+from sparo_train.train.run_config import EvalJobConfig
 
 from .clusters import ClusterConfig, load_cluster, with_options
 from .fanout import FanOut
@@ -115,9 +114,8 @@ logger = logging.getLogger(__name__)
 
 
 def submit_eval_job(
-    config: RunConfig,
-    side: EvalJobConfig,
-    weights: Mapping[str, Tensor],
+    job: EvalJobConfig,
+    trained: TrainedWeights,
     run: Path,
     step: int,
 ) -> None:
@@ -127,14 +125,14 @@ def submit_eval_job(
     `sparo launch eval RUN/evals/side-STEP/export --data RUN/evals/side-STEP/tasks.yaml --cluster CLUSTER`.
     """
     folder = run / "evals" / f"side-{step:08d}"
-    exported = export_weights(config, weights, folder / "export")
+    exported = export_weights(trained, folder / "export")
     # Written out: the recipe may be another by the time that the job runs.
-    tasks = {name: task.model_dump(mode="json") for name, task in side.tasks.items()}
+    tasks = {name: task.model_dump(mode="json") for name, task in job.tasks.items()}
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
-        jobs = launch_elements(fan, LaunchOptions(side.cluster, load_cluster(side.cluster, side.options)))
+        jobs = launch_elements(fan, LaunchOptions(job.cluster, load_cluster(job.cluster, job.options)))
     except SparoError as error:
         logger.warning(f"step {step}: eval.job was not submitted: {error}")
     else:
-        logger.info(f"step {step}: eval.job submitted to {side.cluster}: {', '.join(jobs)}")
+        logger.info(f"step {step}: eval.job submitted to {job.cluster}: {', '.join(jobs)}")

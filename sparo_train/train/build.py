@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from ..core.registries import ENGINES, METHODS
 from ..core.rng import torch_seed
 from ..core.world import World
 from ..data.read.loader import Pipeline
+from ..engine.optim import OptimConfig
 from .run_config import RunConfig
 
 _SINGLE_PROCESS = World()
@@ -42,16 +44,24 @@ def build_pipeline(config: RunConfig, world: World = _SINGLE_PROCESS) -> Pipelin
     return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
 
 
-def build_ranks(config: RunConfig, world: World) -> Ranks:
+def num_trained_parameters(config: RunConfig) -> int:
+    """Return the number of parameters that a recipe trains, counted on the meta device, where a model of any size takes no memory."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
+
+
+def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
     """Join the other ranks.
+
+    Args:
+        engine: the recipe's `engine` block.  world_size: the recipe's; None: any.
 
     Raises:
         ConfigError: an engine of one process among several, or not the recipe's world size.
     """
-    engine = config.engine
-    if config.world_size not in (None, world.size):
+    if world_size not in (None, world.size):
         raise ConfigError(
-            f"world_size={config.world_size}: {world.size} rank(s) were started; start that many, or change the key"
+            f"world_size={world_size}: {world.size} rank(s) were started; start that many, or change the key"
         )
     if ENGINES.get(engine.kind).one_process:
         if world.size > 1:
@@ -64,6 +74,6 @@ def build_ranks(config: RunConfig, world: World) -> Ranks:
     return Ranks(world, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", engine.timeout)
 
 
-def build_engine(config: RunConfig, ranks: Ranks) -> Engine:
-    """The recipe's engine on this rank."""
-    return ENGINES.get(config.engine.kind).build(config.engine, config.optim, ranks)
+def build_engine(engine: Any, optim: OptimConfig, ranks: Ranks) -> Engine:
+    """Return the recipe's engine on this rank."""
+    return ENGINES.get(engine.kind).build(engine, optim, ranks)

@@ -20,7 +20,7 @@ from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, DataError, SparoError, SupersededError
 from ..data.read.bad_samples import BadSampleBudget
 from ..data.read.sources import refuse_changed
-from .run_config import RunConfig
+from .run_config import StartConfig
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,8 @@ class Saver:
 
 
 def resume(
-    config: RunConfig,
+    start: StartConfig | None,
+    fall_back: bool,
     saver: Saver,
     ranks: Ranks,
     engine: Engine,
@@ -236,16 +237,19 @@ def resume(
 ) -> State:
     """Load a run's newest checkpoint into the engine, or that of the run it branches off; return the state to continue from.
 
+    Args:
+        start: the recipe's `start_from` block.  fall_back: `checkpoint.fall_back`.
+
     Raises:
         CheckpointError: a checkpoint that cannot be read or does not fit.
         DataError: the data changed since the checkpoint.
     """
     newest = saver.newest(
         lambda meta, at: refuse_changed(meta["fingerprint"], pipeline.fingerprint, at),
-        config.checkpoint.fall_back,
+        fall_back,
     )
     if newest is None:
-        if (start := config.start_from) is not None and start.optimizer:
+        if start is not None and start.optimizer:
             with ranks.raise_on_all():
                 return branch(Path(start.checkpoint), engine, pipeline)
         return State()

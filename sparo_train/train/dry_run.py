@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,9 @@ from ..core.errors import ConfigError, DataError
 from ..core.registries import ENGINES
 from ..data.read.loader import shared_streams
 from ..data.read.plan import per_epoch
-from ..data.read.sources import open_source
+from ..data.read.sources import SourceConfig, open_source
 from ..engine.engine_kind import Sizes
-from ..engine.optim import build_optimizer
+from ..engine.optim import OptimConfig, build_optimizer
 from .build import build_objective
 from .run_config import RunConfig
 
@@ -65,7 +65,7 @@ def dry_run(config: RunConfig) -> DryRun:
     objective = meta_objective(config)
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
     shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
-    facts = [_source(name, config) for name in config.data.sources]
+    facts = [_source(name, source) for name, source in config.data.sources.items()]
     available = [f for f in facts if f.samples is not None]
     whole = sum(per_epoch([f.samples or 0 for f in available], [f.weight for f in available]))
     # A sum over the sources that are here would be a wrong epoch, not an estimate.
@@ -90,7 +90,14 @@ def dry_run(config: RunConfig) -> DryRun:
         epoch,
         steps,
         samples,
-        memory_estimate(config, objective, footprint),
+        memory_estimate(
+            config.engine,
+            config.optim,
+            config.world_size or 1,
+            config.micro_batch(config.world_size or 1),
+            objective,
+            footprint,
+        ),
         config.optim.unused_keys(),
     )
 
@@ -105,30 +112,37 @@ def parameters_by_module(objective: Objective) -> dict[str, int]:
     return out
 
 
-def memory_estimate(config: RunConfig, objective: Objective, footprint: Footprint | None) -> dict[str, int]:
-    """Bytes on one rank of `world_size` (or one): what the engine keeps, activations of a micro-batch, the loss."""
-    kind = ENGINES.get(config.engine.kind)
-    engine_costs = kind.costs(
-        config.engine, Sizes.of(objective, len(set(config.optim.state_names) - {"step"})), config.world_size or 1
-    )
+def memory_estimate(
+    engine: Any,
+    optim: OptimConfig,
+    world_size: int,
+    micro_batch: int,
+    objective: Objective,
+    footprint: Footprint | None,
+) -> dict[str, int]:
+    """Return the bytes that one rank needs: what the engine keeps, activations of a micro-batch, and the loss.
+
+    Args:
+        engine, optim: blocks of the recipe.  micro_batch: samples per forward and rank.
+    """
+    sizes = Sizes.of(objective, len(set(optim.state_names) - {"step"}))
+    engine_costs = ENGINES.get(engine.kind).costs(engine, sizes, world_size)
     states = {name: int(getattr(engine_costs, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
     if footprint is None:
         return states
-    half, towers = config.engine.precision == "bf16", footprint.towers
+    half, towers = engine.precision == "bf16", footprint.towers
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
-    if config.engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
+    if engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
         block_inputs = sum((2 if half else 4) * size * blocks for size, blocks in towers)
         # The largest block: while one is computed again, the others keep their inputs alone.
         activations = block_inputs + block * max((size for size, _ in towers), default=0)
     else:
         activations = sum(block * size * blocks for size, blocks in towers)
     activations += (2 if half else 4) * footprint.written
-    micro = config.micro_batch(config.world_size or 1)
-    return {**states, "activations": micro * activations, "loss": footprint.loss}
+    return {**states, "activations": micro_batch * activations, "loss": footprint.loss}
 
 
-def _source(name: str, config: RunConfig) -> SourceFacts:
-    source = config.data.sources[name]
+def _source(name: str, source: SourceConfig) -> SourceFacts:
     try:
         source_data = open_source(name, source)
     except (ConfigError, DataError) as error:

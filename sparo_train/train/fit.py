@@ -24,7 +24,7 @@ from ..data.read.sources import Source, refuse_changed
 from ..engine.optim import group_numbers
 from .build import build_engine, build_objective, build_pipeline, build_ranks
 from .meter import FlopCounter
-from .run_config import RunConfig
+from .run_config import RunConfig, StartConfig
 from .state import Display, Evaluate, NoDisplay, Outcome
 from .trainer import Trainer
 
@@ -69,12 +69,12 @@ class Run(NamedTuple):
 MakeEvaluate = Callable[[Run, Display], Evaluate | None]
 
 
-def refuse_initial_weights(config: RunConfig, objective: Objective) -> None:
+def refuse_initial_weights(config: Any, start: StartConfig | None, objective: Objective) -> None:
     """Initialise from the seed alone. Raises `ConfigError` if the recipe names weights, which only `sparo.fit` and `sparo train` load."""
-    if config.start_from is not None and not config.start_from.optimizer:
+    if start is not None and not start.optimizer:
         raise ConfigError("start_from: needs callbacks.initial_weights; call sparo.fit")
     for key in ("vision", "text"):
-        if getattr(getattr(getattr(config.objective, "model", None), key, None), "init_from", None) is not None:
+        if getattr(getattr(getattr(config, "model", None), key, None), "init_from", None) is not None:
             raise ConfigError(f"objective.model.{key}.init_from: needs callbacks.initial_weights; call sparo.fit")
     objective.on_weights_loaded()
 
@@ -84,12 +84,12 @@ class Callbacks:
     """What a program adds to a training.
 
     display: from the run's name and whether this rank is silent to a context with a `Display`.
-    initial_weights: gives a new run the weights that its recipe names; called without a checkpoint only.
+    initial_weights: (the blocks `objective` and `start_from`, the objective) loads the weights that a recipe names; called for new runs only.
     identity: facts that must be equal on all ranks in addition to recipe, package versions and data, such as a hash of the code.
     """
 
     display: Callable[[str, bool], AbstractContextManager[Display]] = NoDisplay
-    initial_weights: Callable[[RunConfig, Objective], None] = refuse_initial_weights
+    initial_weights: Callable[[Any, StartConfig | None, Objective], None] = refuse_initial_weights
     identity: Callable[[], Mapping[str, Any]] = field(default=dict)
 
 
@@ -109,7 +109,7 @@ def fit(
         ConfigError, DataError, CheckpointError, TrainingError: what is wrong, by key or file. Nothing is lost.
     """
     callbacks = callbacks or Callbacks()
-    own_ranks = build_ranks(config, find_world()) if ranks is None else ranks
+    own_ranks = build_ranks(config.engine, config.world_size, find_world()) if ranks is None else ranks
     try:
         return _fit(_prepare(config, own_ranks, callbacks.identity), evaluate, callbacks)
     finally:
@@ -126,7 +126,7 @@ def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str
     pipeline = ranks.call_on_all(lambda: build_pipeline(config, ranks.world))
     ranks.require_equal({"data": pipeline.fingerprint}, "data")
     total_steps = config.total_steps(pipeline.plan.epoch_size)
-    engine, objective = build_engine(config, ranks), build_objective(config)
+    engine, objective = build_engine(config.engine, config.optim, ranks), build_objective(config)
     objective.refuse_length(total_steps)
     # The optimizer would refuse the same, after the run folder was made.
     group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
@@ -144,7 +144,7 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
         # By one rank: two that list a folder of a network disk may see two different newest ones.
         newest = ranks.rank0_broadcast(lambda: CheckpointStore(rundir.checkpoints).latest())
         if newest is None:
-            callbacks.initial_weights(config, run.objective)
+            callbacks.initial_weights(config.objective, config.start_from, run.objective)
         # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
         ranks.call_on_all(lambda: rundir.refuse_changes(config))
         if run.pipeline.examples.reads_model:

@@ -78,7 +78,15 @@ class Trainer:
         # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
         self.engine.prepare(self.objective)
         self.clock = RunClock()
-        self.state = resume(self.config, self.saver, self.ranks, self.engine, self.pipeline, self.bad)
+        self.state = resume(
+            self.config.start_from,
+            self.config.checkpoint.fall_back,
+            self.saver,
+            self.ranks,
+            self.engine,
+            self.pipeline,
+            self.bad,
+        )
         self.clock = RunClock(self.state.seconds + self.clock.elapsed)
         # One rank reads the records; others could find them half written.
         self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.reporter.open(self.state.step))

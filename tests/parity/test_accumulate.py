@@ -79,7 +79,7 @@ def all_gradients(ranks, tree, engine, micro_batch_sizes):
     found = []
     for size in micro_batch_sizes:
         objective = build_objective(config).double()
-        running = build_engine(config, ranks)
+        running = build_engine(config.engine, config.optim, ranks)
         running.prepare(objective)
         gradients(running, objective, batch, PROGRESS, size)
         named = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
@@ -111,7 +111,7 @@ def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
     for step in range(6):
         if step in takes_over:
             config, objective = resolve(RunConfig, {**tree, "engine": takes_over[step]}, "x"), build_objective(config)
-            engine = build_engine(config, ranks)
+            engine = build_engine(config.engine, config.optim, ranks)
             engine.prepare(objective)
             if step:
                 engine.load(store.open_checkpoint(keeper.folder(step), ("model", "optimizer")))
@@ -189,7 +189,7 @@ def test_a_run_changes_engines_on_its_way(shards, tmp_path):
 def skips(ranks, tree, engine):
     """Whether steps were applied, and how much this rank's pieces moved in the one whose gradient one rank made infinite."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
-    objective, running = build_objective(config), build_engine(config, ranks)
+    objective, running = build_objective(config), build_engine(config.engine, config.optim, ranks)
     running.prepare(objective)
     batches, applied, states = build_pipeline(config, ranks.world).start(), [], []
     for step in range(3):

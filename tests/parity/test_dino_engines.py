@@ -85,7 +85,7 @@ def test_what_deepspeed_cannot_do_is_refused(shards, tmp_path, engine, message):
 def _refusal(ranks, tree, engine):
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     try:
-        build_engine(config, ranks).prepare(build_objective(config))
+        build_engine(config.engine, config.optim, ranks).prepare(build_objective(config))
     except ConfigError as error:
         return str(error)
     return "taken"

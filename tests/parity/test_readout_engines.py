@@ -107,7 +107,7 @@ def test_an_average_follows_what_is_sharded_and_what_is_not(shards, tmp_path):
 
 def _with_a_spare(ranks, tree):
     config = resolve(RunConfig, {**tree, "engine": DDP}, "x")
-    objective, running = build_objective(config), build_engine(config, ranks)
+    objective, running = build_objective(config), build_engine(config.engine, config.optim, ranks)
     objective.model.visual.spare = torch.nn.Parameter(torch.zeros(3))
     running.prepare(objective)
     try:

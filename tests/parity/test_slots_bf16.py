@@ -60,7 +60,7 @@ def computed(ranks, tree, engine, micro_batch_size=4):
     """Loss and gradients, in one row, of the first batch."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     batch = next(build_pipeline(config, ranks.world).start()).batch
-    objective, running = build_objective(config), build_engine(config, ranks)
+    objective, running = build_objective(config), build_engine(config.engine, config.optim, ranks)
     running.prepare(objective)
     loss = gradients(running, objective, batch, Progress(0, 10, 0), micro_batch_size)
     grads = [p.grad for p in objective.parameters() if p.grad is not None]
@@ -81,7 +81,7 @@ def alone(ranks, trees):
 def refused(ranks, tree):
     config = resolve(RunConfig, {**tree, "engine": {**FSDP2, "param_dtype": "bf16"}}, "x")
     with pytest.raises(ConfigError) as refusal:
-        build_engine(config, ranks).prepare(build_objective(config))
+        build_engine(config.engine, config.optim, ranks).prepare(build_objective(config))
     return str(refusal.value)
 
 

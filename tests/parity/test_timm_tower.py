@@ -141,7 +141,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     config = resolve(RunConfig, tree, "x")
     objective = build_objective(config)
     with logged() as said:
-        load_initial_weights(config, objective)
+        load_initial_weights(config.objective, config.start_from, objective)
     same = timm.create_model(name, num_classes=0, img_size=64)
     same.load_state_dict(checkpoint_filter_fn(donor.state_dict(), same), strict=False)
     image = torch.randn(2, 3, 64, 64)
@@ -159,7 +159,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     vision = {"init_from": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}
     small = {**tree, "objective": {**tree["objective"], "model": {**model, "vision": {**model["vision"], **vision}}}}
     objective = build_objective(config := resolve(RunConfig, small, "x"))
-    load_initial_weights(config, objective)
+    load_initial_weights(config.objective, config.start_from, objective)
     assert torch.equal(objective.model.visual.trunk.blocks[2].mlp.fc1.weight, narrow.blocks[2].mlp.fc1.weight)
     plain = override(
         tree, ["objective.model.vision={image_size: 64, width: 192, layers: 12, head_width: 64}"], RunConfig
@@ -169,7 +169,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
     with pytest.raises(CheckpointError, match=r"vision.timm_model_name takes it"):
-        load_initial_weights(config, build_objective(config))
+        load_initial_weights(config.objective, config.start_from, build_objective(config))
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,14 @@ def test_kept_tokens_give_the_encodings_of_the_images_and_captions(shards, tmp_p
     tree["objective"] |= {"cache": {"folder": str(tmp_path / "tokens"), "dtype": dtype}}
     tree["objective"]["model"]["readout"] = {"kind": readout, **sizes}
     config = _run(tree)
-    objective, pipeline, ranks = build_objective(config), build_pipeline(config), build_ranks(config, World())
-    pipeline.examples.ready(objective, pipeline.sources, build_engine(config, ranks).device_context, ranks)
+    objective, pipeline, ranks = (
+        build_objective(config),
+        build_pipeline(config),
+        build_ranks(config.engine, config.world_size, World()),
+    )
+    pipeline.examples.ready(
+        objective, pipeline.sources, build_engine(config.engine, config.optim, ranks).device_context, ranks
+    )
     batch = next(pipeline.start()).batch
     assert set(batch) == {"image_tokens", "text", "text_tokens"}
     assert batch["image_tokens"].dtype == getattr(torch, {"fp32": "float32", "fp16": "float16"}[dtype])

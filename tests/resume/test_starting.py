@@ -222,7 +222,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
         config = _run(tree, *words)
         objective = build_objective(config)
         with logged() as said:
-            load_initial_weights(config, objective)
+            load_initial_weights(config.objective, config.start_from, objective)
         return objective.model.eval(), " ".join(said)
 
     image, tokens = torch.randn(2, 3, 32, 32), torch.zeros(2, 16, dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,13 +13,12 @@ from torch.nn import functional as F
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
-from evals.interop.exporting import Export
+from evals.interop.exporting import Export, TrainedWeights
 from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
 from evals.suite.scoring import Scoring, attach_data_info, labels_of
 from evals.suite.task import Task, TaskPictures
 from evals.tasks.result import Result
-from sparo_train.train.run_config import RunConfig
 
 from . import Rotations
 
@@ -61,9 +59,10 @@ def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})
 
 
-def _write(config: RunConfig, weights: Mapping[str, Tensor], path: Path, _epochs: int) -> Path:
+def _write(trained: TrainedWeights, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    backbone = {n.removeprefix("backbone."): t.contiguous() for n, t in weights.items() if n.startswith("backbone.")}
+    tensors = trained.weights.items()
+    backbone = {n.removeprefix("backbone."): t.contiguous() for n, t in tensors if n.startswith("backbone.")}
     save_file(backbone, path)
     return path
 
