@@ -27,7 +27,7 @@ from sparo_train.train.build import num_trained_parameters
 from sparo_train.train.run_config import RunConfig
 
 from ..encoders.loading import read_run, run_weights
-from ..report.model_card import CARD_BEGINS, CardFacts, CardScore, DataFacts, model_card
+from ..report.model_card import CardFacts, CardScore, DataFacts, is_own_card, model_card
 from ..report.results_file import read_records
 
 _PIECE = 1 << 20
@@ -98,8 +98,7 @@ def card_of(export: Path) -> Path:
     if not export.is_dir():
         return export.with_name(f"{export.name}.md")
     readme = export / "README.md"
-    other = readme.is_file() and not readme.read_text(encoding="utf-8", errors="replace").startswith(CARD_BEGINS)
-    return export / "MODEL_CARD.md" if other else readme
+    return export / "MODEL_CARD.md" if readme.is_file() and not is_own_card(readme) else readme
 
 
 def sha256(path: Path) -> str:

@@ -84,7 +84,10 @@ def markdown(table: Grid, transpose: bool = False) -> str:
 
 
 def latex(table: Grid, transpose: bool = False) -> str:
-    """A booktabs tabular without intervals; the best of our rows in bold."""
+    """Return a booktabs tabular without intervals; the best of our rows is bold.
+
+    Neither tabulate nor pandas writes headings that span columns together with bold cells and a rule between measured and printed rows.
+    """
     number = lambda cell: "--" if cell is None else cell.number.replace(MARK, "$^\\dagger$")  # noqa: E731
     heads, names, cells = _format_cells(table, transpose, number, ("\\textbf{", "}"), _escaped)
     top = [" & ".join(["", *heads])]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from ..tasks.result import Result, format_metric, is_share
+from huggingface_hub import ModelCardData, metadata_load
+from yaml import YAMLError
 
-CARD_BEGINS = "---\ntags:\n- sparo"  # by which a card of ours is told from other files of its name
+from ..tasks.result import Result, format_metric, is_share
 
 
 class DataFacts(NamedTuple):
@@ -43,10 +45,19 @@ class CardFacts(NamedTuple):
 
 def model_card(facts: CardFacts) -> str:
     """Markdown with the front matter that the Hugging Face hub reads."""
-    lines = [*CARD_BEGINS.split("\n"), *(f"- {tag}" for tag in facts.tags if tag != "sparo")]
-    # By this the hub offers the line that loads it; DINO's weights are not open_clip's.
-    lines += ["library_name: open_clip"] if "zero-shot-image-classification" in facts.tags else []
-    lines += ["---", "", f"# {facts.name}", "", f"{facts.what}, {facts.parameters:,} trained parameters.", ""]
+    # By the library the hub offers a line that loads the model; DINO's weights are not open_clip's.
+    library = "open_clip" if "zero-shot-image-classification" in facts.tags else None
+    header = ModelCardData(tags=list(facts.tags), library_name=library)
+    lines = [
+        "---",
+        *header.to_yaml().splitlines(),
+        "---",
+        "",
+        f"# {facts.name}",
+        "",
+        f"{facts.what}, {facts.parameters:,} trained parameters.",
+        "",
+    ]
     lines += ["## Use", "", "```python", facts.use, "```", ""] if facts.use else []
     lines += ["## Training", ""]
     lines += [f"{facts.step:,} steps, {facts.samples:,} samples, with sparo {facts.version}.", ""]
@@ -54,6 +65,15 @@ def model_card(facts: CardFacts) -> str:
     lines += [f"| {_cell(source.name)} | {source.samples:,} | {source.passes:.2f} |" for source in facts.data]
     lines += ["", "## Scores", "", *_scores(facts)]
     return "\n".join(lines) + "\n"
+
+
+def is_own_card(path: Path) -> bool:
+    """Return whether a file is a model card that sparo wrote, and may write again."""
+    try:
+        tags = (metadata_load(path) or {}).get("tags")
+    except (OSError, ValueError, YAMLError):
+        return False
+    return isinstance(tags, list) and "sparo" in tags
 
 
 def _scores(facts: CardFacts) -> list[str]:

@@ -163,7 +163,10 @@ def format_metric(metric: str, value: float, sign: str = "", unit: bool = False,
 
 
 def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson score interval of a proportion (Wilson 1927) at 95 %."""
+    """Return the Wilson score interval of a proportion (Wilson 1927) at 95 %.
+
+    scipy's `binomtest(k, n).proportion_ci("wilson")` takes whole counts k; here `p` may be a mean over classes.
+    """
     if n == 0:
         return 0.0, 1.0
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)

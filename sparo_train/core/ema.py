@@ -1,4 +1,7 @@
-"""Exponential moving averages of weights: DINO's teacher, CLIP's averaged copy. The host never waits for the device here."""
+"""Exponential moving averages of weights: DINO's teacher, CLIP's averaged copy. The host never waits for the device here.
+
+torch.optim.swa_utils.AveragedModel is not used: on a GPU only the device knows whether a step was skipped, and then the average must stay.
+"""
 
 from __future__ import annotations
 

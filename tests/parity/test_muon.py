@@ -80,7 +80,7 @@ def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
         muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
         # Gates of a GRU are three maps in one, as attention's in_proj_weight is: what torch's Muon is given everywhere.
         assert not [n for n in muon - maps if not n.endswith(("weight_ih", "weight_hh"))], name
-        assert any("learned" in n for n in names.values() if n not in muon) or "learned" not in str(tree), name
+        assert any("initial_slots" in n for n in names.values() if n not in muon) or "learned" not in str(tree), name
 
 
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])

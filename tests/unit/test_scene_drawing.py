@@ -223,11 +223,11 @@ def test_slot_mixer_is_osrts_with_its_weights():
     names = {
         "query.0": "allocation_transformer.input_mlp.0",
         "query.2": "allocation_transformer.input_mlp.2",
-        "first": "render_mlp.0",
+        "input_proj": "render_mlp.0",
         "colour": "render_mlp.8",
     }
     names |= {"to_q": "mixing_block.to_q", "to_k": "mixing_block.to_k"} | {
-        f"draw.{2 * i - 1}": f"render_mlp.{2 * i}" for i in (1, 2, 3)
+        f"render_mlp.{2 * i - 1}": f"render_mlp.{2 * i}" for i in (1, 2, 3)
     }
     for i in range(2):
         theirs = f"allocation_transformer.transformer.layers.{i}"

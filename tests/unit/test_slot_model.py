@@ -391,7 +391,7 @@ def test_the_resnet_is_the_papers():
     assert found.shape == (2, 5, 5, 256) and ResNet34Config(root_width=32).side(33) == 5
     assert sum(isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3) for m in net.modules()) == 33
     assert ResNet34Config().width == 512 and ResNet34Config().side(128) == 16
-    root = net.norm(net.root(same_padded(x, 3, 1)))
+    root = net.norm(net.stem(same_padded(x, 3, 1)))
     assert (root < 0).any()  # no ReLU behind it
     y = F.relu(root)  # the first block adds nothing yet: its last norm begins at zero
     assert torch.allclose(net.blocks[0](root), y, atol=1e-6)

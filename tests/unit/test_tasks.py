@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 from torch.nn import functional as F
 
 from evals.tasks import pairs, retrieval, textonly, zeroshot
@@ -79,6 +80,8 @@ def test_text_only_guessers_find_planted_shortcuts_and_nothing_else():
 def test_wilson_is_the_textbooks():
     low, high = wilson(0.5, 100)
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
+    for k, n in ((0, 7), (3, 7), (31_234, 50_000)):
+        assert wilson(k / n, n) == pytest.approx(tuple(binomtest(k, n).proportion_ci(method="wilson")), abs=1e-8)
     assert wilson(0.0, 10)[0] == 0 and wilson(1.0, 10)[1] == pytest.approx(1) and wilson(0.3, 0) == (0.0, 1.0)
     assert Result("t", 100, "acc1", {"acc1": 0.5}, 0.1).as_dict()["interval"] == [low, high]
 
