@@ -1,19 +1,21 @@
-"""Open tables: a recipe names a row, own rows come first, installed packages add more through entry points.
+"""Registries: a recipe names an entry, which is built in or added by an installed package through an entry point.
 
-    MINE = Table("sparo.methods", {"clip": "sparo_train.objectives.clip:METHOD"}, ("config", "objective"))
+    METHODS = Registry("sparo.methods", {"clip": "sparo_train.objectives.clip:METHOD"}, ("config", "objective"))
     class Recipe(Frozen):
-        objective: Annotated[Any, Open(MINE, default="clip")]
+        objective: Annotated[Any, FromRegistry(METHODS, default="clip")]
 
-A row is imported when it is named and not before, so a package that is broken breaks only who names it. An own row cannot
-be replaced. The block of a recipe is checked by its row's own pydantic model, and what is wrong in it is told by dotted key.
+An entry is imported when it is named and not before, so a broken package breaks only the recipes that name it. A built-in entry cannot be
+replaced. The block of a recipe is validated by its entry's own pydantic model; errors name the dotted key.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Any
 
@@ -22,19 +24,21 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from .errors import ConfigError, did_you_mean
 
+logger = logging.getLogger(__name__)
+
 GROUPS = "sparo."  # every group of ours begins with it
 _MISSING = abstractmethod(lambda: None)  # as abstract as a method that a class leaves out
 NESTED = "open_table"  # type of the pydantic error that carries those of a row's own model
 
 
 class Registry:
-    """Rows by name.
+    """Entries by name.
 
     Args:
-        group: of the entry points, `sparo.…`.
+        group: group of the entry points, `sparo.…`.
         builtin: `name -> module:attribute`.
-        attributes: what a row must have; empty: it is called.
-        reserved: names that no row of a package may have, as they mean something else where rows stand.
+        attributes: attributes that an entry must have; without any, an entry must be callable.
+        reserved: names that no package may use, because they have another meaning in the same place.
     """
 
     def __init__(
@@ -48,22 +52,22 @@ class Registry:
         )
 
     def names(self) -> list[str]:
-        """Own rows, then those of installed packages; nothing is imported."""
+        """Return the names of built-in entries, then those of installed packages. Nothing is imported."""
         added = (entry.name for entry in entry_points(group=self.group) if entry.name not in self.reserved)
         return list(dict.fromkeys([*self.builtin, *added]))
 
     def get(self, name: str, key: str = "") -> Any:
-        """The row of a name, imported now.
+        """Import and return the entry of a name.
 
         Args:
-            key: what to call the place that names it, for errors (`objective.kind`).
+            key: dotted key that names the entry, for errors (`objective.kind`).
 
         Raises:
-            ConfigError: no such row, a package that cannot be imported, a row without what the table asks for, or two
-                packages that both add it.
+            ConfigError: there is no such entry, its package cannot be imported, the entry lacks an attribute, or two packages add it.
         """
         prefix = f"{key}: " if key else f"{self.group}: "
         if name in self.builtin:
+            _warn_of_hidden_entries(self.group, frozenset(self.builtin))
             module, _, attribute = self.builtin[name].partition(":")
             return getattr(importlib.import_module(module), attribute)
         matches = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
@@ -99,6 +103,17 @@ class Registry:
                 f"{label} ({entry.value}) {problem}; docs/extending.md says what a row of {self.group} is"
             )
         return loaded_entry
+
+
+@cache
+def _warn_of_hidden_entries(group: str, builtin: frozenset[str]) -> None:
+    """Warn once of packages whose entries are named like built-in ones, which are used instead."""
+    for entry in entry_points(group=group):
+        if entry.name in builtin:
+            logger.warning(
+                f"{group}: {entry.name!r} of package {_package(entry)} is named like a built-in entry, which is used instead. "
+                "Rename the entry point in that package."
+            )
 
 
 Completion = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -187,7 +202,7 @@ def _package(entry: EntryPoint) -> str:
 
 
 def plugin_distributions() -> list[Distribution]:
-    """Installed packages, other than ours, that add rows to any of our tables."""
+    """Return the installed packages, other than ours, that add entries to any registry."""
     by_name: dict[str, Distribution] = {}
     for dist in distributions():
         if any(entry.group.startswith(GROUPS) for entry in dist.entry_points):

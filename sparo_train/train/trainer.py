@@ -78,14 +78,9 @@ class Trainer:
         # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
         self.engine.prepare(self.objective)
         self.clock = RunClock()
+        config = self.config
         self.state = resume(
-            self.config.start_from,
-            self.config.checkpoint.fall_back,
-            self.saver,
-            self.ranks,
-            self.engine,
-            self.pipeline,
-            self.bad,
+            config.start_from, config.checkpoint.fall_back, self.saver, self.ranks, self.engine, self.pipeline, self.bad
         )
         self.clock = RunClock(self.state.seconds + self.clock.elapsed)
         # One rank reads the records; others could find them half written.

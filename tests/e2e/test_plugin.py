@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.registries import METHODS
 from sparo_train.core.registry import Registry
 from sparo_train.models.weight_files.description import infer_readout
 from sparo_train.train.run_config import RunConfig
@@ -243,6 +245,16 @@ def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tm
     monkeypatch.syspath_prepend(str(tmp_path / "other"))
     with pytest.raises(ConfigError, match=r"'rotations' is added by another 1\.0 and sparo-rotations 1\.0"):
         Registry("sparo.methods", {}).get("rotations")
+
+
+def test_an_entry_named_like_a_built_in_one_is_reported(monkeypatch, caplog):
+    hidden = EntryPoint("clip", "rotations:METHOD", "sparo.methods")
+    monkeypatch.setattr("sparo_train.core.registry.entry_points", lambda group: [hidden])
+    registry = Registry("sparo.methods", {"clip": "sparo_train.objectives.clip:METHOD"})
+    with caplog.at_level("WARNING", "sparo_train"):
+        assert registry.get("clip") is registry.get("clip") is METHODS.get("clip")
+    assert [r.getMessage() for r in caplog.records].count(caplog.messages[0]) == 1
+    assert "'clip' of package rotations:METHOD is named like a built-in entry" in caplog.messages[0]
 
 
 def test_tasks_that_do_not_fit_are_refused_before_step_1(place):

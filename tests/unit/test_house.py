@@ -130,6 +130,18 @@ def test_the_loop_may_read_of_data_the_budget_and_the_fingerprint_alone():
     assert (read | rooms) - set(loop["forbidden_modules"]) == allowed
 
 
+def test_a_method_is_its_own_file_its_encoder_and_the_registry():
+    """So another one, such as I-JEPA, is added with three files."""
+    for kind in ("dino", "set_prediction", "video_slots", "video_slate", "slot_contrast", "novel_views"):
+        named = {
+            str(p.relative_to(ROOT)) for p in FILES if re.search(rf"[\"']{kind}[\"']", p.read_text(encoding="utf-8"))
+        }
+        entries = [
+            f"{r.builtin[kind].partition(':')[0].replace('.', '/')}.py" for r in (tables.METHODS, tables.ENCODERS)
+        ]
+        assert named - {"sparo_train/core/recipe/renamed.py"} <= {"sparo_train/core/registries.py", *entries}, kind
+
+
 def test_nobody_asks_which_method_it_is():
     found = [
         f"{p}: {line}"
