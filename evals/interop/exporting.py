@@ -17,7 +17,7 @@ from sparo_train.core.disk.checkpoint_store import CheckpointStore, checkpoint_w
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.files import give_usual_mode, whole_file, write_whole
 from sparo_train.core.registries import EXPORTS, METHODS
-from sparo_train.data.read.plan import per_epoch, reading
+from sparo_train.data.read.plan import epoch_sizes, source_shares
 from sparo_train.models.vit_config import ARCHS, VitConfig
 from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import write_dino
@@ -45,7 +45,7 @@ def card_facts(name: str, objective: Any, meta: Mapping[str, Any], run: Path, pa
     sources = {name: facts for name, facts in meta["fingerprint"].items() if name != "plan"}
     # As the run read them, not as they lie there now: shards may be gone.
     source_samples = [facts["samples"] for facts in sources.values()]
-    read = reading(source_samples, [facts["weight"] for facts in sources.values()], meta["samples"])
+    read = source_shares(source_samples, [facts["weight"] for facts in sources.values()], meta["samples"])
     data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, source_samples, read, strict=True)]
     kind = objective.kind
     readout = getattr(getattr(objective, "model", None), "readout", None)
@@ -241,7 +241,7 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
 def _epochs_done(samples_per_epoch: int | None, meta: Mapping[str, Any]) -> int:
     """Return whole passes over what the sources held, or over what the recipe calls an epoch."""
     sources = [facts for name, facts in meta["fingerprint"].items() if name != "plan"]
-    epoch_samples = per_epoch([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
+    epoch_samples = epoch_sizes([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
     return meta["samples"] // max(1, samples_per_epoch or sum(epoch_samples))
 
 

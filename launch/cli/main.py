@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparo_train import __version__
 from sparo_train.core.errors import ConfigError, SparoError
-from sparo_train.core.world import started
+from sparo_train.core.world import launched_world
 
 from ..views.terminal import out
 from . import data, eval, jobs, slot_pictures, slot_verbs
@@ -189,6 +189,6 @@ def main() -> None:
     share_cores()
     code, error = call(app, sys.argv[1:])
     # Alone: of several ranks each has printed its own already, and Python would print it again.
-    if error is not None and not isinstance(error, SparoError) and not started():
+    if error is not None and not isinstance(error, SparoError) and not launched_world():
         raise error
     leave(code)

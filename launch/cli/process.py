@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from sparo_train.core.errors import ConfigError, SparoError, StoppedError
 from sparo_train.core.files import disk_error
-from sparo_train.core.world import started
+from sparo_train.core.world import launched_world
 
 from ..views.terminal import console, last_flush, logs_on_terminal
 
@@ -93,7 +93,7 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
             config_error = ConfigError(f"{place or 'a file could not be written'}: {message}{remedy}")
             console.print_line(("error:", "red"), f" {config_error}")
             return config_error.exit_code, config_error
-        if started():
+        if launched_world():
             traceback.print_exc()
         return 1, error
     return 0, None
@@ -102,7 +102,7 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
 def leave(code: int) -> NoReturn:
     """End the process."""
     last_flush()
-    if started():
+    if launched_world():
         # gloo's threads may outlive the interpreter and abort it, so nothing that runs at an exit does. multiprocessing's folder
         # is removed here; a child process of multiprocessing shares the folder with its parent, which removes it.
         if parent_process() is None:

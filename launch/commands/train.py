@@ -20,7 +20,7 @@ from sparo_train.core.disk.rundir import RunDir
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import SparoError, StoppedError, TrainingError
 from sparo_train.core.registries import TASKS
-from sparo_train.core.world import started
+from sparo_train.core.world import launched_world
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.fit import Callbacks, Run, fit
 from sparo_train.train.run_config import LogConfig, RunConfig
@@ -48,7 +48,7 @@ def exit_if_stopped(outcome: Outcome) -> None:
     """After a signal: raise StoppedError; everything is saved and the same line continues."""
     if outcome.reason.startswith("SIG"):
         stopped = StoppedError(outcome.reason, saved=outcome.checkpoint is not None)
-        world = started()
+        world = launched_world()
         stopped.repeated = world is not None and world.rank > 0
         raise stopped
 

@@ -129,7 +129,7 @@ class ProgressView:
         self._bar.update(task, facts=text)
         self._bar.clock(task, step, total, *self._times, first=step == total)
 
-    def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
+    def show_progress(self, step: int, total: int, elapsed: float, left: float | None) -> None:
         """Show the step, the time over all sittings and the estimated rest."""
         if self.silent:
             return

@@ -19,7 +19,7 @@ from rich.text import Text
 from sparo_train.core.errors import SparoError
 from sparo_train.core.files import escape_control_chars
 from sparo_train.core.logs import logging_to
-from sparo_train.core.world import started
+from sparo_train.core.world import launched_world
 
 
 class _SafeStream:
@@ -109,7 +109,7 @@ class _TerminalHandler(logging.Handler):
     title = ""  # of the run whose records these are
 
     def emit(self, record: logging.LogRecord) -> None:
-        world = started()
+        world = launched_world()
         if (world is None or world.rank == 0) and not getattr(record, "file_only", False):
             console.print(f"{self.title}  {record.getMessage()}" if self.title else record.getMessage(), soft_wrap=True)
 

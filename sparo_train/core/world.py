@@ -139,6 +139,6 @@ def note_start(world: World) -> None:
     _STARTED.append(world)
 
 
-def started() -> World | None:
-    """The world of several ranks that this process was part of, if any."""
+def launched_world() -> World | None:
+    """Return the world of several ranks that this process was launched into, or None."""
     return _STARTED[0] if _STARTED else None

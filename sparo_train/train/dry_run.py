@@ -10,7 +10,7 @@ from ..core.contracts import Footprint, Objective
 from ..core.errors import ConfigError, DataError
 from ..core.registries import ENGINES
 from ..data.read.loader import shared_streams
-from ..data.read.plan import per_epoch
+from ..data.read.plan import epoch_sizes
 from ..data.read.sources import SourceConfig, open_source
 from ..engine.engine_kind import Sizes
 from ..engine.optim import OptimConfig, build_optimizer
@@ -67,7 +67,7 @@ def dry_run(config: RunConfig) -> DryRun:
     shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, source) for name, source in config.data.sources.items()]
     available = [f for f in facts if f.samples is not None]
-    whole = sum(per_epoch([f.samples or 0 for f in available], [f.weight for f in available]))
+    whole = sum(epoch_sizes([f.samples or 0 for f in available], [f.weight for f in available]))
     # A sum over the sources that are here would be a wrong epoch, not an estimate.
     epoch = whole if len(available) == len(facts) else config.samples_per_epoch
     try:

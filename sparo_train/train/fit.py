@@ -19,7 +19,7 @@ from ..core.world import find_world
 from ..data.examples.samples import missing_caption_keys
 from ..data.read.folder import left_out_text
 from ..data.read.loader import Pipeline
-from ..data.read.plan import reading
+from ..data.read.plan import source_shares
 from ..data.read.sources import Source, refuse_changed
 from ..engine.optim import group_numbers
 from .build import build_engine, build_objective, build_pipeline, build_ranks
@@ -38,7 +38,7 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
         samples: how many the whole run reads.
     """
     # By the plan's own arithmetic: what is told is what will be read.
-    read = reading([source.samples for source in sources], [source.config.weight for source in sources], samples)
+    read = source_shares([source.samples for source in sources], [source.config.weight for source in sources], samples)
     for source, (share, passes) in zip(sources, read, strict=True):
         yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"
         if left_out := getattr(source.storages[0], "left_out", {}):

@@ -97,11 +97,11 @@ class Reporter:
         """Note a finished step; the first of a sitting is shown at once."""
         self.without_gradient(report.without_gradient)
         if clock.step(step):
-            self.stands(step, total_steps, clock)
+            self.show_progress(step, total_steps, clock)
 
-    def stands(self, step: int, total_steps: int, clock: RunClock) -> None:
+    def show_progress(self, step: int, total_steps: int, clock: RunClock) -> None:
         """Show where the run stands, without waiting for the device."""
-        self.display.stands(step, total_steps, clock.elapsed, clock.left(step, total_steps))
+        self.display.show_progress(step, total_steps, clock.elapsed, clock.left(step, total_steps))
 
     def without_gradient(self, names: Sequence[str]) -> None:
         """Name trainable parameters that the loss does not reach: they keep their initial values."""

@@ -17,7 +17,7 @@ Evaluate = Callable[[Objective, int, Ranks], dict[str, Any]]
 class Display(Protocol):
     """Shows a human what happens."""
 
-    def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
+    def show_progress(self, step: int, total: int, elapsed: float, left: float | None) -> None:
         """Show the step, the seconds of training so far over all sittings, and an estimate of those left."""
 
     def update(self, step: int, total: int, facts: dict[str, float]) -> None:
@@ -39,7 +39,7 @@ class NoDisplay:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def stands(self, step: int, total: int, elapsed: float, left: float | None) -> None:
+    def show_progress(self, step: int, total: int, elapsed: float, left: float | None) -> None:
         pass
 
     def update(self, step: int, total: int, facts: dict[str, float]) -> None:

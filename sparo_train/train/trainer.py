@@ -167,9 +167,9 @@ class Trainer:
         self.reporter.meter.add(self.config.batch_size)
         if self.reporter.meter.beat_due(log.heartbeat_seconds):
             self._beat("training")
-            self.reporter.stands(state.step, self.total_steps, self.clock)
+            self.reporter.show_progress(state.step, self.total_steps, self.clock)
         if logged:
-            self.reporter.stands(state.step, self.total_steps, self.clock)
+            self.reporter.show_progress(state.step, self.total_steps, self.clock)
             facts = self.reporter.step(state.step, self.total_steps, loss, report, batch, self.objective)
             facts |= {
                 "save_wait": self.saver.take_wait_seconds(),

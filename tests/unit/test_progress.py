@@ -55,13 +55,13 @@ def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_sittings(now, 
     for module in (progress, terminal):
         monkeypatch.setattr(module, "console", console)
     with ProgressView("run") as view:
-        view.stands(1, 100, 3600.0, None)
+        view.show_progress(1, 100, 3600.0, None)
         assert "1/100" in out.getvalue() and "1:00:00 elapsed" in out.getvalue()
         for step in (2, 3):
             now[0] += 20
-            view.stands(step, 100, 3600.0 + 20 * step, 20.0 * (100 - step))
+            view.show_progress(step, 100, 3600.0 + 20 * step, 20.0 * (100 - step))
         assert "3/100" in out.getvalue() and "0:32:20 left" in out.getvalue()
-        view.stands(100, 100, 7200.0, 0.0)
+        view.show_progress(100, 100, 7200.0, 0.0)
         view.update(100, 100, {"loss": 1.0, "samples_per_second": 10.0, "data_wait": 0.0})
     assert out.getvalue().count("100/100") == 1 and "loss 1.000" in out.getvalue()
 
@@ -69,7 +69,7 @@ def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_sittings(now, 
 def test_a_run_shows_its_first_step_before_its_first_log_and_continues_its_clock(shards, tmp_path, monkeypatch):
     shown, stands = [], ProgressView.stands
     monkeypatch.setattr(
-        ProgressView, "stands", lambda self, step, *times: (shown.append((step, times[1])), stands(self, step, *times))
+        ProgressView, "show_progress", lambda self, step, *times: (shown.append((step, times[1])), stands(self, step, *times))
     )
     tree = {**tiny_recipe(shards, tmp_path, steps=4), "stop_after_steps": 2}
     tree["log"] = {**tree.get("log", {}), "every_steps": 50}

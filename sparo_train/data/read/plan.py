@@ -52,15 +52,15 @@ class _Epoch:
         )
 
 
-def per_epoch(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
+def epoch_sizes(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Samples that an epoch takes from each source."""
     # A weight above zero takes at least one: a tiny source must not vanish by rounding.
     return [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, totals, strict=True)]
 
 
-def reading(totals: Sequence[int], weights: Sequence[float], read: int) -> list[tuple[float, float]]:
+def source_shares(totals: Sequence[int], weights: Sequence[float], read: int) -> list[tuple[float, float]]:
     """Per source its share of `read` samples, and how many passes over it they are."""
-    counts = per_epoch(totals, weights)
+    counts = epoch_sizes(totals, weights)
     return [(n / sum(counts), read * n / sum(counts) / total) for n, total in zip(counts, totals, strict=True)]
 
 
@@ -91,8 +91,8 @@ class Plan:
         self.counts = [np.asarray(c, dtype=np.int64) for c in counts]
         self.seed, self.streams, self.chunk, self.window = seed, streams, chunk, window
         self.totals = [int(c.sum()) for c in self.counts]
-        self.per_epoch = per_epoch(self.totals, weights)
-        self.epoch_size = sum(self.per_epoch)
+        self.epoch_sizes = epoch_sizes(self.totals, weights)
+        self.epoch_size = sum(self.epoch_sizes)
         if self.epoch_size < streams:
             raise ConfigError(
                 f"data.streams={streams}: an epoch has only {self.epoch_size} samples; use at most that many streams"
@@ -132,7 +132,7 @@ class Plan:
 
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
-            parts = [self._epoch_chunks(source, epoch) for source, size in enumerate(self.per_epoch) if size]
+            parts = [self._epoch_chunks(source, epoch) for source, size in enumerate(self.epoch_sizes) if size]
             table = np.concatenate(parts)
             # Chunks of all sources together: a batch then has its sources in their shares.
             table = table[generator(self.seed, "epoch", epoch).permutation(len(table))]
@@ -144,7 +144,7 @@ class Plan:
 
     def _epoch_chunks(self, source: int, epoch: int) -> np.ndarray:
         """Rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
-        size, total = self.per_epoch[source], self.totals[source]
+        size, total = self.epoch_sizes[source], self.totals[source]
         begin, end = epoch * size, (epoch + 1) * size
         # An epoch may end one pass and begin the next, or hold several.
         rows = []
