@@ -125,7 +125,7 @@ def test_a_run_goes_by_the_folder_that_is_typed(trained, tmp_path):
     assert done.returncode == 0 and "zero" in done.stdout, done.stderr
 
 
-def test_results_that_cannot_be_kept_end_no_training(trained, tmp_path):
+def test_training_survives_results_that_cannot_be_written(trained, tmp_path):
     """Tables lack them; metrics.jsonl and the step's own file have them."""
     (tmp_path / "cli/evals/results.jsonl").mkdir(parents=True)
     done = sparo("train", str(trained / "recipe.yaml"), "name=cli", f"out={tmp_path}", cwd=trained)
@@ -188,7 +188,7 @@ def test_data_verbs(trained):
     assert len(list((trained / "shards").glob("*.idx.npy"))) == 4
 
 
-def test_nothing_there_to_load_is_said(tmp_path):
+def test_a_missing_checkpoint_is_reported(tmp_path):
     with pytest.raises(
         CheckpointError,
         match="no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file",
@@ -260,7 +260,7 @@ def test_evaluations_are_neither_lost_nor_repeated(trained, tmp_path):
     assert train_until(None) == [3, 6, 9, 12] and done[-1].reason == "finished"
 
 
-def test_the_quick_demo_tells_the_whole_story(tmp_path):
+def test_the_quick_demo_writes_the_whole_page(tmp_path):
     done = sparo("demo", "--quick", "--folder", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr
     assert "text only" in done.stdout and "CLIP+SPARO" in done.stdout

@@ -24,7 +24,7 @@ from tests.helpers.processes import sparo
 from tests.helpers.samples import jpeg
 
 
-def test_every_task_is_scored_and_kept_with_all_that_it_depends_on(scored):
+def test_every_task_is_scored_and_stored_with_its_options(scored):
     root, shown = scored
     for word in ("acc1", "mean_R@5", "macro", "acc1_k20", "probe", "shots"):
         assert word in shown
@@ -161,7 +161,7 @@ def test_shares_of_an_array_score_once_all_are_there(scored):
         assert done.returncode == 2 and message in done.stderr
 
 
-def test_tasks_that_an_encoder_cannot_do_are_left_out_and_said(scored):
+def test_tasks_that_an_encoder_cannot_do_are_skipped_and_reported(scored):
     root, _ = scored
     words = ("--data", "tasks.yaml", "--features", "store", "--no-write-to-run")
     done = sparo("eval", "runs/s0", "pixels:8", *words, "--tasks", "zero,shots", "--json", "mixed.json", cwd=root)
@@ -198,7 +198,7 @@ def test_slots_are_chosen_by_number(scored):
     assert done.returncode == 2 and "pixels:8 has no slots" in done.stderr
 
 
-def test_a_limit_is_another_set_and_is_said(scored):
+def test_a_limit_makes_another_set_and_is_reported(scored):
     root, _ = scored
     done = sparo(
         "eval",
@@ -274,7 +274,7 @@ def test_the_numbers_of_a_small_trained_run_stay(scored):
     assert GOLDEN.keys() == found.keys()
 
 
-def test_scores_are_shown_and_an_error_follows_where_the_disk_became_full(scored, tmp_path):
+def test_a_full_disk_is_an_error_after_the_scores(scored, tmp_path):
     root, _ = scored
     words = ["eval", "pixels:8", "--tasks", "knn", "--data", "tasks.yaml", "--results", str(tmp_path / "results")]
     (tmp_path / "results").mkdir()

@@ -308,7 +308,7 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
     assert not page.inner_text("#picture-words")
 
 
-def test_a_model_that_reads_no_text_is_seen_too(others, browser):
+def test_the_explorer_shows_a_model_without_text_tower(others, browser):
     with explorer(
         "runs/dino", "--data", "tasks.yaml", "--out", "dino_by_hand.json", "--limit", "20", cwd=others
     ) as address:
@@ -336,7 +336,7 @@ BAD = {
 }
 
 
-def test_bad_input_is_said_before_a_page_is_served(others):
+def test_bad_input_is_reported_before_a_page_is_served(others):
     selection = {"sparo": "selection", "schema": 1, "checkpoint": "0" * 64, "count": 4, "chosen": [0]}
     (others / "anothers.json").write_text(json.dumps(selection))
     (others / "spoilt.json").write_text('{"sparo": "selection", "chosen": [9]}')

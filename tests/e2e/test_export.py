@@ -34,7 +34,7 @@ def export(run, tmp_path):
     return tmp_path / "model"
 
 
-def test_a_card_sums_and_modes_lie_beside_the_weights(run, export):
+def test_an_export_has_a_card_checksums_and_usual_modes(run, export):
     card = (export / "README.md").read_text()
     assert f'local-dir:{export}"' in card and "trained parameters" in card and "| a | 96 |" in card
     lines = (export / "SHA256SUMS").read_text().splitlines()
@@ -104,7 +104,7 @@ def test_a_readme_of_somebody_else_stays(run, tmp_path):
     assert (tmp_path / "file").read_text() == "x"
 
 
-def test_open_clip_without_the_plug_in_says_what_to_import(export):
+def test_open_clip_without_the_plug_in_names_the_import(export):
     code = f"import open_clip; open_clip.create_model('local-dir:{export}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "'import sparo.openclip first" in done.stderr.splitlines()[-1]
@@ -212,7 +212,7 @@ def test_the_hub_gets_what_it_takes_to_load_the_model(run, tmp_path, hub):
     torch.testing.assert_close(ours.encode(pixels), theirs.encode(pixels))
 
 
-def test_what_the_hub_refuses_loses_nothing_and_says_what_to_do(export, hub, monkeypatch):
+def test_a_refusal_of_the_hub_loses_nothing(export, hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
     with pytest.raises(SparoError, match=r"--hub me/model: HfHubHTTPError: .*401.*HF_TOKEN.*model is written"):
@@ -228,7 +228,7 @@ def test_what_the_hub_refuses_loses_nothing_and_says_what_to_do(export, hub, mon
     assert done.returncode == 2 and "--private: is of --hub" in done.stderr
 
 
-def test_the_card_tells_scores_with_their_intervals_and_steps(run, tmp_path):
+def test_the_card_lists_scores_with_intervals_and_steps(run, tmp_path):
     """Scores of other weights than those exported are told apart; what a limit or a choice of slots scored is none of the model's."""
     result = Result("zeroshot", 40, "acc1", {"acc1": 0.5}, 0.25, intervals={"acc1": (0.35, 0.65)})
     copy = tmp_path / "run"

@@ -107,7 +107,7 @@ def run(root, *arguments, **environment):
     return process.returncode, out + err
 
 
-def test_it_trains_and_goes_on_bit_equal_after_a_kill(place):
+def test_it_trains_and_resumes_bit_identical_after_a_kill(place):
     cut = start(place, "train", "recipe.yaml", "name=cut")
     wait_for_step(place / "cut", 5, [cut])
     cut.kill()
@@ -200,7 +200,7 @@ def test_a_job_takes_it_along(place):
     assert (snapshot / "rotations/scoring.py").is_file() and list(snapshot.glob("sparo_rotations-1.0.dist-info"))
 
 
-def test_what_is_wrong_with_a_row_is_told_to_who_names_it(place, monkeypatch, tmp_path):
+def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(place / "site"))
     tree = recipe(place)
     assert type(resolve(RunConfig, tree, "r").objective).__module__ == "rotations"

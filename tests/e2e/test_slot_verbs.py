@@ -218,7 +218,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_said_and_writes_nothing(name, others, tmp_path):
+def test_bad_input_is_reported_and_writes_nothing(name, others, tmp_path):
     words, message = BAD[name]
     before = sorted(others.glob("*.json"))
     done = slots(others, *words, code=2)

@@ -73,7 +73,7 @@ def test_slots_are_trained_as_on_the_cpu(tmp_path, write_recipe, kind):
 
 
 @pytest.mark.parametrize("name", ["clip", "dino"])
-def test_it_goes_on_after_a_stop(place, name):
+def test_it_resumes_after_a_stop(place, name):
     for stop in ("stop_after_steps=5", "stop_after_steps=12"):
         done = sparo("train", f"{name}.yaml", f"name={name}-cut", stop, cwd=place)
         assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_two_gpus_train_as_one(place, kind):
 
 
 @pytest.mark.parametrize("kind", ["clip", "dino"])
-def test_a_step_that_is_not_finite_changes_nothing_and_nobody_waits(kind):
+def test_a_non_finite_step_changes_nothing_without_a_host_sync(kind):
     on_host, on_device = after_four_steps(kind, "cpu", True), after_four_steps(kind, "cuda", False)
     assert on_device.keys() == on_host.keys()
     for name, value in on_host.items():

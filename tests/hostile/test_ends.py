@@ -71,7 +71,7 @@ def test_an_evaluation_that_fails_ends_with_its_workers(many, home, tmp_path):
         assert_ends(words, 2, ["is not finite"], seconds=60)
 
 
-def test_texts_whose_tower_overflows_are_no_score(many, home, tmp_path):
+def test_an_overflow_in_the_text_tower_gives_no_score(many, home, tmp_path):
     assert_ends(["train", str(home / "good.yaml"), f"out={tmp_path}"], 0, [])
     assert_ends(["export", str(tmp_path / "tiny")], 0, [])
     weights = tmp_path / "tiny/export/open_clip_model.safetensors"
@@ -84,7 +84,7 @@ def test_texts_whose_tower_overflows_are_no_score(many, home, tmp_path):
         )
 
 
-def test_a_training_whose_evaluation_fails_keeps_its_step_and_ends(many, shards, tmp_path):
+def test_a_failed_evaluation_ends_training_with_its_step_saved(many, shards, tmp_path):
     root = tmp_path / "zero"
     shutil.copytree(many / "zero", root)
     images = [jpeg(0)] * 300
@@ -167,7 +167,7 @@ main()
 """
 
 
-def test_a_signal_in_an_evaluation_is_seen_at_once_and_the_evaluation_repeated(many, shards, tmp_path):
+def test_a_signal_during_evaluation_acts_at_once_and_the_evaluation_repeats(many, shards, tmp_path):
     tasks = {"zero": {"task": "zeroshot", "root": str(many / "zero"), "workers": 1}}
     tree = tiny_recipe(shards, tmp_path, steps=6, eval={"every_steps": 4, "tasks": tasks})
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
@@ -246,9 +246,7 @@ def test_a_run_that_skipped_most_of_its_steps_does_not_end_as_finished(shards, t
     ("nan_from", "steps", "cause"),
     [(10, 12, ""), (9, 12, "3 of 12 steps were skipped as non-finite, the last 3 among them"), (1, 2, "1 of 2 steps")],
 )
-def test_a_run_that_skipped_its_last_steps_or_half_of_them_is_no_finished_one(
-    nan_from, steps, cause, shards, tmp_path, monkeypatch
-):
+def test_a_run_that_skipped_its_last_steps_or_half_of_them_fails(nan_from, steps, cause, shards, tmp_path, monkeypatch):
     original = ClipObjective.forward
     monkeypatch.setattr(
         ClipObjective,
@@ -286,7 +284,7 @@ def test_one_skipped_step_in_many_ends_as_finished(shards, tmp_path, monkeypatch
     assert train(run(tiny_recipe(shards, tmp_path, steps=12))).reason == "finished"
 
 
-def test_a_damaged_newest_checkpoint_is_refused_and_gone_back_from_where_asked(shards, tmp_path):
+def test_a_damaged_newest_checkpoint_is_refused_unless_fall_back_is_set(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path)
     straight = train(run({**tree, "name": "straight"})).checkpoint
     train(run({**tree, "stop_after_steps": 7}))
@@ -304,7 +302,7 @@ def test_a_damaged_newest_checkpoint_is_refused_and_gone_back_from_where_asked(s
     assert all(torch.equal(t, ours[name]) for name, t in load_file(straight / "model.safetensors").items())
 
 
-def test_holes_that_are_known_are_below_what_is_asked_for():
+def test_required_versions_are_above_known_vulnerabilities():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     asked = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
     assert "2.9.1" not in asked["torch"], "CVE-2026-24747 is open below 2.10"

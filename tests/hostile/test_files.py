@@ -69,7 +69,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_no_checkpoint_is_refused_and_runs_nothing(name, scored, tmp_path):
+def test_a_file_other_than_a_checkpoint_is_refused_without_running_code(name, scored, tmp_path):
     content, says = FILES[name]
     (tmp_path / name).write_bytes(content)
     assert_ends(

@@ -43,7 +43,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_file_that_is_no_recipe_is_refused_by_name_and_line(name, home, tmp_path):
+def test_a_file_other_than_a_recipe_is_refused_by_name_and_line(name, home, tmp_path):
     content, says = TEXTS[name]
     (tmp_path / "bad.yaml").write_bytes(content)
     assert_ends(["train", "bad.yaml"], 2, ["bad.yaml", says], cwd=tmp_path)

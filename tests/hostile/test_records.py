@@ -83,7 +83,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
-def test_a_line_that_is_no_result_is_passed_over_or_named(line, tmp_path):
+def test_an_invalid_line_of_results_is_skipped_or_named(line, tmp_path):
     append(tmp_path, "a", "t", result(), {})
     with (tmp_path / "results.jsonl").open("a") as stream:
         stream.write(line)  # torn: no end of line
@@ -110,7 +110,7 @@ def test_no_file_makes_the_readers_of_lines_fail_otherwise_than_with_a_word(tmp_
 
 
 @pytest.mark.parametrize("file", ["npy", "json", "facts.npz"])
-def test_a_changed_byte_in_the_feature_store_is_no_score(file, tmp_path):
+def test_a_changed_byte_in_the_feature_store_gives_no_score(file, tmp_path):
     facts = [np.ones((4, 4), np.uint8) * i for i in range(3)]
     write_part(tmp_path, 0, Part(0, np.ones((3, 8), np.float32), ["a", "b", "c"], facts))
     span = bounds_of(3)[0]

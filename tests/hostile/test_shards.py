@@ -202,7 +202,7 @@ def test_a_pipe_for_a_shard_is_refused_and_not_waited_for(home, tmp_path):
         load_index(str(tmp_path / "x.tar"))
 
 
-def test_an_index_that_cannot_be_written_is_no_success(shards, tmp_path):
+def test_an_index_that_cannot_be_written_is_an_error(shards, tmp_path):
     for shard in shards.glob("*.tar"):
         (shards / f"{shard.name}.idx.npy").mkdir()  # nothing can be renamed onto a folder
     assert_ends(["data", "index", str(shards)], 2, ["00000.tar.idx.npy: cannot be written"])
@@ -216,7 +216,7 @@ def test_ids_are_those_of_the_whole_encoding(caption):
         assert ClipTokenizer(77)(caption)[1:-1] == whole[:75]
 
 
-def test_a_long_word_that_would_be_cut_away_costs_nothing():
+def test_a_long_word_is_truncated_cheaply():
     tokens = ClipTokenizer(16)
     begin = time.monotonic()
     assert tokens("a red cat " * 10 + "x" * 50_000) == tokens("a red cat " * 10)

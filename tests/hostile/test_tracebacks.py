@@ -94,7 +94,7 @@ def test_a_record_that_unpacks_to_gigabytes_is_refused_before_it_is_read(tmp_pat
     tracemalloc.stop()
 
 
-def test_a_checkpoint_that_may_not_be_meant_is_said_by_whoever_reads_it(shards, tmp_path):
+def test_every_reader_warns_of_a_checkpoint_that_may_not_be_the_intended_one(shards, tmp_path):
     config = resolve(
         RunConfig, tiny_recipe(shards, tmp_path, steps=3, checkpoint={"every_steps": 1, "keep_last": 3}), "x"
     )

@@ -110,7 +110,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "row", "looked_at"), list(cases()), ids=[name for name, *_ in cases()])
-def test_a_weight_that_is_no_number_shows_in_all_that_depends_on_it(name, row, looked_at):
+def test_a_nan_weight_shows_in_all_outputs_that_depend_on_it(name, row, looked_at):
     method, config, tree, encoder_of = row
     torch.manual_seed(0)
     objective = method(resolve(config, {"model": tree}, name))
@@ -140,7 +140,7 @@ def refuse_silence(encoder, looked_at):
     assert all(any(part in name for part in SCORED) for name in silent), silent
 
 
-def test_a_matrix_of_the_other_way_round_is_not_taken_for_this_one():
+def test_a_transposed_matrix_is_refused():
     model = torch.nn.Linear(3, 2)
     load_into(model, {"weight": torch.zeros(1, 2, 3), "bias": torch.zeros(2, 1)}, "x.pt")  # a one more is nothing
     with pytest.raises(CheckpointError, match=r"x.pt: .*weight: \(3, 2\) in the file, \(2, 3\) in the model"):
@@ -148,7 +148,7 @@ def test_a_matrix_of_the_other_way_round_is_not_taken_for_this_one():
 
 
 @pytest.mark.parametrize("told", [{"mean": [0.5, 0.5]}, {"std": [0.1, 0.0, 0.1]}, {"mean": None}])
-def test_a_backbone_that_says_no_mean_and_std_is_refused(told):
+def test_a_backbone_without_mean_and_std_is_refused(told):
     raw = {"teacher": {"cls_token": torch.zeros(1, 1, 8)}}
     described = {"model": VitConfig().model_dump(), "mean": [0.5] * 3, "std": [0.1] * 3}
     assert read_dino({**raw, CONFIG_KEY: described}, "b.pth").normalisation == ((0.5,) * 3, (0.1,) * 3)

@@ -92,7 +92,7 @@ def test_the_mean_of_checkpoints_is_exported(run, tmp_path):
             export_run(run.folder, tmp_path / "no", None, wrong)
 
 
-def test_a_run_with_an_average_begins_where_it_is_told(run, shards, tmp_path):
+def test_a_run_with_an_average_starts_from_a_checkpoint(run, shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, steps=3)
     plain = resolve(RunConfig, override(tree, ["name=plain", f"start_from={run.folder}", "optim.lr=1e-30"]), "x")
     train(plain)

@@ -123,13 +123,13 @@ def test_sparo_encodings_have_slots_of_equal_norm(readout):
 
 
 @pytest.mark.parametrize("readout", READOUTS)
-def test_cutting_behind_the_longest_caption_is_exact(readout):
+def test_cutting_after_the_longest_caption_is_exact(readout):
     model, text = tiny(readout), tokens(4, 9)
     torch.testing.assert_close(model.encode_text(text[:, :10]), model.encode_text(text), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("readout", READOUTS)
-def test_what_stands_behind_eos_does_not_matter(readout):
+def test_tokens_after_eos_have_no_effect(readout):
     model, text = tiny(readout), tokens(4, 9)
     other = text.clone()
     other[0, 6:] = 77
@@ -207,7 +207,7 @@ def test_learning_rate_is_open_clips():
         assert learning_rate(config, step, 50) == pytest.approx(reference(step), rel=1e-12)
 
 
-def test_rates_halve_from_the_start_or_behind_the_warm_up():
+def test_half_life_counts_from_the_start_or_after_warm_up():
     told = {"lr": 4e-4, "warmup_steps": 10, "schedule": "half_life", "half_life": 100}
     locatello, dinosaur = AdamWConfig(**told), AdamWConfig(**told, half_life_start="warmup")
     for step in (0, 4, 9, 10, 110, 1010):  # as Locatello's TF code and OCLF's schedulers have it
@@ -232,7 +232,7 @@ def test_rates_cool_down_at_the_end_or_from_the_start():
             AdamWConfig(**wrong)
 
 
-def test_what_no_schedule_reads_is_told():
+def test_unused_schedule_keys_are_reported():
     told = {"half_life": 9, "half_life_start": "warmup", "cooldown_shape": "sqrt", "min_lr": 1e-5, "clip_per": "tensor"}
     found = AdamWConfig(**told, schedule="constant", warmup_from_zero=True).unused_keys()
     last = ["warmup_from_zero", "clip_per"]

@@ -91,7 +91,7 @@ def test_a_backbone_alone_loads_by_path(tmp_path, readout):
     assert torch.equal(load_encoder(tmp_path / "wrapped.pth", "vit_tiny").encode(x), encoder.encode(x))
 
 
-def test_what_shapes_do_not_tell_is_asked_for_and_missing_weights_are_named(tmp_path):
+def test_options_that_shapes_do_not_determine_are_required(tmp_path):
     odd = vit(width=48, heads=4)
     torch.save(odd.state_dict(), tmp_path / "odd.pth")
     with pytest.raises(CheckpointError, match="number of heads, got width 48"):

@@ -53,7 +53,7 @@ def test_open_clip(tmp_path):
             load_encoder(name)
 
 
-def test_a_file_is_shown_images_as_what_lies_beside_it_says(tmp_path):
+def test_preprocessing_follows_the_config_next_to_a_file(tmp_path):
     import sparo_train.openclip  # noqa: F401  our small names
 
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_a_file_is_shown_images_as_what_lies_beside_it_says(tmp_path):
         load_encoder(f"timm:test_vit@{tmp_path / 'w.safetensors'}")
 
 
-def test_what_a_hugging_face_folder_lacks_is_not_drawn_at_random(tmp_path, monkeypatch):
+def test_a_hugging_face_folder_with_missing_weights_is_refused(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

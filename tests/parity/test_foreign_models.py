@@ -168,7 +168,7 @@ def test_a_trained_tower_with_batch_norm_is_refused_and_a_frozen_one_stays_as_it
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["host", "device"])
-def test_averages_and_kept_tokens_follow_buffers(known, monkeypatch):
+def test_averages_and_cached_tokens_follow_buffers(known, monkeypatch):
     monkeypatch.setattr(ema, "_host_can_read", lambda applied: known or applied is None)
     model = Clip(ClipConfig.model_validate({"vision": {**HYBRID, "freeze": "blocks"}, "readout": {"kind": "gap"}}))
     average, still = copy.deepcopy(model), copy.deepcopy(model)

@@ -105,7 +105,7 @@ def _refused(ranks, tree):
         return str(error)
 
 
-def test_what_cannot_be_is_said(shards, tmp_path):
+def test_impossible_options_are_refused(shards, tmp_path):
     tree = override(two_tree(shards, tmp_path), ["optim={kind: muon, lr: 1e-3}"])
     for said in run_ranks(2, _refused, tree):
         assert said.startswith("engine.kind=deepspeed: cannot step optim.kind=muon")

@@ -100,7 +100,7 @@ def test_architecture_is_read_off_the_weights(readout):
     assert {n: t.shape for n, t in again.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
 
 
-def test_what_shapes_of_a_readout_do_not_tell_is_said():
+def test_options_of_a_readout_that_shapes_do_not_determine_are_reported():
     """A key that `infer` does not give has its default, and a file that was trained with another scores plausibly."""
     silent = []
     for kind in TABLE.names():
@@ -117,7 +117,7 @@ def _inferred(kind):
         return set(infer_readout(model.state_dict(), "visual.", 0) or {}) if kind != "cls" else set()
 
 
-def test_heads_that_shapes_do_not_tell_are_known_for_our_models_and_asked_for_otherwise():
+def test_the_number_of_heads_is_known_for_our_models_and_required_for_others():
     with torch.device("meta"):
         tiny = Clip(ClipConfig.model_validate({"backbone": "ViT-Tiny-16", "readout": READOUTS["sparo"]}))
         assert infer_config(tiny.state_dict()).vision.head_width == tiny.config.vision.head_width == 32
@@ -141,7 +141,7 @@ def test_plain_open_clip_names_describe_our_models_too():
         plugin.config_of("coca_ViT-B-32")
 
 
-def test_a_web_page_saved_as_weights_is_no_checkpoint(tmp_path):
+def test_a_web_page_saved_as_weights_is_refused(tmp_path):
     (tmp_path / "x.pt").write_text("<html>404</html>")
     with pytest.raises(CheckpointError, match=r"x\.pt: not a"):
         read_weights(tmp_path / "x.pt")

@@ -151,7 +151,7 @@ def test_fdt_is_the_repositorys_formula():
     assert 1 < int((weights[0] > 0).sum()) < 40  # neither one code nor all of them
 
 
-def test_towers_share_what_they_are_said_to_share():
+def test_towers_share_the_configured_parameters():
     for readout, name in (("fdt", "space_dict"), ("sparo-weighted", "q_emb")):
         model = tiny(readout)
         kind = READOUTS[readout]["kind"]

@@ -174,7 +174,7 @@ def spots_features(vit, held, pixels, kind):
     return (vit.norm(tokens) if kind != "dino" else tokens)[:, 3 if kind == "registers" else 1 :]
 
 
-def test_what_goes_by_other_numbers_is_told_as_it_came_out():
+def test_derived_options_are_reported_with_their_values():
     unsaid = UnspecifiedOptions("spot:f", "slots=5", {"slots": 5}, SpotFile(slots=5))
     unsaid.set_inferred("heads", 12)
     unsaid.set_inferred("slots", 7)  # that was asked for
@@ -255,7 +255,7 @@ def test_other_files_are_refused_by_name(tmp_path):
             load_encoder(text)
 
 
-def test_a_released_file_is_scored_and_drawn(tmp_path):
+def test_a_released_file_is_scored_and_visualized(tmp_path):
     _, file = slates_file()
     torch.save(file, tmp_path / "best_model.pt")
     done = sparo("data", "tetrominoes", "t", "--train", "8", "--test", "4", cwd=tmp_path)

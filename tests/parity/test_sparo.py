@@ -77,7 +77,7 @@ def test_equation_one_word_by_word():
         torch.testing.assert_close(module(h[None]).values[0, slot], expected)
 
 
-def test_positions_behind_the_mask_change_nothing():
+def test_masked_positions_have_no_effect():
     module = _module()
     tokens = torch.randn(2, 6, 24, dtype=torch.float64)
     keep = torch.arange(6)[None] <= torch.tensor([[2], [5]])

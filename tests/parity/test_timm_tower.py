@@ -83,7 +83,7 @@ def test_the_class_token_and_the_mean_are_read_as_timm_pools():
         torch.testing.assert_close(tower(image), expected @ tower.proj)
 
 
-def test_depths_tell_what_is_before_and_behind_the_blocks():
+def test_layer_ids_cover_embeddings_blocks_and_head():
     tower = Clip(_config("vit_small_patch14_reg4_dinov2", 28, SPARO, freeze="blocks")).visual
     layers = {name: layer_of(name, 3) for name, _ in tower.named_parameters()}
     assert {layers[f"trunk.{n}"] for n in ("cls_token", "pos_embed", "reg_token", "patch_embed.proj.weight")} == {0}
@@ -124,7 +124,7 @@ def test_frozen_blocks_drop_no_paths_while_they_train():
         assert tower.sparo.training
 
 
-def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_path):
+def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path):
     torch.manual_seed(0)
     name = "vit_tiny_patch16_224"
     donor = timm.create_model(name, num_classes=10)
@@ -222,7 +222,7 @@ def test_it_begins_with_a_timm_file_whose_positions_fit_the_image(shards, tmp_pa
         ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "linear_bottleneck"}, "reads the class token"),
     ],
 )
-def test_what_does_not_go_together_is_told_by_its_key(vision, readout, message):
+def test_conflicting_keys_are_refused_by_name(vision, readout, message):
     with pytest.raises(ConfigError, match=message):
         resolve(ClipConfig, {"vision": vision, "readout": readout}, "x")
 

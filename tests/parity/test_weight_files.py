@@ -240,7 +240,7 @@ def test_sparo_clips_other_readouts_load(readout, tmp_path):
         read_weights(saved(tmp_path / "both.pt", both))
 
 
-def test_heads_of_another_width_are_asked_for_and_not_guessed(tmp_path):
+def test_heads_of_an_unusual_width_must_be_specified(tmp_path):
     file = tmp_path / "odd.safetensors"
     for layers in (3, 2):  # 3: with a block more it would be ViT-Tiny, but a class token replaces none
         sizes = {"vision": {"head_width": 64, "layers": layers}, "text": {"heads": 2, "layers": layers}}
@@ -262,7 +262,7 @@ def test_heads_of_another_width_are_asked_for_and_not_guessed(tmp_path):
         load_encoder(file, str(tmp_path / "other.json"))
 
 
-def test_a_head_width_per_tower_is_told_by_the_shapes_and_survives_a_name(tmp_path):
+def test_a_head_width_per_tower_is_inferred_from_shapes(tmp_path):
     readout = {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 16, "text_head_width": 8}
     model = tiny(readout=readout)
     assert [part.sparo.head_width for part in (model.visual, model.text)] == [16, 8]
@@ -303,7 +303,7 @@ def test_dinov2s_own_names_are_read_as_timm_reads_them(name, registers, tmp_path
             load_encoder(saved(tmp_path / "plain.pth", content))
 
 
-def test_a_state_dict_is_found_at_most_three_levels_down(tmp_path):
+def test_a_state_dict_may_be_nested_three_levels_deep(tmp_path):
     state = {"w": torch.ones(1)}
     assert state_of({"model": {"state_dict": state}}, "x").keys() == {"w"}
     for odd in (

@@ -62,7 +62,7 @@ def test_two_ranks_go_on_from_each_others_checkpoints(shards, tmp_path, write_re
     assert goes_on_across_engines(recipe, tmp_path / "two/dino") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
-def test_a_collapse_is_told_once_and_recorded(shards, tmp_path, capsys):
+def test_a_collapse_is_warned_of_once_and_recorded(shards, tmp_path, capsys):
     tree = dino_recipe(shards, tmp_path / "flat", steps=6)
     tree["objective"] |= {"teacher_temp": 50.0, "warmup_teacher_temp": 50.0}  # uniform targets
     config = run(tree)

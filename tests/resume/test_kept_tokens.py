@@ -49,7 +49,7 @@ def _same(left, right):
 
 @pytest.mark.parametrize("readout", ["sparo", "token", "gap"])
 @pytest.mark.parametrize(("dtype", "close"), [("fp32", 1e-6), ("fp16", 2e-3)])
-def test_kept_tokens_give_the_encodings_of_the_images_and_captions(shards, tmp_path, readout, dtype, close):
+def test_cached_tokens_give_the_encodings_of_images_and_captions(shards, tmp_path, readout, dtype, close):
     sizes = {} if readout != "sparo" else {"slots": 4, "slot_width": 8, "head_width": 8}
     tree = _tree(shards, tmp_path)
     tree["objective"] |= {"cache": {"folder": str(tmp_path / "tokens"), "dtype": dtype}}
@@ -85,7 +85,7 @@ def test_kept_tokens_give_the_encodings_of_the_images_and_captions(shards, tmp_p
         torch.testing.assert_close(one, other, rtol=0, atol=close)
 
 
-def test_a_run_on_kept_tokens_resumes_to_the_bit_and_others_take_them(shards, tmp_path, capsys):
+def test_a_run_on_cached_tokens_resumes_bit_identical(shards, tmp_path, capsys):
     tree = _tree(shards, tmp_path)
     train(_run(tree, "name=whole"))
     assert "computing the image tokens" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_a_run_on_kept_tokens_resumes_to_the_bit_and_others_take_them(shards, tm
     assert all(torch.equal(whole[name], _model(tmp_path / "branch", 2)[name]) for name in blocks)
 
 
-def test_locked_images_beside_a_text_tower_that_learns_from_a_run_of_dino(shards, tmp_path, capsys):
+def test_a_frozen_dino_image_tower_with_a_trained_text_tower(shards, tmp_path, capsys):
     dino = dino_recipe(shards, tmp_path, steps=1)
     dino["optim"]["warmup_steps"] = 0
     train(_run(dino, "name=dino"))
@@ -239,6 +239,6 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
         (["objective.model.vision.patch_dropout=0.5"], "patch_dropout=0.5"),
     ],
 )
-def test_what_tokens_cannot_be_kept_of_is_refused(shards, tmp_path, words, message):
+def test_recipes_whose_tokens_cannot_be_cached_are_refused(shards, tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         _run(_tree(shards, tmp_path), *words)

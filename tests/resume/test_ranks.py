@@ -112,7 +112,7 @@ def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(place):
     assert_bit_equal(place / "stopped", place / "straight")
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(place):
+def test_a_run_resumes_with_another_world_size(place):
     tree = {**yaml.safe_load((place / "recipe.yaml").read_text()), "name": "elastic"}
     first = finish(start_ranks(2, "train", place / "recipe.yaml", "name=elastic", "stop_after_steps=5"))
     assert [code for code, _ in first] == [0, 0], first
@@ -137,7 +137,7 @@ def test_what_cannot_run_is_refused_by_all_ranks_at_once(place, override, messag
     assert [code for code, _ in found] == [2, 2] and message in found[0][1], found
 
 
-def test_trouble_on_one_rank_stops_all_saved_and_is_told_once(place):
+def test_an_error_on_one_rank_stops_all_and_is_reported_once(place):
     line = ("train", place / "recipe.yaml", "name=trouble", "checkpoint.every_steps=0", "data.prefetch=1")
     found = finish(start_ranks(2, *line, program=_RANK_ONE_FAILS), 60)
     assert [code for code, _ in found] == [2, 2], found

@@ -177,7 +177,7 @@ def test_scenes_are_made_again_alike_and_checked(scenes, tmp_path):
     assert done.returncode == 2 and "made otherwise" in done.stderr
 
 
-def test_a_plane_of_another_size_is_told_by_sample(scenes, tmp_path):
+def test_a_plane_of_another_size_is_reported_with_its_sample(scenes, tmp_path):
     shard = next(scenes.rglob("scenes/test/*.tar"))
     (key, fields), *_ = [storage.read(0) for storage in open_source("x", ShardsConfig(shards=(str(shard),))).storages]
     small = Image.fromarray(np.zeros((5, 7), np.uint16))

@@ -158,7 +158,7 @@ def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
     assert done.returncode == 2 and "no image has a .semantic.png" in done.stderr, done.stderr
 
 
-def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, write_recipe):
+def test_features_of_a_dino_run_are_grouped_and_reconstructed(shards, tmp_path, write_recipe):
     dino = train(run(dino_recipe(shards, tmp_path / "dino", steps=3)))
     assert dino.reason == "finished"
     make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=32, test=6))
@@ -203,7 +203,7 @@ def test_features_of_a_dino_run_are_grouped_and_drawn_again(shards, tmp_path, wr
     assert done.returncode == 2 and str(tmp_path / "dino/dino") in done.stderr and "Traceback" not in done.stderr
 
 
-def test_tokens_are_said_again_resumed_and_scored(tmp_path, write_recipe):
+def test_slate_reconstructs_tokens_resumes_and_is_scored(tmp_path, write_recipe):
     make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=64, test=6))
     tasks = {
         name: {"task": task, "root": str(tmp_path / "t/masks")}

@@ -96,7 +96,7 @@ def test_what_two_towers_share_is_frozen_by_either(shards, tmp_path, vision, tex
     assert not any(p.requires_grad for n, p in by_name.named_parameters() if n.endswith("space_dict"))
 
 
-def test_a_run_begins_with_weights_and_goes_on_without_them(shards, tmp_path, capsys):
+def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, capsys):
     tree = tiny_recipe(shards, tmp_path, steps=3)
     train(_run(tree, "name=first", "objective.model.readout={kind: token}"))
     first = _model(tmp_path / "first", 3)

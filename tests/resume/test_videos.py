@@ -46,7 +46,7 @@ def test_two_ranks_train_on_videos_as_one_process_does(tmp_path, write_recipe, k
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
-def test_tokens_of_videos_are_said_again_and_probed(tmp_path, write_recipe):
+def test_video_slate_reconstructs_tokens_and_is_probed(tmp_path, write_recipe):
     tree, tasks = video_recipe(tmp_path, "psb")
     small = {"dvae": {"vocab": 16, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
     kept = {k: v for k, v in tree["objective"]["model"].items() if k not in ("decoder", "target")}

@@ -138,7 +138,7 @@ def test_the_controller_away_for_a_while(whole):
     assert len(list((whole.root / "late/jobs").glob("*.pkl"))) == 1  # nothing is left of the tries
 
 
-def test_a_refusal_says_what_to_change_and_leaves_a_folder_that_can_be_launched(whole):
+def test_a_refused_launch_leaves_a_folder_that_can_be_launched(whole):
     said = whole.sparo(
         "launch", "train", "recipe.yaml", "name=refused", "--cluster", "lab", "--partition", "nope", ALONE, code=2
     )
@@ -153,7 +153,7 @@ def test_a_refusal_says_what_to_change_and_leaves_a_folder_that_can_be_launched(
     whole.equal(folder, "one")
 
 
-def test_what_can_never_start_says_so(whole):
+def test_a_job_that_can_never_start_is_reported(whole):
     folder = whole.launch("long", "--time", "2-00:00:00", ALONE)
     whole.wait(20, lambda: "PartitionTimeLimit" in whole.status(folder)[0]["reason"], "the reason")
     assert "--time is longer than the partition allows" in whole.status(folder)[0]["reason"]

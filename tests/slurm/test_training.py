@@ -140,7 +140,7 @@ def test_a_crash_loop_ends_with_the_reason(lab, loop):
     assert "rank 1: " in lab.sparo("launch", "logs", str(loop))  # the one that died without a word
 
 
-def test_the_time_limit_saves_requeues_and_goes_on(lab, limited):
+def test_the_time_limit_saves_requeues_and_resumes(lab, limited):
     lab.end(limited, 240)
     lab.equal(limited)
     starts = lab.starts(limited)

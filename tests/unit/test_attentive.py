@@ -67,7 +67,7 @@ def test_every_read_out_is_a_head(name):
     assert 0 <= result.value <= 1 and result.metrics.keys() == {"acc1", "mean_per_class_recall"}
 
 
-def test_a_head_does_with_slots_what_its_block_says():
+def test_a_head_normalizes_slots_as_configured():
     block, tokens = {"kind": "sparo", "slots": 3, "slot_width": 4}, torch.randn(2, 5, 24)
 
     def made(**keys):
@@ -130,7 +130,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         check_compatible("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
 
 
-def test_a_probe_that_says_nothing_has_no_score():
+def test_a_probe_without_finite_logits_has_no_score():
     how = AttentiveTraining(1e30, 0.0, 3, 50, 0.0, 0, torch.device("cpu"))
     data = _hidden(100, 0)
     probe = train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["sparo"]), 24, 1), 4), data, how)

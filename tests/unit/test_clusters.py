@@ -87,7 +87,7 @@ def test_options_change_a_cluster():
         (["--kind", "local", "--setup", "module load x"], "setup: local runs in the environment of the shell"),
     ],
 )
-def test_a_wrong_option_says_what_there_is(words, message):
+def test_an_unknown_option_lists_the_known_ones(words, message):
     with pytest.raises(ConfigError) as error:
         load_cluster("test", words)
     assert message in str(error.value)

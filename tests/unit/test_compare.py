@@ -88,7 +88,7 @@ def test_scores_that_images_have_of_their_own_are_compared_image_by_image(tmp_pa
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 7)), min_size=1, max_size=3))
-def test_predictions_that_are_damaged_are_told_by_file_whatever_is_damaged(tmp_path, flips):
+def test_damaged_predictions_are_reported_by_file(tmp_path, flips):
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
     first, second = two(folder, scored([1, 0] * 30), scored([1, 1, 0] * 20))
     path = folder / "a/predictions" / first.predictions
@@ -144,7 +144,7 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
         compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"shown": n}) for n in (2, 3))))
 
 
-def test_what_is_no_share_is_shown_in_its_own_unit(tmp_path):
+def test_metrics_other_than_shares_have_their_own_unit(tmp_path):
     assert [
         format_metric("fg_ari", 0.5),
         format_metric("psnr", 23.456, unit=True),
@@ -185,7 +185,7 @@ def test_other_data_labels_and_headlines_are_not_compared(tmp_path):
         compare(*records)
 
 
-def test_a_row_of_several_weights_says_so(tmp_path):
+def test_a_row_of_several_checkpoints_is_marked(tmp_path):
     one = scored([1, 0, 1])
     for task, sha, precision in (("x", "1", "fp32"), ("y", "2", "bf16")):
         facts = {"checkpoint": {"sha256": sha}, "precision": precision, "storage": "fp32"}
@@ -213,7 +213,7 @@ def test_a_run_is_compared_under_its_name_of_today(tmp_path, monkeypatch):
         records_of("runs/new/evals")
 
 
-def test_a_column_of_several_sets_says_so_and_has_no_best(tmp_path):
+def test_a_column_of_several_sets_is_marked_and_has_no_best(tmp_path):
     whole, part = scored([1, 0, 1]), scored([1, 1])._replace(data="e" * 64)
     for name, of_t in (("a", whole), ("b", part)):
         append(tmp_path / name, name, "t", of_t, {})

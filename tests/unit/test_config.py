@@ -197,7 +197,7 @@ def test_a_word_of_the_command_line_replaces_and_adds_only_with_a_plus(tree):
     assert override(tree, ["optim={lr: 1}", "optim.eps=1e-7"], RunConfig)["optim"] == {"lr": 1, "eps": 1e-7}
 
 
-def test_a_recipe_takes_away_what_its_parent_has(tmp_path, tree, write_recipe):
+def test_a_recipe_can_remove_keys_of_its_parent(tmp_path, tree, write_recipe):
     parent = write_recipe(tree)
     (tmp_path / "child.yaml").write_text(f"extends: {parent}\ndata: {{sources: {{a: null, b: {{shards: x}}}}}}\n")
     assert list(load_run(tmp_path / "child.yaml").data.sources) == ["b"]
@@ -211,7 +211,7 @@ def test_a_recipe_takes_away_what_its_parent_has(tmp_path, tree, write_recipe):
         ("--drry", "did you mean '--dry-run'"),
     ],
 )
-def test_an_option_that_is_a_key_says_how_keys_are_written(tree, word, message):
+def test_a_key_written_as_an_option_explains_the_syntax(tree, word, message):
     with pytest.raises(ConfigError, match=message):
         override(tree, [word], RunConfig)
 
@@ -227,7 +227,7 @@ def test_a_key_of_another_block_is_found(tree):
         resolve(RunConfig, {**tree, "objective": "x", "data": {"sources": 3}, "lr": 1}, "x")
 
 
-def test_every_value_of_a_resolved_recipe_says_where_it_is_from(tmp_path, tree, write_recipe):
+def test_every_value_of_a_resolved_recipe_has_its_origin(tmp_path, tree, write_recipe):
     parent = write_recipe({**tree, "optim": {"lr": 1e-3, "warmup_steps": 1}})
     child = tmp_path / "child.yaml"
     child.write_text(f"extends: {parent}\noptim: {{warmup_steps: 2}}\n")

@@ -82,7 +82,7 @@ def test_recipes_go_by_name(tmp_path, monkeypatch):
     assert all(own.line and own.path.is_file() for own in shipped_recipes())
 
 
-def test_a_key_written_as_an_option_is_told_with_its_value():
+def test_a_key_written_as_an_option_is_reported_with_its_value():
     assert normalize_overrides(["a=1", "--optim.lr", "1e-3", "--steps=2", "b=2"]) == [
         "a=1",
         "--optim.lr=1e-3",

@@ -86,7 +86,7 @@ def test_images_that_cannot_be_decoded_are_never_scored(tmp_path):
         convert_folder(tmp_path / "in", tmp_path / "again")
 
 
-def test_folders_whose_names_are_no_text_are_told_as_captions_and_read_as_paths(tmp_path):
+def test_folder_names_that_are_not_utf8_are_paths_but_not_captions(tmp_path):
     odd = tmp_path / os.fsdecode(b"caf\xe9")
     odd.mkdir()
     (odd / "a.jpg").write_bytes(jpeg(1))
@@ -157,7 +157,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b"filepath,title,title\na.jpg,one,two\n", "has 2 columns 'title'; --caption-column cannot tell"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
+def test_errors_in_a_table_are_reported(tmp_path, content, message):
     (tmp_path / "a.jpg").write_bytes(jpeg(0))
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
@@ -176,7 +176,7 @@ def test_what_is_wrong_with_a_table_is_said(tmp_path, content, message):
         convert_csv(tmp_path / "none.csv", tmp_path / "out", "filepath", "title")
 
 
-def test_a_part_that_fails_takes_its_own_shards_away_and_no_other_parts(tmp_path):
+def test_a_failed_part_removes_only_its_own_shards(tmp_path):
     (tmp_path / "a.jpg").write_bytes(jpeg(0))
     (tmp_path / "t.csv").write_bytes(b"filepath,title\n" + b"a.jpg,x\n" * 6 + b"none.jpg,y\n")
     convert_csv(tmp_path / "t.csv", tmp_path / "out", per_shard=2, part=(0, 2))  # rows 0, 1, 4 and 5

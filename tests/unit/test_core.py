@@ -236,7 +236,7 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
     assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [6, 7]
 
 
-def test_wandb_without_wandb_says_how_to_get_it(tmp_path, monkeypatch):
+def test_logging_to_wandb_without_wandb_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(
         ConfigError, match=r"log\.wandb: wandb is not installed; pip install -e '\.\[wandb\]' in sparo's checkout"

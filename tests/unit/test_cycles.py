@@ -59,7 +59,7 @@ def test_colours_are_blenders_and_all_else_is_ours(tmp_path, kind):
     )  # rooms have walls and statues
 
 
-def test_what_blender_does_wrong_is_said_and_nothing_is_written(tmp_path):
+def test_errors_of_blender_are_reported_and_nothing_is_written(tmp_path):
     config = MultiViewSetConfig(size=16, frames=1, train=1, test=1, samples=4)
     with pytest.raises(ConfigError, match="give --blender PYTHON"):
         render_multi_view(tmp_path / "set", config)
@@ -74,7 +74,7 @@ def test_what_blender_does_wrong_is_said_and_nothing_is_written(tmp_path):
     assert len(list((tmp_path / "set").rglob("*.tar"))) == 2
 
 
-def test_a_set_of_an_older_version_goes_on(tmp_path):
+def test_a_set_of_an_older_version_is_continued(tmp_path):
     config = MultiViewSetConfig(size=16, frames=1, train=1, test=1)
     render_multi_view(tmp_path / "set", config, processes=1)
     told = tmp_path / "set/scenes3d.json"

@@ -56,7 +56,7 @@ def among(size):
         (Fsdp2Engine, {"kind": "fsdp2", "shard_size": 3}, 4, "engine.shard_size=3: does not divide 4 ranks"),
     ],
 )
-def test_what_an_engine_cannot_do_is_said_before_anything_is_made(engine, keys, size, message):
+def test_unsupported_engine_options_are_refused_before_anything_is_created(engine, keys, size, message):
     with pytest.raises(ConfigError, match=message):
         engine(config(**keys), AdamWConfig(), among(size)).prepare(Teaching())
 

@@ -83,7 +83,7 @@ def test_more_workers_than_shards_read_everything_in_order(tmp_path):
     assert found.keys == [f"{i:03d}" for i in range(300)]
 
 
-def test_other_weights_transforms_precision_views_and_data_are_encoded_anew(source, tmp_path):
+def test_features_depend_on_weights_transforms_precision_views_and_data(source, tmp_path):
     store = FeatureStore(tmp_path)
 
     def encoded(encoder=None, **options):

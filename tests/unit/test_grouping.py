@@ -167,7 +167,7 @@ def test_a_ground_is_uorfs(kv):
     assert not torch.allclose(module(features, noise[:, [1, 0, 2, 3]]).slots, found.slots[:, [1, 0, 2, 3]], atol=1e-2)
 
 
-def test_leading_dimensions_are_kept_and_slots_come_in_any_order():
+def test_slot_attention_is_equivariant_to_the_order_of_slots():
     module, features, noise = built()
     whole = module(features, noise)
     frames = module(features.unflatten(0, (2, 1)).expand(2, 4, N, IN), noise.unflatten(0, (2, 1)).expand(2, 4, K, D))
@@ -191,7 +191,7 @@ def saved(module, features):
     return sum(held), slots
 
 
-def test_only_the_last_round_is_learnt_from_where_that_is_asked_for():
+def test_gradient_last_learns_from_the_last_iteration_only():
     for straight in (False, True):
         knobs = {"gradient": "last", "slot_init": "learned", "straight_through": straight}
         module, features, _ = built(**knobs)
@@ -202,7 +202,7 @@ def test_only_the_last_round_is_learnt_from_where_that_is_asked_for():
 
 
 @pytest.mark.parametrize("kind", ["torch", "flax", "keras"])
-def test_a_gate_is_torchs_cell_and_begins_as_its_library_says(kind):
+def test_the_gru_is_torchs_cell_with_its_librarys_initialization(kind):
     torch.manual_seed(0)
     gru, cell = Gru(D, kind), nn.GRUCell(D, D)
     for bias in (gru.bias_ih, gru.bias_hh):

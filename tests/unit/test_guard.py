@@ -167,7 +167,7 @@ def test_uploads_that_are_read_at_once_have_a_limit():
     asyncio.run(all_of_it())
 
 
-def test_a_slow_checkpoint_keeps_nobody_from_the_model(tmp_path):
+def test_loading_a_slow_checkpoint_does_not_block_the_model(tmp_path):
     opening, go_on = threading.Event(), threading.Event()
 
     def another(checkpoint):

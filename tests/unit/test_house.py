@@ -40,7 +40,7 @@ def test_help_and_version_import_nothing_heavy(words):
     assert done.stdout.splitlines()[-1] == "[]", done.stdout[-300:]
 
 
-def test_what_a_cluster_says_of_jobs_is_told_without_torch(tmp_path):
+def test_job_status_needs_no_torch(tmp_path):
     ask = "import sys, launch.jobs.status, launch.jobs.records; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == ["False"]
@@ -98,7 +98,7 @@ def test_the_step_stays_on_one_page():
     assert len(lines) < 250, "a part of the loop has grown out of it; give it a file of its own"
 
 
-def test_every_key_of_a_recipe_and_a_cluster_says_what_it_means():
+def test_every_key_of_a_recipe_and_a_cluster_has_a_description():
     for file in FILES:
         if "(Frozen)" in file.read_text(encoding="utf-8") or "field(" in file.read_text(encoding="utf-8"):
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
@@ -142,7 +142,7 @@ def test_a_method_is_its_own_file_its_encoder_and_the_registry():
         assert named - {"sparo_train/core/recipe/renamed.py"} <= {"sparo_train/core/registries.py", *entries}, kind
 
 
-def test_nobody_asks_which_method_it_is():
+def test_no_code_branches_on_the_method():
     found = [
         f"{p}: {line}"
         for p in FILES

@@ -226,7 +226,7 @@ def test_the_probe_is_trained_as_officially(sets):
     assert ours.headline == "acc1"
 
 
-def test_best_and_last_epoch_are_told_apart():
+def test_best_and_last_epoch_are_both_reported():
     labels = torch.tensor([0] * 6 + [1] * 4)
     spread = torch.nn.functional.pad
     right = [spread(torch.tensor(rows), (0, 5)) for rows in ([[3, 2], [5, 4]], [[5, 3], [5, 4]], [[6, 0], [6, 4]])]
@@ -241,7 +241,7 @@ def test_best_and_last_epoch_are_told_apart():
     assert "the largest class holds 60.0 % of the images, which is acc1 of always naming it" in result.remarks()[0]
 
 
-def test_a_probe_that_diverged_is_no_score():
+def test_a_diverged_probe_gives_no_score():
     def batches(_epoch):
         yield torch.full((4, 3), 1e38), torch.tensor([0, 1, 0, 1]), 4
 
@@ -256,7 +256,7 @@ def bitmap(seed):
     return buffer.getvalue()
 
 
-def test_test_images_that_were_learned_from_are_said(sets, tmp_path):
+def test_test_images_in_the_training_set_are_reported(sets, tmp_path):
     def remarks(**places):
         return " ".join(run_knn(scoring(encoder()), KnnTaskConfig(task="knn", k=(1,), workers=0, **places)).remarks())
 

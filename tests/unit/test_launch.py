@@ -81,7 +81,7 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
     assert (tmp_path / f"code/{first.path.name}.commit").read_text().strip() == first.commit
 
 
-def test_snapshots_that_are_taken_at_one_moment_are_one(tmp_path):
+def test_simultaneous_snapshots_are_shared(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(take_snapshot, [tmp_path / "code"] * 4))
     assert len(set(found)) == 1 and (found[0].path / "launch/jobs/job.py").is_file()
@@ -89,7 +89,7 @@ def test_snapshots_that_are_taken_at_one_moment_are_one(tmp_path):
     assert found[0].path.stat().st_mode == (tmp_path / "code").stat().st_mode
 
 
-def test_without_submitit_it_says_how_to_get_it(recipe, tmp_path, monkeypatch):
+def test_launching_without_submitit_names_the_package(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(
         ConfigError, match=r"sparo launch needs submitit: pip install -e '\.\[slurm\]' in sparo's checkout"

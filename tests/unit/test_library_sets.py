@@ -167,7 +167,7 @@ def test_sun397_is_in_one_order_and_knows_its_classes(tmp_path):
         open_library(tmp_path, "sun397", "test")
 
 
-def test_what_is_missing_or_unknown_is_said(tmp_path, monkeypatch):
+def test_missing_files_and_unknown_sets_are_reported(tmp_path, monkeypatch):
     config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), layout="torchvision", benchmark_name="vtab/pet")
     with pytest.raises(ConfigError, match="benchmark_name=vtab/pet: did you mean 'vtab/pets'"):
         open_set(config, "label")

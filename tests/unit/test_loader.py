@@ -126,7 +126,7 @@ def test_an_epoch_reads_every_sample_once(shards):
     assert len(set(texts)) == 96
 
 
-def test_a_process_that_leaves_its_workers_behind_still_ends(shards):
+def test_a_process_that_abandons_its_workers_still_ends(shards):
     code = (
         "from tests.unit.test_loader import pipeline\n"
         f"deliveries = pipeline({str(shards)!r}, workers=1).start()\n"
@@ -136,7 +136,7 @@ def test_a_process_that_leaves_its_workers_behind_still_ends(shards):
     assert done.returncode == 0
 
 
-def test_text_is_cut_behind_the_longest_caption(shards):
+def test_text_is_cut_after_the_longest_caption(shards):
     short = next(pipeline(shards, workers=0).start()).batch["text"]
     full = next(pipeline(shards, workers=0, trim_text=False).start()).batch["text"]
     assert short.shape == (8, 8) and full.shape == (8, 16)
@@ -180,7 +180,7 @@ def test_bad_samples_are_skipped_and_counted_by_shard_and_reason(tmp_path):
     assert sum(deliveries[-1].cursor.positions) == 8 * len(deliveries) + skipped
 
 
-def test_resume_behind_bad_samples_is_exact(tmp_path):
+def test_resume_after_bad_samples_is_exact(tmp_path):
     root = broken_shards(tmp_path / "bad")
     straight = take(pipeline(root, workers=1).start(), 12)
     resumed = take(pipeline(root, workers=1).start(straight[4].cursor), 7)
@@ -227,7 +227,7 @@ def test_an_early_excess_is_judged_when_enough_was_tried():
         budget.add({}, 100)
 
 
-def test_every_visit_is_augmented_anew_even_within_an_epoch(tmp_path):
+def test_every_repetition_of_a_sample_has_its_own_augmentation(tmp_path):
     write_shard(tmp_path / "0.tar", (sample(i) for i in range(8)))
     config = DataConfig(
         sources={"a": ShardsConfig(shards=str(tmp_path), weight=2.0)}, workers=0, streams=1, crop_scale=(0.3, 1.0)
@@ -284,7 +284,7 @@ def test_workers_of_a_set_end_without_a_word(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_start_says_what_is_read_and_what_is_lost(tmp_path):
+def test_a_start_reports_shares_and_losses_of_data(tmp_path):
     """Shares follow weights; a shard that breaks off is named with what that costs."""
     for name, count in (("a", 60), ("b", 20)):
         write_shards(tmp_path / name, (sample(i) for i in range(count)), 20)

@@ -211,7 +211,7 @@ def test_a_key_with_a_dot_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_shard_without_a_sample_is_no_good_one(tmp_path):
+def test_a_shard_without_a_sample_is_broken(tmp_path):
     write_shard(tmp_path / "empty.tar", [])
     done = sparo("data", "check", str(tmp_path / "empty.tar"))
     assert done.returncode == 1 and "no sample" in done.stdout
@@ -279,7 +279,7 @@ def test_check_counts_duplicates_and_damage(tmp_path):
     assert report.shards[1].bad == [("bad", "bad image"), ("no", "missing image")]
 
 
-def test_a_key_that_is_not_utf8_is_checked_and_shown(tmp_path):
+def test_a_key_that_is_not_utf8_is_checked_and_printed(tmp_path):
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.GNU_FORMAT) as tar:
         info = tarfile.TarInfo("caf\udce9.txt")
         info.size = 1

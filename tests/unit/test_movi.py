@@ -68,7 +68,7 @@ def test_movi_as_tfds_writes_it(tmp_path):
         resize_video(full, 4)
 
 
-def test_movi_b_tells_hues_and_eleven_shapes_and_c_assets():
+def test_movi_b_has_hues_and_eleven_shapes_and_c_has_assets():
     b, c = (video.metadata["objects"] for video in movi_videos(MOVI.with_name(MOVI.name.replace("tiny", "tiny_bc"))))
     assert [(one["shape"], one["material"], one["rgb"]) for one in b] == [
         ("sponge", "rubber", [0.0, 0.03125, 0.0625]),
@@ -86,7 +86,7 @@ def test_movi_b_tells_hues_and_eleven_shapes_and_c_assets():
     assert told[1]["words"] == {"category": ["Shoe", "Toys"]} and told[1]["numbers"]["size"] == [[[1.5], [0.75]]] * 2
 
 
-def test_a_class_that_nobody_named_is_its_number(monkeypatch):
+def test_an_unnamed_class_is_called_by_its_number(monkeypatch):
     found = parse_example(next(iter(records(MOVI))), "it")
     monkeypatch.setattr(
         clips, "parse_example", lambda data, where: {**found, "instances/shape_label": np.array([2, 11], np.int64)}
@@ -120,7 +120,7 @@ def test_a_class_that_nobody_named_is_its_number(monkeypatch):
         ("camera/positions", np.full(12, np.nan, np.float32), "camera/positions has what is no number"),
     ],
 )  # fmt: skip
-def test_numbers_of_movi_that_are_none_are_told_by_their_names(monkeypatch, name, value, told):
+def test_invalid_numbers_in_movi_are_reported_by_name(monkeypatch, name, value, told):
     found = parse_example(next(iter(records(MOVI))), "it")
     assert name in found
     monkeypatch.setattr(clips, "parse_example", lambda data, where: {**found, name: value})

@@ -60,7 +60,7 @@ GROUPINGS = {
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *GROUPINGS])
-def test_every_part_learns_and_memory_given_back_changes_nothing(name):
+def test_every_part_learns_and_recomputation_changes_nothing(name):
     def gradients(checkpointed):
         made = objective(name) if name in DECODERS else objective("psb", **GROUPINGS[name])
         made.set_grad_checkpointing(checkpointed)
@@ -114,6 +114,6 @@ def test_slots_of_each_time_are_those_of_that_time_alone():
         ({"image_size": 8}, "views.rays=128"),
     ],
 )
-def test_parts_that_do_not_go_together_are_told_by_key(tree, told):
+def test_incompatible_parts_are_refused_by_key(tree, told):
     with pytest.raises(ConfigError, match=told):
         resolve(NovelViewsConfig, {"model": tree}, "here")

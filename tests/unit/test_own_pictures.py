@@ -104,7 +104,7 @@ def test_imagenets_numbered_folders_may_be_padded(tmp_path):
     assert [label for _, _, label in ImageNetSet(tmp_path, numbered=True)] == [0, 1, 2]
 
 
-def test_a_folder_of_splits_is_not_taken_for_classes(tmp_path):
+def test_a_folder_of_splits_is_refused_as_classes(tmp_path):
     for split in ("train", "val"):
         put(tmp_path / split / "dog/a.jpg", jpeg(len(split)))
     for read in (
@@ -301,7 +301,7 @@ def test_what_is_wrong_with_a_table_names_the_cause(content, message, tmp_path):
         convert_csv(tmp_path / "t.csv", tmp_path / "out")
 
 
-def test_columns_are_found_whatever_their_capitals(tmp_path):
+def test_column_names_ignore_case(tmp_path):
     put(tmp_path / "a.jpg", jpeg(0))
     (tmp_path / "T.CSV").write_text("Image, Caption\na.jpg, one\n")
     assert convert_csv(tmp_path / "T.CSV", tmp_path / "out").train == 1
@@ -383,7 +383,7 @@ def test_cocos_own_categories_keep_their_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["../images/val", "../images", "images/val", "images", "val", "."])
-def test_clevrs_pictures_may_lie_beside_or_below_the_scenes(place, tmp_path):
+def test_clevr_images_may_be_next_to_or_below_the_scenes(place, tmp_path):
     scenes = tmp_path / "scenes" / "CLEVR_val_scenes.json"
     scenes.parent.mkdir()
     scenes.write_text(json.dumps({"scenes": [{"image_filename": "a.png", "split": "val", "objects": []}]}))
@@ -409,7 +409,7 @@ def test_check_counts_unusual_pictures_and_names_causes(tmp_path):
     assert "bad image: 1 (d: " in words
 
 
-def test_the_first_batch_says_what_its_pixels_are():
+def test_the_pixel_range_is_detected_in_the_first_batch():
     batch = {"image": torch.full((2, 3, 4, 4), 15, dtype=torch.uint8)}
     assert "pixels from 15 to 15, mean 15.0. Nearly black" in pixel_statistics(batch)
     batch["image"][0, 0, 0, 0] = 255

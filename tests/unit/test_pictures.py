@@ -197,7 +197,7 @@ def test_rarer_formats_are_read_and_none_starts_a_program(suffix, kind):
     assert not {"EPS", "WMF", "FPX", "PDF"} & set(formats())
 
 
-def test_noise_is_no_picture():
+def test_random_bytes_are_refused_as_an_image():
     rng = np.random.default_rng(1)
     for _ in range(200):
         with pytest.raises(BadSampleError):
@@ -264,7 +264,7 @@ def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
         encoder.images([Image.open(tmp_path / "real.tif")])
 
 
-def test_arrays_of_every_kind_are_shown_or_refused():
+def test_arrays_of_every_dtype_are_converted_or_refused():
     encoder = PixelEncoder(8)
     expected = encoder.images([COLOURS])
     wide = COLOURS.astype(np.uint16) * 257

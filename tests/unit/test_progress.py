@@ -69,7 +69,9 @@ def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_sittings(now, 
 def test_a_run_shows_its_first_step_before_its_first_log_and_continues_its_clock(shards, tmp_path, monkeypatch):
     shown, stands = [], ProgressView.stands
     monkeypatch.setattr(
-        ProgressView, "show_progress", lambda self, step, *times: (shown.append((step, times[1])), stands(self, step, *times))
+        ProgressView,
+        "show_progress",
+        lambda self, step, *times: (shown.append((step, times[1])), stands(self, step, *times)),
     )
     tree = {**tiny_recipe(shards, tmp_path, steps=4), "stop_after_steps": 2}
     tree["log"] = {**tree.get("log", {}), "every_steps": 50}
@@ -136,7 +138,7 @@ def test_a_busy_machine_is_noticed(two_threads):
             other.kill()
 
 
-def test_a_run_keeps_its_number_of_threads_and_what_the_user_says_goes_first(two_threads, monkeypatch):
+def test_a_run_keeps_its_number_of_threads_unless_the_user_sets_it(two_threads, monkeypatch):
     monkeypatch.setattr(device, "fitting_threads", lambda: 1)
     assert (
         "1 of 2 CPU cores, since other programs use the rest; engine.threads=2"
@@ -154,7 +156,7 @@ def test_a_run_keeps_its_number_of_threads_and_what_the_user_says_goes_first(two
         assert given.choose_threads(1) == "engine.threads: 2 of 2 CPU cores" and torch.get_num_threads() == 2
 
 
-def test_a_checkpoint_says_with_how_many_threads_it_was_trained(shards, tmp_path):
+def test_a_checkpoint_records_its_number_of_threads(shards, tmp_path):
     config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=4), "r")
     train(config)
     meta = json.loads((config.folder / "checkpoints/step-00000004/meta.json").read_text())

@@ -45,7 +45,7 @@ def saved(array):
     return buffer.getvalue()
 
 
-def test_arrays_that_are_lost_or_promise_too_much_are_told(tmp_path):
+def test_missing_arrays_and_wrong_lengths_are_reported(tmp_path):
     video, masks = saved(np.zeros((2, 4, 4, 3), np.uint8)), saved(np.zeros((2, 4, 4), np.uint8))
     pair = [("{}/0.video.npy", video), ("{}/0.segmentations.npy", masks)]
     path = tmp_path / "v.tar"

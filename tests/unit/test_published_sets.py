@@ -272,7 +272,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
     assert sparo(*line, cwd=tmp_path).returncode == 0 and (tmp_path / "half/masks/test/nshards.txt").exists()
 
 
-def test_scenes_of_few_objects_alone_are_taken(tmp_path):
+def test_scenes_with_too_many_objects_are_skipped(tmp_path):
     def scenes():
         for number in range(12):
             label = np.zeros((8, 8), np.uint8)

@@ -36,7 +36,7 @@ def test_rays_are_looked_at_inside_the_box_alone():
     assert torch.allclose(drawn.colours[missed], sky[missed], atol=1e-6) and (drawn.shares[missed][:, :3] == 0).all()
 
 
-def test_a_place_on_the_ground_is_told_alike_to_all_cameras():
+def test_a_point_on_the_ground_has_one_embedding_for_all_cameras():
     points = RayPointsConfig(by="height", near=0.0, far=1.0, count=2, reach=6.0, fourier_bands=2)
     target, eyes = torch.tensor([1.5, -2.0, 0.0]), torch.tensor([[4.0, 1.0, 7.0], [-3.0, -3.0, 5.0], [1.5, -2.0, 9.0]])
     told = points.embed(eyes, F.normalize(target - eyes, dim=-1))

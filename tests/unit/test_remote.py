@@ -145,7 +145,7 @@ def test_what_stays_is_one_error_with_the_address(server, name, trouble, says):
     assert time.monotonic() - start < 30
 
 
-def test_a_server_without_ranges_is_named_and_no_index_is_kept(server, tmp_path):
+def test_a_server_without_byte_ranges_is_refused(server, tmp_path):
     server.ranges = False
     assert len(read(f"{server.at}/a.tar")) == 8  # small enough to be fetched whole
     shutil.rmtree(tmp_path / "cache")

@@ -49,7 +49,7 @@ def with_old_names(shape, tree, used):
     }
 
 
-def test_what_was_written_with_old_names_loads_and_a_recipe_is_told_the_new_ones():
+def test_stored_recipes_load_with_old_names_and_new_recipes_are_refused():
     replaced = set()
     for path in RECIPES:
         if is_sweep(load_recipe(path)):
@@ -78,7 +78,7 @@ def test_what_was_written_with_old_names_loads_and_a_recipe_is_told_the_new_ones
     }
 
 
-def test_the_error_of_an_old_key_says_the_new_one(shards, tmp_path):
+def test_the_error_for_an_old_key_names_the_new_one(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path)
     tree["optim"] = {**tree.get("optim", {}), "max_skipped": 3}
     with pytest.raises(ConfigError, match=r"optim\.max_skipped: was renamed, got 'max_skipped'\. Write optim\.max_con"):
@@ -142,7 +142,7 @@ def test_other_words_of_a_command_line_stay_as_they_are(capsys):
     assert with_new_options(words) == words and not capsys.readouterr().err
 
 
-def test_parameters_of_slot_models_are_found_by_the_names_that_they_had():
+def test_old_parameter_names_of_slot_models_are_mapped():
     rules = [(before, old, new) for before, names in RENAMED_PARAMETERS for old, new in names.items()]
     used = set()
     for path in RECIPES:

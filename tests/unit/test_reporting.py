@@ -36,7 +36,7 @@ def _rows(run):
     return SimpleNamespace(get=lambda name: row)
 
 
-def test_a_tasks_numbers_are_plain_and_what_is_none_is_told(monkeypatch):
+def test_metrics_are_plain_numbers_and_others_are_reported(monkeypatch):
     encoder = SimpleNamespace(offers={"images"}, label="x")
     found = Result("odd", np.int64(3), "acc1", {"acc1": np.float32(0.5)}, 0.1, {"acc1": (np.float32(0.25), 1)})
     found = found._replace(counts={"skipped": np.int64(2)})
@@ -69,7 +69,7 @@ def _broken_on_rank_0(ranks):
             return str(error), error.on_all_ranks, error.repeated
 
 
-def test_what_breaks_off_on_rank_0_is_told_to_all_ranks():
+def test_an_error_on_rank_0_reaches_all_ranks():
     found = run_ranks(2, _broken_on_rank_0)
     for rank, (said, everywhere, repeated) in enumerate(found):
         assert "t: task=odd failed (KeyError: 'label'; " in said and "test_reporting.py:" in said
@@ -116,7 +116,7 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
     assert said == ["no gradient reaches 1 trainable parameter(s), which keep their values: unused"]
 
 
-def test_a_writer_that_fails_is_said_once_and_the_numbers_stay(tmp_path, monkeypatch):
+def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
     class Failing:
         def __init__(self, *_):
             pass
@@ -167,7 +167,7 @@ def test_flops_that_cannot_be_counted_are_left_out(tmp_path):
         (RuntimeError("anything at all"), True, True),
     ],
 )
-def test_a_dead_rank_is_told_by_the_collectives_own_errors(error, ours, lost):
+def test_a_dead_rank_is_recognised_by_errors_of_collectives(error, ours, lost):
     ranks = Ranks.__new__(Ranks)
     ranks.rank, ranks.size, ranks.timeout = 0, 2, 60.0
     with pytest.raises(LostRankError if lost else RuntimeError) as found, ranks.error_context("step 3", ours):
@@ -175,7 +175,7 @@ def test_a_dead_rank_is_told_by_the_collectives_own_errors(error, ours, lost):
     assert found.value is error if not lost else found.value.__cause__ is error
 
 
-def test_an_error_in_an_evaluation_keeps_the_step_and_the_run_goes_on(shards, tmp_path, monkeypatch):
+def test_an_error_in_an_evaluation_saves_the_step_and_the_run_resumes(shards, tmp_path, monkeypatch):
     never = {"every_steps": 0, "every_minutes": 0}
     tree = tiny_recipe(
         shards, tmp_path / "runs", checkpoint=never, eval={"every_steps": 4, "tasks": eval_sets(tmp_path / "sets")}

@@ -40,7 +40,7 @@ def test_captions_that_cannot_be_used_say_why(key, fields, reason):
         caption(fields, ShardsConfig(shards="x", caption_key=key))
 
 
-def test_captions_are_drawn_by_their_probabilities_and_crops_stay():
+def test_captions_are_sampled_by_probability_without_changing_crops():
     fields = {"txt": b"short", "json": json.dumps({"long": ["one", " ", "two"], "none": ""}).encode()}
     config = ShardsConfig(shards="x", captions={"txt": 0.5, "json:long": 0.25, "json:none": 0.25})
     drawn, crops = Counter[str](), set()
@@ -64,7 +64,7 @@ def test_captions_are_drawn_by_their_probabilities_and_crops_stay():
             ShardsConfig(shards="x", captions=wrong)
 
 
-def test_keys_of_captions_that_no_sample_has_are_told(tmp_path):
+def test_caption_keys_that_no_sample_has_are_reported(tmp_path):
     told = [(f"{i}", {"txt": b"a", "json": json.dumps({"long": "b"} if i == 40 else {}).encode()}) for i in range(50)]
     write_shards(tmp_path, told, 20)
     mistyped = {"txt": 0.5, "json:long": 0.25, "json:lnog": 0.25, "json:other": 0.0}

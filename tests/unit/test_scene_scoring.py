@@ -22,7 +22,7 @@ from tests.unit.test_novel_views import GROUPINGS, objective
 from tests.unit.test_scene_drawing import DECODERS
 
 
-def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
+def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
     made = objective("psb")
     encoder, posed = SceneEncoder(made.model, 2, 2, "run"), torch.rand(4, 2, 9, 16, 16)
     last_two = encoder.slots_of(posed[2:])
@@ -53,7 +53,7 @@ def test_longer_episodes_are_seen_through_windows_and_stills_are_refused():
     assert torch.allclose(mean[2], (views[:2, :3].mean((0, 2, 3))[:, None, None] - views[2, :3]).square().mean())
 
 
-def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded():
+def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
     encoder = SceneEncoder(objective("psb").model, 2, 2, "run")
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
     fields = SceneEncoder(objective("nerf").model, 2, 2, "run")
@@ -75,7 +75,7 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
         check_compatible("t", SlotProbeTaskConfig(root="x"), encoder)
 
 
-def test_what_no_field_has_anything_of_is_no_slots():
+def test_empty_space_belongs_to_no_slot():
     made = objective("nerf", decoder={**DECODERS["nerf"], "density": "relu"})
     encoder = SceneEncoder(made.model, 2, 2, "run")
     slots, rays = torch.randn(2, 3, 24), torch.zeros(2, 6, 16, 16)

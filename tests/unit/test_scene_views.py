@@ -69,7 +69,7 @@ def test_poses_are_rotations_in_one_convention(eye, target, scale):
         (None, "4 x 4"),
     ],
 )
-def test_a_pose_that_is_none_is_told_by_what_is_wrong(table, told):
+def test_an_invalid_pose_is_reported_with_the_cause(table, told):
     with pytest.raises(BadSampleError, match=told):
         parse_pose(table if not isinstance(table, np.ndarray) else table.tolist())
 
@@ -245,7 +245,7 @@ def told(scene, **changes):
     return {**scene, "json": json.dumps({**facts, **changes}).encode()}
 
 
-def test_scenes_that_cannot_be_used_are_told_by_reason(scene):
+def test_unusable_scenes_are_counted_by_cause(scene):
     facts = json.loads(scene["json"])
     cameras = facts["cameras"]
 

@@ -25,7 +25,7 @@ def rendered(tmp_path_factory):
     return root
 
 
-def test_a_sphere_lies_where_geometry_says():
+def test_a_sphere_is_rendered_where_geometry_places_it():
     camera = Camera((0, -8, 4), (0, 0, 0.5), 40)
     body = Body("sphere", (0.5, 0, 0), False, 0.5, (0, 0, 0))
     frame = render([body], camera, 128, 1)
@@ -97,7 +97,7 @@ def test_captions_are_true_of_their_scene():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_false_captions_differ_as_their_kind_says(kind):
+def test_false_captions_differ_as_their_kind_requires(kind):
     for index in range(30):
         scene, true, false = make_pair(kind, generator(0, kind, index))
         words = [len(text.replace("in front of", "behind").split()) for text in (true, false)]

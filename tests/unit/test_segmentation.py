@@ -86,7 +86,7 @@ def test_what_is_ignored_counts_nowhere_and_classes_are_one(pair):
     assert found == pytest.approx(image_scores(classes[kept], predicted[kept])["mbo_i"], abs=1e-12, nan_ok=True)
 
 
-def test_a_set_says_what_it_left_out():
+def test_a_set_reports_excluded_images():
     full = np.array([[0, 1], [2, 2]])
     empty = np.zeros((2, 2), int)
     found = score([Masked(full, full), Masked(empty, full), Masked(full, empty)])
@@ -137,7 +137,7 @@ def test_definitions_are_videosaurs(pair):
         assert np.isnan(found[name]) if expected is None else found[name] == pytest.approx(expected, abs=1e-6), name
 
 
-def test_it_is_told_how_much_each_slot_holds():
+def test_the_share_of_each_slot_is_reported():
     true = np.array([[1, 1], [0, 2]])
     found = score([Masked(true, np.array([[0, 0], [2, 2]])), Masked(true, np.array([[0, 1], [0, 0]]))], slots=4)
     assert found.predictions["coverage"].tolist() == [[0.5, 0, 0.5, 0], [0.75, 0.25, 0, 0]]

@@ -61,7 +61,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("told", BAD)
-def test_what_is_no_scene_is_a_bad_sample(told):
+def test_an_invalid_scene_is_a_bad_sample(told):
     for text in BAD[told]:
         with pytest.raises(BadSampleError, match=told):
             object_rows(text)
@@ -143,7 +143,7 @@ def test_equal_confidences_are_visited_in_reverse_order_as_in_the_reference():
     assert ap.score([predicted[::-1]], [true], COLUMNS, 6.0).metrics["ap_inf"] == 1
 
 
-def test_one_object_is_found_once_and_the_sure_ones_count_first():
+def test_average_precision_matches_each_object_once_by_confidence():
     true = np.zeros((2, WIDTH), np.float32)
     true[:, 3] = true[:, 5] = true[:, 7] = true[:, 10] = 1
     true[1, 0] = 0.5  # three units away

@@ -92,7 +92,7 @@ def objectnet(root):
         put(root / "objectnet-1.0/mappings" / place, json.dumps(content).encode())
 
 
-def test_objectnet_keeps_shared_classes_and_cuts_its_border_where_asked(tmp_path):
+def test_objectnet_keeps_shared_classes_and_crops_its_border(tmp_path):
     objectnet(tmp_path)
     cut, whole = ObjectNetSet(tmp_path), ObjectNetSet(tmp_path, border_crop=False)
     assert cut.classnames() == ["alarm clock", "banana"] and [label for _, _, label in cut] == [0, 1]

@@ -45,7 +45,7 @@ def tar_bytes(items, form=tarfile.PAX_FORMAT):
 
 @given(samples, st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]))
 @settings(max_examples=60, deadline=None)
-def test_every_sample_is_found_whole(items, form):
+def test_every_sample_of_a_shard_is_indexed(items, form):
     data = tar_bytes(items, form)
     index = scan(io.BytesIO(data), len(data))
     assert index.intact
@@ -55,7 +55,7 @@ def test_every_sample_is_found_whole(items, form):
 
 @given(samples.filter(lambda s: len(s) > 1), st.floats(0.01, 0.99))
 @settings(max_examples=60, deadline=None)
-def test_a_cut_tar_gives_its_whole_samples_and_says_so(items, share):
+def test_a_truncated_tar_gives_its_complete_samples_and_a_warning(items, share):
     data = tar_bytes(items)
     whole = scan(io.BytesIO(data), len(data))
     cut = data[: max(512, int(whole.offsets[-1] * share))]
@@ -88,7 +88,7 @@ def test_equal_samples_make_equal_bytes(tmp_path):
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
 
 
-def test_index_is_kept_and_forgotten_with_its_file(tmp_path, monkeypatch):
+def test_the_index_is_cached_until_its_file_changes(tmp_path, monkeypatch):
     path = tmp_path / "x.tar"
     write_shard(path, (sample(i) for i in range(3)))
     assert len(load_index(str(path), write_index=True)) == 3
@@ -97,7 +97,7 @@ def test_index_is_kept_and_forgotten_with_its_file(tmp_path, monkeypatch):
     assert len(load_index(str(path))) == 5
 
 
-def test_a_file_that_is_no_tar_is_named(tmp_path):
+def test_a_file_other_than_a_tar_is_refused_by_name(tmp_path):
     path = tmp_path / "x.tar"
     path.write_bytes(b"<html>not found</html>" * 100)
     index = load_index(str(path))
@@ -171,7 +171,7 @@ def test_folders_globs_braces_and_urls_name_the_same_shards(shards):
     assert find_shards(f"file://{shards}/{{00000..00003}}.tar") == [f"file://{p}" for p in expected]
 
 
-def test_shards_behind_a_url_read_the_same(tmp_path):
+def test_shards_at_a_url_read_the_same(tmp_path):
     import fsspec
 
     write_shard(tmp_path / "x.tar", (sample(i) for i in range(4)))

@@ -80,7 +80,7 @@ def test_blocks_are_their_formula_and_see_no_later_token(first_norm):
     assert torch.allclose(torch.cat(steps, 1), found, atol=1e-12)
 
 
-def test_generation_is_what_the_whole_prefix_says():
+def test_cached_generation_equals_decoding_the_whole_prefix():
     model = slate().model.eval()
     slots = torch.randn(2, 3, 8)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_generation_is_what_the_whole_prefix_says():
         assert torch.allclose(model.generate(slots), expected, atol=1e-5)
 
 
-def test_tokens_are_drawn_as_gumbels_trick_has_it():
+def test_tokens_are_sampled_by_the_gumbel_softmax():
     torch.manual_seed(0)
     noise = sample_gumbel(torch.zeros(200_000, dtype=torch.float64))
     assert noise.mean() == pytest.approx(0.5772, abs=0.01) and noise.var() == pytest.approx(math.pi**2 / 6, rel=0.02)

@@ -187,7 +187,7 @@ def test_sa_id_freezes_what_its_gradient_does_not_reach():
     assert {name.rpartition(".")[2] for name in frozen} == {"mu", "log_sigma"}
 
 
-def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
+def test_an_encoding_does_not_depend_on_the_batch():
     torch.manual_seed(0)
     objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": {**SMALL, "frame": {}}, "signed": True}))
     encoder = slot_encoder(objective)
@@ -204,7 +204,7 @@ def test_an_encoder_says_of_an_image_what_it_says_of_it_alone():
     assert shown.attention.shape == (5, 3, 256) and torch.allclose(shown.attention.sum(2), torch.ones(5, 3), atol=1e-5)
 
 
-def test_collapses_are_told_behind_the_beginning():
+def test_collapses_are_reported_after_the_start():
     objective = SlotAutoencoder(SlotAutoencoderConfig())
     one, blurred, fine = ({"slots_used": u, "mask_sharpness": s} for u, s in ((1.0, 0.9), (5.0, 0.01), (3.0, 0.8)))
     assert objective.check_health(one) is None  # nothing has been learnt yet
@@ -274,7 +274,7 @@ def test_a_mask_is_cut_and_scaled_as_its_image_is():
         assert ((image[..., 0] > 100) == (seen == 200))[middle].mean() > 0.97
 
 
-def test_what_is_no_number_is_no_slot():
+def test_nan_tokens_are_refused_by_slots():
     torch.manual_seed(0)
     objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": SMALL}))
     encoder = slot_encoder(objective)
@@ -348,7 +348,7 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
         FrozenConfig(checkpoint="pixels:32").build()
 
 
-def test_features_are_kept_by_the_content_of_their_pictures(tmp_path, monkeypatch):
+def test_cached_features_are_keyed_by_image_content(tmp_path, monkeypatch):
     config = FrozenConfig(
         checkpoint=f"timm:vit_tiny_patch16_224@{vit_file(tmp_path)}", width=192, cache=str(tmp_path / "f")
     )
@@ -399,7 +399,7 @@ def test_the_resnet_is_the_papers():
     assert SlotModel(model)(torch.randn(1, 3, 32, 32), torch.randn(1, *model.noise)).attention.shape == (1, 7, 4, 4)
 
 
-def test_masks_that_are_the_same_in_every_image_are_told():
+def test_masks_that_do_not_depend_on_the_image_are_reported():
     torch.manual_seed(0)
     rows, columns = torch.meshgrid(torch.arange(12), torch.arange(12), indexing="ij")
     cells = torch.stack([(rows // 6 * 2 + columns // 4 + turn) % 5 for turn in range(6)])  # other slots, equal borders

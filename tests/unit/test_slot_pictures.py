@@ -40,7 +40,7 @@ def test_the_box_is_what_the_model_saw(size, resize):
     assert whole.box == (0, 0, *size)
 
 
-def test_attention_is_drawn_where_it_is_and_the_rest_is_dark():
+def test_attention_overlays_keep_attended_pixels_and_darken_the_rest():
     what = image_crop(Cut(Pixels(32, 32)), Image.new("RGB", (96, 48), (255, 255, 255)))
     heat = torch.zeros(4, 4)
     heat[0, 3] = 0.9  # top right of the middle square

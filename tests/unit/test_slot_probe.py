@@ -71,7 +71,7 @@ def test_a_number_that_is_the_same_everywhere_has_no_score(level):
     assert "w_r2" not in score(clips(), clips(), 2).metrics
 
 
-def test_what_slots_say_is_found_and_what_they_do_not_say_is_not():
+def test_a_slot_probe_finds_encoded_facts_only():
     every = clips(80)
     found = score(every[:40], every[40:], restarts=6)
     assert (

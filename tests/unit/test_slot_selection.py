@@ -71,7 +71,7 @@ def sparo():
     return clip({"kind": "sparo", "slots": 4, "slot_width": 6})
 
 
-def test_a_selection_is_kept_whole_and_chooses_what_it_says(sparo, tmp_path):
+def test_a_selection_file_round_trips(sparo, tmp_path):
     given = of_numbers(sparo, (2, 0)).model_copy(
         update={"names": {2: "red <b>"}, "notes": {0: "é"}, "scores": (0.1,) * 4}
     )
@@ -120,7 +120,7 @@ JSON = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=80) | JSON.map(lambda found: json.dumps(found).encode()))
-def test_whatever_else_a_file_holds_is_no_selection(tmp_path_factory, content):
+def test_files_other_than_a_selection_are_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"any\.json"):

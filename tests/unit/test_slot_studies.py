@@ -48,7 +48,7 @@ def by_mask(image, weights, labels, units):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_pass_tells_what_a_masked_pass_per_slot_tells(seed):
+def test_one_pass_equals_one_masked_pass_per_slot(seed):
     image, weights, labels = whole_numbers(seed)
     found = each_unit(image.split(40), weights, labels)
     for unit in range(U):

@@ -54,7 +54,7 @@ def recorded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_job_inside_a_job_inherits_nothing_and_asks_for_nothing_unasked(recorded, monkeypatch, count):
+def test_a_nested_job_inherits_no_environment(recorded, monkeypatch, count):
     for name, value in OUTER.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -70,7 +70,7 @@ def test_a_job_inside_a_job_inherits_nothing_and_asks_for_nothing_unasked(record
     assert os.environ["RANK"] == "3"  # only what is submitted does without
 
 
-def test_wckeys_are_sent_where_asked_for_and_own_arguments_are_refused(recorded):
+def test_wckeys_are_sent_and_reserved_arguments_are_refused(recorded):
     cluster = load_cluster("slurm", ["--sbatch.wckey", "project"])
     submit(cluster, [Element(("train",), str(recorded / "run"))], recorded / "jobs", "x", recorded, None, None)
     assert "--wckey=project" in (recorded / "script.sh").read_text()
@@ -116,7 +116,7 @@ def until(true, seconds=60):
         time.sleep(0.1)
 
 
-def test_a_local_launch_ends_its_pipe_at_once_and_a_cancelled_job_says_so(shards, tmp_path):
+def test_a_local_launch_closes_its_pipe_and_a_cancelled_job_is_reported(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, steps=100_000)
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(tree))
@@ -134,7 +134,7 @@ def test_a_local_launch_ends_its_pipe_at_once_and_a_cancelled_job_says_so(shards
     assert status.state == "CANCELLED" and "resubmit" in status.reason and status.rate is None
 
 
-def test_an_older_heartbeat_says_nothing_of_a_new_job(tmp_path):
+def test_an_older_heartbeat_is_ignored_for_a_new_job(tmp_path):
     records = Records(tmp_path)
     (tmp_path / "heartbeat.json").write_text(json.dumps({"step": 5, "total": 9, "phase": "SIGTERM", "time": 1.0}))
     (tmp_path / "metrics.jsonl").write_text(
@@ -155,7 +155,7 @@ def test_an_older_heartbeat_says_nothing_of_a_new_job(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_job_that_asked_for_gpus_does_not_train_on_the_cpu(shards, tmp_path, monkeypatch, capsys):
+def test_a_job_with_gpus_does_not_train_on_the_cpu(shards, tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path, steps=1)))
     monkeypatch.setenv(GPUS, "8")

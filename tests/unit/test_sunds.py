@@ -76,7 +76,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         ("cameras", None, "has no cameras"),
     ],
 )
-def test_a_bad_record_is_told_by_its_file_number_and_camera(monkeypatch, name, value, told):
+def test_a_bad_record_is_reported_by_file_number_and_camera(monkeypatch, name, value, told):
     found = parse_example(next(iter(records(FILE))), "it")
     if name == "cameras":
         found = {key: held for key, held in found.items() if not key.startswith("cameras/")}

@@ -93,7 +93,7 @@ def test_an_interval_holds_its_share(n, share):
     assert 0 <= low <= right <= high <= 1
 
 
-def test_what_has_to_be_known_beside_scores_is_said():
+def test_remarks_on_scores_are_reported():
     plain = Result("t", 20, "acc1", {"acc1": 0.5}, 0.1, {"acc1": (0.4, 0.6)})
     assert plain.remarks() == []
     odd = plain._replace(n=1, note="other files", counts={"scenes_beyond_rays": 1, "images_without_caption": 2})

@@ -65,7 +65,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("pack", PACKED)
-def test_a_file_that_breaks_off_or_is_damaged_says_where(tmp_path, pack):
+def test_a_truncated_or_damaged_file_is_reported_with_the_position(tmp_path, pack):
     examples = [{"x": ([float(i)] * 40, "float")} for i in range(5)]
     path = tfrecords(tmp_path / "a.tfrecord", examples, PACKED[pack])
     whole = path.read_bytes()

@@ -189,7 +189,7 @@ def test_exact_plans_may_stand_in_place_of_sinkhorns():
     assert ((ours.attention < 1e-9) | (ours.attention > 1e-3)).all()  # a simplex splits few tokens
 
 
-def test_equal_slots_are_told_apart_by_noise_alone():
+def test_equal_slots_differ_only_by_noise():
     tokens = torch.randn(1, 40, IN, dtype=torch.float64)
     module, _, _ = built("sa_me", slot_init="same", transport={"entropy_rate": 30.0})
     first, second = (torch.randn(1, K, D + 40, dtype=torch.float64) for _ in range(2))
@@ -224,7 +224,7 @@ def test_it_runs_with_weights_in_bf16(preset):
     assert found.slots.isfinite().all()
 
 
-def test_plans_of_what_is_no_number_are_none():
+def test_transport_plans_of_nan_are_nan():
     cost, log_a, log_b = (x.detach() for x in problem())
     log_a[0, 0] = torch.nan
     assert exact_plan(cost, log_a, log_b).isnan().all()

@@ -48,7 +48,7 @@ def by_hand(slots, temperature, own):
 
 
 @pytest.mark.parametrize("others", ["batch", "video"])
-def test_a_slot_is_told_apart_from_all_others_a_frame_before(others):
+def test_slot_contrast_discriminates_slots_of_the_previous_frame(others):
     torch.manual_seed(0)
     slots = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
     found = slot_contrast(slots, ContrastConfig(temperature=0.3, others=others))

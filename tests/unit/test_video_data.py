@@ -248,7 +248,7 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
     }
 
 
-def test_planes_that_some_frames_lack_and_labels_that_wrap_around_are_told():
+def test_missing_planes_and_wrapped_labels_are_reported():
     fields = dict(episode_fields(episode("a", 0, "train", 0, 3, 16, 3)))
     for plane, told in (("mask.png", "missing mask of a frame"), ("depth.png", "missing depth of a frame")):
         lacking = Episode({name: data for name, data in fields.items() if name != f"001.{plane}"})

@@ -71,7 +71,7 @@ def batch(times=4, count=2):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_memory_given_back_changes_nothing_and_every_parameter_learns(row):
+def test_recomputation_changes_nothing_and_every_parameter_learns(row):
     def gradients(checkpointed):
         model = objective(row)
         if checkpointed:
@@ -168,7 +168,7 @@ def test_blocks_that_do_not_go_together_are_refused():
             resolve(VideoModelConfig, {"image_size": 16, **change}, "here")
 
 
-def test_examples_are_cropped_alike_in_all_frames_and_drawn_by_the_visit():
+def test_all_frames_of_a_clip_have_one_crop():
     video = episode("a", 0, "train", 0, 8, 24, 3)
     fields, source = episode_fields(video), Source("v", ShardsConfig(shards="x"), [])
     sources = {"v": {"kind": "shards", "shards": "x"}}
@@ -224,7 +224,7 @@ def held_for_backward(module, *given):
 
 
 @pytest.mark.parametrize("kind", ["pooled", "each"])
-def test_what_says_that_it_gives_memory_back_does(kind):
+def test_recomputation_saves_memory(kind):
     torch.manual_seed(0)
     if kind == "pooled":
         preset = {"preset": "pooled", "slots": 4, "width": 16}
@@ -257,7 +257,7 @@ def test_features_of_another_training_length_are_not_read_again(tmp_path):
     assert own[0] != own[1] and shared == own
 
 
-def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded():
+def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
     recurrent, binder = (VideoEncoder(objective(row).model, False, 4, row) for row in ("savi", "psb"))
     flows = VideoEncoder(objective("savi", target="flow").model, False, 4, "flows")
     model = {**SMALL, "dvae": {"vocab": 12, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
@@ -297,7 +297,7 @@ def test_what_a_model_cannot_be_asked_for_is_refused_before_anything_is_encoded(
             check_compatible("t", task, encoder)
 
 
-def test_frames_that_are_said_token_by_token_are_scored_where_it_is_asked(tmp_path):
+def test_generated_frames_are_scored_if_requested(tmp_path):
     render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, max_objects=2), 1)
     model = {**SMALL, "dvae": {"vocab": 12, "channels": 8}, "decoder": {"width": 16, "blocks": 1, "heads": 2}}
     steve = resolve(VideoSlateConfig, {"model": {**model, "grouping": {**SAVI, "preset": "steve"}}}, "here")

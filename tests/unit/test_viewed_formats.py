@@ -89,7 +89,7 @@ def test_the_folder_that_one_stands_in_has_its_name(tmp_path, monkeypatch):
     assert key == "lego" and MultiViewScene(fields).metadata["dataset"] == "lego"
 
 
-def test_pictures_of_sixteen_bits_and_transparent_palettes_are_seen_as_they_are(tmp_path):
+def test_16_bit_images_and_transparent_palettes_are_converted_exactly(tmp_path):
     nerf_folder(tmp_path / "in")
     Image.fromarray(np.full((20, 24), 40_000, np.uint16)).save(tmp_path / "in/r_0.png")
     hidden = Image.new("P", (24, 20), 1)
@@ -100,7 +100,7 @@ def test_pictures_of_sixteen_bits_and_transparent_palettes_are_seen_as_they_are(
     assert set(scene.views[0].image(0).flat) <= {155, 156} and set(scene.views[1].image(0).flat) == {255}
 
 
-def test_folders_that_are_none_are_told_by_file(tmp_path):
+def test_invalid_folders_are_reported_by_file(tmp_path):
     bad = {
         "empty": {"frames": []},
         "bent": {"k1": 0.1},

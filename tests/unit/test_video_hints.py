@@ -98,7 +98,7 @@ def test_a_corrector_may_attend_wider_than_its_slots():
     assert torch.allclose(more, by_hand, atol=1e-6)
 
 
-def test_boxes_are_what_is_seen_and_hints_say_no_more():
+def test_hints_are_boxes_of_visible_objects():
     labels = torch.zeros(2, 8, 8, dtype=torch.uint8)
     labels[0, 2:5, 1:3], labels[0, 7, 7], labels[1, :, :4] = 1, 3, 2
     boxes = boxes_from_labels(labels, 5) * 8
@@ -150,7 +150,7 @@ def test_flow_is_coloured_and_cut_as_its_pictures_are():
     assert np.array_equal(FrameTransform(12).flow(tall)[..., 0], tall[2:14, :, 0])
 
 
-def test_clips_bring_what_is_drawn_and_what_is_told_alike():
+def test_clips_crop_targets_and_hints_alike():
     fields, objective = episode_fields(episode("a", 0, "train", 0, 4, 24, 3)), told()
     examples, one = example(objective, fields, crop_scale=[0.5, 0.9], hflip=1.0)
     shapes = {name: (table.shape, str(table.dtype)) for name, table in one.items()}
@@ -183,7 +183,7 @@ def test_clips_bring_what_is_drawn_and_what_is_told_alike():
         objective({k: v for k, v in whole.items() if k != "hint"}, Progress(0, 4, 1))
 
 
-def test_encoders_of_told_slots_take_a_fourth_plane_and_nothing_less():
+def test_encoders_with_hints_require_a_fourth_plane():
     encoder = VideoEncoder(told(target="pixels").model, False, 3)
     torch.manual_seed(0)
     video = torch.randint(0, 256, (2, 5, 4, 16, 16), dtype=torch.uint8)
@@ -210,7 +210,7 @@ def test_encoders_of_told_slots_take_a_fourth_plane_and_nothing_less():
 
 
 @pytest.mark.parametrize("kind", ["steve", "psb", "tokens"])
-def test_tokens_of_every_frame_are_said_from_slots_through_time(kind):
+def test_video_slate_predicts_tokens_of_every_frame(kind):
     torch.manual_seed(0)
     model = {
         **SMALL,
@@ -244,7 +244,7 @@ def test_tokens_of_every_frame_are_said_from_slots_through_time(kind):
     assert torch.allclose(encoder.encode(batch["video"][:, 0]), still.flatten(1), atol=1e-6)
 
 
-def test_the_decoder_says_the_vaes_tokens_where_it_is_told_to():
+def test_target_tokens_may_come_from_the_frozen_vae():
     model = {
         **SMALL,
         "dvae": {"vocab": 50, "channels": 8, "target_tokens": "same"},

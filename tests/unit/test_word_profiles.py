@@ -22,7 +22,7 @@ def _attended(weights: list[list[float]], cosine: list[float]) -> Attended:
     )
 
 
-def test_slots_that_look_at_words_that_name_something_and_at_different_ones_are_told():
+def test_informative_slots_attend_to_different_content_words():
     one = _attended(
         [
             [0.0, 0.9, 0.05, 0.05, 0.0],  # at an article
