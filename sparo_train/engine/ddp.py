@@ -28,8 +28,8 @@ _SYNC_BUFFERS = next(
 class DdpEngineConfig(RankedEngineConfig):
     """As `local`, on every rank."""
 
-    kind: Literal["ddp"] = resumable_field("ddp", "a row of sparo.engines")
-    bucket_mb: int = resumable_field(25, "gradients exchanged at a time", gt=0)
+    kind: Literal["ddp"] = resumable_field("ddp", "Entry of sparo.engines.")
+    bucket_mb: int = resumable_field(25, "Gradient bucket size in MB.", gt=0)
 
 
 class DdpEngine(RankedEngine):

@@ -27,12 +27,14 @@ from .zero import Zero
 class DeepSpeedEngineConfig(RankedEngineConfig):
     """ZeRO: see `stage`."""
 
-    kind: Literal["deepspeed"] = resumable_field("deepspeed", "a row of sparo.engines")
+    kind: Literal["deepspeed"] = resumable_field("deepspeed", "Entry of sparo.engines.")
     stage: Literal[1, 2, 3] = resumable_field(
-        2, "in pieces: optimizer state (1), gradients too (2), parameters too (3)"
+        2, "ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3)."
     )
-    bucket_mb: int = resumable_field(200, "gradients exchanged at a time", gt=0)
-    persistence_threshold: int = resumable_field(100_000, "stage 3 leaves smaller parameters whole", ge=0)
+    bucket_mb: int = resumable_field(200, "Gradient bucket size in MB.", gt=0)
+    persistence_threshold: int = resumable_field(
+        100_000, "Stage 3 does not shard parameters with fewer elements than this.", ge=0
+    )
 
 
 class _AutocastRoot(Root):

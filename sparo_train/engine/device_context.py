@@ -97,24 +97,26 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 class DeviceConfig(Frozen):
     """What every engine's block has."""
 
-    device: Literal["auto", "cpu", "cuda"] = field("auto", "auto: a GPU where torch sees one")
-    precision: Literal["fp32", "bf16"] = field("bf16", "bf16: autocast; weights and optimizer stay fp32")
+    device: Literal["auto", "cpu", "cuda"] = field("auto", "Device. auto: a GPU if torch finds one.")
+    precision: Literal["fp32", "bf16"] = field(
+        "bf16", "Compute precision. bf16: autocast; weights and optimizer state stay fp32."
+    )
     attention: Literal["auto", "plain", "fused"] = resumable_field(
         "auto",
-        "how attention is computed: fused (torch's scaled_dot_product_attention chooses a kernel), or plain (a softmax between two matrix "
-        "products); auto: fused, and for a resumed run whatever its checkpoint was trained with",
+        "Attention implementation: fused (a kernel chosen by torch's scaled_dot_product_attention) or plain (softmax "
+        "between two matrix products). auto: fused; a resumed run keeps what its checkpoint was trained with.",
     )
     # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
     # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
     threads: int | None = resumable_field(
         None,
-        "of the CPU; default: torch's own number, less the cores that other programs use at the start",
+        "CPU threads. Default: torch's number minus the cores that other programs use when the run starts.",
         gt=0,
         le=1024,
         examples=[2],
     )
-    grad_checkpointing: bool = field(False, "recompute activations in backward: less memory, slower")
-    compile: bool = field(False, "compile the objective's shard units")
+    grad_checkpointing: bool = field(False, "Recompute activations in the backward pass. Less memory, slower.")
+    compile: bool = field(False, "Compile the objective's shard units with torch.compile.")
 
 
 class Device:

@@ -24,18 +24,25 @@ from .shard_slices import Span
 class Fsdp2EngineConfig(RankedEngineConfig):
     """As `ddp`, with everything in pieces."""
 
-    kind: Literal["fsdp2"] = resumable_field("fsdp2", "a row of sparo.engines")
+    kind: Literal["fsdp2"] = resumable_field("fsdp2", "Entry of sparo.engines.")
     reshard_after_forward: bool = resumable_field(
-        True, "free a block's gathered parameters between forward and backward: less memory, one more gather"
+        True, "Free a block's gathered parameters between forward and backward. Less memory, one more all-gather."
     )
     shard_size: int | None = resumable_field(
-        None, "ranks that share one copy; default: all; a machine's GPUs: HSDP", gt=0
+        None,
+        "Number of ranks that share one copy of the parameters (HSDP); usually the GPUs of a node. Default: all ranks.",
+        gt=0,
     )
     param_dtype: Literal["fp32", "bf16"] | None = resumable_field(
-        None, "what is gathered and computed with; default: that of precision", with_kind=True, examples=["bf16"]
+        None,
+        "Dtype of gathered parameters and computation. Default: the dtype of engine.precision.",
+        with_kind=True,
+        examples=["bf16"],
     )
-    reduce_dtype: Literal["fp32", "bf16"] = resumable_field("fp32", "what gradients are summed in", with_kind=True)
-    cpu_offload: bool = resumable_field(False, "shards and optimizer in host memory")
+    reduce_dtype: Literal["fp32", "bf16"] = resumable_field(
+        "fp32", "Dtype in which gradients are reduced.", with_kind=True
+    )
+    cpu_offload: bool = resumable_field(False, "Keep parameter shards and optimizer state in host memory.")
 
 
 class Fsdp2Engine(RankedEngine):

@@ -35,13 +35,13 @@ class MuonConfig(AdamWConfig):
     engines: ClassVar[tuple[str, ...] | None] = ("local", "ddp", "fsdp2")
     skips_non_finite: ClassVar[bool] = False  # torch's Muon does not
 
-    kind: Literal["muon"] = field("muon", "an entry of sparo.optimizers")  # type: ignore[assignment]
-    momentum: float = field(0.95, "Nesterov momentum of matrices' gradients", ge=0, lt=1)
-    ns_steps: int = field(5, "Newton-Schulz iterations that make an update orthogonal", ge=1, lt=100)
+    kind: Literal["muon"] = field("muon", "Entry of sparo.optimizers.")  # type: ignore[assignment]
+    momentum: float = field(0.95, "Nesterov momentum of the gradients of matrices.", ge=0, lt=1)
+    ns_steps: int = field(5, "Newton-Schulz iterations that orthogonalize an update.", ge=1, lt=100)
     adamw_patterns: tuple[str, ...] = field(
         _ADAMW,
-        "name patterns of matrices that AdamW steps, in addition to those that a model lists itself and to all parameters that are not "
-        "matrices (biases, norms, logit_scale, patch convolutions)",
+        "Name patterns of matrices that AdamW updates, in addition to those that a model lists itself and to all "
+        "parameters that are not matrices (biases, norms, logit_scale, patch convolutions).",
     )
 
     def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:

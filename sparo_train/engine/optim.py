@@ -55,13 +55,16 @@ class OptimGroupConfig(Frozen):
     """Parameters with a rate of their own."""
 
     match: tuple[str, ...] = field(
-        ..., "patterns of parameters' names, as in [model.dvae.*]; the first group that fits counts", min_length=1
+        ...,
+        "Patterns of parameter names, as in [model.dvae.*]. A parameter belongs to the first group that matches.",
+        min_length=1,
     )
-    lr_factor: float = field(1.0, "times optim.lr", gt=0)
-    decay_factor: float = field(1.0, "times optim.weight_decay, of parameters that the method decays", ge=0)
+    lr_factor: float = field(1.0, "Factor on optim.lr.", gt=0)
+    decay_factor: float = field(1.0, "Factor on optim.weight_decay, for parameters that have weight decay.", ge=0)
     schedule: Literal["shared", "unwarmed", "constant"] = field(
         "shared",
-        "its rate goes with the others'; unwarmed: but for their warm-up; constant: it stays lr_factor times optim.lr",
+        "Schedule of this group's learning rate. shared: optim.schedule. unwarmed: optim.schedule without warm-up. "
+        "constant: lr_factor times optim.lr throughout.",
     )
 
 
@@ -91,41 +94,50 @@ class OptimConfig(Frozen):
     # host waits for the device in every step to learn whether the gradient is finite.
     skips_non_finite: ClassVar[bool] = False
 
-    kind: str = field(..., "an entry of sparo.optimizers")
-    lr: float = field(5e-4, "learning rate at its highest", gt=0)
-    weight_decay: float = field(0.2, "decoupled weight decay of the parameters that the method decays", ge=0)
-    weight_decay_end: float | None = field(None, "a cosine from weight_decay to it, without warm-up (DINO)", ge=0)
+    kind: str = field(..., "Entry of sparo.optimizers.")
+    lr: float = field(5e-4, "Peak learning rate.", gt=0)
+    weight_decay: float = field(0.2, "Decoupled weight decay. The method decides which parameters have it.", ge=0)
+    weight_decay_end: float | None = field(
+        None,
+        "Final weight decay of a cosine from weight_decay, without warm-up (DINO). Default: constant weight decay.",
+        ge=0,
+    )
     schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = field(
         "cosine",
-        "of the rate behind its warm-up; wsd: constant, and cooled down over the last cooldown_steps; cooldown: falling from the first step to the last",
+        "Schedule of the learning rate after warm-up. wsd: constant, then a cooldown over the last cooldown_steps. "
+        "cooldown: decay from the first step to the last.",
     )
     cooldown_steps: int | None = field(
-        None, "of schedule=wsd: steps at the end in which the rate falls to min_lr", gt=0, examples=[1000]
+        None, "For schedule=wsd: final steps in which the learning rate decays to min_lr.", gt=0, examples=[1000]
     )
     cooldown_shape: Literal["linear", "sqrt"] = field(
-        "linear", "of wsd and cooldown: a line, or one less the root of the share that is done (Hägele et al. 2024)"
+        "linear",
+        "For wsd and cooldown: linear decay, or one minus the square root of the elapsed share (Hägele et al. 2024).",
     )
     half_life: int = field(
-        100_000, "of schedule=half_life: steps in which the rate is halved, again and again, without jumps", gt=0
+        100_000, "For schedule=half_life: steps in which the learning rate halves; the decay is continuous.", gt=0
     )
     half_life_start: Literal["start", "warmup"] = field(
-        "start", "halving begins with the first step (Locatello et al. 2020), or behind the warm-up (DINOSAUR)"
+        "start",
+        "For schedule=half_life: decay from the first step (Locatello et al. 2020) or after warm-up (DINOSAUR).",
     )
-    warmup_steps: int = field(0, "steps of linear warm-up", ge=0)
+    warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0)
     # open_clip's first step has lr/warmup_steps; DINO's has zero, and two steps have the whole rate at the end of the warm-up
-    warmup_from_zero: bool = field(
-        False, "the first step has a rate of zero (DINO), not of lr/warmup_steps (open_clip)"
-    )
-    min_lr: float = field(0.0, "where the cosine and the halving end", ge=0)
+    warmup_from_zero: bool = field(False, "Start the warm-up at zero (DINO) instead of lr/warmup_steps (open_clip).")
+    min_lr: float = field(0.0, "Final learning rate of schedules that decay.", ge=0)
     clip_grad_norm: float | None = field(
-        None, "largest norm of gradients; null: not clipped, as the paper's CLIP", gt=0
+        None, "Largest gradient norm. Default: no clipping, as in the SPARO paper's CLIP.", gt=0
     )
-    clip_per: Literal["global", "tensor"] = field("global", "the norm of all gradients, or of each parameter's (DINO)")
-    max_consecutive_skips: int = resumable_field(20, "non-finite steps in a row before training stops", ge=0)
-    groups: tuple[OptimGroupConfig, ...] = field((), "parameters with a rate of their own, by name")
+    clip_per: Literal["global", "tensor"] = field(
+        "global", "Clip the norm of all gradients together, or of each parameter's gradient (DINO)."
+    )
+    max_consecutive_skips: int = resumable_field(20, "Consecutive non-finite steps after which training stops.", ge=0)
+    groups: tuple[OptimGroupConfig, ...] = field(
+        (), "Parameters with their own learning rate or weight decay, selected by name."
+    )
     layer_decay: float | None = field(
         None,
-        "the rate of a tower's layer over that of the layer above it (BEiT's layer-wise decay)",
+        "Layer-wise learning rate decay (BEiT): factor between a layer of a tower and the layer after it. Default: none.",
         gt=0,
         le=1,
         examples=[0.75],
@@ -194,11 +206,11 @@ class AdamWConfig(OptimConfig):
     state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
     skips_non_finite: ClassVar[bool] = True
 
-    kind: Literal["adamw"] = field("adamw", "an entry of sparo.optimizers")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["adamw"] = field("adamw", "Entry of sparo.optimizers.")  # pyright: ignore[reportIncompatibleVariableOverride]
     betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = field(
-        (0.9, 0.98), "decay rates of the first and second moment of the gradient"
+        (0.9, 0.98), "Decay rates of the first and second moment of the gradient."
     )
-    eps: float = field(1e-6, "added to the root of the second moment", gt=0)
+    eps: float = field(1e-6, "Constant added to the root of the second moment.", gt=0)
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
         # One kernel for all parameters, and the only one with a switch that needs no host.

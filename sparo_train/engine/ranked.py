@@ -24,7 +24,7 @@ from .optim import OptimConfig
 class RankedEngineConfig(DeviceConfig):
     """One process per device."""
 
-    timeout: float = resumable_field(600.0, "seconds after which a rank that does not answer ends the run", gt=0)
+    timeout: float = resumable_field(600.0, "Seconds after which a rank that does not respond ends the run.", gt=0)
 
 
 class Root(nn.Module):

@@ -33,20 +33,20 @@ Freeze = Annotated[bool | Literal["blocks"] | Annotated[int, Field(ge=0)], Befor
 
 
 class VisionConfig(Frozen):
-    image_size: int = field(224, "pixels of an image's side", gt=0, le=16384)
-    patch_size: int = field(16, "pixels of a patch's side; divides image_size", gt=0)
-    width: int = field(768, "numbers of a token", gt=0, le=65536)
-    layers: int = field(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
-    head_width: int = field(64, "numbers of an attention head; divides width", gt=0)
-    mlp_ratio: float = field(4.0, "width of a block's MLP over its own", gt=0)
-    patch_dropout: float = field(0.0, "share of patches that training leaves out", ge=0, lt=1)
+    image_size: int = field(224, "Image side in pixels.", gt=0, le=16384)
+    patch_size: int = field(16, "Patch side in pixels. Must divide image_size.", gt=0)
+    width: int = field(768, "Token width.", gt=0, le=65536)
+    layers: int = field(12, "Transformer blocks, including those that a readout replaces.", gt=0, le=1000)
+    head_width: int = field(64, "Width of an attention head. Must divide width.", gt=0)
+    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
+    patch_dropout: float = field(0.0, "Share of patches dropped during training.", ge=0, lt=1)
     timm_model_name: str | None = field(
         None,
-        "one of timm's vision transformers in place of CLIP's; its sizes are the name's, and stand in the keys above",
+        "Name of a timm vision transformer to use instead of CLIP's tower. It determines the sizes above.",
         examples=["vit_small_patch16_224"],
     )
     timm_model_kwargs: dict[str, bool | int | float | str] = field(
-        {}, "what timm.create_model is told beside", examples=[{"embed_dim": 128, "depth": 4, "num_heads": 4}]
+        {}, "Further arguments of timm.create_model.", examples=[{"embed_dim": 128, "depth": 4, "num_heads": 4}]
     )
     init_from: str | None = field(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = field(False, _FREEZE)
@@ -108,12 +108,12 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
 
 
 class TextConfig(Frozen):
-    context_length: int = field(77, "tokens of a caption at most, start and end included", gt=2, le=1 << 20)
-    vocab_size: int = field(49408, "tokens there are; CLIP's own", gt=0, le=1 << 24)
-    width: int = field(512, "numbers of a token", gt=0, le=65536)
-    heads: int = field(8, "attention heads of a block; divides width", gt=0)
-    layers: int = field(12, "transformer blocks, those that a read-out replaces included", gt=0, le=1000)
-    mlp_ratio: float = field(4.0, "width of a block's MLP over its own", gt=0)
+    context_length: int = field(77, "Maximum tokens of a caption, including start and end.", gt=2, le=1 << 20)
+    vocab_size: int = field(49408, "Vocabulary size. Default: CLIP's.", gt=0, le=1 << 24)
+    width: int = field(512, "Token width.", gt=0, le=65536)
+    heads: int = field(8, "Attention heads. Must divide width.", gt=0)
+    layers: int = field(12, "Transformer blocks, including those that a readout replaces.", gt=0, le=1000)
+    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
     init_from: str | None = field(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = field(False, _FREEZE)
 
@@ -169,18 +169,22 @@ class ClipConfig(Frozen):
         }
     }
 
-    backbone: str | None = field(None, "towers by open_clip's name, as ViT-B-16, or ViT-Tiny-8 and -16 of our own")
-    vision: VisionConfig = field(VisionConfig(), "the image tower")
-    text: TextConfig = field(TextConfig(), "the text tower")
-    embed_dim: int = field(512, "width of an encoding whose read-out has none of its own", gt=0, le=65536)
+    backbone: str | None = field(
+        None, "Sizes of both towers by open_clip's model name, as in ViT-B-16; also ViT-Tiny-8 and ViT-Tiny-16."
+    )
+    vision: VisionConfig = field(VisionConfig(), "Image tower.")
+    text: TextConfig = field(TextConfig(), "Text tower.")
+    embed_dim: int = field(512, "Width of an encoding, for readouts that do not set their own.", gt=0, le=65536)
     readout: Annotated[Any, FromRegistry(READOUTS, default="token")] = Field(
         default_factory=lambda: READOUTS.get("token")(),
-        description="how tokens become an encoding: a row of sparo.readouts",
+        description="How tokens become an encoding: an entry of sparo.readouts.",
     )
-    quick_gelu: bool = field(False, "OpenAI's approximation of GELU")
-    init_logit_scale: float = field(math.log(1 / 0.07), "logarithm of the first logit scale")
+    quick_gelu: bool = field(False, "Use OpenAI's approximation of GELU.")
+    init_logit_scale: float = field(math.log(1 / 0.07), "Initial value of logit_scale, a logarithm.")
     init_logit_bias: float | None = field(
-        None, "SigLIP's: -10, with init_logit_scale=2.3026; softmax has none", examples=[-10.0]
+        None,
+        "Initial logit_bias. SigLIP: -10, with init_logit_scale=2.3026. Default: none, as for softmax.",
+        examples=[-10.0],
     )
 
     @model_validator(mode="before")

@@ -77,7 +77,7 @@ class Placement(NamedTuple):
 class ReadOutConfig(Frozen, ABC):
     """A row of `sparo.readouts`: the recipe's `readout` block. Its `kind` is the name of the modules in a state dict, too."""
 
-    kind: Any = field(..., "a row of sparo.readouts")  # a Literal of one name, in each of them
+    kind: Any = field(..., "Entry of sparo.readouts.")  # a Literal of one name, in each of them
     reads_cls: ClassVar[bool] = False  # an image's class token alone: there has to be one
     conditioned: ClassVar[bool] = False  # texts pool its image tokens, by a loss of CLIP's own
     inference_note: ClassVar[str] = ""  # what weights of the same shapes may also be, and a score would not look wrong

@@ -35,33 +35,39 @@ class SparoReadOut(TwinReadOut):
     What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default.
     """
 
-    kind: Literal["sparo"] = field("sparo", "a row of sparo.readouts")
+    kind: Literal["sparo"] = field("sparo", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not tell"
     cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
-    slots: int = field(64, "L, concepts attended separately", gt=0)
-    slot_width: int = field(64, "V, numbers of a slot", gt=0)
-    head_width: int = field(64, "D, width of keys and queries", gt=0)
+    slots: int = field(64, "Number of slots, L: concepts that are attended to separately.", gt=0)
+    slot_width: int = field(64, "Width of a slot, V.", gt=0)
+    head_width: int = field(64, "Width of keys and queries, D.", gt=0)
     text_head_width: int | None = field(
         None,
-        "D of the text tower, where it differs (files of sparo-clip: its width over its heads); null: head_width",
+        "D of the text tower, if it differs (files of sparo-clip: tower width over heads). Default: head_width.",
         gt=0,
         examples=[64],
     )
-    grp_size: int = field(1, "slots that share one key projection (Appendix A); divides slots", gt=0)
-    share_kv: bool = field(True, "keys are the values too, as in the paper")
-    replace_last_block: bool = field(True, "takes the place of the last transformer block, as in the paper")
-    norm_first: bool = field(True, "the tower's last norm on all tokens before it; false reads the blocks' output")
-    attend_cls: bool = field(True, "the image's class token is one of the positions that slots attend to")
+    grp_size: int = field(1, "Number of slots that share one key projection (Appendix A). Must divide slots.", gt=0)
+    share_kv: bool = field(True, "Use keys as values, as in the paper.")
+    replace_last_block: bool = field(True, "Replace the last transformer block, as in the paper.")
+    norm_first: bool = field(
+        True, "Apply the tower's last norm to all tokens before the readout. false: read the output of the blocks."
+    )
+    attend_cls: bool = field(True, "Let slots attend to the image's class token, too.")
     normalize: bool | None = field(
-        None, "every slot to one norm (Eq. 2); null: in CLIP, and not before DINO's head", examples=[False]
+        None, "Scale every slot to one norm (Eq. 2). Default: yes for CLIP, no before DINO's head.", examples=[False]
     )
     weighting: Weighting = field(
-        "const", "of slots within an encoding: const (the paper), norm (their own), softmax or sqrtsoftmax (learned)"
+        "const",
+        "Weights of slots within an encoding: const (as in the paper), norm (the slots' own norms), softmax or "
+        "sqrtsoftmax (learned).",
     )
     representation: Representation = field(
-        "cont", "of a slot: cont (values over their norm), sem (softmax over its norm), sqrtsem (root of the softmax)"
+        "cont",
+        "Representation of a slot: cont (values over their norm), sem (softmax over its norm), sqrtsem (square root "
+        "of the softmax).",
     )
-    share_queries: bool = field(False, "both towers attend with the same queries")
+    share_queries: bool = field(False, "Use the same queries in both towers.")
 
     @model_validator(mode="after")
     def _groups(self) -> SparoReadOut:

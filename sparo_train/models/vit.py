@@ -227,13 +227,15 @@ class Vit(VisionTransformer):
 class DinoHeadConfig(Frozen):
     """The official head."""
 
-    out_dim: int = field(65536, "prototypes", gt=1)
-    hidden_dim: int = field(2048, "width of the MLP", gt=0)
-    bottleneck_dim: int = field(256, "width that prototypes are compared in", gt=0)
-    nlayers: int = field(3, "linear layers of the MLP", ge=1)
-    use_bn: bool = field(False, "batch norm over the global batch in the MLP")
-    norm_last_layer: bool = field(True, "the prototypes keep norm one")
-    weight_init: Literal["official", "xavier"] = field("official", "of the MLP, as the backbone's")
+    out_dim: int = field(65536, "Number of prototypes.", gt=1)
+    hidden_dim: int = field(2048, "Width of the MLP.", gt=0)
+    bottleneck_dim: int = field(256, "Width in which outputs are compared with prototypes.", gt=0)
+    nlayers: int = field(3, "Linear layers of the MLP.", ge=1)
+    use_bn: bool = field(False, "Batch normalization over the global batch in the MLP.")
+    norm_last_layer: bool = field(True, "Keep the norm of every prototype at one.")
+    weight_init: Literal["official", "xavier"] = field(
+        "official", "Initialization of the MLP; options as for the backbone."
+    )
 
 
 class PrototypeLayer(nn.Module):

@@ -28,20 +28,26 @@ class VitConfig(Frozen):
 
     fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
 
-    arch: str | None = field(None, "a backbone by its official name: vit_tiny, vit_small, vit_base")
-    image_size: int = field(224, "pixels of a (global) crop's side", gt=0, le=16384)
-    patch_size: int = field(16, "pixels of a patch's side; divides image_size", gt=0)
-    width: int = field(384, "numbers of a token", gt=0, le=65536)
-    depth: int = field(12, "transformer blocks, the one that a read-out replaces included", gt=0, le=1000)
-    heads: int = field(6, "attention heads of a block", gt=0)
-    mlp_ratio: float = field(4.0, "width of a block's MLP over its own", gt=0)
-    drop_path: float = field(0.1, "of the student's last block; the first has none, even steps between", ge=0, lt=1)
+    arch: str | None = field(None, "Sizes by the backbone's official name: vit_tiny, vit_small or vit_base.")
+    image_size: int = field(224, "Side of a (global) crop in pixels.", gt=0, le=16384)
+    patch_size: int = field(16, "Patch side in pixels. Must divide image_size.", gt=0)
+    width: int = field(384, "Token width.", gt=0, le=65536)
+    depth: int = field(12, "Transformer blocks, including the one that a readout replaces.", gt=0, le=1000)
+    heads: int = field(6, "Attention heads.", gt=0)
+    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
+    drop_path: float = field(
+        0.1,
+        "Stochastic depth rate of the student's last block. It increases linearly from 0 in the first block.",
+        ge=0,
+        lt=1,
+    )
     weight_init: Literal["official", "xavier"] = field(
-        "official", "a normal of 0.02, or xavier-uniform for narrow models"
+        "official",
+        "Initialization: a normal distribution with standard deviation 0.02, or xavier-uniform for narrow models.",
     )
     readout: Annotated[Any, FromRegistry(READOUTS, default="cls")] = Field(
         default_factory=lambda: READOUTS.get("cls")(),
-        description="how tokens become an encoding: a row of sparo.readouts",
+        description="How tokens become an encoding: an entry of sparo.readouts.",
     )
 
     @model_validator(mode="before")

@@ -21,10 +21,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class EmaConfig(Frozen):
     """A copy of the model that follows the trained one; it is what is scored and exported."""
 
-    decay: float = field(0.9999, "share of itself that the copy keeps at a step", ge=0, lt=1)
-    warmup: bool = field(
-        True, "a smaller share at first, (1 + step) / (10 + step), so that random weights are forgotten"
-    )
+    decay: float = field(0.9999, "Decay of the moving average per step.", ge=0, lt=1)
+    warmup: bool = field(True, "Use a smaller decay at first, (1 + step) / (10 + step), to forget the initial weights.")
 
     def at(self, progress: Progress) -> float:
         """The share that is kept at this step."""
@@ -38,9 +36,12 @@ class CacheConfig(Frozen):
     """Folder that keeps the tokens of frozen towers, for every run with the same towers and data."""
 
     folder: str = resumable_field(
-        ..., min_length=1, description="found again by content; it may be removed", examples=["data/tokens"]
+        ...,
+        min_length=1,
+        description="Cache folder. Entries are found by content. The folder may be deleted at any time.",
+        examples=["data/tokens"],
     )
-    dtype: Literal["fp16", "fp32"] = field("fp16", "of a number; fp16 takes half the space")
+    dtype: Literal["fp16", "fp32"] = field("fp16", "Dtype of cached tokens. fp16 takes half the space.")
 
 
 def _as_block(value: Any) -> Any:
@@ -48,32 +49,37 @@ def _as_block(value: Any) -> Any:
 
 
 class ClipObjectiveConfig(Frozen):
-    kind: Literal["clip"] = field("clip", "a row of sparo.methods")
+    kind: Literal["clip"] = field("clip", "Entry of sparo.methods.")
     loss: Annotated[ContrastiveLoss, FromRegistry(LOSSES, default="softmax")] = field(
-        SoftmaxLoss(), "loss between all images and texts of the global batch: an entry of sparo.losses"
+        SoftmaxLoss(), "Loss between all images and texts of the global batch: an entry of sparo.losses."
     )
-    model: ClipConfig = field(ClipConfig(), "the two towers and their read-out")
+    model: ClipConfig = field(ClipConfig(), "Both towers and their readout.")
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
-        OPENAI_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
+        OPENAI_MEAN, "Mean of red, green and blue that is subtracted from pixels in 0..1."
     )
     std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
-        OPENAI_STD, "of pixels in 0..1, by which red, green and blue are divided"
+        OPENAI_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
     )
     # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
-    decay_policy: Literal["sparo-clip", "open_clip4"] = field("sparo-clip", "whose choice of what weight decay reaches")
-    ema: EmaConfig | None = field(None, "a moving average of the weights, which is scored and exported; null: none")
+    decay_policy: Literal["sparo-clip", "open_clip4"] = field(
+        "sparo-clip", "Parameters with weight decay: as in sparo-clip, or as in open_clip 4."
+    )
+    ema: EmaConfig | None = field(
+        None, "Moving average of the weights, which is evaluated and exported. Default: none."
+    )
     cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = field(
         None,
-        "keep what frozen blocks make of images and captions, and train on that: a folder, or a block",
+        "Cache the outputs of frozen blocks and train on them: a folder, or a block. Default: no cache.",
         examples=[{"folder": "data/tokens"}],
     )
     image_sizes: tuple[tuple[Share, int], ...] = field(
         (),
-        "pixels of a side by the share of the run from which they hold, the last one the model's: [[0, 112], [0.8, 224]]; none: always the model's",
+        "Image sizes in the course of training, as [share of the run, pixels]; the last is the model's size: [[0, "
+        "112], [0.8, 224]]. Default: always the model's.",
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
     )
-    max_logit_scale: float = field(MAX_LOGIT_SCALE, "the logarithm of the logit scale is held at or below it", gt=0)
+    max_logit_scale: float = field(MAX_LOGIT_SCALE, "Upper bound of logit_scale, a logarithm.", gt=0)
 
     @model_validator(mode="after")
     def _bias(self) -> ClipObjectiveConfig:

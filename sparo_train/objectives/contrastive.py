@@ -61,10 +61,11 @@ class ContrastiveLoss(Frozen):
     # always gathers all encodings and holds its rows of logits at once.
     tiled: ClassVar[type[torch.autograd.Function] | None] = None
 
-    kind: str = field(..., "an entry of sparo.losses")
+    kind: str = field(..., "Entry of sparo.losses.")
     exchange: Exchange = field(
         "auto",
-        "how ranks exchange encodings: gather all, pass them around a ring in tiles, or auto: gather while the batch is small",
+        "Exchange of encodings between ranks: all_gather, tiles passed around a ring, or auto (all_gather while the "
+        "batch is small).",
     )
 
     @abstractmethod
@@ -282,7 +283,7 @@ class SoftmaxLoss(ContrastiveLoss):
 
     tiled: ClassVar[type[torch.autograd.Function] | None] = _RingSoftmax
 
-    kind: Literal["softmax"] = field("softmax", "an entry of sparo.losses")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["softmax"] = field("softmax", "Entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets)
@@ -295,7 +296,7 @@ class SigmoidLoss(ContrastiveLoss):
     uses_bias: ClassVar[bool] = True
     tiled: ClassVar[type[torch.autograd.Function] | None] = _RingSigmoid
 
-    kind: Literal["sigmoid"] = field("sigmoid", "an entry of sparo.losses")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["sigmoid"] = field("sigmoid", "Entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # One number per logit: targets of 1 and -1 need no second matrix.

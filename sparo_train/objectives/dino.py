@@ -97,34 +97,36 @@ class CollapseConfig(Frozen):
     """When the loop warns of a collapse; both are shares of log(out_dim)."""
 
     entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
-        (0.005, 0.999), "the teacher's entropy stays between them"
+        (0.005, 0.999), "Range of the teacher's entropy, relative to its maximum. A warning follows outside of it."
     )
-    kl: float = field(0.001, "the KL divergence between two views stays above it", ge=0)
+    kl: float = field(0.001, "Smallest KL divergence between two views without a warning.", ge=0)
 
 
 class DinoObjectiveConfig(Frozen):
     """`main_dino.py`'s options by their names; epochs are `samples_per_epoch` (or the data) over the batch, rounded down."""
 
-    kind: Literal["dino"] = field("dino", "a row of sparo.methods")
-    model: VitConfig = field(VitConfig(), "the backbone, of student and teacher alike")
-    head: DinoHeadConfig = field(DinoHeadConfig(), "what the loss is computed on")
-    crops: CropsConfig = field(CropsConfig(), "the views of an image")
+    kind: Literal["dino"] = field("dino", "Entry of sparo.methods.")
+    model: VitConfig = field(VitConfig(), "Backbone of student and teacher.")
+    head: DinoHeadConfig = field(DinoHeadConfig(), "Projection head on which the loss is computed.")
+    crops: CropsConfig = field(CropsConfig(), "Augmented views of an image.")
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
-        IMAGENET_MEAN, "of pixels in 0..1, subtracted from red, green and blue"
+        IMAGENET_MEAN, "Mean of red, green and blue that is subtracted from pixels in 0..1."
     )
     std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
-        IMAGENET_STD, "of pixels in 0..1, by which red, green and blue are divided"
+        IMAGENET_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
     )
-    momentum_teacher: float = field(0.996, "of the teacher's average at the start; a cosine takes it to 1", ge=0, le=1)
-    center_momentum: float = field(0.9, "of the centre of the teacher's outputs", ge=0, le=1)
-    student_temp: float = field(0.1, "temperature of the student's softmax", gt=0)
-    teacher_temp: float = field(0.04, "temperature of the teacher's softmax behind its warm-up", gt=0)
-    warmup_teacher_temp: float = field(0.04, "temperature that the warm-up begins with", gt=0)
-    warmup_teacher_temp_epochs: int = field(0, "epochs of linear warm-up of the teacher's temperature", ge=0)
-    freeze_last_layer: int = field(1, "epochs at the start in which the prototypes stay as they are", ge=0)
-    decay_queries: bool = field(True, "weight decay reaches SPARO's queries")
-    clip_queries: bool = field(True, "optim.clip_per=tensor reaches SPARO's queries")
-    collapse: CollapseConfig = field(CollapseConfig(), "when a collapse is warned of")
+    momentum_teacher: float = field(
+        0.996, "Initial momentum of the teacher's moving average. A cosine raises it to 1.", ge=0, le=1
+    )
+    center_momentum: float = field(0.9, "Momentum of the center of the teacher's outputs.", ge=0, le=1)
+    student_temp: float = field(0.1, "Temperature of the student's softmax.", gt=0)
+    teacher_temp: float = field(0.04, "Temperature of the teacher's softmax after its warm-up.", gt=0)
+    warmup_teacher_temp: float = field(0.04, "Initial temperature of the teacher's warm-up.", gt=0)
+    warmup_teacher_temp_epochs: int = field(0, "Epochs of linear warm-up of the teacher's temperature.", ge=0)
+    freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
+    decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
+    clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
+    collapse: CollapseConfig = field(CollapseConfig(), "Thresholds of the warning that representations collapse.")
 
     @model_validator(mode="after")
     def _crops(self) -> DinoObjectiveConfig:

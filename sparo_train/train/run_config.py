@@ -21,55 +21,60 @@ TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `ev
 class CheckpointConfig(Frozen):
     """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end."""
 
-    every_steps: int = field(1000, "steps between checkpoints; 0: not by steps", ge=0)
-    every_minutes: float = field(30.0, "minutes between checkpoints; 0: not by time", ge=0)
-    keep_last: int = field(2, "newest checkpoints that stay", ge=1)
-    keep_every: int = field(0, "steps between checkpoints that stay for good; 0: none", ge=0)
-    background: bool = field(True, "training goes on while it is written")
-    fall_back: bool = field(False, "where the newest is damaged, go back to the one before instead of refusing")
+    every_steps: int = field(1000, "Steps between checkpoints. 0: not by steps.", ge=0)
+    every_minutes: float = field(30.0, "Minutes between checkpoints. 0: not by time.", ge=0)
+    keep_last: int = field(2, "Number of newest checkpoints to keep.", ge=1)
+    keep_every: int = field(0, "Also keep every checkpoint whose step is a multiple of this. 0: none.", ge=0)
+    background: bool = field(True, "Continue training while a checkpoint is written.")
+    fall_back: bool = field(
+        False, "If the newest checkpoint is damaged, resume from the one before instead of failing."
+    )
 
 
 class ProfileConfig(Frozen):
     """Steps whose trace goes to RUN/profile, counted from this start; the first of a process are not like the others."""
 
-    wait: int = field(5, "steps before it", ge=0)
-    steps: int = field(3, "steps in it", gt=0)
+    wait: int = field(5, "Steps before the profile.", ge=0)
+    steps: int = field(3, "Steps to profile.", gt=0)
 
 
 class LogConfig(Frozen):
     """What a run says of itself. Nothing here changes what it computes."""
 
-    every_steps: int = field(20, "steps between records of metrics.jsonl", gt=0)
-    tensorboard: bool = field(True, "the same numbers in RUN/tensorboard")
-    wandb: str | None = field(None, "the same numbers to this project of Weights & Biases", examples=["sparo"])
-    heartbeat_seconds: float = field(10.0, "between two looks at what the run is doing", gt=0)
+    every_steps: int = field(20, "Steps between records of metrics.jsonl.", gt=0)
+    tensorboard: bool = field(True, "Also write metrics to RUN/tensorboard.")
+    wandb: str | None = field(None, "Also send metrics to this Weights & Biases project.", examples=["sparo"])
+    heartbeat_seconds: float = field(10.0, "Seconds between updates of the heartbeat file.", gt=0)
     samples: int = field(
-        8, "images of the first batch, with their captions, shown in tensorboard and wandb; 0: none", ge=0, le=256
+        8, "Images of the first batch, with captions, shown in tensorboard and wandb. 0: none.", ge=0, le=256
     )
     pictures: int = field(
         6,
-        "samples (at most 3 videos) of the first task that can be drawn, which every evaluation draws to RUN/pictures and tensorboard; 0: none",
+        "Samples (at most 3 videos) of the first task with pictures that every evaluation draws to RUN/pictures and "
+        "tensorboard. 0: none.",
         ge=0,
         le=256,
     )
-    flops: bool = field(True, "count model FLOPs (tflops, mfu)")
-    profile: ProfileConfig | None = field(None, "trace some steps of rank 0 with torch's profiler")
+    flops: bool = field(True, "Count model FLOPs and report tflops and mfu.")
+    profile: ProfileConfig | None = field(None, "Trace some steps of rank 0 with torch's profiler. Default: no trace.")
 
 
 class EvalJobConfig(Frozen):
     """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
 
-    cluster: str = field(..., "a cluster, as `sparo launch --cluster`", examples=["slurm"])
-    tasks: dict[str, TaskConfig] = field(..., "by name, each a row of sparo.tasks", min_length=1)
-    options: tuple[str, ...] = field((), 'the cluster\'s `--key value` options: [--gpus-per-node, "1"]')
+    cluster: str = field(..., "Cluster name, as in `sparo launch --cluster`.", examples=["slurm"])
+    tasks: dict[str, TaskConfig] = field(..., "Tasks by name; each is an entry of sparo.tasks.", min_length=1)
+    options: tuple[str, ...] = field((), '`--key value` options of the cluster: [--gpus-per-node, "1"].')
 
 
 class EvalConfig(Frozen):
     """What is scored, and when."""
 
-    every_steps: int = field(0, "steps between evaluations; 0: only at the end", ge=0)
-    tasks: dict[str, TaskConfig] = Field(default_factory=dict, description="by name, each a row of sparo.tasks")
-    job: EvalJobConfig | None = field(None, "tasks that a job of its own scores meanwhile")
+    every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
+    tasks: dict[str, TaskConfig] = Field(
+        default_factory=dict, description="Tasks by name; each is an entry of sparo.tasks."
+    )
+    job: EvalJobConfig | None = field(None, "Tasks that a separate job scores while training continues. Default: none.")
 
 
 def _default(table: Registry, name: str) -> Any:
@@ -81,18 +86,19 @@ class StartConfig(Frozen):
 
     checkpoint: str = field(
         ...,
-        "anything that `sparo eval` loads: a run, one of its steps, an export, a file, open_clip:NAME@FILE",
+        "Anything that `sparo eval` loads: a run, one of its checkpoints, an export, a weight file, open_clip:NAME@FILE.",
         examples=["runs/clip"],
     )
     allow_missing: tuple[str, ...] = field(
-        (), "patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*]", strict=False
+        (), "Patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*].", strict=False
     )
     allow_unused: tuple[str, ...] = field(
-        (), "patterns of its parameters that the run may have no place for", strict=False
+        (), "Patterns of the checkpoint's parameters that the run may not have.", strict=False
     )
     optimizer: bool = field(
         False,
-        "its moments and its place in the data, too: a branch of a run of the same model, as for schedule=cooldown",
+        "Also load the optimizer state and the position in the data: a branch of a run of the same model, as for "
+        "schedule=cooldown.",
     )
 
 
@@ -105,47 +111,53 @@ class RunConfig(Frozen):
 
     alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
 
-    name: str = resumable_field(..., "of the run folder", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    out: str = resumable_field("runs", "where run folders are")
-    seed: int = field(0, "of everything that is drawn", ge=0, lt=1 << 63)
-    batch_size: int = field(..., "samples per optimizer step, of all ranks together", gt=0, lt=1 << 31)
+    name: str = resumable_field(..., "Name of the run folder.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    out: str = resumable_field("runs", "Parent folder of run folders.")
+    seed: int = field(0, "Random seed. All sampling derives from it.", ge=0, lt=1 << 63)
+    batch_size: int = field(..., "Samples per optimizer step over all ranks.", gt=0, lt=1 << 31)
     world_size: int | None = resumable_field(
-        None, "ranks it must be started with; default: any that share the streams", gt=0, examples=[8]
+        None, "Required number of ranks. Default: any number over which the streams divide evenly.", gt=0, examples=[8]
     )
     micro_batch_size: int | None = resumable_field(
         None,
-        "samples per forward and rank; default: all of the rank's; gradients are those of the whole batch either way",
+        "Samples per forward pass and rank. Default: the rank's whole batch. Gradients are those of the whole batch "
+        "in either case.",
         gt=0,
     )
-    steps: int | None = field(None, "optimizer steps", gt=0, lt=1 << 53)
-    epochs: float | None = field(None, "passes over the data, weights counted", gt=0, le=1e9)
-    samples: int | None = field(None, "samples in all", gt=0, lt=1 << 63, examples=[1_280_000])
+    steps: int | None = field(None, "Length of training in optimizer steps.", gt=0, lt=1 << 53)
+    epochs: float | None = field(None, "Length of training in passes over the data, with source weights.", gt=0, le=1e9)
+    samples: int | None = field(None, "Length of training in samples.", gt=0, lt=1 << 63, examples=[1_280_000])
     samples_per_epoch: int | None = field(
-        None, "where a paper's epoch is a number; default: what the sources hold", gt=0
+        None, "Samples that count as one epoch, if a paper defines it. Default: the size of the weighted sources.", gt=0
     )
     stop_after_steps: int | None = resumable_field(
-        None, "stop there, saved, as if the schedule went on: for trials", gt=0, examples=[100]
+        None, "Save and stop after this step without changing the schedule, for trials.", gt=0, examples=[100]
     )
     start_from: Annotated[StartConfig | None, BeforeValidator(_as_block)] = resumable_field(
-        None, "weights to begin with, a checkpoint or a block", examples=[{"checkpoint": "runs/clip"}]
+        None,
+        "Initial weights: a checkpoint, or a block. Default: random initialization.",
+        examples=[{"checkpoint": "runs/clip"}],
     )
     freeze: tuple[str, ...] = field(
-        (), "patterns of parameters that are not trained, as in [model.text.*]; towers have keys of their own, too"
+        (), "Patterns of parameters that are not trained, as in [model.text.*]. CLIP's towers also have a key `freeze`."
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
-        default_factory=lambda: _default(METHODS, "clip"), description="what is trained: a row of sparo.methods"
+        default_factory=lambda: _default(METHODS, "clip"), description="Training method: an entry of sparo.methods."
     )
-    data: DataConfig = field(..., "what is read, in which order")
+    data: DataConfig = field(..., "Data sources and the order of samples.")
     optim: Annotated[OptimConfig, FromRegistry(OPTIMIZERS, default="adamw")] = Field(
         default_factory=AdamWConfig,
-        description="optimizer and schedules: an entry of sparo.optimizers",
+        description="Optimizer and schedules: an entry of sparo.optimizers.",
     )
     engine: Annotated[Any, FromRegistry(ENGINES, default="local")] = Field(
-        default_factory=lambda: _default(ENGINES, "local"), description="what it runs on: a row of sparo.engines"
+        default_factory=lambda: _default(ENGINES, "local"),
+        description="Device and parallelism: an entry of sparo.engines.",
     )
-    checkpoint: CheckpointConfig = resumable_field(CheckpointConfig(), "when checkpoints are written, and which stay")
-    log: LogConfig = resumable_field(LogConfig(), "what the run says of itself")
-    eval: EvalConfig = resumable_field(EvalConfig(), "what is scored, and when")
+    checkpoint: CheckpointConfig = resumable_field(
+        CheckpointConfig(), "When checkpoints are written and which are kept."
+    )
+    log: LogConfig = resumable_field(LogConfig(), "Metrics, pictures and profiles.")
+    eval: EvalConfig = resumable_field(EvalConfig(), "Evaluation tasks and when they run.")
 
     @model_validator(mode="after")
     def _check_length(self) -> RunConfig:

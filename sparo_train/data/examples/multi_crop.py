@@ -92,27 +92,29 @@ def _jitter(value: tuple[float, float, float, float]) -> tuple[float, float, flo
 class CropsConfig(Frozen):
     """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`."""
 
-    local_crops_number: int = field(8, "local crops of an image, beside its two global ones", ge=0, le=1000)
-    local_size: int = field(96, "pixels of a local crop's side", gt=0, le=16384)
+    local_crops_number: int = field(
+        8, "Number of local crops per image, in addition to the two global crops.", ge=0, le=1000
+    )
+    local_size: int = field(96, "Side of a local crop in pixels.", gt=0, le=16384)
     global_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.4, 1.0), "share of the image's area that a global crop covers"
+        (0.4, 1.0), "Range of the share of the image area that a global crop covers."
     )
     local_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.05, 0.4), "share of the image's area that a local crop covers"
+        (0.05, 0.4), "Range of the share of the image area that a local crop covers."
     )
-    hflip: float = field(0.5, "probability of mirroring a crop", ge=0, le=1)
+    hflip: float = field(0.5, "Probability of a horizontal flip, per crop.", ge=0, le=1)
     jitter: Annotated[tuple[float, float, float, float], AfterValidator(_jitter)] = field(
-        (0.4, 0.4, 0.2, 0.1), "of brightness, contrast, saturation and hue"
+        (0.4, 0.4, 0.2, 0.1), "Strength of the colour jitter: brightness, contrast, saturation, hue."
     )
-    jitter_prob: float = field(0.8, "probability of `jitter`", ge=0, le=1)
-    gray_prob: float = field(0.2, "probability of a crop without colour", ge=0, le=1)
+    jitter_prob: float = field(0.8, "Probability of the colour jitter, per crop.", ge=0, le=1)
+    gray_prob: float = field(0.2, "Probability of converting a crop to grayscale.", ge=0, le=1)
     blur_probs: Annotated[tuple[float, float, float], between(0, 1)] = field(
-        (1.0, 0.1, 0.5), "of the first global crop, the second, the local ones"
+        (1.0, 0.1, 0.5), "Probability of Gaussian blur: first global crop, second global crop, local crops."
     )
     blur_radius: Annotated[tuple[float, float], between(0.01, 1000, rising=True)] = field(
-        (0.1, 2.0), "pixels, smallest and largest"
+        (0.1, 2.0), "Smallest and largest radius of the blur in pixels."
     )
-    solarize_prob: float = field(0.2, "probability of solarizing the second global crop", ge=0, le=1)
+    solarize_prob: float = field(0.2, "Probability of solarizing the second global crop.", ge=0, le=1)
 
 
 def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:

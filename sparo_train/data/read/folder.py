@@ -53,8 +53,8 @@ class PictureFiles(NamedTuple):
 class FolderConfig(SourceConfig):
     """Images in class folders or not, for objectives that read no captions."""
 
-    kind: Literal["folder"] = field("folder", "a row of sparo.sources")
-    folder: str = resumable_field(..., "images, or folders of them, one per class: imagenet/train")
+    kind: Literal["folder"] = field("folder", "Entry of sparo.sources.")
+    folder: str = resumable_field(..., "Folder of images, or of one folder per class, as in imagenet/train.")
     has_captions: ClassVar[bool] = False
 
 

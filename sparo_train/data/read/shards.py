@@ -31,10 +31,8 @@ from .tar import ShardIndex, scan, unpack
 class ShardsConfig(SourceConfig):
     """Webdataset tars, by a path or an fsspec URL (`cc3m/{00000..00331}.tar`, `s3://bucket/{000..999}.tar`)."""
 
-    kind: Literal["shards"] = field("shards", "a row of sparo.sources")
-    shards: str | tuple[str, ...] = resumable_field(
-        ..., "a folder, a glob, a brace range, an fsspec URL, or a list of these"
-    )
+    kind: Literal["shards"] = field("shards", "Entry of sparo.sources.")
+    shards: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
 
 
 _OPEN_SHARDS = 64

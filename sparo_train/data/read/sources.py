@@ -57,16 +57,20 @@ class Storage(ABC):
 class SourceConfig(Frozen):
     """What the block of every source has, whatever it is stored in (`sparo.sources`)."""
 
-    kind: Any = field(..., "a row of sparo.sources")  # a Literal of one name, in each of them
-    weight: float = field(1.0, "passes over it per epoch", ge=0, le=1e6)
-    image_keys: tuple[str, ...] = field(("jpg", "jpeg", "png", "webp"), "extensions of images; a sample's first counts")
+    kind: Any = field(..., "Entry of sparo.sources.")  # a Literal of one name, in each of them
+    weight: float = field(1.0, "Passes over this source per epoch.", ge=0, le=1e6)
+    image_keys: tuple[str, ...] = field(
+        ("jpg", "jpeg", "png", "webp"), "File extensions of images. The first one that a sample has is used."
+    )
     caption_key: str = field(
         "txt",
-        "extension of captions, or json:NAME for a field of the sample's json; of a list one is drawn at each visit",
+        "File extension of captions, or json:NAME for a field of the sample's JSON. From a list, each visit of the "
+        "sample draws one caption.",
     )
     captions: dict[str, float] | None = field(
         None,
-        "in place of caption_key several, with the probability that a visit takes each; of those that a sample lacks the others take the share",
+        "Several caption keys with their probabilities, instead of caption_key. Keys that a sample lacks pass their "
+        "probability to the others.",
         min_length=1,
         examples=[{"txt": 0.5, "json:long": 0.5}],
     )
@@ -107,28 +111,36 @@ class DataConfig(Frozen):
     """What is read, in which order, and how it is treated."""
 
     sources: dict[str, Annotated[Any, FromRegistry(SOURCES, default=infer_kind)]] = field(
-        ..., "by name, each a row of sparo.sources", min_length=1
+        ..., "Sources by name; each is an entry of sparo.sources.", min_length=1
     )
-    workers: int = resumable_field(
-        2, "processes per rank that read and prepare; 0: the training process itself", ge=0, le=256
+    workers: int = resumable_field(2, "Loader processes per rank. 0: load in the training process.", ge=0, le=256)
+    prefetch: int = resumable_field(4, "Batches that each worker prepares ahead.", ge=1, le=1024)
+    streams: int | None = field(
+        None,
+        "Number of streams of the data plan. Must divide batch_size. Default: 16 to 512, depending on batch_size.",
+        gt=0,
     )
-    prefetch: int = resumable_field(4, "batches each worker prepares ahead", ge=1, le=1024)
-    streams: int | None = field(None, "C of the plan; divides the batch; null: 16 to 512, with the batch", gt=0)
-    chunk: int = field(64, "neighbours in a shard that stay together until the window mixes them", gt=0, le=1 << 31)
-    shuffle_window: int = field(2048, "samples of a stream among which the order is drawn", gt=0, le=1 << 31)
+    chunk: int = field(
+        64, "Consecutive samples of a shard that stay together before the shuffle window mixes them.", gt=0, le=1 << 31
+    )
+    shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
     crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.9, 1.0), "share of the image's area that a random crop covers"
+        (0.9, 1.0), "Range of the share of the image area that a random crop covers."
     )
-    hflip: float = field(0.0, "probability of mirroring an image", ge=0, le=1)
-    scaled_decoding: bool = field(False, "the JPEG decoder shrinks by 2, 4, 8 first: faster, pixels differ")
+    hflip: float = field(0.0, "Probability of a horizontal flip.", ge=0, le=1)
+    scaled_decoding: bool = field(
+        False, "Let the JPEG decoder downscale by 2, 4 or 8 first. This is faster and changes pixel values."
+    )
     pixel_range: PixelRange = field(
         "by_type",
-        "how 16-bit, 32-bit and float pixels become 8 bits: by_type (the upper byte of 16 bits, floats from 0..1), [low, high], or percentiles "
-        "(the 1st to the 99th of each picture); 8-bit pictures stay",
+        "Mapping of 16-bit, 32-bit and float pixels to 8 bits: by_type (the upper byte of 16 bits, floats from 0..1), "
+        "[low, high], or percentiles (the 1st to the 99th of each image). 8-bit images are not changed.",
     )
-    trim_text: bool = field(True, "cut token ids behind a batch's longest caption: exact under the causal mask")
-    max_bad_share: float = resumable_field(0.01, "largest share of samples that may be unusable", ge=0, le=1)
-    max_bad_share_min_samples: int = resumable_field(1000, "samples tried before the share is judged", ge=1)
+    trim_text: bool = field(True, "Cut token ids after the longest caption of the batch. Exact under the causal mask.")
+    max_bad_share: float = resumable_field(
+        0.01, "Largest share of samples that may be unusable before the run stops.", ge=0, le=1
+    )
+    max_bad_share_min_samples: int = resumable_field(1000, "Samples read before max_bad_share applies.", ge=1)
 
 
 class DamagedShard(NamedTuple):

@@ -21,12 +21,13 @@ from ..read.decoding import TRAINING, PixelRange, decode
 class FramesConfig(Frozen):
     """Of an episode's frames a clip takes so many, at equal steps."""
 
-    count: int = field(6, "T, of a clip", gt=0, le=10_000)
+    count: int = field(6, "Number of frames of a clip, T.", gt=0, le=10_000)
     stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
-        (1, 1), "frames from one to the next: drawn between these, as far as the episode is long enough"
+        (1, 1),
+        "Smallest and largest distance between the frames of a clip. Drawn per clip, limited by the length of the episode.",
     )
     starts: Literal["any", "tiles"] = field(
-        "any", "where clips begin: anywhere, or at multiples of their own length (SAVi's random strided window)"
+        "any", "First frame of a clip: any frame, or multiples of the clip length (SAVi's random strided window)."
     )
 
     def window(self, length: int, rng: np.random.Generator) -> range:

@@ -25,18 +25,20 @@ from ..separate_heads import SeparateHeads, optional_attention
 class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
-    kind: Literal["attpool"] = field("attpool", "a row of sparo.readouts")
+    kind: Literal["attpool"] = field("attpool", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "norms as without readout.normalize, which shapes do not tell"
-    slots: int = field(64, "L, queries, each with a head of its own", gt=0)
-    slot_width: int = field(64, "V, numbers of a slot and of a head", gt=0)
+    slots: int = field(64, "Number of queries, L, each with its own head.", gt=0)
+    slot_width: int = field(64, "Width of a slot and of a head, V.", gt=0)
     cross_attention: Literal["multi_head", "separate_head"] = field(
-        "multi_head", "whether a matrix mixes the heads (multi_head)"
+        "multi_head", "multi_head: a matrix mixes the heads. separate_head: it does not."
     )
-    slot_layer_norm: bool = field(False, "LayerNorm of every slot by itself, not of the whole encoding")
-    slot_projection: bool = field(False, "one projection for every slot by itself, not one of the whole encoding")
-    replace_last_block: bool = field(False, "takes the place of the last transformer block")
+    slot_layer_norm: bool = field(False, "Normalize each slot on its own instead of the whole encoding.")
+    slot_projection: bool = field(False, "Project each slot on its own instead of the whole encoding.")
+    replace_last_block: bool = field(False, "Replace the last transformer block.")
     normalize: bool | None = field(
-        None, "every slot to one norm (Eq. 2); null: where norm and projection are slot-wise", examples=[False]
+        None,
+        "Scale every slot to one norm (Eq. 2). Default: yes, if slot_layer_norm and slot_projection are set.",
+        examples=[False],
     )
 
     @property

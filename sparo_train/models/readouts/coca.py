@@ -17,11 +17,13 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 class CocaReadOut(TwinReadOut):
     """open_clip's `attentional_pool` on the image tower, and on the text tower where asked. `embed_dim` is a multiple of `heads`."""
 
-    kind: Literal["coca"] = field("coca", "a row of sparo.readouts")
+    kind: Literal["coca"] = field("coca", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
-    queries: int = field(1, "learned queries (open_clip's CoCa: 256, for a decoder that reads all but one)", gt=0)
-    heads: int = field(8, "attention heads; divides embed_dim", gt=0)
-    text: bool = field(False, "texts are read by one, too; false: EOS, as in CoCa")
+    queries: int = field(
+        1, "Number of learned queries (open_clip's CoCa: 256, for a decoder that reads all but one).", gt=0
+    )
+    heads: int = field(8, "Attention heads. Must divide embed_dim.", gt=0)
+    text: bool = field(False, "Also pool texts this way. Default: EOS token, as in CoCa.")
 
     @property
     def placement(self) -> Placement:

@@ -21,12 +21,12 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 class EfficientReadOut(TwinReadOut):
     """EP on every tower. As published an encoding is one vector: its slots get no norm of their own."""
 
-    kind: Literal["ep"] = field("ep", "a row of sparo.readouts")
+    kind: Literal["ep"] = field("ep", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token not attended, which shapes do not tell"
-    slots: int = field(32, "learned queries", gt=0)
-    slot_width: int = field(24, "numbers that a query reads (published: width / slots)", gt=0)
-    attend_cls: bool = field(False, "the image's class token is one of the positions that are attended to")
-    normalize: bool = field(False, "every slot to one norm (Eq. 2 of SPARO's paper)")
+    slots: int = field(32, "Number of learned queries.", gt=0)
+    slot_width: int = field(24, "Width of a query's output (published: width / slots).", gt=0)
+    attend_cls: bool = field(False, "Let queries attend to the image's class token, too.")
+    normalize: bool = field(False, "Scale every slot to one norm (Eq. 2 of the SPARO paper).")
 
     @property
     def placement(self) -> Placement:

@@ -21,11 +21,11 @@ from ..readout import Placement, ReadOut, ReadOutPair, Slots, TwinReadOut
 class FdtReadOut(TwinReadOut):
     """FDT on both towers with one codebook."""
 
-    kind: Literal["fdt"] = field("fdt", "a row of sparo.readouts")
+    kind: Literal["fdt"] = field("fdt", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "scores over a temperature of 1000, which shapes do not tell"
-    codes: int = field(16384, "codes of the codebook", gt=0)
-    width: int = field(512, "numbers of a code and of an encoding", gt=0)
-    temperature: float = field(1000.0, "that scores are divided by before sparsemax", gt=0)
+    codes: int = field(16384, "Number of codes in the codebook.", gt=0)
+    width: int = field(512, "Width of a code and of an encoding.", gt=0)
+    temperature: float = field(1000.0, "Divisor of the scores before sparsemax.", gt=0)
 
     @property
     def placement(self) -> Placement:

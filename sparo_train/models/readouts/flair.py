@@ -20,11 +20,11 @@ from ..readout import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
 class FlairReadOut(ReadOutConfig):
     """The image's class token, whose patches a text can pool; texts keep EOS. CLIP with loss.kind=sigmoid alone. `embed_dim` is a multiple of `heads`."""
 
-    kind: Literal["flair"] = field("flair", "a row of sparo.readouts")
+    kind: Literal["flair"] = field("flair", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
     reads_cls: ClassVar[bool] = True
     conditioned: ClassVar[bool] = True
-    heads: int = field(8, "attention heads; divides embed_dim", gt=0)
+    heads: int = field(8, "Attention heads. Must divide embed_dim.", gt=0)
 
     @property
     def placement(self) -> Placement:

@@ -13,21 +13,21 @@ from ..readout import NoReadOut, Placement, ReadOut, Slots, TwinReadOut
 class TokenReadOut(NoReadOut):
     """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
 
-    kind: Literal["token"] = field("token", "a row of sparo.readouts")
+    kind: Literal["token"] = field("token", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "a mean over patches, gap, has the same shapes"
 
 
 class ClsReadOut(NoReadOut):
     """DINO as published: the CLS token behind the last block and `norm`."""
 
-    kind: Literal["cls"] = field("cls", "a row of sparo.readouts")
+    kind: Literal["cls"] = field("cls", "Entry of sparo.readouts.")
 
 
 class GapReadOut(TwinReadOut):
     """CLIP+GAP of the paper: mean over all image tokens, CLS included, then the norm and the projection. Text keeps EOS."""
 
-    kind: Literal["gap"] = field("gap", "a row of sparo.readouts")
-    patches_only: bool = field(False, "leave the class token out of the mean (the paper's code does not)")
+    kind: Literal["gap"] = field("gap", "Entry of sparo.readouts.")
+    patches_only: bool = field(False, "Exclude the class token from the mean (the paper's code includes it).")
 
     @property
     def placement(self) -> Placement:

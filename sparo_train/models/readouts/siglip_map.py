@@ -21,12 +21,12 @@ class MapReadOut(TwinReadOut):
     SigLIP's image tower has no class token and no projection behind the head; ours has both, so that any two towers go together.
     """
 
-    kind: Literal["map"] = field("map", "a row of sparo.readouts")
+    kind: Literal["map"] = field("map", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not tell"
-    head_width: int = field(64, "numbers of an attention head; divides a tower's width", gt=0)
-    mlp_ratio: float = field(4.0, "width of the MLP over the tower's", gt=0)
-    attend_cls: bool = field(True, "the image's class token is one of the positions that are attended to")
-    text: bool = field(False, "texts are read by one, too; false: EOS")
+    head_width: int = field(64, "Width of an attention head. Must divide a tower's width.", gt=0)
+    mlp_ratio: float = field(4.0, "Width of the MLP relative to the tower's width.", gt=0)
+    attend_cls: bool = field(True, "Let the query attend to the image's class token, too.")
+    text: bool = field(False, "Also pool texts this way. Default: EOS token.")
 
     @property
     def placement(self) -> Placement:
