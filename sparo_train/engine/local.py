@@ -77,12 +77,12 @@ class LocalEngine:
             total.backward()
 
     def step(self, progress: Progress) -> StepReport:
-        """Clip, check that the gradient is finite, step or skip, then what the objective does after a step.
+        """Clip the gradient, step if it is finite, and run the objective's `after_step`.
 
-        On a GPU all of it is queued and nothing waited for: the optimizer's kernel leaves weights, moments and its count of steps
-        alone where the gradient is not finite.
+        An optimizer with `skips_non_finite` on a GPU is never waited for: its kernel leaves weights, moments and step count unchanged if
+        the gradient is not finite. With any other, the host reads the norm and decides.
         """
-        # First: the norm below tells nobody whether the step counts, but its rate has to be in the record either way.
+        # The record of a skipped step has the learning rate, too.
         lr = set_rates(self.optimizer, self.optim_config, progress)
         without = self._without_gradient()
         for p in self.objective.frozen_this_step(progress):

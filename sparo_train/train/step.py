@@ -60,7 +60,7 @@ class SkippedSteps:
         self._pending: list[tuple[int, bool | Tensor, Tensor]] = []
 
     def add(self, step: int, report: StepReport) -> None:
-        """Note a step that was taken; `step` counts it."""
+        """Add the report of a step, applied or skipped; `step` is its number."""
         self._pending.append((step, report.applied, report.grad_norm))
 
     def needs_no_sync(self) -> bool:

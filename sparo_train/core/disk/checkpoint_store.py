@@ -1,4 +1,4 @@
-"""Checkpoints: a folder of safetensors files and a meta.json that exists only after its rename.
+"""Checkpoints: folders of safetensors files and a meta.json, which get their name `step-N` when they are complete.
 
     checkpoints/step-00012000/
         model.safetensors  optimizer.safetensors             one rank

@@ -1,6 +1,6 @@
 """The data plan: which sample comes next is a pure function of (seed, stream, position).
 
-An epoch visits `round(weight * n)` samples of every source, always finishing a pass over the source before the next
+An epoch visits `round(weight * n)` samples of every source (at least one if the weight is above zero), always finishing a pass over the source before the next
 one begins. The pass is cut into chunks of neighbouring samples at a random offset, the chunks of all sources are
 permuted, their concatenation is cut into C streams of equal length, and each stream is shuffled inside windows:
 
