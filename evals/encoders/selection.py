@@ -101,11 +101,11 @@ _MAX_BYTES = 16 << 20
 class SelectionData(Frozen):
     """What a selection was made on."""
 
-    task: str = field("", "name of the task")
-    data: str = field("", "identity of its data (SHA-256)")
-    n: int = field(0, "questions that were looked at", ge=0)
-    share: Literal["all", "half"] = field("all", "half: the other half was held out for the report")
-    seed: int = field(0, "that the half was drawn with")
+    task: str = field("", "Name of the task.")
+    data: str = field("", "SHA-256 that identifies the task's data.")
+    n: int = field(0, "Number of questions that were used.", ge=0)
+    share: Literal["all", "half"] = field("all", "all, or half: the other half was held out for the report.")
+    seed: int = field(0, "Seed that chose the half.")
 
 
 class Selection(Frozen):
@@ -115,23 +115,27 @@ class Selection(Frozen):
         ValueError: numbers that do not fit each other.
     """
 
-    schema_: Literal[1] = field(SCHEMA, "of this file", alias="schema")
-    sparo: Literal["selection"] = field("selection", "what this file is")
-    checkpoint: str = field(..., "SHA-256 of the weights")
-    label: str = field("", "where the checkpoint lay")
-    units: Literal["slots", "parts", "heads"] = field("slots", "what is chosen")
-    count: int = field(..., "units that there are", ge=1, le=1_000_000)
-    head_layers: int = field(4, "of units=heads: the last blocks, whose heads they are", ge=1)
-    method: str = field("hand", "how they were found")
-    classifier_slots: Literal["slice", "renorm"] = field("slice", "class vectors' slots: as they are, or of one norm")
-    chosen: tuple[int, ...] = field(..., "the units in use, best first where an order is known", min_length=1)
-    order: tuple[int, ...] = field((), "all units, best first")
-    scores: tuple[float, ...] = field((), "each unit's own score on what the selection was made on, by number")
-    mask: tuple[float, ...] = field((), "in place of zeros and ones: a number per unit, or per number of an encoding")
-    made_on: SelectionData = field(SelectionData(), "what the selection was made on")
-    looked_at: tuple[str, ...] = field((), "identities of data whose scores were seen while somebody chose by hand")
-    names: dict[int, str] = field({}, "a unit's name, by its number")
-    notes: dict[int, str] = field({}, "notes on a unit, by its number")
+    schema_: Literal[1] = field(SCHEMA, "Schema version of this file.", alias="schema")
+    sparo: Literal["selection"] = field("selection", "Kind of this file.")
+    checkpoint: str = field(..., "SHA-256 of the weights.")
+    label: str = field("", "Path of the checkpoint.")
+    units: Literal["slots", "parts", "heads"] = field("slots", "Kind of units that are selected.")
+    count: int = field(..., "Total number of units.", ge=1, le=1_000_000)
+    head_layers: int = field(4, "For units=heads: number of last blocks whose heads are the units.", ge=1)
+    method: str = field("hand", "Method of the selection.")
+    classifier_slots: Literal["slice", "renorm"] = field(
+        "slice", "Slots of class vectors: unchanged (slice), or scaled to one norm (renorm)."
+    )
+    chosen: tuple[int, ...] = field(..., "Selected units, best first if an order is known.", min_length=1)
+    order: tuple[int, ...] = field((), "All units, best first.")
+    scores: tuple[float, ...] = field((), "Score of each unit alone on the data of the selection, by unit number.")
+    mask: tuple[float, ...] = field(
+        (), "Weights instead of zeros and ones: one per unit, or one per number of an encoding."
+    )
+    made_on: SelectionData = field(SelectionData(), "Data on which the selection was made.")
+    looked_at: tuple[str, ...] = field((), "Identities of data whose scores were visible during a selection by hand.")
+    names: dict[int, str] = field({}, "Names of units, by number.")
+    notes: dict[int, str] = field({}, "Notes on units, by number.")
 
     @model_validator(mode="after")
     def _validate_unit_ids(self) -> Self:

@@ -15,23 +15,23 @@ class TableColumns(Frozen):
     """Columns of images, captions and labels, as texts in which `{column}` stands for a row's value."""
 
     file: str = field(
-        ..., "the table, below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl", examples=["table.csv"]
+        ..., "Table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl.", examples=["table.csv"]
     )
     images: tuple[str, ...] = field(
-        ("{image}",), "a row's images, below root", min_length=1, strict=False, examples=[["images/{image_0}.png"]]
+        ("{image}",), "Images of a row, below root.", min_length=1, strict=False, examples=[["images/{image_0}.png"]]
     )
     captions: tuple[str, ...] = field(
-        (), "its captions, the first one true of the first image", strict=False, examples=[["{caption}"]]
+        (), "Captions of a row. The first one is true of the first image.", strict=False, examples=[["{caption}"]]
     )
     false_captions: tuple[str, ...] = field(
-        (), "captions that are not true of it, for task pairs", strict=False, examples=[["{wrong}"]]
+        (), "Captions that are not true of the image, for task pairs.", strict=False, examples=[["{wrong}"]]
     )
-    label: str | None = field(None, "the number of its class", examples=["{label}"])
-    kind: str = field("", "what kind of row it is: scores are also given by kind", examples=["{tag}"])
+    label: str | None = field(None, "Column with the number of the class.", examples=["{label}"])
+    kind: str = field("", "Kind of a row. Scores are also reported per kind.", examples=["{tag}"])
     split: str | None = field(
-        None, "column that names a row's part (train, test); null: all rows are scored", examples=["split"]
+        None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]
     )
-    key: str | None = field(None, "column that names a row; null: its number", examples=["id"])
+    key: str | None = field(None, "Column with the name of a row. Default: its number.", examples=["id"])
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TableColumns:
@@ -45,7 +45,7 @@ class TableColumns(Frozen):
 class TaskConfig(Frozen):
     """What every entry of `eval.tasks` has: the row of `sparo.tasks` that scores it."""
 
-    task: Any = field(..., "a row of sparo.tasks")  # a Literal of one name, in each of them
+    task: Any = field(..., "Entry of sparo.tasks.")  # a Literal of one name, in each of them
 
 
 def _validate_layout(layout: str | None) -> str | None:
@@ -64,31 +64,34 @@ class SetTaskConfig(TaskConfig):
     describes).
     """
 
-    root: str = field(..., "where the set is", examples=["data/emoji/vendor"])
+    root: str = field(..., "Folder of the data set.", examples=["data/emoji/vendor"])
     layout: Annotated[str, AfterValidator(_validate_layout)] = field(
-        "wds", "how the set is stored: a row of sparo.layouts"
+        "wds", "How the set is stored: an entry of sparo.layouts."
     )
-    columns: TableColumns | None = field(None, "layout=table: the file, and where it has images and captions")
-    split: str = field("test", "the part that is scored")
+    columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")
+    split: str = field("test", "Split that is scored.")
     benchmark_name: str | None = field(
-        None, "clip-benchmark's name of it, for class names and templates that the folder lacks", examples=["cars"]
+        None,
+        "clip-benchmark's name of the set, for class names and templates that the folder lacks.",
+        examples=["cars"],
     )
-    limit: int | None = field(None, "so many samples, evenly spaced", gt=0, examples=[1000])
-    workers: int = field(2, "processes that decode images", ge=0, le=256)
+    limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[1000])
+    workers: int = field(2, "Processes that decode images.", ge=0, le=256)
 
 
 class LabelledTaskConfig(TaskConfig):
     """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders; or sets of a `layout`."""
 
-    train: str = field(..., "images that labels are learnt from", examples=["data/fashion_mnist/train"])
-    test: str = field(..., "images that are scored", examples=["data/fashion_mnist/test"])
+    train: str = field(..., "Images to learn labels from.", examples=["data/fashion_mnist/train"])
+    test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "how both are stored: a row of sparo.layouts, whose splits train and test are read; null: shards or class folders",
+        "How both are stored: an entry of sparo.layouts, whose splits train and test are read. Default: shards or "
+        "class folders.",
         examples=["wds"],
     )
     resize: int | None = field(
-        None, "shortest side before the middle is cut out; null: the encoder's own", gt=0, examples=[256]
+        None, "Shorter side before the center crop. Default: the encoder's own.", gt=0, examples=[256]
     )
-    limit: int | None = field(None, "so many samples of each, evenly spaced", gt=0, examples=[1000])
-    workers: int = field(2, "processes that decode images", ge=0, le=256)
+    limit: int | None = field(None, "Use only this many samples of each, evenly spaced.", gt=0, examples=[1000])
+    workers: int = field(2, "Processes that decode images.", ge=0, le=256)

@@ -103,7 +103,7 @@ def similarities(images: Tensor, texts: Tensor) -> Tensor:
 class MatchingTaskConfig(SetTaskConfig):
     """Pairs of images with a caption each. The group score counts pairs whose text and image scores are both right; ties lose."""
 
-    task: Literal["matching"] = field("matching", "an entry of sparo.tasks")
+    task: Literal["matching"] = field("matching", "Entry of sparo.tasks.")
 
 
 def match(images: Tensor, encode: EncodeTexts, facts: Sequence[dict[str, Any]]) -> Answers:

@@ -29,16 +29,16 @@ from .task import Task
 class AttentiveTaskConfig(LabelledTaskConfig):
     """A read-out of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
 
-    task: Literal["attentive_probe"] = field("attentive_probe", "a row of sparo.tasks")
+    task: Literal["attentive_probe"] = field("attentive_probe", "Entry of sparo.tasks.")
     head: Annotated[Any, FromRegistry(READOUTS, default="ep")] = Field(
-        default_factory=lambda: READOUTS.get("ep")(), description="what reads the tokens: a row of sparo.readouts"
+        default_factory=lambda: READOUTS.get("ep")(), description="Readout of the tokens: an entry of sparo.readouts."
     )
-    lr: float = field(1e-3, "AdamW's rate at its highest", gt=0)
-    weight_decay: float = field(1e-4, "of matrices", ge=0)
-    epochs: int = field(20, "passes over the training images", ge=1)
-    warmup_epochs: float = field(1.0, "of linear warm-up", ge=0)
-    batch_size: int = field(256, "images per step", ge=2)
-    seed: int = field(0, "of the first weights and the order")
+    lr: float = field(1e-3, "Peak learning rate of AdamW.", gt=0)
+    weight_decay: float = field(1e-4, "Weight decay of matrices.", ge=0)
+    epochs: int = field(20, "Passes over the training images.", ge=1)
+    warmup_epochs: float = field(1.0, "Epochs of linear warm-up.", ge=0)
+    batch_size: int = field(256, "Images per step.", ge=2)
+    seed: int = field(0, "Seed of the initial weights and the order of images.")
 
 
 class Head(nn.Module):

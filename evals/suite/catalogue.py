@@ -26,21 +26,21 @@ from ..sets.task_config import SetTaskConfig, TaskConfig
 class DatasetEntry(Frozen):
     """A data set of the catalogue: an entry of a YAML file in `dataset_folders`, under its name."""
 
-    group: str = field(..., "name that stands for this set and its siblings, as in --tasks vtab")
-    task: str = field(..., "an entry of sparo.tasks that scores it")
+    group: str = field(..., "Name for this set and related sets, as in --tasks vtab.")
+    task: str = field(..., "Task that scores the set: an entry of sparo.tasks.")
     files: str = field(
-        "test/nshards.txt, test/0.tar …, classnames.txt", "what must lie below ROOT/NAME, for `sparo eval --list`"
+        "test/nshards.txt, test/0.tar …, classnames.txt", "Files that must be in ROOT/NAME, for `sparo eval --list`."
     )
-    options: dict[str, Any] = field({}, "keys of the task, if the files are not in the wds layout")
-    n: int = field(..., "images", gt=0)
-    classes: int | None = field(None, "number of classes of a zeroshot set")
-    chance: float | None = field(None, "score of guessing")
-    licence: str = field("none stated", "terms of the images")
-    name: str = field("", "its key in the file")
+    options: dict[str, Any] = field({}, "Keys of the task, if the files are not in the wds layout.")
+    n: int = field(..., "Number of images.", gt=0)
+    classes: int | None = field(None, "Number of classes of a zeroshot set.")
+    chance: float | None = field(None, "Score of guessing.")
+    licence: str = field("none stated", "Terms of the images.")
+    name: str = field("", "Key of the entry in its file.")
 
 
 class _Datasets(Frozen):
-    datasets: dict[str, DatasetEntry] = field({}, "by name")
+    datasets: dict[str, DatasetEntry] = field({}, "Data sets by name.")
 
 
 def dataset_folders() -> list[Path]:

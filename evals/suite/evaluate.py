@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Tasks(Frozen):
-    tasks: dict[str, AnyTask] = field(..., "by name, each a row of sparo.tasks")
+    tasks: dict[str, AnyTask] = field(..., "Tasks by name; each is an entry of sparo.tasks.")
 
 
 @dataclass(frozen=True)

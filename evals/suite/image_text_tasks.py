@@ -30,34 +30,34 @@ class ZeroshotTaskConfig(SetTaskConfig):
     the SPARO paper's is accuracy.
     """
 
-    task: Literal["zeroshot"] = field("zeroshot", "a row of sparo.tasks")
-    classes: int | None = field(None, "how many there must be", gt=1, examples=[1000])
-    border_crop: bool = field(True, "cut off ObjectNet's red border of two pixels")
-    headline: Literal["acc1", "mean_per_class_recall"] = field("acc1", "the score that tables show")
+    task: Literal["zeroshot"] = field("zeroshot", "Entry of sparo.tasks.")
+    classes: int | None = field(None, "Expected number of classes. Default: not checked.", gt=1, examples=[1000])
+    border_crop: bool = field(True, "Crop ObjectNet's red border of two pixels.")
+    headline: Literal["acc1", "mean_per_class_recall"] = field("acc1", "Metric that tables show.")
 
 
 class CaptionedTaskConfig(SetTaskConfig):
     """Images with captions, in ranks."""
 
     annotations: str | None = field(
-        None, "of layout karpathy: the file that says which captions an image has", examples=["dataset_coco.json"]
+        None, "For layout=karpathy: file with the captions of each image.", examples=["dataset_coco.json"]
     )
-    k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field(
-        (1, 5, 10), "ranks within which a hit counts (R@k)", min_length=1
-    )
+    k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field((1, 5, 10), "Ranks k of the metrics R@k.", min_length=1)
 
 
 class RetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back."""
 
-    task: Literal["retrieval"] = field("retrieval", "a row of sparo.tasks")
+    task: Literal["retrieval"] = field("retrieval", "Entry of sparo.tasks.")
 
 
 class PairsTaskConfig(SetTaskConfig):
     """True against false captions; ties lose."""
 
-    task: Literal["pairs"] = field("pairs", "a row of sparo.tasks")
-    average: Literal["macro", "micro"] = field("macro", "over kinds: Table B.1 has macro, SugarCrepe's authors micro")
+    task: Literal["pairs"] = field("pairs", "Entry of sparo.tasks.")
+    average: Literal["macro", "micro"] = field(
+        "macro", "Mean over kinds (macro, as in Table B.1) or over pairs (micro, as SugarCrepe's authors report)."
+    )
 
 
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
@@ -163,7 +163,7 @@ _IMAGES = 64  # pooled at a time
 class ConditionedRetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back, each image as the caption pools its patches."""
 
-    task: Literal["conditioned_retrieval"] = field("conditioned_retrieval", "a row of sparo.tasks")
+    task: Literal["conditioned_retrieval"] = field("conditioned_retrieval", "Entry of sparo.tasks.")
 
 
 def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> Result:

@@ -26,33 +26,33 @@ class ProbeTaskConfig(SetTaskConfig):
     The SPARO paper gives lr and epochs, and neither batch size nor held-out share.
     """
 
-    task: Literal["probe"] = field("probe", "a row of sparo.tasks")
-    train_split: str = field("train", "the part that the probe learns from, beside `split`")
+    task: Literal["probe"] = field("probe", "Entry of sparo.tasks.")
+    train_split: str = field("train", "Split that the probe is trained on.")
     val_split: str | None = field(
-        None, "the part that the weight decay is searched on, in place of val_proportion", examples=["val"]
+        None, "Split on which the weight decay is selected, instead of val_proportion.", examples=["val"]
     )
     val_proportion: float = field(
-        0.2, "share of train_split that it is searched on; 0: weight_decay is used", ge=0, lt=1
+        0.2, "Share of train_split on which the weight decay is selected. 0: use weight_decay.", ge=0, lt=1
     )
-    weight_decay: float = field(0.0, "where none is searched", ge=0)
-    fewshot_k: int = field(-1, "images per class; -1: all", ge=-1)
-    lr: float = field(0.1, "AdamW's rate at its highest", gt=0)
-    epochs: int = field(10, "passes over the encodings", ge=1)
-    batch_size: int = field(64, "encodings per step", gt=0)
-    normalize: bool = field(True, "encodings to norm one")
-    seed: int = field(0, "of what is drawn: the held-out share, the order, the first weights")
+    weight_decay: float = field(0.0, "Weight decay if none is selected.", ge=0)
+    fewshot_k: int = field(-1, "Images per class. -1: all.", ge=-1)
+    lr: float = field(0.1, "Peak learning rate of AdamW.", gt=0)
+    epochs: int = field(10, "Passes over the encodings.", ge=1)
+    batch_size: int = field(64, "Encodings per step.", gt=0)
+    normalize: bool = field(True, "Scale encodings to norm one.")
+    seed: int = field(0, "Seed of the validation share, the order and the initial weights.")
 
 
 class KnnTaskConfig(LabelledTaskConfig):
     """DINO's weighted k-NN; the headline is k = 20 where it is among them. Encodings as they are, normalised as a whole."""
 
-    task: Literal["knn"] = field("knn", "a row of sparo.tasks")
+    task: Literal["knn"] = field("knn", "Entry of sparo.tasks.")
     k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field(
         (10, 20, 100, 200),
-        "neighbours that vote; those above the number of training images are left away",
+        "Numbers of neighbours that vote. Numbers above the size of the training set are skipped.",
         min_length=1,
     )
-    temperature: float = field(0.07, "of a vote's weight, exp(cosine / temperature)", gt=0)
+    temperature: float = field(0.07, "Temperature of a vote's weight, exp(cosine / temperature).", gt=0)
 
 
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:

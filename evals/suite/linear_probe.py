@@ -36,20 +36,22 @@ _BATCH = 256
 class LinearTaskConfig(LabelledTaskConfig):
     """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding for the last one's)."""
 
-    task: Literal["linear"] = field("linear", "a row of sparo.tasks")
-    n_last_blocks: int = field(4, "blocks whose CLS tokens are read", ge=1)
-    avgpool: bool = field(False, "also the last block's mean patch (official for ViT-B, with n_last_blocks=1)")
-    epochs: int = field(100, "passes over the training images", ge=1)
-    lr: float = field(0.001, "per 256 images of a batch: the rate is lr * batch_size / 256", gt=0)
-    batch_size: int = field(1024, "images per step, of all ranks together", gt=0)
-    augment: bool = field(True, "random crops and mirroring; false: features computed once, another protocol")
+    task: Literal["linear"] = field("linear", "Entry of sparo.tasks.")
+    n_last_blocks: int = field(4, "Number of last blocks whose CLS tokens are concatenated.", ge=1)
+    avgpool: bool = field(
+        False, "Also use the mean patch token of the last block (official for ViT-B, with n_last_blocks=1)."
+    )
+    epochs: int = field(100, "Passes over the training images.", ge=1)
+    lr: float = field(0.001, "Learning rate per 256 images: the rate is lr * batch_size / 256.", gt=0)
+    batch_size: int = field(1024, "Images per step over all ranks.", gt=0)
+    augment: bool = field(True, "Random crops and flips. false: compute features once, which is another protocol.")
     classes: int | None = field(
         None,
-        "how many there are; null: as many as labels name, with augment those of the test images",
+        "Number of classes. Default: as many as the labels name; with augment, as many as the test labels name.",
         gt=1,
         examples=[1000],
     )
-    seed: int = field(0, "of what is drawn: the order, the crops, the first weights")
+    seed: int = field(0, "Seed of the order, the crops and the initial weights.")
 
 
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:

@@ -31,15 +31,15 @@ from .task import Task
 class LossTaskConfig(TaskConfig):
     """Shards as those of training; images are cut in the middle and never mirrored, all else is drawn as in training, by `seed`."""
 
-    task: Literal["validation_loss"] = field("validation_loss", "a row of sparo.tasks")
+    task: Literal["validation_loss"] = field("validation_loss", "Entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
-        ..., "samples that are held out, as data.sources.NAME.shards", examples=["data/movi_small/clips/test"]
+        ..., "Held-out samples, written like data.sources.NAME.shards.", examples=["data/movi_small/clips/test"]
     )
     frames: int | None = field(
-        None, "of clips: so many frames in place of objective.frames.count", gt=0, le=100_000, examples=[12]
+        None, "Frames of a clip, instead of objective.frames.count.", gt=0, le=100_000, examples=[12]
     )
-    seed: int = field(0, "of what a sample draws: its first frame, its slots' beginning", ge=0)
-    limit: int | None = field(None, "so many samples, evenly spaced", gt=0, examples=[100])
+    seed: int = field(0, "Seed of what a sample draws: its first frame, its initial slots.", ge=0)
+    limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[100])
 
 
 def open_held_out(task: LossTaskConfig) -> Source:

@@ -148,7 +148,12 @@ def page() -> str:
     example_by_key = examples()
     lines = [_HEAD, "## Every recipe", "", *_markdown_table(list(_own_keys(RunConfig)), example_by_key)]
     for table, heading, place in _TABLES:
-        lines += ["", f"## {heading}", "", f"A block `{place}`; `{_row_key(table)}` names the row of `{table.group}`."]
+        lines += [
+            "",
+            f"## {heading}",
+            "",
+            f"The block `{place}`. Its key `{_row_key(table)}` names an entry of `{table.group}`.",
+        ]
         for name in table.builtin:
             row = table.get(name)
             model = row if isinstance(row, type) else row.config
@@ -209,19 +214,21 @@ def _summary(model: type[BaseModel]) -> str:
     return " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
-_HEAD = """# Every key of a recipe
+_HEAD = """# Configuration keys
 
-A recipe is YAML. `extends: FILE` takes over another one, and what the file itself says is merged into it key by key; an entry of
-`data.sources` or `eval.tasks` that is `null` is taken away. On the command line:
+A recipe is a YAML file. `extends: FILE` inherits another recipe; the file's own keys are merged into it. `null` removes an entry of
+`data.sources` or `eval.tasks`. Overrides on the command line:
 
-| word | does |
+| override | effect |
 |---|---|
-| `optim.lr=1e-3` | sets a key; the value is YAML |
-| `data.sources='{mine: {shards: data/mine}}'` | a mapping replaces what stood there, whole |
-| `+data.sources.mine.shards=data/mine` | adds an entry beside those that the recipe has |
-| `eval.tasks.vendor=null` | takes an entry away |
+| `optim.lr=1e-3` | sets a key to a YAML value |
+| `data.sources='{mine: {shards: data/mine}}'` | replaces a whole mapping |
+| `+data.sources.mine.shards=data/mine` | adds an entry to those of the recipe |
+| `eval.tasks.vendor=null` | removes an entry |
 
-`sparo config KEY` prints what stands here; `sparo train RECIPE --print` prints a resolved recipe and where each value comes from.
-"required" has no default. Examples are what a shipped recipe has, or the default. This page is written by `sparo config --markdown`.
+`sparo config KEY` prints the description of a key. `sparo train RECIPE --print` prints the resolved recipe with the origin of each value.
+"required" keys have no default. Examples are values of shipped recipes, or the default. `sparo config --markdown` generates this page.
 """
-_CLUSTERS = "A file of `configs/clusters/`; every key is an option of `sparo launch`, too: `nodes: 2` is `--nodes 2`."
+_CLUSTERS = (
+    "Keys of a file in `configs/clusters/`. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."
+)

@@ -25,31 +25,35 @@ _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 class ClusterConfig(Frozen):
     """One cluster. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."""
 
-    kind: Literal["slurm", "local", "debug"] = field("slurm", "slurm; local: processes here; debug: in this process")
-    partition: str | None = field(None, "SLURM's partition")
-    account: str | None = field(None, "whom to charge")
-    qos: str | None = field(None, "quality of service")
-    constraint: str | None = field(None, "features that nodes must have")
-    nodelist: str | None = field(None, "nodes to use")
-    exclude: str | None = field(None, "nodes not to use")
-    exclusive: bool = field(False, "whole nodes")
-    nodes: int = field(1, "machines", gt=0)
-    gpus_per_node: int = field(0, "GPUs of each", ge=0)
-    gpu_type: str | None = field(None, "their kind, where the cluster wants it: h100")
-    tasks_per_node: int | None = field(None, "ranks of each; default: one per GPU, or one", gt=0)
-    starter: Literal["srun", "torchrun"] = field(
-        "srun", "srun starts every rank; torchrun: one per node, which starts its ranks"
+    kind: Literal["slurm", "local", "debug"] = field(
+        "slurm", "Where jobs run. slurm; local: processes of this machine; debug: this process."
     )
-    cpus_per_task: int | None = field(None, "processors of a rank", gt=0)
-    mem_gb: float | None = field(None, "memory of a node", gt=0)
-    time: str | int = field("24:00:00", "limit, as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00")
-    signal_seconds: int = field(120, "how long before the limit the job is told to save", gt=0)
-    idle_restarts: int = field(3, "restarts in a row that may bring no new checkpoint", ge=0)
-    setup: tuple[str, ...] = field((), "shell lines before the job: module load …, conda activate …")
-    python: str | None = field(None, "the interpreter, as a shell command; default: the one that launches")
-    srun_args: tuple[str, ...] = field((), "further arguments of srun: --container-image=…")
-    environment: dict[str, str] = Field(default_factory=dict, description="variables of the job")
-    sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="further arguments of sbatch")
+    partition: str | None = field(None, "SLURM partition.")
+    account: str | None = field(None, "Account to charge.")
+    qos: str | None = field(None, "Quality of service.")
+    constraint: str | None = field(None, "Features that nodes must have.")
+    nodelist: str | None = field(None, "Nodes to use.")
+    exclude: str | None = field(None, "Nodes not to use.")
+    exclusive: bool = field(False, "Allocate whole nodes.")
+    nodes: int = field(1, "Number of nodes.", gt=0)
+    gpus_per_node: int = field(0, "GPUs per node.", ge=0)
+    gpu_type: str | None = field(None, "GPU type, if the cluster requires one: h100.")
+    tasks_per_node: int | None = field(None, "Ranks per node. Default: one per GPU, or one.", gt=0)
+    starter: Literal["srun", "torchrun"] = field(
+        "srun", "srun starts every rank; torchrun runs once per node and starts the ranks of the node."
+    )
+    cpus_per_task: int | None = field(None, "CPU cores per rank.", gt=0)
+    mem_gb: float | None = field(None, "Memory per node in GB.", gt=0)
+    time: str | int = field("24:00:00", "Time limit as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00.")
+    signal_seconds: int = field(
+        120, "Seconds before the time limit at which the job receives the signal to save.", gt=0
+    )
+    idle_restarts: int = field(3, "Consecutive restarts without a new checkpoint that are allowed.", ge=0)
+    setup: tuple[str, ...] = field((), "Shell lines before the job: module load …, conda activate ….")
+    python: str | None = field(None, "Python interpreter, as a shell command. Default: the one that launches.")
+    srun_args: tuple[str, ...] = field((), "Further arguments of srun: --container-image=….")
+    environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
+    sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="Further arguments of sbatch.")
 
     @model_validator(mode="after")
     def _refuse_line_ends(self) -> ClusterConfig:

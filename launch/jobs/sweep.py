@@ -22,16 +22,16 @@ _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
 class SweepRun(Frozen):
     """One run of a sweep file."""
 
-    recipe: str | None = field(None, "a recipe of its own, relative to the file; null: the sweep's")
-    overrides: tuple[str, ...] = field((), "words as `sparo train` takes them")
+    recipe: str | None = field(None, "Recipe of this run, relative to the file. Default: the sweep's.")
+    overrides: tuple[str, ...] = field((), "Overrides as `sparo train` takes them.")
 
 
 class SweepFile(Frozen):
     """Runs that belong together: the rows of a table. Each is called FILE-NAME."""
 
-    recipe: str | None = field(None, "what runs begin with that name no recipe of their own, relative to the file")
-    overrides: tuple[str, ...] = field((), "words for all of them, before their own")
-    runs: dict[str, SweepRun] = field(..., "by name", min_length=1)
+    recipe: str | None = field(None, "Recipe of runs that name none, relative to the file.")
+    overrides: tuple[str, ...] = field((), "Overrides of all runs, applied before those of a run.")
+    runs: dict[str, SweepRun] = field(..., "Runs by name.", min_length=1)
 
 
 def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:

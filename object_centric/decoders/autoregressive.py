@@ -15,13 +15,15 @@ from sparo_train.core.config import Frozen, field
 class AutoregressiveConfig(Frozen):
     """Blocks of causal attention to tokens, attention to slots, and a perceptron of four times the width."""
 
-    width: int = field(192, "of tokens", gt=0, le=65536)
-    blocks: int = field(8, "of the Transformer", gt=0, le=256)
-    heads: int = field(4, "of its attentions", gt=0)
-    dropout: float = field(0.1, "of weights, outputs and embedded tokens, while it trains", ge=0, lt=1)
+    width: int = field(192, "Token width.", gt=0, le=65536)
+    blocks: int = field(8, "Transformer blocks.", gt=0, le=256)
+    heads: int = field(4, "Attention heads.", gt=0)
+    dropout: float = field(
+        0.1, "Dropout of attention weights, outputs and embedded tokens during training.", ge=0, lt=1
+    )
     first_norm: Literal["stream", "branch"] = field(
         "stream",
-        "stream: the first block norms what goes on beside its attention, too, as SLATE's code does; branch: not",
+        "stream: the first block also normalizes its residual stream, as in SLATE's code. branch: it does not.",
     )
 
     @model_validator(mode="after")

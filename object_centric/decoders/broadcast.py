@@ -17,36 +17,42 @@ class BroadcastConfig(Frozen):
     """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7).
     patch: a perceptron per patch, whose place is learned (Seitzer et al. 2023)."""
 
-    kind: Literal["mlp", "cnn", "patch"] = field("mlp", "what a broadcast slot goes through")
+    kind: Literal["mlp", "cnn", "patch"] = field("mlp", "Decoder of a broadcast slot.")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
-        (256,) * 5, "of mlp and patch: hidden units of each layer", min_length=1
+        (256,) * 5, "For mlp and patch: hidden units of each layer.", min_length=1
     )
     fourier_bands: int = field(
         0,
-        "octaves of sines of a place, beside its coordinates: edges are drawn sooner (Tancik et al. 2020)",
+        "Fourier features of positions, in octaves, in addition to coordinates. They sharpen edges sooner (Tancik et al. 2020).",
         ge=0,
         le=16,
     )
-    channels: int = field(64, "of cnn: of every layer", gt=0)
-    num_upsample: int = field(2, "of cnn: transposed convolutions, each twice the side of what it gets", ge=0, le=8)
-    convs: int = field(2, "of cnn: convolutions behind them", ge=0, le=64)
-    kernel: int = field(5, "of cnn: pixels of a kernel's side", gt=0, le=64)
+    channels: int = field(64, "For cnn: channels of every layer.", gt=0)
+    num_upsample: int = field(
+        2, "For cnn: number of transposed convolutions, each of which doubles the side.", ge=0, le=8
+    )
+    convs: int = field(2, "For cnn: convolutions after the transposed ones.", ge=0, le=64)
+    kernel: int = field(5, "For cnn: kernel size in pixels.", gt=0, le=64)
     upsample_output: bool = field(
-        False, "of cnn without convs: the last transposed convolution gives colours and share itself (PSB's Table 5)"
+        False, "For cnn without convs: the last transposed convolution outputs colours and mask logit (PSB's Table 5)."
     )
     padding_mode: Literal["same", "torch"] = field(
         "same",
-        "of cnn: how ups lie: as flax and Keras have them, or a pixel further, as torch's usual idiom (PSB, OCLF)",
+        "For cnn: alignment of transposed convolutions. same: as in flax and Keras; torch: one pixel further, as is "
+        "usual in torch (PSB, OCLF).",
     )
-    out_kernel: int = field(1, "of cnn: of the last layer's, which gives colours and share", gt=0, le=63)
+    out_kernel: int = field(
+        1, "For cnn: kernel size of the last layer, which outputs colours and mask logit.", gt=0, le=63
+    )
 
     weight_init: Literal["torch", "lecun", "kaiming"] = field(
         "torch",
-        "initial weights: torch's, which shrink what goes through them; lecun: flax's (SAVi, ISA); kaiming: what keeps its size behind a ReLU",
+        "Initialization. torch: PyTorch's, which shrinks activations; lecun: flax's (SAVi, ISA); kaiming: keeps the "
+        "scale of activations after a ReLU.",
     )
     norm: bool = field(
         False,
-        "of cnn: a LayerNorm of slots, and a GroupNorm of one group where they stand on their places (PSB's code)",
+        "For cnn: LayerNorm of slots, and GroupNorm with one group after broadcasting (PSB's code).",
     )
 
     @model_validator(mode="after")

@@ -19,20 +19,24 @@ _HIDDEN_LAYERS = 6  # of the encoder, per patch, between its patches and its log
 class DvaeConfig(Frozen):
     """Tokens, and the temperature that they are drawn with while it trains."""
 
-    vocab: int = field(4096, "tokens to choose from", gt=1, le=1 << 20)
-    channels: int = field(64, "of every layer", gt=0)
-    tau_start: float = field(1.0, "temperature of the relaxed draw at the first step", gt=0)
-    tau_end: float = field(0.1, "and behind tau_steps; a cosine between them", gt=0)
-    tau_steps: int = field(30_000, "steps in which it falls", gt=0)
+    vocab: int = field(4096, "Number of tokens in the vocabulary.", gt=1, le=1 << 20)
+    channels: int = field(64, "Channels of every layer.", gt=0)
+    tau_start: float = field(1.0, "Initial temperature of the Gumbel-softmax.", gt=0)
+    tau_end: float = field(0.1, "Final temperature, reached after tau_steps along a cosine.", gt=0)
+    tau_steps: int = field(30_000, "Steps in which the temperature falls.", gt=0)
     target_tokens: Literal["other", "same"] = field(
         "other",
-        "tokens that the decoder is to say: a draw of their own (SLATE's and STEVE's code), or those that the image was drawn from (their papers)",
+        "Targets of the decoder: tokens of a separate sample (SLATE's and STEVE's code), or the same tokens from "
+        "which the image is reconstructed (their papers).",
     )
     norm: Literal["group", "none"] = field(
         "group",
-        "norm of hidden layers: GroupNorm with one group (SLATE's code), or none, with biases instead (STEVE's code)",
+        "Norm of hidden layers: GroupNorm with one group (SLATE's code), or none, with biases instead (STEVE's code).",
     )
-    hard: bool = field(False, "the image is drawn from one token per patch, with the relaxed draw's gradient")
+    hard: bool = field(
+        False,
+        "Reconstruct the image from one token per patch, with the gradient of the relaxed sample (straight-through).",
+    )
 
     @model_validator(mode="after")
     def _check_tau(self) -> Self:

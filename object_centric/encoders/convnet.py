@@ -15,14 +15,17 @@ from sparo_train.core.config import Frozen, between, field
 class ConvNetConfig(Frozen):
     """Layers of one kernel size."""
 
-    kind: Literal["conv"] = field("conv", "a row of sparo.slot_encoders")
-    channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = field((64, 64, 64, 64), "of each layer", min_length=1)
-    strides: Annotated[tuple[int, ...], between(1, 64)] = field((1, 1, 1, 1), "of each layer", min_length=1)
-    kernel: int = field(5, "pixels of a kernel's side", gt=0, le=64)
-    last_relu: bool = field(True, "the last layer has a ReLU, too")
+    kind: Literal["conv"] = field("conv", "Entry of sparo.slot_encoders.")
+    channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
+        (64, 64, 64, 64), "Channels of each layer.", min_length=1
+    )
+    strides: Annotated[tuple[int, ...], between(1, 64)] = field((1, 1, 1, 1), "Stride of each layer.", min_length=1)
+    kernel: int = field(5, "Kernel size in pixels.", gt=0, le=64)
+    last_relu: bool = field(True, "Apply a ReLU after the last layer, too.")
     padding: Literal["same", "symmetric"] = field(
         "same",
-        "same: as flax and Keras pad, the odd pixel at the right and below; symmetric: kernel // 2 on every side, as STEVE's code pads",
+        "same: pad as flax and Keras do, with the odd pixel at the right and bottom. symmetric: kernel // 2 on every "
+        "side, as in STEVE's code.",
     )
 
     @model_validator(mode="after")
@@ -107,9 +110,9 @@ _BLOCKS = (3, 4, 6, 3)
 class ResNet34Config(Frozen):
     """An eighth of the image's side, 512 wide."""
 
-    kind: Literal["resnet34"] = field("resnet34", "a row of sparo.slot_encoders")
-    root_width: int = field(64, "channels of the root and the first stage; each stage has twice the last one's", gt=0)
-    groups: int = field(32, "of every GroupNorm", gt=0)
+    kind: Literal["resnet34"] = field("resnet34", "Entry of sparo.slot_encoders.")
+    root_width: int = field(64, "Channels of the stem and the first stage. Each further stage doubles them.", gt=0)
+    groups: int = field(32, "Groups of every GroupNorm.", gt=0)
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

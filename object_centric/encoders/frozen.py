@@ -74,16 +74,17 @@ class FeatureCache:
 class FrozenConfig(Frozen):
     """Patch tokens behind the last block and its norm, without CLS. Images come in 0..1."""
 
-    kind: Literal["frozen"] = field("frozen", "a row of sparo.slot_encoders")
+    kind: Literal["frozen"] = field("frozen", "Entry of sparo.slot_encoders.")
     checkpoint: str = field(
         ...,
-        "a run of this project's DINO, an official DINO file, timm:NAME@FILE: what `sparo eval` takes and has patches",
+        "Backbone: a DINO run of this project, an official DINO file, timm:NAME@FILE, or anything with patches that "
+        "`sparo eval` loads.",
     )
-    width: int = field(384, "of its tokens", gt=0)
-    patch: int = field(16, "pixels of a patch's side", gt=0)
+    width: int = field(384, "Token width of the backbone.", gt=0)
+    patch: int = field(16, "Patch side in pixels.", gt=0)
     cache: str | None = resumable_field(
         None,
-        "folder where features are kept by the content of their pictures, fp32, for every run; null: computed each time",
+        "Folder that caches features in fp32 by image content, for all runs. Default: compute features each time.",
         examples=["data/features"],
     )
 

@@ -12,8 +12,8 @@ from ..decoders.dvae import PATCH
 
 
 class TokensConfig(Frozen):
-    kind: Literal["tokens"] = field("tokens", "a row of sparo.slot_encoders")
-    width: int = field(192, "of embedded tokens; as wide as the decoder", gt=0)
+    kind: Literal["tokens"] = field("tokens", "Entry of sparo.slot_encoders.")
+    width: int = field(192, "Width of embedded tokens. Must equal the decoder's.", gt=0)
 
     def side(self, image_size: int) -> int:
         """Tokens per side."""

@@ -29,30 +29,35 @@ PRESETS: dict[str, dict[str, Any]] = {
 class TransformerConfig(Frozen):
     """Blocks of self-attention and a perceptron."""
 
-    preset: str = field("savi", "a row of knobs; those named beside it go first", examples=["savi++"])
-    blocks: int = field(1, "one after the other", gt=0, le=100)
-    heads: int = field(4, "of the attention", gt=0)
-    qkv_width: int | None = field(
-        None, "of queries, keys and values, all heads together; default: the width", gt=0, examples=[64]
+    preset: str = field(
+        "savi", "Named set of options. Options that a recipe names itself take precedence.", examples=["savi++"]
     )
-    mlp_width: int | None = field(256, "hidden units of the perceptron", gt=0)
-    mlp_ratio: int | None = field(None, "the same as a multiple of the width, in its place", gt=0, examples=[4])
+    blocks: int = field(1, "Number of blocks.", gt=0, le=100)
+    heads: int = field(4, "Attention heads.", gt=0)
+    qkv_width: int | None = field(
+        None, "Width of queries, keys and values over all heads. Default: the token width.", gt=0, examples=[64]
+    )
+    mlp_width: int | None = field(256, "Hidden units of the MLP.", gt=0)
+    mlp_ratio: int | None = field(
+        None, "Hidden units of the MLP as a multiple of the token width, instead of mlp_width.", gt=0, examples=[4]
+    )
     norm: Literal["post", "pre"] = field(
-        "post", "LayerNorms behind each branch (SAVi), or before it (SAVi++, STEVE, videosaur)"
+        "post", "LayerNorms after each branch (post: SAVi) or before it (pre: SAVi++, STEVE, videosaur)."
     )
     first_norm: Literal["stream", "branch"] = field(
-        "branch", "of norm=pre. stream: the first block norms what goes on beside its attention, too (STEVE's code)"
+        "branch", "For norm=pre. stream: the first block also normalizes its residual stream (STEVE's code)."
     )
-    last_norm: bool = field(False, "a LayerNorm behind the last block (STEVE)")
+    last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")
     biases: bool | Literal["out"] = field(
-        True, "the attention's projections have some; out: that of its output alone (SRT)"
+        True, "Biases of the attention's projections. out: only of the output projection (SRT)."
     )
-    activation: Literal["relu", "gelu"] = field("relu", "in the perceptron")
+    activation: Literal["relu", "gelu"] = field("relu", "Activation of the MLP.")
     scale_by_sqrt_d: bool = field(
-        False, "scores are multiplied by the root of a head's width, by which others divide them (videosaur's code)"
+        False,
+        "Multiply attention scores by the square root of the head width instead of dividing by it (videosaur's code).",
     )
-    dropout: float = field(0.0, "of attention weights and branches, while it trains", ge=0, lt=1)
-    ln_eps: float = field(1e-6, "eps of every LayerNorm", gt=0)
+    dropout: float = field(0.0, "Dropout of attention weights and branches during training.", ge=0, lt=1)
+    ln_eps: float = field(1e-6, "Epsilon of every LayerNorm.", gt=0)
 
     @model_validator(mode="before")
     @classmethod

@@ -16,21 +16,21 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which 
 class VitFeaturesConfig(Frozen):
     """timm's VisionTransformer with a class token, biases and LayerNorms of eps 1e-6. Images come in 0..1."""
 
-    kind: Literal["vit"] = field("vit", "a row of sparo.slot_encoders")
-    width: int = field(384, "of its tokens", gt=0)
-    blocks: int = field(12, "of the Transformer", gt=0, le=256)
-    heads: int = field(6, "of its attentions", gt=0)
-    hidden: int | None = field(None, "of its perceptrons; default: four times its width", gt=0, examples=[768])
-    patch: int = field(16, "pixels of a patch's side", gt=0)
+    kind: Literal["vit"] = field("vit", "Entry of sparo.slot_encoders.")
+    width: int = field(384, "Token width.", gt=0)
+    blocks: int = field(12, "Transformer blocks.", gt=0, le=256)
+    heads: int = field(6, "Attention heads.", gt=0)
+    hidden: int | None = field(None, "Hidden units of the MLPs. Default: four times width.", gt=0, examples=[768])
+    patch: int = field(16, "Patch side in pixels.", gt=0)
     pretrain_grid_size: int = field(
-        14, "patches per side that its positions were learned for; for others they are interpolated", gt=0
+        14, "Patches per side for which positions were learned. Positions are interpolated for other sizes.", gt=0
     )
-    registers: int = field(0, "register tokens (DINOv2)", ge=0)
-    class_pos_embed: bool = field(True, "the class token has a position of its own (not in DINOv2 with registers)")
-    layer_scale: bool = field(False, "branches are scaled (DINOv2)")
-    final_norm: bool = field(True, "tokens behind the last norm; false: in front of it (DINOSAUR)")
+    registers: int = field(0, "Number of register tokens (DINOv2).", ge=0)
+    class_pos_embed: bool = field(True, "The class token has a position embedding (not in DINOv2 with registers).")
+    layer_scale: bool = field(False, "Use LayerScale (DINOv2).")
+    final_norm: bool = field(True, "Output tokens after the last norm. false: before it (DINOSAUR).")
     input_scale: float = field(
-        1.0, "images are brought to so much of their side first, bicubic (0.875: 256 pixels to 224)", gt=0, le=1
+        1.0, "Resize images to this share of their side first, bicubic (0.875: 256 pixels to 224).", gt=0, le=1
     )
 
     @model_validator(mode="after")

@@ -21,16 +21,16 @@ from .slot_config import SlotAttentionConfig
 class FrameConfig(Frozen):
     """Slots' positions and scales."""
 
-    scales: bool = field(True, "TS-SA: slots have scales beside their positions; false: T-SA")
-    delta: float = field(5.0, "a slot's own coordinates are divided by it, so that they stay small", gt=0)
+    scales: bool = field(True, "Slots have scales as well as positions (TS-SA). false: positions only (T-SA).")
+    delta: float = field(5.0, "Divisor of relative coordinates, which keeps them small.", gt=0)
     scale_clip: Annotated[tuple[float, float], between(1e-6, 100, rising=True)] = field(
-        (0.001, 2.0), "smallest and largest scale (the paper's text: 0.01 and 5)"
+        (0.001, 2.0), "Smallest and largest scale (text of the paper: 0.01 and 5)."
     )
-    scale_eps: float = field(1e-8, "added to the weights of a scale's mean", ge=0)
+    scale_eps: float = field(1e-8, "Constant added to the weights of the mean that gives a scale.", ge=0)
     scale_mean: Literal["code", "paper"] = field(
-        "code", "weights with eps added as they are, or divided by their sum again"
+        "code", "Weights of that mean after adding scale_eps: unchanged (code), or normalized again (paper)."
     )
-    hidden: int = field(128, "hidden units of what keys and values go through", gt=0)
+    hidden: int = field(128, "Hidden units of the MLP of keys and values.", gt=0)
 
 
 class FramedGroupingOutput(NamedTuple):

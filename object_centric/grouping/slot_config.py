@@ -1,7 +1,7 @@
-"""What tells published slot attentions apart, as knobs, and named rows of them.
+"""Options in which published slot attentions differ, and presets of them.
 
-Seven code bases call seven different functions slot attention; with the same weights a LayerNorm's eps alone moves slots by 1e-4 to 1e-2.
-A preset is a row of knobs; a knob that a recipe names goes before its preset's.
+Seven code bases compute seven different functions under the name of slot attention; with equal weights, the epsilon of a LayerNorm alone
+changes slots by 1e-4 to 1e-2. A preset sets several options; options that a recipe names take precedence.
 """
 
 from __future__ import annotations
@@ -14,95 +14,56 @@ from pydantic import model_validator
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 
-
-class TransportConfig(Frozen):
-    """SA-Sinkhorn by default; `exact` makes it SA-EMD, `entropy_steps` SA-ME."""
-
-    cost: Literal["sqeuclidean", "cdist", "cosine"] = field(
-        "sqeuclidean", "of a slot's query and a token's key: squared distance (paper), distance (code), minus cosine"
-    )
-    cost_scale: float = field(1.0, "what costs are multiplied by, one over the temperature (code: 6 for cosine)", gt=0)
-    slot_marginal: Literal["one", "learned"] = field(
-        "one", "what a slot takes: as much as every other (paper), or a learned share (code); tokens' is learned"
-    )
-    hidden: int | None = field(
-        None, "hidden units of what scores tokens and slots; default: as wide as they are", gt=0, examples=[64]
-    )
-    steps: int = field(5, "of Sinkhorn's algorithm", gt=0, le=10_000)
-    entropy_steps: int = field(0, "steps to a plan of less entropy; 0: the plan as it is", ge=0, le=1000)
-    entropy_rate: float = field(8.0, "length of such a step", gt=0)
-    learn_rate: bool = field(False, "the length is learned, from entropy_rate on")
-    noise: float = field(
-        1e-3, "of entropy_steps: deviation of what is added to costs once per image, to break ties", ge=0
-    )
-    second_order: bool = field(
-        False, "such a step carries a gradient itself (paper's text); false: it is a constant (code)"
-    )
-    regulariser: float = field(
-        0.0, "lambda of Eq. 9: shares move between similar slots alone; learned with second_order", ge=0
-    )
-    exact: Literal["none", "sum", "straight_through"] = field(
-        "none", "the plan of least cost as well (POT): added (Eq. 8), or in place of Sinkhorn's, whose gradient stays"
-    )
-
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        if self.entropy_steps and self.exact != "none":
-            raise ValueError(f"exact={self.exact}: goes without entropy_steps (it has {self.entropy_steps})")
-        if not self.entropy_steps:
-            for knob in ("second_order", "learn_rate", "regulariser"):
-                if getattr(self, knob):
-                    raise ValueError(f"{knob}: is of entropy_steps, and there are none")
-        if self.regulariser and not self.second_order:
-            raise ValueError(
-                "regulariser: who is similar is learned through steps that carry a gradient; set second_order"
-            )
-        return self
+from .transport_config import TransportConfig
 
 
 class BinderConfig(Frozen):
     """Blocks of inverted attention to tokens, attention across time, attention among slots, and a perceptron (Singh et al. 2024)."""
 
     heads: int = field(
-        4, "of the attentions across time and among slots (those to tokens: heads of the grouping)", gt=0
+        4,
+        "Heads of the attentions across time and among slots. The attention to tokens has the heads of the grouping.",
+        gt=0,
     )
-    causal: bool = field(True, "a time looks at itself and at earlier ones; false: at all of them")
+    causal: bool = field(True, "A time attends to itself and earlier times. false: to all times.")
     context_frames: int | None = field(
         None,
-        "of causal blocks: a time looks at so many of the last ones, itself among them; null: at all of them",
+        "For causal blocks: number of last times, including the present one, that a time attends to. Default: all.",
         gt=0,
         examples=[6],
     )
     softmax_scope: Literal["time", "clip"] = field(
         "time",
-        "who shares a token: slots of each time among them (the code), or of all times (as D.1.2 can be read); "
-        "then a later time takes from an earlier one's share, causal or not",
+        "Slots that compete for a token: those of one time (code), or of all times (a reading of D.1.2), where a "
+        "later time takes from an earlier one's share.",
     )
     inverted: bool = field(
-        True, "slots compete for tokens; false: each chooses among all tokens that it sees, an ablation of the paper"
+        True, "Slots compete for tokens. false: each slot attends to all tokens, an ablation of the paper."
     )
     interaction: Literal["decoupled", "joint"] = field(
         "decoupled",
-        "slots look at themselves across time, then at others of their time; joint: at all slots of all times at once",
+        "decoupled: slots attend to themselves across time, then to slots of their time. joint: to all slots of all "
+        "times at once.",
     )
     temporal_decay: bool = field(
         False,
-        "a frame's shares are weighed by how far it is, behind the softmax: of one head a bias before it changes nothing (ours, not the paper's)",
+        "Weight a frame's shares by its distance after the softmax, since a bias of one head before it has no effect "
+        "(ours, not the paper's).",
     )
     max_time_distance: int = field(
-        1024, "times whose distances are told apart: half the period of the slowest octave", gt=0
+        1024, "Largest distance in time that is distinguished: half the period of the slowest octave.", gt=0
     )
     fourier_bands: int = field(
-        8, "sines and cosines of a distance in time, each of half the last one's period", gt=0, le=30
+        8, "Sines and cosines of a distance in time. Each has half the period of the one before.", gt=0, le=30
     )
-    distance_width: int = field(128, "hidden units of what makes attentions' biases of a distance", gt=0)
+    distance_width: int = field(128, "Hidden units of the MLP from distances to attention biases.", gt=0)
 
 
 class PooledConfig(Frozen):
     """A Transformer over all tokens of a clip, whose output is pooled to slots (Singh et al. 2024, B.5): a baseline without slots' own turns."""
 
-    blocks: int = field(3, "of the Transformer", gt=0, le=100)
-    heads: int = field(4, "of its attention", gt=0)
+    blocks: int = field(3, "Transformer blocks.", gt=0, le=100)
+    heads: int = field(4, "Attention heads.", gt=0)
 
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
@@ -143,63 +104,73 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotAttentionConfig(Frozen):
     """Slot attention (Locatello et al. 2020) and its kin."""
 
-    preset: str = field("sa", "a row of knobs; those named beside it go first")
-    slots: int = field(7, "K, of which each takes part of an image", gt=0, le=4096)
-    width: int = field(64, "D of a slot", gt=0, le=65536)
+    preset: str = field("sa", "Named set of options. Options that a recipe names itself take precedence.")
+    slots: int = field(7, "Number of slots, K.", gt=0, le=4096)
+    width: int = field(64, "Slot width, D.", gt=0, le=65536)
     qkv_width: int | None = field(
-        None, "of queries, keys and values, all heads together; default: width", gt=0, examples=[64]
+        None, "Width of queries, keys and values over all heads. Default: width.", gt=0, examples=[64]
     )
-    heads: int = field(1, "of the attention", gt=0)
-    iterations: int = field(3, "rounds, or layers where each has weights of its own", gt=0, le=1000)
-    ln_eps: float = field(1e-5, "eps of every LayerNorm", gt=0)
+    heads: int = field(1, "Attention heads.", gt=0)
+    iterations: int = field(3, "Iterations; layers, if layers=own.", gt=0, le=1000)
+    ln_eps: float = field(1e-5, "Epsilon of every LayerNorm.", gt=0)
     softmax_over: Literal["slots", "slots_heads", "keys"] = field(
-        "slots", "who competes for a token; keys: nobody does, a slot chooses among tokens (a Transformer's attention)"
+        "slots",
+        "Axis of the softmax: slots, or slots and heads, compete for a token. keys: a slot attends to tokens as in a "
+        "Transformer, without competition.",
     )
     renorm: Literal["entry", "sum", "layer", "none"] = field(
         "entry",
-        "weights over tokens: (A + eps) / sum(A + eps), A / (sum(A) + eps), or A as it is; layer: as it is, and a LayerNorm on what is taken",
+        "Weights over tokens. entry: (A + eps) / sum(A + eps); sum: A / (sum(A) + eps); none: A; layer: A, with a "
+        "LayerNorm of the update.",
     )
-    renorm_eps: float = field(1e-8, "the eps of entry and sum", ge=0)
-    qk_norm: bool = field(False, "LayerNorms without biases on queries and keys (Dehghani et al. 2023)")
+    renorm_eps: float = field(1e-8, "Epsilon of renorm=entry and renorm=sum.", ge=0)
+    qk_norm: bool = field(False, "Apply LayerNorms without biases to queries and keys (Dehghani et al. 2023).")
     gru: Literal["torch", "flax", "keras", "none"] = field(
-        "torch", "what updates a slot, by whose biases and initial weights; none: it is added"
+        "torch", "GRU that updates a slot, with the biases and initialization of this library. none: add the update."
     )
-    gru_on_normed: bool = field(False, "the GRU's state is the normalised slot, not the slot (videosaur's code)")
-    mlp_width: int = field(0, "hidden units of the residual MLP behind the update; 0: no MLP", ge=0)
-    activation: Literal["relu", "gelu"] = field("relu", "in that MLP")
-    mlp_last: bool = field(True, "the MLP runs in the last iteration too")
-    out_proj: bool = field(False, "a linear layer behind the values, as more than one head of savi's has")
-    layers: Literal["shared", "own"] = field("shared", "one set of weights for all iterations, or one for each")
+    gru_on_normed: bool = field(False, "Use the normalized slot as the GRU's state (videosaur's code).")
+    mlp_width: int = field(0, "Hidden units of the residual MLP after the update. 0: no MLP.", ge=0)
+    activation: Literal["relu", "gelu"] = field("relu", "Activation of that MLP.")
+    mlp_last: bool = field(True, "Run the MLP in the last iteration, too.")
+    out_proj: bool = field(
+        False, "Apply a linear layer to the attended values, as preset savi does with several heads."
+    )
+    layers: Literal["shared", "own"] = field("shared", "Weights of iterations: shared, or own for each.")
     slot_init: Literal["gaussian", "learned", "same", "given"] = field(
         "gaussian",
-        "first slots: drawn from one learned Gaussian, learned one by one, one that is learned for all; given: by a hint of a video's first frame",
+        "Initial slots. gaussian: drawn from one learned Gaussian; learned: one parameter per slot; same: one learned "
+        "vector for all; given: from a hint on a video's first frame.",
     )
     ground: bool = field(
         False,
-        "the first slot is the ground's: it begins, asks and is updated with weights of its own (uORF, Yu et al. 2021)",
+        "The first slot represents the background and has its own initialization, query and update weights (uORF, Yu "
+        "et al. 2021).",
     )
     gradient: Literal["all", "last"] = field(
         "all",
-        "iterations that the gradient passes through: all, or the last one (implicit differentiation, Chang et al. 2022), "
-        "which leaves initial slots frozen unless straight_through is set",
+        "Iterations that the gradient passes through: all, or the last one (implicit differentiation, Chang et al. "
+        "2022). With last, initial slots are not trained unless straight_through is set.",
     )
     straight_through: bool = field(
         False,
-        "with gradient=last: pass the last iteration's gradient on to the initial slots, so that they train (BO-QSA)",
+        "With gradient=last: pass the gradient of the last iteration on to the initial slots, so that they are "
+        "trained (BO-QSA).",
     )
     kv: Literal["auto", "plain", "folded"] = field(
         "auto",
-        "folded: keys' and values' weights are applied to slots, not to tokens; the same function; auto: where heads=1 and not qk_norm",
+        "folded: apply the weights of keys and values to slots instead of tokens; the function is the same. auto: "
+        "folded if heads=1 without qk_norm.",
     )
 
     transport: TransportConfig | None = field(
-        None, "slots share tokens by transport in place of a softmax (sa_sinkhorn, sa_emd, sa_me, mesh)"
+        None,
+        "Assign tokens to slots by optimal transport instead of a softmax (presets sa_sinkhorn, sa_emd, sa_me, mesh).",
     )
 
-    binder: BinderConfig | None = field(None, "slots of all times bind at once, in blocks (preset psb)")
+    binder: BinderConfig | None = field(None, "Bind slots of all times at once, in blocks (preset psb).")
 
     pooled: PooledConfig | None = field(
-        None, "a Transformer over all tokens of all times, pooled to slots (preset pooled), in place of any attention"
+        None, "Pool slots from a Transformer over all tokens of all times instead of slot attention (preset pooled)."
     )
 
     @model_validator(mode="before")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.precision import at_least_fp32
 
-from .slot_config import TransportConfig
+from .transport_config import TransportConfig
 
 _TINY = 1e-20  # MESH's clamp: below it a share has no entropy
 

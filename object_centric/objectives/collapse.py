@@ -16,17 +16,13 @@ _MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot drew no
 class SlotCollapseConfig(Frozen):
     """When the loop warns that slots do not share images among them."""
 
-    start_fraction: float = field(
-        0.2, "share of the steps before which slots may still break up, and nothing is said", ge=0, le=1
-    )
-    min_slots_used: float = field(
-        1.5, "slots that draw something, mean over images: below it one slot draws everything", ge=0
-    )
+    start_fraction: float = field(0.2, "Share of the training steps before which there is no warning.", ge=0, le=1)
+    min_slots_used: float = field(1.5, "Warn if fewer slots than this, on average over images, explain pixels.", ge=0)
     min_sharpness: float = field(
-        0.05, "1 less the entropy of a pixel's shares: below it all slots draw everything", ge=0, le=1
+        0.05, "Warn if 1 minus the entropy of a pixel's shares is below this: all slots explain everything.", ge=0, le=1
     )
     max_fixity: float = field(
-        0.8, "how much masks' borders run at the same places in all images: above it they are a grid or cells", ge=0
+        0.8, "Warn if mask borders coincide across images by more than this: masks form a fixed grid.", ge=0
     )
 
     def check_health(self, metrics: Mapping[str, float], fraction_done: float) -> str | None:

@@ -27,14 +27,14 @@ from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, TowerOutput, r
 class SetModelConfig(SlotTowerConfig):
     """A tower and a perceptron that reads an object from each slot."""
 
-    head_width: int = field(64, "hidden units of what reads an object from a slot", gt=0)
+    head_width: int = field(64, "Hidden units of the head that predicts an object from a slot.", gt=0)
 
 
 class SetPredictionConfig(Frozen):
-    kind: Literal["set_prediction"] = field("set_prediction", "a row of sparo.methods")
-    model: SetModelConfig = field(SetModelConfig(), "encoder, grouping and head")
-    huber: float = field(1.0, "difference up to which the loss is its square", gt=0)
-    signed: bool = field(True, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
+    kind: Literal["set_prediction"] = field("set_prediction", "Entry of sparo.methods.")
+    model: SetModelConfig = field(SetModelConfig(), "Encoder, grouping and head.")
+    huber: float = field(1.0, "Difference up to which the Huber loss is quadratic.", gt=0)
+    signed: bool = field(True, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")
 
     @model_validator(mode="after")
     def _check_signed(self) -> Self:

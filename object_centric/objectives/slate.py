@@ -34,11 +34,12 @@ class SlateModelConfig(SlotTowerConfig):
 
     embeds_tokens: ClassVar[bool] = True
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = field(
-        TokensConfig(), "tokens, or from pixels to features: a row of sparo.slot_encoders"
+        TokensConfig(),
+        "Tokens of the discrete VAE, or an encoder from pixels to features: an entry of sparo.slot_encoders.",
     )
-    features: int = field(192, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
-    dvae: DvaeConfig = field(DvaeConfig(), "from patches to tokens and back")
-    decoder: AutoregressiveConfig = field(AutoregressiveConfig(), "from slots to tokens")
+    features: int = field(192, "Width of the tokens that slots group, after an MLP on the encoder's output.", gt=0)
+    dvae: DvaeConfig = field(DvaeConfig(), "Discrete VAE from patches to tokens and back.")
+    decoder: AutoregressiveConfig = field(AutoregressiveConfig(), "Transformer that predicts tokens from slots.")
 
     @model_validator(mode="after")
     def _check_patches(self) -> Self:
@@ -155,9 +156,9 @@ class SlateModel(nn.Module):
 
 
 class SlateConfig(Frozen):
-    kind: Literal["slate"] = field("slate", "a row of sparo.methods")
-    model: SlateModelConfig = field(SlateModelConfig(), "dVAE, tower and decoder")
-    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
+    kind: Literal["slate"] = field("slate", "Entry of sparo.methods.")
+    model: SlateModelConfig = field(SlateModelConfig(), "Discrete VAE, tower and decoder.")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
 
 class Slate(Objective):

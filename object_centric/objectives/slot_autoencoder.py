@@ -24,10 +24,10 @@ from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, refuse_signed
 class SlotModelConfig(SlotTowerConfig):
     """A tower and what draws its slots."""
 
-    decoder: BroadcastConfig = field(BroadcastConfig(), "from slots to pixels, or features")
+    decoder: BroadcastConfig = field(BroadcastConfig(), "Decoder from slots to pixels or features.")
     target: Literal["pixels", "features"] = field(
         "pixels",
-        "what is drawn: the image, or the encoder's features, which are not trained then (Seitzer et al. 2023)",
+        "Reconstruction target: pixels, or the features of the encoder, which is frozen then (Seitzer et al. 2023).",
     )
 
     @model_validator(mode="after")
@@ -85,14 +85,15 @@ class SlotModel(nn.Module):
 
 
 class SlotAutoencoderConfig(Frozen):
-    kind: Literal["slots"] = field("slots", "a row of sparo.methods")
-    model: SlotModelConfig = field(SlotModelConfig(), "encoder, grouping and decoder")
+    kind: Literal["slots"] = field("slots", "Entry of sparo.methods.")
+    model: SlotModelConfig = field(SlotModelConfig(), "Encoder, grouping and decoder.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "squared error: mean over pixels and colours, or their sum, which clipping and numbers of Biza et al. go by",
+        "Squared error: mean over pixels and colours, or their sum, on which gradient clipping and reported errors of "
+        "Biza et al. are based.",
     )
-    signed: bool = field(False, "pixels in -1..1 (Locatello et al. 2020); false: in 0..1")
-    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
+    signed: bool = field(False, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
     @model_validator(mode="after")
     def _check_signed(self) -> Self:

@@ -40,24 +40,27 @@ class SlotTowerConfig(Frozen):
     embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
     accepts_hint: ClassVar[bool] = False  # whether it is of videos, which may tell slots what to begin as
 
-    image_size: int = field(64, "pixels per side", gt=0, le=4096)
+    image_size: int = field(64, "Image side in pixels.", gt=0, le=4096)
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
-        ConvNetConfig(), "from pixels to features: a row of sparo.slot_encoders"
+        ConvNetConfig(), "Encoder from pixels to features: an entry of sparo.slot_encoders."
     )
-    features: int = field(64, "width of what slots group; a perceptron takes the encoder's to it", gt=0)
-    hidden: int | None = field(
-        None, "hidden units of that perceptron; default: the encoder's width", gt=0, examples=[64]
-    )
-    activation: Literal["relu", "gelu"] = field("relu", "in that perceptron")
+    features: int = field(64, "Width of the features that slots group, after an MLP on the encoder's output.", gt=0)
+    hidden: int | None = field(None, "Hidden units of that MLP. Default: the encoder's width.", gt=0, examples=[64])
+    activation: Literal["relu", "gelu"] = field("relu", "Activation of that MLP.")
     position_init: Literal["torch", "lecun", "glorot"] = field(
         "torch",
-        "initial weights of the projection of positions: lecun for two signed coordinates (SAVi, ISA), glorot with zero biases (SA-2020, STEVE), or PyTorch's",
+        "Initialization of the projection of positions: lecun for two signed coordinates (SAVi, ISA), glorot with "
+        "zero biases (SA-2020, STEVE), or PyTorch's.",
     )
     transformer: TransformerConfig | None = field(
-        None, "over an image's features behind that perceptron (SAVi++); null: none", examples=[{"preset": "savi++"}]
+        None,
+        "Transformer over the features of an image, after that MLP (SAVi++). Default: none.",
+        examples=[{"preset": "savi++"}],
     )
-    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "from features to slots")
-    frame: FrameConfig | None = field(None, "slots with positions and scales of their own: T-SA, TS-SA; null: SA")
+    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "Slot attention from features to slots.")
+    frame: FrameConfig | None = field(
+        None, "Slots with their own positions and scales: T-SA, TS-SA. Default: plain slot attention."
+    )
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:

@@ -14,11 +14,11 @@ from .weight_reader import Tensors, open_weight_file
 
 
 class MeshFile(Frozen):
-    slots: int = field(11, "K", gt=0)
-    iterations: int = field(3, "rounds", gt=0)
-    entropy_steps: int = field(4, "to a plan of less entropy; 0: SA-Sinkhorn", ge=0)
-    entropy_rate: float = field(8.0, "of such a step, where the file has none that was learned", gt=0)
-    sinkhorn_steps: int = field(5, "of Sinkhorn's algorithm", gt=0)
+    slots: int = field(11, "Number of slots, K.", gt=0)
+    iterations: int = field(3, "Iterations.", gt=0)
+    entropy_steps: int = field(4, "Steps that minimize the plan's entropy. 0: SA-Sinkhorn.", ge=0)
+    entropy_rate: float = field(8.0, "Size of these steps, if the file has no learned one.", gt=0)
+    sinkhorn_steps: int = field(5, "Iterations of Sinkhorn's algorithm.", gt=0)
 
 
 def from_mesh(text: str) -> SlotEncoder:

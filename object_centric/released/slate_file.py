@@ -18,10 +18,10 @@ _BLOCK = {
 
 
 class SlateFile(Frozen):
-    slots: int = field(3, "K", gt=0)
-    iterations: int = field(3, "rounds", gt=0)
-    heads: int = field(4, "of the decoder", gt=0)
-    slot_heads: int = field(1, "of slot attention", gt=0)
+    slots: int = field(3, "Number of slots, K.", gt=0)
+    iterations: int = field(3, "Iterations.", gt=0)
+    heads: int = field(4, "Heads of the decoder.", gt=0)
+    slot_heads: int = field(1, "Heads of slot attention.", gt=0)
 
 
 def from_slate(text: str) -> SlateEncoder:

@@ -20,11 +20,11 @@ NAMES = {
 
 
 class SpotFile(Frozen):
-    image_size: int = field(224, "pixels per side", gt=0)
-    slots: int = field(7, "K, where slots begin at random", gt=0)
-    iterations: int = field(3, "rounds", gt=0)
-    heads: int | None = field(None, "of the ViT; none: its width / 64", gt=0)
-    final_norm: bool = field(False, "tokens behind the ViT's last norm")
+    image_size: int = field(224, "Image side in pixels.", gt=0)
+    slots: int = field(7, "Number of slots, K, if their initialization is random.", gt=0)
+    iterations: int = field(3, "Iterations.", gt=0)
+    heads: int | None = field(None, "Heads of the ViT. Default: its width / 64.", gt=0)
+    final_norm: bool = field(False, "Use tokens after the ViT's last norm.")
 
 
 def from_spot(text: str) -> GroupingEncoder:

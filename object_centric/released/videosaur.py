@@ -22,12 +22,12 @@ _NAMES = {
 
 
 class VideosaurFile(Frozen):
-    image_size: int = field(224, "pixels per side", gt=0)
-    slots: int = field(7, "K, where slots begin at random", gt=0)
-    iterations: int = field(3, "rounds; of a video's first frame, 3 in the released configs", gt=0)
-    later: int = field(2, "rounds of a video's later frames, 2 in the released configs", gt=0)
-    frames: int = field(4, "how long its training's clips were, for the record", gt=0)
-    heads: int | None = field(None, "of the ViT; none: its width / 64", gt=0)
+    image_size: int = field(224, "Image side in pixels.", gt=0)
+    slots: int = field(7, "Number of slots, K, if their initialization is random.", gt=0)
+    iterations: int = field(3, "Iterations for a video's first frame. Released configurations: 3.", gt=0)
+    later: int = field(2, "Iterations for later frames. Released configurations: 2.", gt=0)
+    frames: int = field(4, "Length of the training clips, recorded in results.", gt=0)
+    heads: int | None = field(None, "Heads of the ViT. Default: its width / 64.", gt=0)
 
 
 def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:

@@ -18,12 +18,12 @@ _NAMES = {
 
 
 class VqvfmFile(Frozen):
-    image_size: int = field(256, "pixels per side", gt=0)
-    shrink: float = field(0.875, "images are brought to so much of it in front of the ViT", gt=0, le=1)
-    slots: int = field(7, "K, where slots begin from one Gaussian", gt=0)
-    iterations: int = field(3, "rounds", gt=0)
-    heads: int | None = field(None, "of the ViT; none: its width / 64", gt=0)
-    final_norm: bool = field(True, "tokens behind the ViT's last norm")
+    image_size: int = field(256, "Image side in pixels.", gt=0)
+    shrink: float = field(0.875, "Resize images to this share of image_size before the ViT.", gt=0, le=1)
+    slots: int = field(7, "Number of slots, K, if they are drawn from one Gaussian.", gt=0)
+    iterations: int = field(3, "Iterations.", gt=0)
+    heads: int | None = field(None, "Heads of the ViT. Default: its width / 64.", gt=0)
+    final_norm: bool = field(True, "Use tokens after the ViT's last norm.")
 
 
 def from_vqvfm(text: str) -> GroupingEncoder:

@@ -23,30 +23,32 @@ from .rays import Bounds, Rays, positional_encoding
 class NerfConfig(Frozen):
     """Fields of slots, of what is fixed, and of the sky, added up along a ray."""
 
-    kind: Literal["nerf"] = field("nerf", "a row of sparo.ray_decoders")
-    bins: int = field(64, "points of a ray", gt=0, le=4096)
-    near: float = field(0.5, "where rays begin to be looked at, world units", ge=0)
-    far: float = field(20.0, "where they end", gt=0)
+    kind: Literal["nerf"] = field("nerf", "Entry of sparo.ray_decoders.")
+    bins: int = field(64, "Points per ray.", gt=0, le=4096)
+    near: float = field(0.5, "Distance at which rays begin, in world units.", ge=0)
+    far: float = field(20.0, "Distance at which rays end.", gt=0)
     box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = field(
         None,
-        "two corners, world units: rays are looked at where they are in it (and between near and far), so that points are where things are",
+        "Two corners in world units. Points are sampled where a ray is inside the box, between near and far.",
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
-    reach: float = field(10.0, "the largest coordinate: half the period of the slowest sine of a point", gt=0)
+    reach: float = field(10.0, "Largest coordinate: half the period of the slowest sine of a point.", gt=0)
     fourier_bands: int = field(
-        8, "sines and cosines of each coordinate, each of half the last one's period", gt=0, le=30
+        8, "Sines and cosines of each coordinate. Each has half the period of the one before.", gt=0, le=30
     )
-    width: int | None = field(None, "of the perceptrons; default: the slots'", gt=0, examples=[192])
+    width: int | None = field(None, "Width of the MLPs. Default: the slot width.", gt=0, examples=[192])
     density: Density = field(
         "softplus",
-        "what keeps densities from falling below zero; relu (uORF): where there is nothing, nothing is computed",
+        "Activation that keeps densities positive. relu (uORF): skips the computation where the density is zero.",
     )
-    static: bool = field(False, "a field of its own for what is the same in all scenes, told by no slot")
-    sky: bool = field(False, "a colour by direction alone, behind everything")
-    shadows: bool = field(False, "fields darken each other's colours where they throw shadows")
-    background: bool = field(False, "the first slot is the ground's: its density has a perceptron of its own (uORF)")
+    static: bool = field(False, "Additional field for what all scenes have in common. It depends on no slot.")
+    sky: bool = field(False, "Background colour that depends on the direction only.")
+    shadows: bool = field(False, "Fields darken the colours of others where they cast shadows.")
+    background: bool = field(False, "The first slot represents the background and has its own density MLP (uORF).")
     max_activations: int = field(
-        1 << 27, "floats that points drawn at once may write; more rays are drawn in turns, so memory has a bound", gt=0
+        1 << 27,
+        "Maximum number of floats that points rendered at once may write. More rays are rendered in turns, which bounds memory.",
+        gt=0,
     )
 
     @model_validator(mode="after")

@@ -31,14 +31,17 @@ from .scene_model import SceneModel, SceneModelConfig, posed_views
 class ViewsConfig(Frozen):
     """Of a scene's cameras some are shown; what they and the others see is drawn."""
 
-    context: int = field(3, "views that slots are made of", gt=0, le=10_000)
+    context: int = field(3, "Number of context views, from which slots are computed.", gt=0, le=10_000)
     held_out: int = field(
-        1, "views that are drawn and not shown; a scene with more cameras has some drawn", ge=0, le=10_000
+        1,
+        "Number of held-out views, which are rendered but not encoded. Scenes with more cameras draw a subset.",
+        ge=0,
+        le=10_000,
     )
     targets: Literal["all", "held_out"] = field(
-        "all", "which of them are drawn: shown ones, too (PSB), or those held out alone (OSRT)"
+        "all", "Views that are rendered: all, including context views (PSB), or only held_out (OSRT)."
     )
-    rays: int = field(128, "that are drawn of each view and time", gt=0)
+    rays: int = field(128, "Rays that are rendered per view and time.", gt=0)
 
     @model_validator(mode="after")
     def _some(self) -> Self:
@@ -184,11 +187,11 @@ _BATCH_KEYS = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lens
 
 
 class NovelViewsConfig(Frozen):
-    kind: Literal["novel_views"] = field("novel_views", "a row of sparo.methods")
-    model: SceneModelConfig = field(SceneModelConfig(), "encoder of views, slots and decoder of rays")
-    views: ViewsConfig = field(ViewsConfig(), "which cameras are shown, and which rays are drawn")
-    frames: FramesConfig = field(FramesConfig(), "which times of an episode a sample is; count: 1 of still scenes")
-    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
+    kind: Literal["novel_views"] = field("novel_views", "Entry of sparo.methods.")
+    model: SceneModelConfig = field(SceneModelConfig(), "Encoder of views, slots, and decoder of rays.")
+    views: ViewsConfig = field(ViewsConfig(), "Context views, held-out views and rays of a sample.")
+    frames: FramesConfig = field(FramesConfig(), "Times of an episode in a sample. Still scenes: count=1.")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:

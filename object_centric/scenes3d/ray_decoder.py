@@ -77,13 +77,15 @@ class RayDecoder(nn.Module, ABC):
 class RayBroadcastConfig(RayEmbeddingConfig):
     """A perceptron of a ray and a slot."""
 
-    kind: Literal["broadcast"] = field("broadcast", "a row of sparo.ray_decoders")
+    kind: Literal["broadcast"] = field("broadcast", "Entry of sparo.ray_decoders.")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
-        (1536, 1536, 1536), "hidden units of each layer (OSRT's)", min_length=1
+        (1536, 1536, 1536), "Hidden units of each layer (OSRT's).", min_length=1
     )
-    bounded: bool = field(False, "colours go through a sigmoid")
+    bounded: bool = field(False, "Apply a sigmoid to colours.")
     max_activations: int = field(
-        1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+        1 << 27,
+        "Maximum number of floats that rays rendered at once may write. More rays are rendered in turns, which bounds memory.",
+        gt=0,
     )
 
     def build(self, width: int) -> RayDecoder:

@@ -113,16 +113,20 @@ class RayPointsConfig(Frozen):
 
     by: Literal["distance", "height"] = field(
         "distance",
-        "near and far are distances from the camera, or heights above z = 0 (of cameras that look down; a place is x and y)",
+        "distance: near and far are distances from the camera. height: heights above z = 0, for cameras that look "
+        "down; a point is then x and y.",
     )
-    near: float = field(0.5, "the first place, world units")
-    far: float = field(20.0, "the last")
-    count: int = field(8, "places, evenly spaced", gt=1, le=1024)
+    near: float = field(0.5, "First point, in world units.")
+    far: float = field(20.0, "Last point, in world units.")
+    count: int = field(8, "Number of points, evenly spaced.", gt=1, le=1024)
     reach: float = field(
-        10.0, "the largest coordinate: half the period of the slowest sine; places are held in it", gt=0
+        10.0, "Largest coordinate: half the period of the slowest sine. Coordinates are clipped to it.", gt=0
     )
     fourier_bands: int = field(
-        6, "sines and cosines of each coordinate beside itself, each of half the last one's period", ge=0, le=30
+        6,
+        "Sines and cosines of each coordinate, in addition to the coordinate. Each has half the period of the one before.",
+        ge=0,
+        le=30,
     )
 
     @model_validator(mode="after")
@@ -154,11 +158,11 @@ class RayPointsConfig(Frozen):
 class RayEmbeddingConfig(Frozen):
     """What decoders of whole rays are told of one."""
 
-    fourier_bands: int = field(15, "sines of a ray's origin and direction", gt=0, le=30)
-    fourier_start: int = field(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    fourier_bands: int = field(15, "Fourier features of a ray's origin and direction, in octaves.", gt=0, le=30)
+    fourier_start: int = field(0, "First octave of origins, whose range is that of the scene.", ge=-20, le=20)
     points: RayPointsConfig | None = field(
         None,
-        "places along a ray, told in place of its origin and direction; null: none",
+        "Points along a ray, embedded instead of its origin and direction. Default: none.",
         examples=[{"near": 4.0, "far": 16.0}],
     )
 

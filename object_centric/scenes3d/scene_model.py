@@ -28,16 +28,17 @@ from .view_encoder import ViewEncoderConfig
 class SceneTowerConfig(Frozen):
     """Slots of each time on their own (uORF, OSRT), from time to time (SAVi), or of all times at once (`grouping.preset: psb`)."""
 
-    image_size: int = field(64, "pixels per side of a view", gt=0, le=4096)
-    encoder: ViewEncoderConfig = field(ViewEncoderConfig(), "from posed views to features")
-    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "from features to slots")
+    image_size: int = field(64, "Side of a view in pixels.", gt=0, le=4096)
+    encoder: ViewEncoderConfig = field(ViewEncoderConfig(), "Encoder from posed views to features.")
+    grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "Slot attention from features to slots.")
     over_time: bool = field(
         True,
-        "slots go from time to time; false: they begin anew at each (uORF, OSRT). A binder's are of all times anyway",
+        "Carry slots from time to time. false: initialize them at each time (uORF, OSRT). A binder processes all "
+        "times together in either case.",
     )
     predictor: TransformerConfig | None = field(
         None,
-        "what the next time's slots begin as, of those that go from time to time: a Transformer over slots; null: as they are",
+        "Transformer over slots that predicts the initial slots of the next time. Default: slots are carried over unchanged.",
         examples=[{"preset": "savi"}],
     )
 
@@ -118,7 +119,7 @@ class SceneModelConfig(SceneTowerConfig):
     """A tower and what draws rays from its slots."""
 
     decoder: Annotated[Any, FromRegistry(RAY_DECODERS, default="slot_mixer")] = field(
-        SlotMixerConfig(), "from slots and rays to colours: a row of sparo.ray_decoders"
+        SlotMixerConfig(), "Decoder from slots and rays to colours: an entry of sparo.ray_decoders."
     )
 
     @model_validator(mode="after")

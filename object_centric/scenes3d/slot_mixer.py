@@ -31,25 +31,30 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotMixerConfig(RayEmbeddingConfig):
     """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
 
-    kind: Literal["slot_mixer"] = field("slot_mixer", "a row of sparo.ray_decoders")
-    preset: str = field("psb", "a row of knobs; those named beside it go first", examples=["osrt"])
+    kind: Literal["slot_mixer"] = field("slot_mixer", "Entry of sparo.ray_decoders.")
+    preset: str = field(
+        "psb", "Named set of options. Options that a recipe names itself take precedence.", examples=["osrt"]
+    )
     query: Literal["linear", "octaves"] = field(
-        "linear", "a ray's state: its sines through a linear layer to the slots' width, or as they are (OSRT)"
+        "linear",
+        "Query of a ray: its Fourier features after a linear layer to the slot width, or unchanged (octaves, OSRT).",
     )
     query_hidden: int | None = field(
-        None, "hidden units of a perceptron that rays go through first; null: none", gt=0, examples=[360]
+        None, "Hidden units of an MLP on the query. Default: no MLP.", gt=0, examples=[360]
     )
-    blocks: int = field(3, "of the allocation Transformer", gt=0, le=100)
-    heads: int = field(4, "of its attention", gt=0)
-    mlp_ratio: int = field(4, "hidden units of its perceptrons, times the slots' width", gt=0)
+    blocks: int = field(3, "Blocks of the allocation Transformer.", gt=0, le=100)
+    heads: int = field(4, "Attention heads.", gt=0)
+    mlp_ratio: int = field(4, "Hidden units of the MLPs as a multiple of the slot width.", gt=0)
     layers: Literal["residual", "plain"] = field(
-        "residual", "rendering MLP: residual blocks with norms, or plain linear layers"
+        "residual", "Rendering MLP: residual blocks with norms, or plain linear layers."
     )
-    activation: Literal["relu", "leaky_relu"] = field("relu", "activation of plain layers (stelzner/osrt: leaky_relu)")
-    depth: int = field(4, "blocks, or layers before the last", gt=0, le=100)
-    bounded: bool = field(True, "apply a sigmoid to colours")
+    activation: Literal["relu", "leaky_relu"] = field("relu", "Activation of plain layers (stelzner/osrt: leaky_relu).")
+    depth: int = field(4, "Blocks, or layers before the last.", gt=0, le=100)
+    bounded: bool = field(True, "Apply a sigmoid to colours.")
     max_activations: int = field(
-        1 << 27, "floats that rays drawn at once may write; more are drawn in turns, so memory has a bound", gt=0
+        1 << 27,
+        "Maximum number of floats that rays rendered at once may write. More rays are rendered in turns, which bounds memory.",
+        gt=0,
     )
 
     @model_validator(mode="before")

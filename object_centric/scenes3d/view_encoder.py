@@ -35,32 +35,39 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ViewEncoderConfig(Frozen):
     """Rows of knobs that published models of scenes have."""
 
-    preset: str = field("slsr", "a row of knobs; those named beside it go first", examples=["osrt"])
+    preset: str = field(
+        "slsr", "Named set of options. Options that a recipe names itself take precedence.", examples=["osrt"]
+    )
     layers: Literal["residual", "plain"] = field(
         "residual",
-        "of a halving. residual: two blocks with norms, then a convolution of stride 2 (PSB); plain: two convolutions of 3 pixels (SRT)",
+        "Layers of a downsampling stage. residual: two blocks with norms, then a convolution of stride 2 (PSB). "
+        "plain: two 3x3 convolutions (SRT).",
     )
-    channels: int = field(192, "of the convolutions; of plain ones the first, which double at each halving", gt=0)
-    num_downsample: int = field(1, "how often the picture's side is halved", ge=0, le=8)
-    width: int = field(192, "of the features", gt=0)
+    channels: int = field(
+        192, "Channels of the convolutions. For plain layers: of the first one; they double at each stage.", gt=0
+    )
+    num_downsample: int = field(1, "Number of stages that halve the side.", ge=0, le=8)
+    width: int = field(192, "Feature width.", gt=0)
     fourier_bands: int = field(
-        0, "sines of rays' origins and directions in place of them as they are; 0: none", ge=0, le=30
+        0, "Fourier features of rays, in octaves, instead of origins and directions. 0: none.", ge=0, le=30
     )
-    fourier_start: int = field(0, "of origins, whose range is the scene's", ge=-20, le=20)
+    fourier_start: int = field(0, "First octave of origins, whose range is that of the scene.", ge=-20, le=20)
     pos_embed_size: int | None = field(
         None,
-        "features a side of the largest view: each place has a learned embedding, the first view another, and so have the others (SRT); null: none",
+        "Features per side of the largest view. Each position has a learned embedding; the first view and all others "
+        "have one each (SRT). Default: none.",
         gt=0,
         le=4096,
         examples=[16],
     )
     points: RayPointsConfig | None = field(
         None,
-        "places along the ray through a feature's middle, told to it by a perceptron; convolutions see colours alone (PETR); null: none",
+        "Points along the ray through a feature's center, embedded by an MLP. Convolutions then see colours only "
+        "(PETR). Default: none.",
         examples=[{"near": 4.0, "far": 16.0}],
     )
     transformer: TransformerConfig | None = field(
-        None, "over the features of all views of a time; null: none", examples=[{"preset": "slsr"}]
+        None, "Transformer over the features of all views of a time. Default: none.", examples=[{"preset": "slsr"}]
     )
 
     @model_validator(mode="before")

@@ -26,9 +26,11 @@ from sparo_train.data.examples.image_transforms import eval_pixels
 class ObjectsTaskConfig(SetTaskConfig):
     """Images whose `.json` has `objects` with position, size, material, shape and color."""
 
-    task: Literal["objects"] = field("objects", "a row of sparo.tasks")
+    task: Literal["objects"] = field("objects", "Entry of sparo.tasks.")
     match: average_precision.Match = field(
-        "nearest", "an object that is taken stays in the way (Locatello et al. 2020), or not: dspn (Zhang et al. 2022)"
+        "nearest",
+        "nearest: a ground-truth object that is already matched still blocks a prediction (Locatello et al. 2020). "
+        "dspn: it does not (Zhang et al. 2022).",
     )
 
 
@@ -59,11 +61,11 @@ OBJECTS = Task(
 class MasksTaskConfig(SetTaskConfig):
     """Images with `.mask.png`: an object's number per pixel."""
 
-    task: Literal["masks"] = field("masks", "a row of sparo.tasks")
-    background: int | None = field(0, "the label that is no object; null: all of them are")
-    ignore: int | None = field(255, "the label of pixels that no score counts; null: there are none")
+    task: Literal["masks"] = field("masks", "Entry of sparo.tasks.")
+    background: int | None = field(0, "Label of the background, which is no object. null: all labels are objects.")
+    ignore: int | None = field(255, "Label of pixels that are excluded from scores. null: none.")
     headline: Literal["ari", "fg_ari", "fg_ari_savi", "fg_ari_videosaur", "miou", "mbo_i", "mbo_c"] = field(
-        "fg_ari", "the score that tables show"
+        "fg_ari", "Metric that tables show."
     )
 
 
@@ -140,7 +142,7 @@ MASKS = Task(
 class ReconstructionTaskConfig(SetTaskConfig):
     """Images with `.mask.png`, whose masks are not looked at; so that one set serves both tasks."""
 
-    task: Literal["reconstruction"] = field("reconstruction", "a row of sparo.tasks")
+    task: Literal["reconstruction"] = field("reconstruction", "Entry of sparo.tasks.")
 
 
 def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:

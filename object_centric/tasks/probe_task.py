@@ -31,31 +31,34 @@ _MIN_EPISODES = 4  # episodes: two to fit probes on, two to score them
 class ObjectProbeConfig(TaskConfig):
     """What both probes have."""
 
-    root: str = field(..., "where the set is", examples=["data/movi_a/clips"])
-    split: str = field("test", "the part that is used: probes are fitted on every second clip and scored on the others")
-    frames: int | None = field(None, "so many of every episode, from its first; null: all of them", gt=0, examples=[6])
+    root: str = field(..., "Folder of the data set.", examples=["data/movi_a/clips"])
+    split: str = field("test", "Split that is used. Probes are fitted on every second clip and scored on the others.")
+    frames: int | None = field(None, "Number of first frames of every episode. Default: all.", gt=0, examples=[6])
     context_frames: int | None = field(
-        None, "slots of a frame see so many of the last ones, as in task video_masks", gt=0, examples=[6]
+        None, "Frames that slots of a frame depend on, as in task video_masks.", gt=0, examples=[6]
     )
-    restarts: int = field(10, "random beginnings of the assignment, of which the best is taken", gt=0, le=1000)
-    ridge: float = field(1e-3, "of every probe, as a share of slots' mean square", ge=0)
-    floor: bool = field(True, "score an untrained model as well (floor_…)")
-    limit: int | None = field(None, "so many episodes, evenly spaced", gt=0, examples=[500])
-    workers: int = field(2, "processes that decode frames", ge=0, le=256)
+    restarts: int = field(10, "Random initial assignments, of which the best is used.", gt=0, le=1000)
+    ridge: float = field(1e-3, "Ridge penalty of every probe, relative to the mean square of slots.", ge=0)
+    floor: bool = field(True, "Also score an untrained model (floor_…).")
+    limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[500])
+    workers: int = field(2, "Processes that decode frames.", ge=0, le=256)
 
 
 class SlotProbeTaskConfig(ObjectProbeConfig):
     """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
 
-    task: Literal["slot_probe"] = field("slot_probe", "a row of sparo.tasks")
+    task: Literal["slot_probe"] = field("slot_probe", "Entry of sparo.tasks.")
 
 
 class SceneProbeTaskConfig(ObjectProbeConfig):
     """Scenes whose json tells their objects' positions (`sparo data scenes3d`)."""
 
-    task: Literal["scene_probe"] = field("scene_probe", "a row of sparo.tasks")
+    task: Literal["scene_probe"] = field("scene_probe", "Entry of sparo.tasks.")
     num_context_views: int | None = field(
-        None, "cameras that slots are made of, the first ones; null: as many as in training", gt=0, examples=[3]
+        None,
+        "Number of first cameras from which slots are computed. Default: as many as in training.",
+        gt=0,
+        examples=[3],
     )
 
 

@@ -31,27 +31,28 @@ _FRAME_METRICS = ("psnr", "mse")  # they need no object
 class VideoMasksTaskConfig(TaskConfig):
     """Episodes in the layout of evaluation sets (`sparo data movi-like`, `sparo data convert --videos`)."""
 
-    task: Literal["video_masks"] = field("video_masks", "a row of sparo.tasks")
-    root: str = field(..., "where the set is", examples=["data/movi_a/clips"])
-    split: str = field("test", "the part that is scored")
+    task: Literal["video_masks"] = field("video_masks", "Entry of sparo.tasks.")
+    root: str = field(..., "Folder of the data set.", examples=["data/movi_a/clips"])
+    split: str = field("test", "Split that is scored.")
     frames: int | None = field(
         None,
-        "so many of every episode, from its first; null: all of them, of which all have to have as many",
+        "Number of first frames of every episode. Default: all; episodes must then have equal lengths.",
         gt=0,
         examples=[6],
     )
     context_frames: int | None = field(
         None,
-        "slots of a frame see so many of the last frames; null: a binder those of its training's clips, recurrent slots all",
+        "Last frames that slots of a frame depend on. Default: the clip length of training for a binder, all frames "
+        "for recurrent slots.",
         gt=0,
         examples=[6],
     )
-    first_frame: bool = field(True, "count the first frame, too")
+    first_frame: bool = field(True, "Include the first frame in scores.")
     generate_frames: bool = field(
-        False, "of models that say tokens (STEVE): frames are generated from slots, for mse and psnr; it takes long"
+        False, "For models that predict tokens (STEVE): generate frames from slots, for mse and psnr. Slow."
     )
-    background: int | None = field(0, "the label that is no object; null: all of them are")
-    ignore: int | None = field(None, "the label of pixels that no score counts; null: there are none", examples=[255])
+    background: int | None = field(0, "Label of the background, which is no object. null: all labels are objects.")
+    ignore: int | None = field(None, "Label of pixels that are excluded from scores. null: none.", examples=[255])
     headline: Literal[
         "video_fg_ari",
         "video_fg_ari_savi",
@@ -62,9 +63,9 @@ class VideoMasksTaskConfig(TaskConfig):
         "video_miou",
         "psnr",
         "mse",
-    ] = field("video_fg_ari", "the score that tables show")
-    limit: int | None = field(None, "so many episodes, evenly spaced", gt=0, examples=[100])
-    workers: int = field(2, "processes that decode frames", ge=0, le=256)
+    ] = field("video_fg_ari", "Metric that tables show.")
+    limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[100])
+    workers: int = field(2, "Processes that decode frames.", ge=0, le=256)
 
     @model_validator(mode="after")
     def _some_frames(self) -> Self:

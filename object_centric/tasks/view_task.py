@@ -30,32 +30,35 @@ from .video_task import window_incompatibility
 class ViewMasksTaskConfig(TaskConfig):
     """Scenes in the layout of evaluation sets (`sparo data scenes3d`)."""
 
-    task: Literal["view_masks"] = field("view_masks", "a row of sparo.tasks")
-    root: str = field(..., "where the set is", examples=["data/scenes3d_simple/scenes"])
-    split: str = field("test", "the part that is scored")
+    task: Literal["view_masks"] = field("view_masks", "Entry of sparo.tasks.")
+    root: str = field(..., "Folder of the data set.", examples=["data/scenes3d_simple/scenes"])
+    split: str = field("test", "Split that is scored.")
     frames: int | None = field(
         None,
-        "so many times of every episode, from its first; null: all of them, of which all have to have as many",
+        "Number of first times of every episode. Default: all; episodes must then have equal lengths.",
         gt=0,
         examples=[6],
     )
-    views: int | None = field(None, "so many cameras, from the first; null: all of them", gt=1, examples=[5])
+    views: int | None = field(None, "Number of first cameras. Default: all.", gt=1, examples=[5])
     num_context_views: int | None = field(
-        None, "of which so many are shown, the first ones; null: as many as in training", gt=0, examples=[3]
+        None,
+        "Number of first cameras from which slots are computed. Default: as many as in training.",
+        gt=0,
+        examples=[3],
     )
     context_frames: int | None = field(
         None,
-        "slots of a time see so many of the last ones; null: a binder those of its training's clips",
+        "Last times that slots of a time depend on. Default: the clip length of training for a binder.",
         gt=0,
         examples=[6],
     )
-    background: int | None = field(0, "the label that is no object; null: all of them are")
-    far: float = field(50.0, "depth is compared where it is less than this, world units: the sky has none", gt=0)
+    background: int | None = field(0, "Label of the background, which is no object. null: all labels are objects.")
+    far: float = field(50.0, "Depth is compared where it is below this, in world units. The sky has no depth.", gt=0)
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
-    ] = field("psnr_held_out", "the score that tables show")  # fmt: skip
-    limit: int | None = field(None, "so many episodes, evenly spaced", gt=0, examples=[100])
-    workers: int = field(2, "processes that decode views", ge=0, le=256)
+    ] = field("psnr_held_out", "Metric that tables show.")  # fmt: skip
+    limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[100])
+    workers: int = field(2, "Processes that decode views.", ge=0, le=256)
 
 
 def open_views(task: ViewMasksTaskConfig) -> EvalSet:

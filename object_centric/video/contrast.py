@@ -15,19 +15,19 @@ from sparo_train.core.distributed import Ring
 class ContrastConfig(Frozen):
     """A slot is to be nearer to itself a frame before than any other slot (Manasyan et al. 2025)."""
 
-    weight: float = field(0.5, "of this loss, beside that of what is drawn", gt=0)
-    temperature: float = field(0.1, "of the softmax over cosines", gt=0)
+    weight: float = field(0.5, "Weight of the contrastive loss relative to the reconstruction loss.", gt=0)
+    temperature: float = field(0.1, "Temperature of the softmax over cosines.", gt=0)
     others: Literal["batch", "video"] = field(
-        "batch", "slots it is told apart from: those of all videos of the global batch, or of its own video alone"
+        "batch", "Negatives of a slot: slots of all videos of the global batch, or of its own video only."
     )
 
 
 class SimilarityConfig(Frozen):
     """Slots draw how like every patch is to those of the next frame (Zadaianchuk et al. 2023)."""
 
-    weight: float = field(0.1, "of this loss, beside that of features where they are drawn, too", gt=0)
-    temperature: float = field(0.075, "of the softmax over cosines of patches", gt=0)
-    threshold: float = field(0.0, "cosines below it count as no likeness at all", ge=-1, lt=1)
+    weight: float = field(0.1, "Weight of the similarity loss relative to that of features, if both are used.", gt=0)
+    temperature: float = field(0.075, "Temperature of the softmax over cosines of patches.", gt=0)
+    threshold: float = field(0.0, "Cosines below this count as zero.", ge=-1, lt=1)
 
 
 def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = None) -> Tensor:

@@ -34,8 +34,9 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
         "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
     ] = field(
         "pixels",
-        "what is drawn: frames; the encoder's features, which are not trained then; where points came from, as colours (SAVi); "
-        "log(1 + depth); both (SAVi++); how like each patch is to those of the next frame (VideoSAUR); that and features",
+        "Reconstruction target. pixels; features of the encoder, which is frozen then; flow: optical flow as colours "
+        "(SAVi); depth: log(1 + depth); flow_depth: both (SAVi++); similarity: of each patch to those of the next "
+        "frame (VideoSAUR); features_similarity: both.",
     )
 
     @model_validator(mode="after")
@@ -99,16 +100,18 @@ class VideoModel(nn.Module):
 
 
 class VideoAutoencoderConfig(Frozen):
-    kind: Literal["video_slots"] = field("video_slots", "a row of sparo.methods")
-    model: VideoModelConfig = field(VideoModelConfig(), "encoder, slots through time and decoder")
-    frames: FramesConfig = field(FramesConfig(), "which frames of an episode a sample is")
+    kind: Literal["video_slots"] = field("video_slots", "Entry of sparo.methods.")
+    model: VideoModelConfig = field(VideoModelConfig(), "Encoder, slots through time, and decoder.")
+    frames: FramesConfig = field(FramesConfig(), "Frames of an episode in a sample.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "squared error: mean over frames, pixels and colours, or their sum per video, which SAVi's clipping goes by",
+        "Squared error: mean over frames, pixels and colours, or the sum per video, on which SAVi's gradient clipping is based.",
     )
-    similarity: SimilarityConfig = field(SimilarityConfig(), "of model.target=similarity and features_similarity")
-    signed: bool = field(False, "pixels in -1..1; false: in 0..1")
-    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
+    similarity: SimilarityConfig = field(
+        SimilarityConfig(), "Similarity loss of model.target=similarity and features_similarity."
+    )
+    signed: bool = field(False, "Scale pixels to -1..1. false: 0..1.")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
     @model_validator(mode="after")
     def _range(self) -> Self:
@@ -226,8 +229,8 @@ METHOD = Method(
 
 
 class SlotContrastConfig(VideoAutoencoderConfig):
-    kind: Literal["slot_contrast"] = field("slot_contrast", "a row of sparo.methods")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-    contrast: ContrastConfig = field(ContrastConfig(), "what keeps slots with their objects")
+    kind: Literal["slot_contrast"] = field("slot_contrast", "Entry of sparo.methods.")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    contrast: ContrastConfig = field(ContrastConfig(), "Contrastive loss that keeps slots with their objects.")
 
     @model_validator(mode="after")
     def _two_frames(self) -> Self:

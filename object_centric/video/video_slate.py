@@ -26,15 +26,16 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
     """A discrete VAE, a tower of videos that groups frames' features (STEVE) or their tokens, and a decoder of tokens."""
 
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
-        ConvNetConfig(last_relu=False), "from pixels to features, or `{kind: tokens}`: a row of sparo.slot_encoders"
+        ConvNetConfig(last_relu=False),
+        "Encoder from pixels to features, or `{kind: tokens}`: an entry of sparo.slot_encoders.",
     )
 
 
 class VideoSlateConfig(Frozen):
-    kind: Literal["video_slate"] = field("video_slate", "a row of sparo.methods")
-    model: VideoSlateModelConfig = field(VideoSlateModelConfig(), "dVAE, tower and decoder")
-    frames: FramesConfig = field(FramesConfig(count=3), "which frames of an episode a sample is")
-    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "when a collapse is warned of")
+    kind: Literal["video_slate"] = field("video_slate", "Entry of sparo.methods.")
+    model: VideoSlateModelConfig = field(VideoSlateModelConfig(), "Discrete VAE, tower and decoder.")
+    frames: FramesConfig = field(FramesConfig(count=3), "Frames of an episode in a sample.")
+    collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
 
 class VideoSlateModel(SlateModel):

@@ -94,11 +94,11 @@ class HintConfig(Frozen):
 
     of: Literal["boxes", "centres", "masks"] = field(
         "boxes",
-        "what is told of an object: top, left, bottom, right in 0..1; the middle of that; or which pixels it has",
+        "Hint per object: boxes (top, left, bottom, right in 0..1), centres of boxes, or masks.",
     )
-    hidden: int = field(256, "hidden units of the perceptron that makes slots of it", gt=0)
+    hidden: int = field(256, "Hidden units of the MLP from hints to slots.", gt=0)
     encoder: ConvNetConfig = field(
-        ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)), "of masks: what sees each of them on its own"
+        ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)), "For masks: encoder of each mask."
     )
 
     def build(self, slots: int, width: int, image_size: int) -> nn.Module:
@@ -157,17 +157,18 @@ class TimedTowerConfig(SlotTowerConfig):
 
     predictor: TransformerConfig | None = field(
         None,
-        "what the next frame's slots begin as, of those that go from frame to frame: a Transformer over slots; null: as they are",
+        "Transformer over slots that predicts the initial slots of the next frame. Default: slots are carried over unchanged.",
         examples=[{"preset": "savi"}],
     )
     hint: HintConfig | None = field(
         None,
-        "what slots are told of a clip's first frame, with grouping.slot_init=given; null: nothing",
+        "Hint on a clip's first frame that initializes slots, with grouping.slot_init=given. Default: none.",
         examples=[{"of": "boxes"}],
     )
     first_iterations: int | None = field(
         None,
-        "rounds of a clip's first frame in place of grouping.iterations (videosaur, SlotContrast); null: as many",
+        "Iterations for a clip's first frame, instead of grouping.iterations (videosaur, SlotContrast). Default: the "
+        "same number.",
         gt=0,
         le=1000,
         examples=[3],

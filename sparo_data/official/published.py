@@ -48,32 +48,39 @@ class PublishedScene(NamedTuple):
 class PublishedConfig(Frozen):
     """How a published set becomes shards."""
 
-    source: str = field(..., "the format")
-    files: tuple[str, ...] = field((), "what was read, by name")
+    source: str = field(..., "Name of the published format.")
+    files: tuple[str, ...] = field((), "Names of the files that were read.")
     test: int = field(
         0,
-        "the first so many scenes (to the end of a video, or of all parts of a scene) are scored, and no training data",
+        "Number of first scenes that are scored instead of trained on, rounded up to whole videos or to all parts of a scene.",
         ge=0,
     )
-    limit: int | None = field(None, "scenes to take, all of the sources together", gt=0)
+    limit: int | None = field(None, "Maximum number of scenes from all sources.", gt=0)
     scenes: tuple[NonNegativeInt, NonNegativeInt] | None = field(
-        None, "of clevr3d: the first number that is taken, and the first behind it that is not"
+        None, "For clevr3d: range of scene numbers, first and last + 1."
     )
     max_objects: int | None = field(
         None,
-        "scenes of so many objects at most, as CLEVR6 has; counted by their masks, or as listed where there are none",
+        "Skip scenes with more objects (CLEVR6: 6). Counted by masks, or by the list of objects if there are none.",
         ge=0,
     )
-    crop: Crop = field("none", "clevr: rows 29:221, columns 64:256; center192: rows 24:216; both of 240 x 320 pixels")
-    size: int | None = field(None, "pixels per side; what is not square is squeezed", ge=8, le=4096)
-    per_shard: int = field(1000, "scenes in a shard", gt=0)
+    crop: Crop = field(
+        "none", "Crop of images of 240 x 320 pixels. clevr: rows 29:221, columns 64:256; center192: rows 24:216."
+    )
+    size: int | None = field(
+        None,
+        "Pixels per side. Images that are not square are resized without keeping their aspect ratio.",
+        ge=8,
+        le=4096,
+    )
+    per_shard: int = field(1000, "Scenes per shard.", gt=0)
     near: float | None = field(
         None,
-        "nearest and farthest of what cameras see, world units; of nerf and clevr3d, which mostly do not say",
+        "Nearest and farthest distance that cameras see, in world units, for nerf and clevr3d, whose files mostly lack it.",
         ge=0,
     )
-    far: float | None = field(None, "see near", gt=0)
-    videos: bool = field(False, "a sample per video, with all of its planes; false: one per frame")
+    far: float | None = field(None, "See near.", gt=0)
+    videos: bool = field(False, "Write one sample per video with all planes. false: one sample per frame.")
 
 
 class WriteSummary(NamedTuple):

@@ -199,16 +199,21 @@ def _room(rng: np.random.Generator, test: str) -> ObjectScene:
 class ObjectSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes."""
 
-    kind: Kind = field("clevr", "clevr: solids on grey; clevrtex: with patterns; rooms: coloured rooms of few")
-    seed: int = field(0, "of all scenes")
-    size: int = field(64, "pixels of an image's side", ge=16, le=4096)
-    train: int = field(20_000, "scenes for training", gt=0)
-    test: int = field(500, "scenes of each set that is scored", gt=0)
-    max_objects: int = field(
-        6, "objects of a scene, which has three at least where it may (rooms: one to three)", gt=0, le=10
+    kind: Kind = field(
+        "clevr", "clevr: solids on grey; clevrtex: solids with patterns; rooms: coloured rooms with few objects."
     )
-    per_shard: int = field(1000, "scenes in a shard", gt=0)
-    antialias: int = field(1, "rays per pixel along each side", ge=1, le=8)
+    seed: int = field(0, "Random seed of all scenes.")
+    size: int = field(64, "Image side in pixels.", ge=16, le=4096)
+    train: int = field(20_000, "Scenes for training.", gt=0)
+    test: int = field(500, "Scenes of each evaluation set.", gt=0)
+    max_objects: int = field(
+        6,
+        "Maximum number of objects per scene. The minimum is three if that is allowed (rooms: one to three).",
+        gt=0,
+        le=10,
+    )
+    per_shard: int = field(1000, "Scenes per shard.", gt=0)
+    antialias: int = field(1, "Rays per pixel along each side.", ge=1, le=8)
 
 
 def render_objects(

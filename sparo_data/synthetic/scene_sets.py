@@ -171,15 +171,15 @@ KINDS: dict[str, Callable[[np.random.Generator], ScenePair | None]] = {
 class ScenesConfig(Frozen):
     """How much to render. Equal configs give equal bytes."""
 
-    seed: int = field(0, "of all scenes")
-    size: int = field(64, "pixels of an image's side", ge=16)
-    train: int = field(8000, "scenes for training", gt=0)
-    per_shard: int = field(500, "scenes in a shard", gt=0)
-    per_class: int = field(20, "images of each class of the zero-shot sets", gt=0)
-    retrieval: int = field(400, "scenes of the retrieval set", gt=0)
-    pairs_per_kind: int = field(150, "true and false captions of each kind", gt=0)
-    antialias: int = field(2, "rays per pixel along each side", ge=1)
-    masks: bool = field(True, "each object's pixels beside the image")
+    seed: int = field(0, "Random seed of all scenes.")
+    size: int = field(64, "Image side in pixels.", ge=16)
+    train: int = field(8000, "Scenes for training.", gt=0)
+    per_shard: int = field(500, "Scenes per shard.", gt=0)
+    per_class: int = field(20, "Images per class of the zero-shot sets.", gt=0)
+    retrieval: int = field(400, "Scenes of the retrieval set.", gt=0)
+    pairs_per_kind: int = field(150, "Caption pairs per kind.", gt=0)
+    antialias: int = field(2, "Rays per pixel along each side.", ge=1)
+    masks: bool = field(True, "Also write a mask per object.")
 
 
 def render_scenes(

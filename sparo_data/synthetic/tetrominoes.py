@@ -72,10 +72,10 @@ def render_image(rng: np.random.Generator, left_half: bool = False) -> Tetromino
 class TetrominoesConfig(Frozen):
     """How much to draw. Equal configs give equal bytes."""
 
-    seed: int = field(0, "of all images")
-    train: int = field(60_000, "images for training", gt=0)
-    test: int = field(320, "images with masks to score on", gt=0)
-    left_half: bool = field(False, "training pieces stand in the left half alone")
+    seed: int = field(0, "Random seed of all images.")
+    train: int = field(60_000, "Images for training.", gt=0)
+    test: int = field(320, "Images with masks for evaluation.", gt=0)
+    left_half: bool = field(False, "Place training pieces in the left half only.")
 
 
 def make_tetrominoes(

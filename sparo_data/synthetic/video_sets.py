@@ -24,18 +24,21 @@ SMALL: dict[str, Any] = {"kind": "a", "size": 32, "max_objects": 3, "size_scale"
 class VideoSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""
 
-    kind: Kind = field("a", "a row of `KINDS` in sparo_data/synthetic/video_scenes.py")
-    seed: int = field(0, "of all episodes")
-    size: int = field(64, "pixels of a frame's side", ge=16, le=4096)
-    frames: int = field(24, "of an episode, 12 a second", gt=0, le=1000)
-    train: int = field(2000, "episodes for training", gt=0)
-    test: int = field(200, "episodes that are scored", gt=0)
+    kind: Kind = field("a", "An entry of `KINDS` in sparo_data/synthetic/video_scenes.py.")
+    seed: int = field(0, "Random seed of all episodes.")
+    size: int = field(64, "Side of a frame in pixels.", ge=16, le=4096)
+    frames: int = field(24, "Frames per episode, at 12 per second.", gt=0, le=1000)
+    train: int = field(2000, "Episodes for training.", gt=0)
+    test: int = field(200, "Episodes for evaluation.", gt=0)
     max_objects: int = field(
-        10, "solids of an episode of a, b and c, which has three at least where it may", gt=0, le=30
+        10,
+        "Maximum number of solids per episode for kinds a, b and c. The minimum is three if that is allowed.",
+        gt=0,
+        le=30,
     )
-    size_scale: float = field(1.0, "solids are so many times as large as CLEVR's", gt=0, le=4)
-    per_shard: int = field(200, "episodes in a shard", gt=0)
-    antialias: int = field(1, "rays per pixel along each side", ge=1, le=8)
+    size_scale: float = field(1.0, "Size of solids relative to CLEVR's.", gt=0, le=4)
+    per_shard: int = field(200, "Episodes per shard.", gt=0)
+    antialias: int = field(1, "Rays per pixel along each side.", ge=1, le=8)
 
 
 def render_videos(

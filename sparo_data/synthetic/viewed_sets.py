@@ -28,17 +28,21 @@ SMALL: dict[str, Any] = {"kind": "simple", "size": 32, "frames": 12, "antialias"
 class MultiViewSetConfig(Frozen):
     """How much to render. Equal configs give equal bytes, with one version of pybullet."""
 
-    kind: Kind = field("simple", "a row of `KINDS` in sparo_data/synthetic/viewed_scenes.py")
-    seed: int = field(0, "of all episodes")
-    size: int = field(64, "pixels of a view's side", ge=16, le=4096)
-    frames: int | None = field(None, "of an episode, 12 a second; default: the kind's, 32 or 24", gt=0, le=1000)
-    train: int = field(1800, "episodes for training", gt=0)
-    test: int = field(200, "episodes that are scored", gt=0)
-    max_objects: int | None = field(None, "objects of an episode; default: the kind's, 4 or 5", gt=0, le=10)
-    per_shard: int = field(50, "episodes in a shard", gt=0)
-    antialias: int = field(1, "rays per pixel along each side", ge=1, le=8)
+    kind: Kind = field("simple", "An entry of `KINDS` in sparo_data/synthetic/viewed_scenes.py.")
+    seed: int = field(0, "Random seed of all episodes.")
+    size: int = field(64, "Side of a view in pixels.", ge=16, le=4096)
+    frames: int | None = field(
+        None, "Frames per episode, at 12 per second. Default: 32 or 24, depending on the kind.", gt=0, le=1000
+    )
+    train: int = field(1800, "Episodes for training.", gt=0)
+    test: int = field(200, "Episodes for evaluation.", gt=0)
+    max_objects: int | None = field(
+        None, "Maximum number of objects per episode. Default: 4 or 5, depending on the kind.", gt=0, le=10
+    )
+    per_shard: int = field(50, "Episodes per shard.", gt=0)
+    antialias: int = field(1, "Rays per pixel along each side.", ge=1, le=8)
     samples: int = field(
-        0, "paths of a pixel by which Blender's Cycles draws colours; 0: our ray tracer does", ge=0, le=65536
+        0, "Samples per pixel of Blender's Cycles. 0: render with the built-in ray tracer.", ge=0, le=65536
     )
 
 

@@ -131,7 +131,9 @@ class OptimConfig(Frozen):
     clip_per: Literal["global", "tensor"] = field(
         "global", "Clip the norm of all gradients together, or of each parameter's gradient (DINO)."
     )
-    max_consecutive_skips: int = resumable_field(20, "Consecutive non-finite steps that are allowed. One more ends training.", ge=0)
+    max_consecutive_skips: int = resumable_field(
+        20, "Consecutive non-finite steps that are allowed. One more ends training.", ge=0
+    )
     groups: tuple[OptimGroupConfig, ...] = field(
         (), "Parameters with their own learning rate or weight decay, selected by name."
     )

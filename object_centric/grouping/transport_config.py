@@ -1,0 +1,62 @@
+"""Configuration of attention by optimal transport (Zhang et al. 2022; davzha/MESH)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from sparo_train.core.config import Frozen, field
+
+
+class TransportConfig(Frozen):
+    """SA-Sinkhorn by default; `exact` makes it SA-EMD, `entropy_steps` SA-ME."""
+
+    cost: Literal["sqeuclidean", "cdist", "cosine"] = field(
+        "sqeuclidean",
+        "Cost between a slot's query and a token's key: squared distance (paper), distance (code), or negative cosine.",
+    )
+    cost_scale: float = field(1.0, "Factor on costs, the inverse temperature (code: 6 for cosine).", gt=0)
+    slot_marginal: Literal["one", "learned"] = field(
+        "one", "Marginals of slots: equal (paper) or learned (code). Marginals of tokens are learned."
+    )
+    hidden: int | None = field(
+        None,
+        "Hidden units of the MLPs that score tokens and slots. Default: the width of their inputs.",
+        gt=0,
+        examples=[64],
+    )
+    steps: int = field(5, "Iterations of Sinkhorn's algorithm.", gt=0, le=10_000)
+    entropy_steps: int = field(0, "Steps that minimize the plan's entropy. 0: none.", ge=0, le=1000)
+    entropy_rate: float = field(8.0, "Step size of the entropy minimization.", gt=0)
+    learn_rate: bool = field(False, "Learn the step size, starting from entropy_rate.")
+    noise: float = field(
+        1e-3,
+        "For entropy_steps: standard deviation of the noise that is added to costs once per image to break ties.",
+        ge=0,
+    )
+    second_order: bool = field(
+        False, "Differentiate through the entropy gradient (text of the paper). false: treat it as a constant (code)."
+    )
+    regulariser: float = field(
+        0.0, "Lambda of Eq. 9: shares move between similar slots only. Learned with second_order.", ge=0
+    )
+    exact: Literal["none", "sum", "straight_through"] = field(
+        "none",
+        "Also compute the optimal plan (POT): add it (sum, Eq. 8), or use it with the gradient of Sinkhorn's plan "
+        "(straight_through).",
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.entropy_steps and self.exact != "none":
+            raise ValueError(f"exact={self.exact}: goes without entropy_steps (it has {self.entropy_steps})")
+        if not self.entropy_steps:
+            for knob in ("second_order", "learn_rate", "regulariser"):
+                if getattr(self, knob):
+                    raise ValueError(f"{knob}: is of entropy_steps, and there are none")
+        if self.regulariser and not self.second_order:
+            raise ValueError(
+                "regulariser: who is similar is learned through steps that carry a gradient; set second_order"
+            )
+        return self
