@@ -1,4 +1,4 @@
-"""`sparo data convert`: other people's pictures, or one's own, to shards."""
+"""`sparo data convert`: convert published sets or your own images to shards."""
 
 from __future__ import annotations
 
@@ -17,61 +17,71 @@ from .given_options import parse_part
 if TYPE_CHECKING:  # `sparo --help` needs none of it
     from sparo_data.captioned_sets import ConversionResult
 
-ShareOption = Annotated[str | None, typer.Option(help="I/N: only the I-th of N parts, from 0 (sparo launch data)")]
+ShareOption = Annotated[
+    str | None, typer.Option(help="I/N: convert only part I of N, counted from 0 (for sparo launch data).")
+]
 _TEMPLATE = "a photo of a {c}"
 _DEFAULT_FOLDER = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="an image folder, a .csv/.tsv file, or with --as what it names")],
-    folder: Annotated[Path, typer.Argument(help="where the shards go")],
+    source: Annotated[Path, typer.Argument(help="Image folder or .csv/.tsv file; with --as, files of that set.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     test: Annotated[
         int,
-        typer.Option(min=0, help="so many images are kept from training and scored; --as: the first so many scenes"),
+        typer.Option(min=0, help="Number of images to keep for evaluation. With --as: the first scenes."),
     ] = 0,
     image_column: Annotated[
         str | None,
-        typer.Option(help="of a table; default: filepath, image, image_path, img, file_name, filename, file or path"),
+        typer.Option(
+            help="Image column of a table. Default: filepath, image, image_path, img, file_name, filename, file or "
+            "path."
+        ),
     ] = None,
     caption_column: Annotated[
-        str | None, typer.Option(help="of a table; default: the first of title, caption, text, txt, sentence")
+        str | None,
+        typer.Option(help="Caption column of a table. Default: the first of title, caption, text, txt, sentence."),
     ] = None,
-    separator: Annotated[str | None, typer.Option(help="between columns; default: told by the header")] = None,
+    separator: Annotated[str | None, typer.Option(help="Column separator. Default: detected in the header.")] = None,
     skip_missing: Annotated[
         bool,
-        typer.Option("--skip-missing", help="of a table: leave out rows whose picture is not there, and count them"),
+        typer.Option("--skip-missing", help="Skip and count rows of a table whose image is missing."),
     ] = False,
-    template: Annotated[str, typer.Option(help="caption for CLASS/ folders; {c} is the class")] = _TEMPLATE,
-    per_shard: Annotated[int | None, typer.Option(min=1, help="default: 1000, and 100 with --videos")] = None,
+    template: Annotated[str, typer.Option(help="Caption for CLASS/ folders; {c} is the class.")] = _TEMPLATE,
+    per_shard: Annotated[
+        int | None, typer.Option(min=1, help="Samples per shard. Default: 1000; with --videos: 100.")
+    ] = None,
     part: ShareOption = None,
     kind: Annotated[
         str | None,
         typer.Option(
             "--as",
-            help="a published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, multi_dsprites, clevr, clevrtex, "
-            "coco, movi, npy, lmdb, nerf, clevr3d, sunds",
+            help="Published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, "
+            "multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb, nerf, clevr3d, sunds.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="--as: so many scenes")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --as: maximum number of scenes.")] = None,
     scenes: Annotated[
-        str | None, typer.Option(metavar="A:B", help="--as clevr3d: scenes A to B-1 (ObSuRF trains on 0:70000)")
+        str | None, typer.Option(metavar="A:B", help="With --as clevr3d: scenes A to B-1 (ObSuRF trains on 0:70000).")
     ] = None,
     max_objects: Annotated[
-        int | None, typer.Option(min=0, help="--as: scenes of so many objects at most (CLEVR6: 6)")
+        int | None, typer.Option(min=0, help="With --as: skip scenes with more objects (CLEVR6: 6).")
     ] = None,
     crop: Annotated[
-        str, typer.Option(help="--as, of 240 x 320 pixels: none, clevr (rows 29:221) or center192")
+        str, typer.Option(help="With --as, for 240 x 320 pixels: none, clevr (rows 29:221) or center192.")
     ] = "none",
-    size: Annotated[int | None, typer.Option(help="--as: pixels per side")] = None,
+    size: Annotated[int | None, typer.Option(help="With --as: pixels per side.")] = None,
     near: Annotated[
-        float | None, typer.Option(help="--as nerf, clevr3d: how near cameras see something, world units")
+        float | None, typer.Option(help="With --as nerf or clevr3d: nearest distance that cameras see, in world units.")
     ] = None,
-    far: Annotated[float | None, typer.Option(help="--as nerf, clevr3d: and how far")] = None,
+    far: Annotated[
+        float | None, typer.Option(help="With --as nerf or clevr3d: farthest distance that cameras see.")
+    ] = None,
     videos: Annotated[
-        bool, typer.Option("--videos", help="--as movi or npy: a sample per video; else one per frame")
+        bool, typer.Option("--videos", help="With --as movi or npy: one sample per video instead of one per frame.")
     ] = False,
 ) -> None:
-    """Write a folder or table of images with captions, or a published set, as shards."""
+    """Convert a folder or table of images with captions, or a published set, to shards."""
     own, per_shard = parse_part(part), per_shard or (100 if videos else 1000)
     published_options = {
         "--limit": limit,
@@ -88,10 +98,10 @@ def convert(
     for name, user_input in (folder_options if kind is not None else published_options).items():
         if user_input:
             applies_to = "folders and tables" if kind is not None else "--as NAME"
-            raise ConfigError(f"{name}: is of {applies_to}; leave it away")
+            raise ConfigError(f"{name}: applies to {applies_to} only. Remove it.")
     if own is not None and (kind is not None or test):
-        what = "a published set is" if kind is not None else "with --test the set is"
-        raise ConfigError(f"--part: {what} converted whole")
+        what = "published sets are" if kind is not None else "with --test, the set is"
+        raise ConfigError(f"--part: {what} converted as a whole. Remove it.")
     if kind is not None:
         user_input = {
             "test": test,
@@ -114,28 +124,28 @@ def convert(
             source, folder, image_column, caption_column, separator, per_shard, own, test, skip_missing
         )
     elif source.suffix == ".tar" or source.name.endswith((".tar.gz", ".tgz")):
-        raise ConfigError(
-            f"{source}: is a shard, which needs no conversion. Train with data.sources='{{mine: {{shards: {source}}}}}'."
-        )
+        raise ConfigError(f"{source}: is a shard already. Train with data.sources='{{mine: {{shards: {source}}}}}'.")
     elif source.suffix == ".gz":
         raise ConfigError(f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}")
     else:
-        raise ConfigError(f"{source}: give an image folder, a .csv or .tsv file, or --as NAME for a published set")
+        raise ConfigError(
+            f"{source}: cannot be converted. Name an image folder or a .csv or .tsv file, or pass --as NAME for a published set."
+        )
     _print_summary(folder, converted, own is None)
 
 
 def _parse_scene_range(scenes: str | None) -> tuple[int, int] | None:
-    """A and B of A:B. Raises `ConfigError`."""
+    """Parse A:B into (A, B). Raises `ConfigError`."""
     if scenes is None:
         return None
     first, _, last = scenes.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
-        raise ConfigError(f"--scenes {scenes}: write A:B, as in 0:70000; B is the first that is left out")
+        raise ConfigError(f"--scenes {scenes}: expected A:B, as in 0:70000 for scenes 0 to 69999.")
     return int(first), int(last)
 
 
 def _convert_published(source: Path, folder: Path, kind: str, options: dict[str, Any]) -> None:
-    """Convert a published set and say what was written."""
+    """Convert a published set and print a summary."""
     from ..commands.making import convert_published_set
 
     written = convert_published_set(source, folder, kind, **options)

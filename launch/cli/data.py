@@ -1,4 +1,4 @@
-"""`sparo data …`: make, convert, check, index and benchmark shards."""
+"""`sparo data …`: create, convert, check, index and benchmark shards."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ if TYPE_CHECKING:  # `sparo --help` does not import it
 
 
 class ObjectKind(StrEnum):  # sparo_data/synthetic/object_scenes.py's, which is not imported before it is needed
-    """What scenes are of."""
+    """Kinds of scenes."""
 
     clevr = "clevr"
     clevrtex = "clevrtex"
     rooms = "rooms"
 
 
-app = typer.Typer(no_args_is_help=True, help="Make, convert, check, index and benchmark shards.")
+app = typer.Typer(no_args_is_help=True, help="Create, convert, check, index and benchmark shards.")
 
 
 @app.command()
 def scenes(
     folder: Annotated[Path, typer.Argument()] = Path("data/scenes"),
-    train: Annotated[int, typer.Option(help="training scenes")] = 8000,
+    train: Annotated[int, typer.Option(help="Scenes for training.")] = 8000,
     test: Annotated[
-        int, typer.Option(min=20, help="scenes with captions to score; the zero-shot sets and the pairs go with it")
+        int,
+        typer.Option(min=20, help="Scenes of the retrieval set. The zero-shot sets and caption pairs scale with it."),
     ] = 400,
-    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
@@ -56,14 +57,14 @@ def scenes(
 @app.command()
 def tetrominoes(
     folder: Annotated[Path, typer.Argument()] = Path("data/tetrominoes"),
-    train: Annotated[int, typer.Option(min=1, help="training images")] = 60_000,
-    test: Annotated[int, typer.Option(min=1, help="images with masks to score on")] = 320,
+    train: Annotated[int, typer.Option(min=1, help="Images for training.")] = 60_000,
+    test: Annotated[int, typer.Option(min=1, help="Images with masks for evaluation.")] = 320,
     left_half: Annotated[
-        bool, typer.Option("--left-half", help="training pieces stand in the left half alone")
+        bool, typer.Option("--left-half", help="Place training pieces in the left half only.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Draw Tetrominoes with masks: three pieces on black, for object discovery."""
+    """Generate Tetrominoes with masks (three pieces on black) for object discovery."""
     from ..commands.making import make_tetromino_set
 
     make_tetromino_set(folder, train=train, test=test, seed=seed, left_half=left_half)
@@ -72,19 +73,19 @@ def tetrominoes(
 
 @app.command()
 def objects(
-    kind: Annotated[ObjectKind, typer.Argument(help="CLEVR-like solids, the same with patterns, or rooms")],
-    folder: Annotated[Path | None, typer.Argument(help="default: data/KIND")] = None,
-    train: Annotated[int, typer.Option(min=1, help="training scenes")] = 20_000,
-    test: Annotated[int, typer.Option(min=1, help="scenes of each set that is scored")] = 500,
-    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    kind: Annotated[ObjectKind, typer.Argument(help="clevr: solids; clevrtex: solids with patterns; rooms.")],
+    folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/KIND.")] = None,
+    train: Annotated[int, typer.Option(min=1, help="Scenes for training.")] = 20_000,
+    test: Annotated[int, typer.Option(min=1, help="Scenes of each evaluation set.")] = 500,
+    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
     max_objects: Annotated[
-        int | None, typer.Option(min=1, help="objects of a scene (clevr and clevrtex); default: 6")
+        int | None, typer.Option(min=1, help="Maximum objects per scene (clevr, clevrtex). Default: 6.")
     ] = None,
-    antialias: Annotated[int, typer.Option(min=1, help="rays per pixel along each side")] = 1,
+    antialias: Annotated[int, typer.Option(min=1, help="Rays per pixel along each side.")] = 1,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
-    """Render scenes with masks and attributes: for object discovery and set prediction."""
+    """Render scenes with masks and attributes for object discovery and set prediction."""
     from ..commands.making import make_object_set
 
     folder = folder or Path("data") / kind.value
@@ -101,11 +102,11 @@ app.command()(drawn_verbs.scenes3d)
 @app.command()
 def emoji(
     folder: Annotated[Path, typer.Argument()] = Path("data/emoji"),
-    size: Annotated[int, typer.Option(help="pixels per side")] = 64,
+    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:
-    """Fetch emoji drawings of nine vendors through npm and write them with captions and leak-free tests."""
+    """Download emoji of nine vendors through npm and write shards with captions and leak-free tests."""
     from ..commands.making import make_emoji_set
 
     for part, count in make_emoji_set(folder, size, seed, processes).items():
@@ -115,7 +116,7 @@ def emoji(
 @app.command("fashion-mnist")
 def fashion_mnist(
     folder: Annotated[Path, typer.Argument()] = Path("data/fashion_mnist"),
-    raw: Annotated[Path | None, typer.Option(help="folder of the idx files (default: Debian's)")] = None,
+    raw: Annotated[Path | None, typer.Option(help="Folder of the idx files. Default: Debian's.")] = None,
 ) -> None:
     """Write Fashion-MNIST (Debian: dataset-fashion-mnist) as captioned shards with a zero-shot test."""
     from sparo_data.fashion_mnist import FASHION_FOLDER, make_fashion_mnist
@@ -129,9 +130,9 @@ app.command()(convert_verb.convert)
 
 @app.command()
 def index(
-    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")], part: ShareOption = None
+    shards: Annotated[list[str], typer.Argument(help="Folders, globs, brace ranges or URLs.")], part: ShareOption = None
 ) -> None:
-    """Scan shards once and keep the index beside them (NAME.tar.idx.npy); training starts at once afterwards."""
+    """Index shards (NAME.tar.idx.npy), so that training starts at once."""
     from sparo_train.data.read.remote import find_shards
     from sparo_train.data.read.shards import ShardsConfig
     from sparo_train.data.read.sources import open_source
@@ -149,18 +150,20 @@ def index(
 
 @app.command()
 def check(
-    shards: Annotated[list[str], typer.Argument(help="folders, globs, brace ranges, URLs")],
-    caption_key: Annotated[str, typer.Option(help="extension of captions; '': pictures alone are wanted")] = "txt",
+    shards: Annotated[list[str], typer.Argument(help="Folders, globs, brace ranges or URLs.")],
+    caption_key: Annotated[
+        str, typer.Option(help="File extension of captions; '' for images without captions.")
+    ] = "txt",
     processes: Processes = 2,
     pixel_range: Annotated[
-        str, typer.Option(help="the recipe's data.pixel_range: by_type, percentiles or [LOW, HIGH]")
+        str, typer.Option(help="As data.pixel_range of the recipe: by_type, percentiles or [LOW, HIGH].")
     ] = "by_type",
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the report here")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
     hash_: Annotated[
-        bool, typer.Option("--hash", help="also write SHARD.sha256, by which a run knows its data to the last byte")
+        bool, typer.Option("--hash", help="Also write SHARD.sha256, so that a run recognises changed data.")
     ] = False,
 ) -> None:
-    """Read and decode everything: counts, duplicates, broken samples. Ends with code 1 where anything is broken."""
+    """Read and decode all samples; report counts, duplicates and broken samples. Exit with code 1 if anything is broken."""
     from sparo_train.data.read.remote import find_shards
     from sparo_train.data.read.shards import ShardsConfig, record_hash
 
@@ -202,7 +205,7 @@ def bench(
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1)] = 512,
 ) -> None:
-    """Samples per second of one worker, share of time per stage, and of the whole pipeline."""
+    """Measure samples per second of one worker, of its stages, and of the whole pipeline."""
     from sparo_data.bench import bench as run_bench
     from sparo_train.train.build import build_pipeline
 

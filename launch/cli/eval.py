@@ -20,18 +20,21 @@ from .given_options import check_figure_path, parse_part_or_array, parse_slots
 if TYPE_CHECKING:
     from evals.report.paper_tables import Grid
 
-Results = Annotated[list[str], typer.Argument(help="run folders, folders with results.jsonl, or such files")]
+Results = Annotated[list[str], typer.Argument(help="Run folders, or folders or files of results.jsonl.")]
 Mean = Annotated[
-    bool, typer.Option("--mean", help="over seeds: the mean and its 95 % interval (Student's t), not median and range")
+    bool,
+    typer.Option(
+        "--mean", help="Over seeds, show the mean with its 95 % interval (Student's t) instead of median and range."
+    ),
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(help="over seeds: the differences to this row, with 95 % intervals (Welch's t)"),
+    typer.Option(help="Over seeds, show differences to this row with 95 % intervals (Welch's t)."),
 ]
 
 
 class _ScoreUnlessNamed(TyperGroup):
-    """`sparo eval CHECKPOINT…` scores; `sparo eval table …` and the other names do what they say."""
+    """Command group that runs `score` if its first argument is not the name of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):
@@ -42,7 +45,7 @@ class _ScoreUnlessNamed(TyperGroup):
 app = typer.Typer(
     cls=_ScoreUnlessNamed,
     pretty_exceptions_enable=False,
-    help="Score checkpoints (`sparo eval CHECKPOINT…` is `sparo eval score CHECKPOINT…`), and draw what was scored.",
+    help="Score checkpoints (`sparo eval CHECKPOINT…` is short for `sparo eval score CHECKPOINT…`), and show results.",
 )
 
 
@@ -51,53 +54,59 @@ def score(
     checkpoints: Annotated[
         list[str] | None,
         typer.Argument(
-            help="run folders, checkpoint folders, exported folders, weight files, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER, pixels:SIZE"
+            help="Run folders, checkpoint folders, exports, weight files, open_clip:NAME@FILE, timm:NAME@FILE, "
+            "hf:FOLDER, pixels:SIZE."
         ),
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="comma-separated: tasks of the run or YAML, folders of data, sets and groups of --list"),
+        typer.Option(help="Comma-separated tasks of the run or YAML, data folders, or sets and groups of --list."),
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="YAML with `tasks:`, or a recipe, whose eval.tasks are taken (default: the run's own)"),
+        typer.Option(help="YAML with `tasks:`, or a recipe with eval.tasks. Default: the tasks of the run."),
     ] = None,
-    root: Annotated[Path, typer.Option(help="folder of the sets of --list")] = Path("data"),
+    root: Annotated[Path, typer.Option(help="Parent folder of the sets of --list.")] = Path("data"),
     listed: Annotated[
-        bool, typer.Option("--list", help="every data set: where its files must lie, and whether they do")
+        bool, typer.Option("--list", help="List all data sets, their expected files, and whether these exist.")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="for weight files: a model name, e.g. gap-ViT-B-16")] = None,
-    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: how the model runs; scores are fp32")] = "fp32",
-    limit: Annotated[int | None, typer.Option(min=1, help="so many images per set, evenly spaced")] = None,
+    model: Annotated[str | None, typer.Option(help="For weight files: model name, as in gap-ViT-B-16.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are fp32.")
+    ] = "fp32",
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")] = None,
     features: Annotated[
         str | None,
-        typer.Option(help="folder of the feature store, or none (default: $SPARO_FEATURES, ~/.cache/sparo/features)"),
+        typer.Option(help="Folder of the feature store, or none. Default: $SPARO_FEATURES or ~/.cache/sparo/features."),
     ] = None,
-    storage: Annotated[str, typer.Option(help="fp32 or fp16: how features are stored")] = "fp32",
+    storage: Annotated[str, typer.Option(help="Dtype of stored features: fp32 or fp16.")] = "fp32",
     slots: Annotated[
         str | None,
         typer.Option(
-            help="only these slots of the images' encodings, from 0: 0,3,8-15, or a selection.json (texts stay whole)"
+            help="Use only these slots of image encodings, counted from 0: 0,3,8-15, or a selection.json. Texts "
+            "keep all slots."
         ),
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help="I/N, or slurm (the array's): encode the I-th of N shares; score where all are there"),
+        typer.Option(
+            help="I/N, or slurm (from the array): encode share I of N. Scores are computed once all shares exist."
+        ),
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="folder for results.jsonl and predictions (default: RUN/evals, for runs)")
+        Path | None, typer.Option(help="Folder for results.jsonl and predictions. Default for runs: RUN/evals.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results here, as one file")] = None,
-    write_to_run: Annotated[bool, typer.Option(help="write into a run's own evals folder")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")] = None,
+    write_to_run: Annotated[bool, typer.Option(help="Write results into the evals folder of a run.")] = True,
 ) -> None:
-    """Score checkpoints and print one table. Under torchrun the ranks share the encoding, the k-NN search and DINO's probe."""
+    """Score checkpoints and print one table. Under torchrun, ranks share the encoding, the k-NN search and DINO's probe."""
     if listed:
         from ..views.results_table import show_catalogue
 
         show_catalogue(root)
         return
     if not checkpoints:
-        raise ConfigError("sparo eval: name a checkpoint, or --list to see the data sets")
+        raise ConfigError("sparo eval: no checkpoint. Name one, or use --list to see the data sets.")
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
 
@@ -132,31 +141,34 @@ def score(
 def table(
     results: Results,
     layout: Annotated[
-        str | None, typer.Option(help="1, 2, 3, 6, B.1 or B.2: columns as in the SPARO paper (default: every headline)")
+        str | None,
+        typer.Option(
+            help="Columns of a table of the SPARO paper: 1, 2, 3, 6, B.1 or B.2. Default: the headline metric of "
+            "every task."
+        ),
     ] = None,
     paper: Annotated[
         str,
         typer.Option(
-            help="with a layout: training sets whose printed rows are added (CC3M, CC12M, CC15M, L400M, ImageNet), or all"
+            help="With --layout: add rows of the paper for these training sets (CC3M, CC12M, CC15M, L400M, "
+            "ImageNet), or all."
         ),
     ] = "",
-    transpose: Annotated[
-        bool, typer.Option(help="a row per task and a column per checkpoint (and per printed row of the paper)")
-    ] = False,
+    transpose: Annotated[bool, typer.Option(help="One row per task and one column per checkpoint.")] = False,
     seeds: Annotated[
-        bool, typer.Option("--seeds", help="one row for runs that differ in their seed alone: median and range")
+        bool, typer.Option("--seeds", help="Combine runs that differ only in their seed: median and range.")
     ] = False,
     mean: Mean = False,
     baseline: Baseline = None,
-    format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
+    format: Annotated[str, typer.Option(help="Output format: terminal, markdown, csv or latex.")] = "terminal",
 ) -> None:
-    """One table of results: checkpoints x tasks, or a table of the paper."""
+    """Print results as a table of checkpoints and tasks, or in the layout of a table of the paper."""
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
     _refuse_both(mean, baseline)
     if (mean or baseline is not None) and not seeds:
-        raise ConfigError(f"{'--mean' if mean else f'--baseline {baseline}'}: is over seeds; add --seeds")
+        raise ConfigError(f"{'--mean' if mean else f'--baseline {baseline}'}: needs --seeds. Add it.")
     grid_kwargs = {}
     if layout == "6":
         from ..commands.sweep_table import checkpoint_readout_cells  # builds models, if only on paper
@@ -172,27 +184,28 @@ def table(
 
 @app.command()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="a sweep file, as configs/sweeps/table6.yaml")],
+    file: Annotated[Path, typer.Argument(help="Sweep file, as configs/sweeps/table6.yaml.")],
     folder: Annotated[
-        Path | None, typer.Option("--runs", help="where its runs are (default: where its recipes put them)")
+        Path | None, typer.Option("--runs", help="Parent folder of its runs. Default: as its recipes say.")
     ] = None,
-    figure: Annotated[Path | None, typer.Option(help="also draw a task over parameters into this picture")] = None,
-    task: Annotated[str | None, typer.Option(help="of --figure (default: the first)")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Also plot a task over parameters into this file.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task of --figure. Default: the first.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help="6 or B.2 (or another of `sparo eval table`): columns as in the SPARO paper")
+        str | None,
+        typer.Option(help="Columns of a table of the SPARO paper: 6, B.2, or another of `sparo eval table`."),
     ] = None,
     paper: Annotated[
-        str, typer.Option(help="with a layout: training sets whose printed rows are added (CC15M, …), or all")
+        str, typer.Option(help="With --layout: add rows of the paper for these training sets (CC15M, …), or all.")
     ] = "",
     mean: Mean = False,
     baseline: Baseline = None,
-    format: Annotated[str, typer.Option(help="terminal, markdown, csv or latex")] = "terminal",
+    format: Annotated[str, typer.Option(help="Output format: terminal, markdown, csv or latex.")] = "terminal",
 ) -> None:
-    """The rows of a sweep file: parameters, and each task's median and range over the seeds that were trained."""
+    """Print the rows of a sweep with parameters, and each task's median and range over the trained seeds."""
     from ..commands.sweep_table import draw, sweep_grid, sweep_rows
 
     if task is not None and figure is None:
-        raise ConfigError(f"--task {task}: is of --figure, which draws it; leave it away, or name a file")
+        raise ConfigError(f"--task {task}: applies to --figure only. Remove it, or name a file with --figure.")
     _refuse_both(mean, baseline)
     check_figure_path(figure, "--figure")
     rows = sweep_rows(file, folder)
@@ -206,7 +219,7 @@ def sweep(
 
 def _refuse_both(mean: bool, baseline: str | None) -> None:
     if mean and baseline is not None:
-        raise ConfigError(f"--mean, --baseline {baseline}: differences are of means; leave --mean away")
+        raise ConfigError(f"--mean, --baseline {baseline}: differences are of means already. Remove --mean.")
 
 
 def _print(grid: Grid, transpose: bool, format: str) -> None:
@@ -230,13 +243,15 @@ def _print(grid: Grid, transpose: bool, format: str) -> None:
 @app.command()
 def compare(
     first: Annotated[
-        str, typer.Argument(help="a run folder, a folder with results.jsonl of one checkpoint, or 'RUN (slots 0,1)'")
+        str, typer.Argument(help="Run folder, folder with results.jsonl of one checkpoint, or 'RUN (slots 0,1)'.")
     ],
-    second: Annotated[str, typer.Argument(help="another")],
-    plot: Annotated[Path | None, typer.Option(help="also draw the relative changes here (PNG, PDF or SVG)")] = None,
+    second: Annotated[str, typer.Argument(help="Second checkpoint.")],
+    plot: Annotated[
+        Path | None, typer.Option(help="Also plot relative changes into this file (PNG, PDF or SVG).")
+    ] = None,
 ) -> None:
-    """Two checkpoints on the same samples: differences with paired 95 % intervals, how many samples
-    one alone has right (1st, 2nd), and McNemar's exact p."""
+    """Compare two checkpoints on the same samples: paired differences with 95 % intervals, numbers of samples that only one
+    answers correctly (1st, 2nd), and McNemar's exact p."""
     from evals.report.compare import compare as paired
     from evals.report.plots import relative_change
     from evals.report.results_file import Record, records_of
@@ -253,7 +268,7 @@ def compare(
     common = [task for task in sides[0] if task in sides[1]]
     if not common:
         raise ConfigError(
-            f"no task in common: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}; score both on the same (--data)"
+            f"no common task: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}; score both with the same --data"
         )
     compared = []
     for task in common:
@@ -275,7 +290,7 @@ def compare(
             "-" if c.p is None else f"{c.p:.2g}",
         )
     if not compared:
-        raise ConfigError(f"{first} and {second}: no task can be compared; the lines above say why")
+        raise ConfigError(f"{first} and {second}: no task can be compared, for the reasons above")
     out.print(table)
     if plot:  # of what was compared: others are scores of other things
         before, after = ({task: side[task] for task in compared} for side in sides)
@@ -286,9 +301,9 @@ def compare(
 @app.command("export")
 def export_results(
     results: Results,
-    folder: Annotated[Path, typer.Option("--out", help="folder for the JSON files")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the JSON files.")],
 ) -> None:
-    """Results as clip-benchmark's JSON files, for `clip_benchmark build`."""
+    """Write results as JSON files of clip-benchmark, for `clip_benchmark build`."""
     from evals.report.grid_text import write
     from evals.report.results_file import read_records
 

@@ -33,18 +33,20 @@ def _complete(incomplete: str) -> list[str]:
 Recipe = Annotated[
     Path,
     typer.Argument(
-        help="a YAML file, or the name of a recipe that comes with sparo: emoji_small (`sparo recipes`)",
+        help="YAML file, or name of a shipped recipe such as emoji_small (`sparo recipes`).",
         autocompletion=_complete,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="optim.lr=1e-3; +key=… adds an entry, key=null takes it away"),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Overrides, as in optim.lr=1e-3. +key=… adds an entry, key=null removes it."
+    ),
 ]
 
 
 def normalize_overrides(overrides: Sequence[str] | None) -> list[str]:
-    """Overrides, with what stands behind `--key` drawn to it, so that an error can say how to write both."""
+    """Return the overrides with each `--key VALUE` joined into one, so that the error can show how to write it."""
     normalized: list[str] = []
     for word in overrides or []:
         if normalized and normalized[-1].startswith("-") and "=" not in normalized[-1] and "=" not in word:
@@ -55,7 +57,7 @@ def normalize_overrides(overrides: Sequence[str] | None) -> list[str]:
 
 
 def load_run_config(recipe: Path, overrides: Sequence[str] | None) -> RunConfig:
-    """The resolved recipe that a user's words mean. Raises `ConfigError`."""
+    """Return the resolved recipe of a file or name and its overrides. Raises `ConfigError`."""
     from sparo_train.train.run_config import load_run
 
     from ..commands.recipes import find_recipe
@@ -64,7 +66,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str] | None) -> RunConfig:
 
 
 def refuse_keys_as_options(options: Sequence[str]) -> None:
-    """Raise `ConfigError` where an option is a recipe's key and none of a cluster."""
+    """Raise `ConfigError` for an option that is a recipe key but not a cluster key."""
     from sparo_train.core.recipe.layers import assignment
     from sparo_train.train.run_config import RunConfig
 
@@ -77,44 +79,44 @@ def refuse_keys_as_options(options: Sequence[str]) -> None:
 
 
 def refuse_options(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Raise `ConfigError` for an option that was typed where it does nothing, also with its own default."""
+    """Raise `ConfigError` for an option that was given but has no effect, even with its default value."""
     for name in names:
         # By where it came from: an option that is typed with its default is meant, too.
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"--{name.replace('_', '-')}: {why}; leave it away")
+            raise ConfigError(f"--{name.replace('_', '-')}: {why}. Remove it.")
 
 
 def parse_part(text: str | None, others: str = "") -> tuple[int, int] | None:
-    """`I/N` with I from 0; `others`: what else may be written there, for the error."""
+    """Parse `I/N`, with I from 0. `others` lists further valid values for the error."""
     if text is None:
         return None
     number, slash, of = text.partition("/")
     # isdecimal, not isdigit: of ² int() would raise.
     if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
-        raise ConfigError(f"--part {text}: write I/N with I from 0 to N-1, as in 0/4{others}")
+        raise ConfigError(f"--part {text}: expected I/N with I from 0 to N-1, as in 0/4{others}.")
     return int(number), int(of)
 
 
 def parse_part_or_array(text: str | None, features: Path | None) -> tuple[int, int] | None:
-    """`I/N` with I from 0, or the SLURM array's place."""
+    """Parse `I/N`, with I from 0, or read the index of the SLURM array."""
     if text is None:
         return None
     if features is None:
-        raise ConfigError(
-            "--part: several processes share their work through the feature store; leave --features none away"
-        )
+        raise ConfigError("--part: processes share their work through the feature store. Remove --features none.")
     if text == "slurm":
         values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
         # SLURM numbers an array as it was asked to, not from 0: the least one is the first part.
         if not all(v.isdigit() for v in values):
-            raise ConfigError("--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set; this is no SLURM array")
+            raise ConfigError(
+                "--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set. Use it in a SLURM array, or write I/N."
+            )
         return int(values[0]) - int(values[1]), int(values[2])
     return parse_part(text, ", or slurm")
 
 
 def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
-    """`0,3,8-15` to numbers, each once, in order; the name of a file to its path."""
+    """Parse `0,3,8-15` into sorted unique numbers, or the name of a file into its path."""
     if text is None:
         return None
     # A file that is not there yet is named by its ending, so that what is missing is the file.
@@ -127,7 +129,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
             dash and not (last.isdecimal() and int(first) <= int(last) < int(first) + 100_000)
         ):
             raise ConfigError(
-                f"--slots {text}: {word!r} is no slot; write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json"
+                f"--slots {text}: {word!r} is not a slot number. Write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json."
             )
         slots.update(range(int(first), int(last or first) + 1))
     # Sorted: slots keep their order in an encoding, whatever the order of words.
@@ -135,34 +137,34 @@ def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
 
 
 def check_json_path(path: Path | None) -> Path | None:
-    """Where it can be written: said before anything is encoded."""
+    """Raise `ConfigError` if a file cannot be written, before anything is encoded."""
     from evals.report.results_file import refuse_unwritable
 
     if path is not None:
         if path.is_dir():
-            raise ConfigError(f"--json {path}: is a folder; name a file")
+            raise ConfigError(f"--json {path}: is a folder. Name a file.")
         refuse_unwritable(path.parent, f"--json {path}")
     return path
 
 
 def check_figure_path(path: Path | None, option: str) -> Path | None:
-    """A picture's file of a kind that is drawn; said before anything is scored."""
+    """Raise `ConfigError` for a file type that cannot be plotted, before anything is scored."""
     if path is not None and path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{option} {path}: name a .png, .pdf or .svg file")
+        raise ConfigError(f"{option} {path}: expected a .png, .pdf or .svg file.")
     return path
 
 
 def parse_k(k: str) -> int | None:
-    """`half` is None, `best` is 0."""
+    """Parse a number of units: `half` is None, `best` is 0."""
     if k in ("half", "best"):
         return None if k == "half" else 0
     if not k.isdecimal() or not 0 < int(k) < 1_000_000:
-        raise ConfigError(f"--k {k}: write a number from 1, half, or best")
+        raise ConfigError(f"--k {k}: expected a number from 1, half, or best.")
     return int(k)
 
 
 def parse_granularity(word: str) -> Any:
     """Return `unit` or `dimension`. Raises `ConfigError` for another word."""
     if word not in ("unit", "dimension"):
-        raise ConfigError(f"--granularity {word}: {did_you_mean(word, ('unit', 'number'))}")
+        raise ConfigError(f"--granularity {word}: {did_you_mean(word, ('unit', 'dimension'))}")
     return word

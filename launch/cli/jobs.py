@@ -1,4 +1,4 @@
-"""`sparo launch …`: jobs on a cluster, what became of them, and doing it again."""
+"""`sparo launch …`: submit jobs to a cluster, show their state, cancel and resubmit them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none o
     from ..jobs.launching import LaunchOptions
     from ..jobs.status import Status
 
-app = typer.Typer(no_args_is_help=True, help="Jobs on a cluster: submit, watch, cancel, submit again.")
+app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and resubmit jobs on a cluster.")
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
 
-ClusterName = Annotated[str, typer.Option("--cluster", help="a cluster: configs/clusters/NAME.yaml, local, or debug")]
-Parallel = Annotated[int | None, typer.Option(min=1, help="how many of an array run at a time")]
-After = Annotated[list[Path] | None, typer.Option(help="start when the job of this run has finished; may be repeated")]
-Runs = Annotated[list[Path], typer.Argument(help="folders in which jobs were launched")]
+ClusterName = Annotated[str, typer.Option("--cluster", help="Cluster: configs/clusters/NAME.yaml, local, or debug.")]
+Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of array elements that run at a time.")]
+After = Annotated[
+    list[Path] | None, typer.Option(help="Start after the job of this run has finished. May be repeated.")
+]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of launched jobs.")]
 
 
 @app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
@@ -40,11 +42,11 @@ def train(
     recipe: Recipe,
     words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE or --OPTION VALUE")] = None,
     on: ClusterName = "slurm",
-    seeds: Annotated[int | None, typer.Option(min=1, help="so many runs, with the next seeds")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of runs, with consecutive seeds.")] = None,
     parallel: Parallel = None,
     after: After = None,
 ) -> None:
-    """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` make an array of runs; the same line again continues."""
+    """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` submit an array of runs. Repeat the command to resume."""
     from ..commands.recipes import find_recipe
     from ..jobs.launching import LaunchOptions, launch_train
     from ..jobs.sweep import expand
@@ -64,15 +66,19 @@ def train(
 def evaluate(
     words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT or --OPTION VALUE")],
     on: ClusterName = "slurm",
-    tasks: Annotated[str | None, typer.Option(help="comma-separated (default: all of each run's recipe)")] = None,
-    data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`")] = None,
-    root: Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")] = Path("data"),
-    model: Annotated[str | None, typer.Option(help="for weight files: a model name")] = None,
-    name: Annotated[str | None, typer.Option(help="of the folder in runs/evals (default: one per plan)")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Comma-separated tasks. Default: all tasks of each run's recipe.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`.")] = None,
+    root: Annotated[Path, typer.Option(help="Parent folder of the sets of `sparo eval --list`.")] = Path("data"),
+    model: Annotated[str | None, typer.Option(help="For weight files: model name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the folder in runs/evals. Default: derived from the plan.")
+    ] = None,
     parallel: Parallel = None,
     after: After = None,
 ) -> None:
-    """Score checkpoints x tasks as an array. The same line again submits what is missing, and prints the table."""
+    """Score checkpoints and tasks as an array of jobs. Repeat the command to submit missing jobs and print the table."""
     from ..jobs.arrays import eval_elements
     from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
@@ -87,13 +93,15 @@ def evaluate(
 @app.command("data", context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def data(
     words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENT or --OPTION VALUE")],
-    parts: Annotated[int, typer.Option(min=1, help="how many jobs share the work")],
+    parts: Annotated[int, typer.Option(min=1, help="Number of jobs that share the work.")],
     on: ClusterName = "slurm",
-    name: Annotated[str | None, typer.Option(help="of the folder in runs/data (default: one per plan)")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the folder in runs/data. Default: derived from the plan.")
+    ] = None,
     parallel: Parallel = None,
     after: After = None,
 ) -> None:
-    """Run `sparo data COMMAND …` in parts as an array (commands with --part)."""
+    """Run a `sparo data` command with --part as an array of jobs."""
     from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
 
@@ -107,7 +115,7 @@ def data(
 
 @app.command(hidden=True)
 def element(context: typer.Context, folder: Path, number: int) -> None:
-    """One element of a fan-out; what its jobs run."""
+    """Run one element of a fan-out."""
     from ..jobs.fanout import FanOut
 
     sparo = context.find_root().command
@@ -116,10 +124,10 @@ def element(context: typer.Context, folder: Path, number: int) -> None:
 
 @app.command()
 def status(
-    runs: Annotated[list[Path] | None, typer.Argument(help="default: all below runs/")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders. Default: all below runs/.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """State, nodes, progress, and the reason where a job waits or failed."""
+    """Show state, nodes and progress of jobs, and why a job waits or failed."""
     from ..jobs.status import launched_folders, statuses
 
     run_statuses = statuses(runs or launched_folders(Path("runs")))
@@ -133,18 +141,18 @@ def status(
 
 @app.command()
 def logs(
-    run: Annotated[Path, typer.Argument(help="a folder in which a job was launched")],
-    rank: Annotated[int | None, typer.Option(help="default: the one that failed, or 0")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a launched job.")],
+    rank: Annotated[int | None, typer.Option(help="Rank. Default: the rank that failed, or 0.")] = None,
     lines: Annotated[int, typer.Option(min=1)] = 30,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on as it writes")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
 ) -> None:
-    """The last lines of a rank's log."""
+    """Print the last lines of a rank's log."""
     from ..jobs.status import failing_rank, log_files
 
     log_rank = failing_rank(run) if rank is None else rank
     files = log_files(run, log_rank)
     if not files:
-        raise ConfigError(f"{run}: rank {log_rank} has no log yet; see `sparo launch status {run}`")
+        raise ConfigError(f"{run}: rank {log_rank} has no log yet. See `sparo launch status {run}`.")
     for path in files:
         empty = "" if path.stat().st_size else " (empty)"
         console.print(f"rank {log_rank}: {path}{empty}", soft_wrap=True)
@@ -159,7 +167,7 @@ def logs(
 
 @app.command()
 def cancel(runs: Runs) -> None:
-    """End jobs, or take them out of the queue. Training saves first; `resubmit` continues it."""
+    """Cancel jobs. Training saves a checkpoint first; `resubmit` resumes it."""
     from ..jobs.status import cancel as cancel_folder
 
     for run in runs:
@@ -175,7 +183,7 @@ def cancel(runs: Runs) -> None:
 def resubmit(
     words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
 ) -> None:
-    """Submit again what was launched in these folders: the same recipe, code and cluster, with changed options."""
+    """Resubmit the jobs of these folders with the same recipe, code and cluster, and changed options."""
     from ..jobs.arrays import resubmit as resubmit_folder
 
     runs, options = split_options(words)
@@ -208,7 +216,7 @@ def _launch(fan: FanOut, launch_options: LaunchOptions) -> None:
 
 
 def _check_arguments(arguments: list[str]) -> None:
-    """Raise ConfigError here, rather than on every node, where `sparo data` would refuse its arguments."""
+    """Raise `ConfigError` before submission if `sparo data` would refuse these arguments."""
     group: Any = typer.main.get_command(data_cli.app)
     if arguments[0] not in group.commands:
         raise ConfigError(f"sparo data {arguments[0]}: {did_you_mean(arguments[0], group.commands)}")
@@ -221,7 +229,7 @@ def _check_arguments(arguments: list[str]) -> None:
 
 
 def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]) -> None:
-    """What ran in this process ends it with its code."""
+    """Exit with the code of a job that ran in this process."""
     from ..jobs.records import Records
 
     if launch_options.cluster.kind == "debug":

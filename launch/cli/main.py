@@ -1,4 +1,4 @@
-"""`sparo`: the verbs. Problems that a user can solve are printed in one piece and end with code 2; bugs keep their traceback."""
+"""The `sparo` command. Errors that a user can fix are printed without a traceback and exit with code 2; bugs keep their traceback."""
 
 from __future__ import annotations
 
@@ -53,12 +53,14 @@ def sparo(
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="resolve and count, train nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve the recipe and count parameters, memory and data. Train nothing.")
+    ] = False,
     show: Annotated[
-        bool, typer.Option("--print", help="print the resolved recipe and where each value comes from")
+        bool, typer.Option("--print", help="Print the resolved recipe with the origin of each value.")
     ] = False,
 ) -> None:
-    """Train a recipe; the same line again resumes. Exit codes: 0 finished, 75 stopped by a signal and saved."""
+    """Train a recipe. Repeat the command to resume. Exit codes: 0 finished, 75 stopped by a signal and saved."""
     config = load_run_config(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
     if show:
         from sparo_train.core.recipe.layers import origins
@@ -88,15 +90,19 @@ def train(
 
 
 @app.command()
-def recipes(word: Annotated[str | None, typer.Argument(help="only those whose name or line has it")] = None) -> None:
-    """List the recipes that come with sparo; `sparo train NAME` trains one."""
+def recipes(
+    word: Annotated[
+        str | None, typer.Argument(help="Show only recipes whose name or description contains this word.")
+    ] = None,
+) -> None:
+    """List the shipped recipes; `sparo train NAME` trains one."""
     from sparo_train.core.errors import ConfigError
 
     from ..commands.recipes import shipped_recipes
 
     matches = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
     if not matches:
-        raise ConfigError(f"{word}: no recipe has it; `sparo recipes` lists all")
+        raise ConfigError(f"{word}: no recipe matches. `sparo recipes` lists all.")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column()
@@ -107,10 +113,10 @@ def recipes(word: Annotated[str | None, typer.Argument(help="only those whose na
 
 @app.command()
 def config(
-    key: Annotated[str, typer.Argument(help="a key or block, optim.lr or optim; the end of one: lr")] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="docs/config.md: every key there is")] = False,
+    key: Annotated[str, typer.Argument(help="Key or block, as in optim.lr or optim, or the end of a key: lr.")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print all keys as Markdown (docs/config.md).")] = False,
 ) -> None:
-    """Say what a recipe's keys mean: type, default, meaning, example."""
+    """Describe keys of a recipe: type, default, meaning, example."""
     from ..commands.key_tables import describe_key, example, examples, find_keys, page
 
     if markdown:
@@ -135,28 +141,29 @@ def config(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="a run folder or one of its checkpoints")],
-    out_path: Annotated[Path | None, typer.Option("--out", help="where to (default: RUN/export)")] = None,
+    run: Annotated[Path, typer.Argument(help="Run folder, or one of its checkpoints.")],
+    out_path: Annotated[Path | None, typer.Option("--out", help="Output path. Default: RUN/export.")] = None,
     layout: Annotated[
         str | None,
         typer.Option(
-            help="open_clip (a local-dir: folder) or sparo-clip (one .pt file); dino (one .pth file) for DINO runs"
+            help="open_clip (a local-dir: folder), sparo-clip (a .pt file), or dino (a .pth file, for DINO runs)."
         ),
     ] = None,
     average: Annotated[
-        str | None, typer.Option(help="last:N: the mean of the newest N checkpoints' weights (checkpoint.keep_last)")
+        str | None,
+        typer.Option(help="last:N: export the mean weights of the newest N checkpoints (see checkpoint.keep_last)."),
     ] = None,
     hub: Annotated[
-        str | None, typer.Option(help="OWNER/NAME: also upload it to this repository of the Hugging Face hub")
+        str | None, typer.Option(help="OWNER/NAME: also upload to this repository of the Hugging Face hub.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="--hub: a repository that is made is private")] = False,
+    private: Annotated[bool, typer.Option("--private", help="With --hub: create the repository as private.")] = False,
 ) -> None:
-    """Write a run's newest weights for open_clip, the sparo-clip repository, or the official DINO code, with a model card."""
+    """Export the newest weights of a run for open_clip, sparo-clip or the official DINO code, with a model card."""
     from evals.interop.exporting import export_run
 
     # Before the export: half an hour of writing should not end with a word about an option.
     if private and hub is None:
-        raise ConfigError("--private: is of --hub OWNER/NAME; leave it away")
+        raise ConfigError("--private: applies to --hub OWNER/NAME only. Remove it.")
     path = export_run(run, out_path, layout, average)
     out.print(str(path), soft_wrap=True)
     if hub is not None:
@@ -168,11 +175,14 @@ def export(
 @app.command()
 def demo(
     folder: Annotated[
-        Path | None, typer.Option(help="where data, runs and the page go (default: runs/demo, runs/demo_quick)")
+        Path | None, typer.Option(help="Folder for data, runs and the page. Default: runs/demo or runs/demo_quick.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a minute, learns little: to see that it works")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Run for one minute to check that everything works. The models learn little."),
+    ] = False,
 ) -> None:
-    """Render scenes, train CLIP and CLIP+SPARO of equal size, score both, write a page. At most ten minutes on two cores."""
+    """Render scenes, train CLIP and CLIP+SPARO of equal size, score both, write a page. Takes at most ten minutes on two cores."""
     from ..commands.demo import run_demo
 
     run_demo(folder or Path("runs/demo_quick" if quick else "runs/demo"), quick)

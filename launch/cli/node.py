@@ -23,7 +23,7 @@ from .process import call, leave
 
 
 def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
-    """`sparo ARGUMENTS` on this rank, with records of its start and end; returns the exit code."""
+    """Run `sparo ARGUMENTS` on this rank, record its start and end, and return the exit code."""
     records, attempt_info, rank, start_time = Records(Path(folder)), current_attempt(), find_world().rank, time.time()
     sys.argv = ["sparo", *arguments]
     # Before anything is loaded: what fails at its start fails there every time, and a queue would go on for ever.
@@ -47,7 +47,7 @@ def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
 
 
 def _with_gpu_check(program: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """Return the program behind a check that torch sees a GPU where the job asked for some: it would train on the CPU otherwise."""
+    """Return the command, after a check that torch finds a GPU if the job requested one. Without it, training would use the CPU."""
     num_gpus = whole_number(os.environ, GPUS, 0)
 
     def run(arguments: list[str]) -> Any:
@@ -83,7 +83,7 @@ def _record_end(records: Records, attempt_info: dict[str, Any], rank: int, code:
 
 
 def _stuck_reason(records: Records, attempt_info: dict[str, Any], idle_restarts: int) -> str | None:
-    """Why this start is one too many; the same on every rank, because this start's own record does not count."""
+    """Return why the job must not be restarted again, or None. All ranks agree, because this start's own record is ignored."""
     starts = records.starts(attempt_info["job"])
     step, idle = records.step(), 0
     # From the newest back, to the last one that came further than the one before it.
@@ -105,7 +105,7 @@ def _stuck_reason(records: Records, attempt_info: dict[str, Any], idle_restarts:
 
 
 def _may_write(folder: Path, start_time: float) -> bool:
-    """False where the folder was claimed by a later attempt: this process is the remains of a lost one."""
+    """Return whether this process may run: False if a later attempt has claimed the folder."""
     owner, attempt = RunLease(folder, "").owner(), Attempt.from_environment()
     # Within a job restarts are numbered; between jobs only their times tell which was later.
     if owner.get("job") == attempt.job:

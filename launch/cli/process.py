@@ -68,7 +68,7 @@ def share_cores() -> None:
 
 
 def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int, Exception | None]:
-    """`sparo ARGUMENTS` in this process: its exit code, and the error that it ended with; what a user can solve is printed."""
+    """Run `sparo ARGUMENTS` in this process; return its exit code and its error. Errors that a user can fix are printed."""
     try:
         with logs_on_terminal():
             app(with_new_options(arguments))

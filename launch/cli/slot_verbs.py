@@ -1,4 +1,4 @@
-"""`sparo slots`: single slots' scores, selections, masks, the paper's Tables 4 and 5, and what slots are like."""
+"""`sparo slots`: scores of single slots, selections, masks, Tables 4 and 5 of the paper, and quality measures."""
 
 from __future__ import annotations
 
@@ -11,43 +11,50 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 
 from .given_options import check_figure_path, check_json_path, parse_granularity, parse_k, parse_slots, refuse_options
 
-Checkpoint = Annotated[str, typer.Argument(help="anything that `sparo eval` takes")]
-Checkpoints = Annotated[list[str], typer.Argument(help="anything that `sparo eval` takes")]
-Model = Annotated[str | None, typer.Option(help="for weight files: a model name")]
-Data = Annotated[Path | None, typer.Option(help="YAML with `tasks:`, or a recipe (default: the run's own eval.tasks)")]
-Root = Annotated[Path, typer.Option(help="folder of the sets of `sparo eval --list`")]
-Store = Annotated[str | None, typer.Option("--features", help="folder of the feature store, or none")]
-Limit = Annotated[int | None, typer.Option(min=1, help="so many images per set, evenly spaced")]
+Checkpoint = Annotated[str, typer.Argument(help="Anything that `sparo eval` accepts.")]
+Checkpoints = Annotated[list[str], typer.Argument(help="Anything that `sparo eval` accepts.")]
+Model = Annotated[str | None, typer.Option(help="For weight files: model name.")]
+Data = Annotated[Path | None, typer.Option(help="YAML with `tasks:`, or a recipe. Default: eval.tasks of the run.")]
+Root = Annotated[Path, typer.Option(help="Parent folder of the sets of `sparo eval --list`.")]
+Store = Annotated[str | None, typer.Option("--features", help="Folder of the feature store, or none.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")]
 Kind = Annotated[
-    str, typer.Option("--units", help="slots; parts: of any encoding, see --parts; heads: of an ordinary open_clip ViT")
+    str,
+    typer.Option(
+        "--units", help="Kind of units: slots; parts of any encoding (see --parts); heads of an open_clip ViT."
+    ),
 ]
-Parts = Annotated[int | None, typer.Option(min=2, help="of --units parts: into how many equal parts to cut")]
+Parts = Annotated[int | None, typer.Option(min=2, help="With --units parts: number of equal parts.")]
 Layers = Annotated[
-    int, typer.Option("--head-layers", min=1, help="of --units heads: the last blocks, whose heads they are")
+    int, typer.Option("--head-layers", min=1, help="With --units heads: number of last blocks whose heads are used.")
 ]
 Classifier = Annotated[
-    str, typer.Option("--classifier-slots", help="class vectors' slots: slice (as they are) or renorm (of one norm)")
+    str,
+    typer.Option(
+        "--classifier-slots", help="Slots of class vectors: slice (unchanged) or renorm (scaled to one norm)."
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="of what is drawn: halves and random orders")]
-Draws = Annotated[int, typer.Option(min=1, max=10_000, help="random orders of the control")]
-Json = Annotated[Path | None, typer.Option("--json", help="also write all numbers here")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of random halves and orders.")]
+Draws = Annotated[int, typer.Option(min=1, max=10_000, help="Number of random orders for the control.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
 K = Annotated[
-    str, typer.Option("--k", help="how many units; half, or best: as many as score best where they are chosen")
+    str,
+    typer.Option("--k", help="Number of units; half; or best, the number with the best score on the selection data."),
 ]
 
 
 def refuse_other_units(context: typer.Context, units: str) -> None:
-    """Raise `ConfigError` for what is typed of units that are not asked for."""
+    """Raise `ConfigError` for options of units other than the requested ones."""
     for name, kind in (("parts", "parts"), ("head_layers", "heads")):
         if units != kind:
-            refuse_options(context, (name,), f"is of --units {kind}")
+            refuse_options(context, (name,), f"applies to --units {kind} only")
 
 
 def make_slot_options(
     model: str | None, data: Path | None, root: Path, features: str | None, limit: int | None,
     units: str, parts: int | None, head_layers: int, classifier_slots: str,
 ) -> Any:  # fmt: skip
-    """What was given behind them, for `launch.commands.slot_work`."""
+    """Return the shared options for `launch.commands.slot_work`."""
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import features_folder
 
@@ -62,7 +69,7 @@ def make_slot_options(
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Look at a checkpoint's slots one by one, choose among them, and see what the choice does.",
+    help="Score, select, mask and draw the slots of a checkpoint.",
 )
 
 
@@ -70,10 +77,8 @@ app = typer.Typer(
 def score(
     context: typer.Context,
     checkpoint: Checkpoint,
-    tasks: Annotated[
-        str | None, typer.Option(help="tasks, as `sparo eval --tasks` takes them (default: all that fit)")
-    ] = None,
-    sort: Annotated[str | None, typer.Option(help="order rows by this task (default: by number)")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks, as in `sparo eval --tasks`. Default: all that fit.")] = None,
+    sort: Annotated[str | None, typer.Option(help="Sort rows by this task. Default: by number.")] = None,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -85,7 +90,7 @@ def score(
     classifier_slots: Classifier = "slice",
     json_file: Json = None,
 ) -> None:
-    """Each unit's score alone, and that of all the others, task by task."""
+    """Score each unit alone, and all other units without it."""
     from ..commands.slot_runs import score_units
     from ..commands.slot_work import split_names
 
@@ -98,22 +103,22 @@ def score(
 def select(
     context: typer.Context,
     checkpoint: Checkpoint,
-    task: Annotated[str, typer.Option(help="the task that units are chosen on")],
+    task: Annotated[str, typer.Option(help="Task on which units are selected.")],
     report_tasks: Annotated[
-        str | None, typer.Option(help="tasks that the choice is reported on (default: all that fit)")
+        str | None, typer.Option(help="Tasks on which the selection is reported. Default: all that fit.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="top (the paper's), forward, backward, cover; bottom, random: controls")
+        str, typer.Option(help="top (as in the paper), forward, backward or cover; bottom and random are controls.")
     ] = "top",
     k: K = "half",
     slots: Annotated[
-        str | None, typer.Option(help="by hand in place of --method: 0,3,8-15, or a selection.json")
+        str | None, typer.Option(help="Selection by hand instead of --method: 0,3,8-15, or a selection.json.")
     ] = None,
     held_out: Annotated[
-        bool, typer.Option("--held-out/--same-data", help="choose on half of the images, report on the other half")
+        bool, typer.Option("--held-out/--same-data", help="Select on one half of the images and report on the other.")
     ] = True,
-    out: Annotated[Path, typer.Option("--out", help="where the selection goes")] = Path("selection.json"),
-    plot: Annotated[Path | None, typer.Option(help="also draw the curves here (PNG, PDF or SVG)")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Output file of the selection.")] = Path("selection.json"),
+    plot: Annotated[Path | None, typer.Option(help="Also plot the curves into this file (PNG, PDF or SVG).")] = None,
     seed: Seed = 0,
     draws: Draws = 50,
     model: Model = None,
@@ -127,7 +132,7 @@ def select(
     classifier_slots: Classifier = "slice",
     json_file: Json = None,
 ) -> None:
-    """Choose units on one task, write selection.json, and report what the choice does, beside random and worst ones."""
+    """Select units on one task, write selection.json, and report scores of the selection, of random and of the worst units."""
     from evals.slots.selection_report import ChoiceOptions
 
     from ..commands.slot_runs import SelectOptions, select_units
@@ -138,10 +143,10 @@ def select(
         raise ConfigError(f"--method {method}: {did_you_mean(method, methods)}")
     check_figure_path(plot, "--plot")
     if out.suffix != ".json":
-        raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
+        raise ConfigError(f"--out {out}: expected a .json file, which --slots can read.")
     refuse_other_units(context, units)
     if slots is not None:
-        refuse_options(context, ("method", "k"), "is of a choice that is made, and --slots is one that was")
+        refuse_options(context, ("method", "k"), "has no effect with --slots, which is a selection already")
     options = make_slot_options(model, data, root, features, limit, units, parts, head_layers, classifier_slots)
     select_options = SelectOptions(
         task, split_names(report_tasks), parse_slots(slots), out, plot, check_json_path(json_file)
@@ -153,25 +158,26 @@ def select(
 def mask(
     context: typer.Context,
     checkpoint: Checkpoint,
-    task: Annotated[str, typer.Option(help="the task of kind pairs that the mask is trained on")] = "sugar_crepe",
+    task: Annotated[str, typer.Option(help="Task of kind pairs on which the mask is trained.")] = "sugar_crepe",
     report_tasks: Annotated[
-        str | None, typer.Option(help="tasks of kind zeroshot that it is scored on (default: all that fit)")
+        str | None, typer.Option(help="Tasks of kind zeroshot on which the mask is scored. Default: all that fit.")
     ] = None,
     granularity: Annotated[
-        str, typer.Option(help="unit: a number per slot or part; number: one per number of an encoding")
+        str, typer.Option(help="unit: one weight per slot or part; dimension: one per number of an encoding.")
     ] = "unit",
     clamp: Annotated[
-        str, typer.Option(help="of the temperature: max (the paper's formula) or min (CLIP's clamp)")
+        str, typer.Option(help="Clamp of the temperature: max (formula of the paper) or min (CLIP's clamp).")
     ] = "max",
     epochs: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
     last_epoch: Annotated[
-        bool, typer.Option("--last-epoch", help="keep the last epoch's mask, not the best one's")
+        bool, typer.Option("--last-epoch", help="Keep the mask of the last epoch instead of the best.")
     ] = False,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="how many masks, seeds 0, 1, …")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of masks, with seeds 0, 1, ….")] = 3,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="train on half of the images' pairs, score on the other half")
+        bool,
+        typer.Option("--held-out", help="Train on the pairs of one half of the images and score on the other half."),
     ] = False,
-    out: Annotated[Path, typer.Option("--out", help="where the first seed's mask goes")] = Path("mask.json"),
+    out: Annotated[Path, typer.Option("--out", help="Output file of the first seed's mask.")] = Path("mask.json"),
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -181,12 +187,12 @@ def mask(
     parts: Parts = None,
     json_file: Json = None,
 ) -> None:
-    """Train a mask of encodings on pairs of captions (Section 5.2), and score it elsewhere without another pass over images."""
+    """Train a mask of encodings on caption pairs (Section 5.2), and score it on other tasks."""
     from ..commands.slot_runs import train_masks
     from ..commands.slot_work import split_names
 
     if out.suffix != ".json":
-        raise ConfigError(f"--out {out}: name a .json file, by which --slots knows it")
+        raise ConfigError(f"--out {out}: expected a .json file, which --slots can read.")
     refuse_other_units(context, units)
     options = make_slot_options(model, data, root, features, limit, units, parts, 4, "slice")
     trainings = _trainings(clamp, epochs, last_epoch, seeds)
@@ -206,18 +212,21 @@ def mask(
 @app.command()
 def table(
     context: typer.Context,
-    layout: Annotated[str, typer.Argument(help="4 or 5, as in the SPARO paper")],
+    layout: Annotated[str, typer.Argument(help="Table of the SPARO paper: 4 or 5.")],
     checkpoints: Checkpoints,
     task: Annotated[
-        str | None, typer.Option(help="what is learnt from (default: imagenet1k for 4, sugar_crepe for 5)")
+        str | None,
+        typer.Option(help="Task of the selection or training. Default: imagenet1k for 4, sugar_crepe for 5."),
     ] = None,
     report_tasks: Annotated[
-        str | None, typer.Option(help="what is scored (default: sugar_crepe for 4, vtab,imagenet1k for 5)")
+        str | None, typer.Option(help="Tasks that are scored. Default: sugar_crepe for 4; vtab,imagenet1k for 5.")
     ] = None,
     k: K = "half",
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="of 5: masks per row")] = 3,
-    clamp: Annotated[str, typer.Option(help="of 5: max (the paper's formula) or min (CLIP's clamp)")] = "max",
-    parts: Annotated[int, typer.Option(min=2, help="of 5: parts that an encoding without slots is cut into")] = 64,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row.")] = 3,
+    clamp: Annotated[str, typer.Option(help="For table 5: max (formula of the paper) or min (CLIP's clamp).")] = "max",
+    parts: Annotated[
+        int, typer.Option(min=2, help="For table 5: number of equal parts of an encoding without slots.")
+    ] = 64,
     draws: Draws = 50,
     seed: Seed = 0,
     model: Model = None,
@@ -228,7 +237,7 @@ def table(
     classifier_slots: Classifier = "slice",
     json_file: Json = None,
 ) -> None:
-    """The SPARO paper's Table 4 (selection) or 5 (masks), for any checkpoints."""
+    """Print Table 4 (selection) or 5 (masks) of the SPARO paper for any checkpoints."""
     from evals.slots.selection_report import ChoiceOptions
 
     from ..commands.slot_runs import table_five, table_four
@@ -237,7 +246,7 @@ def table(
     options = make_slot_options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
     # What one table reads the other ignores: a seed that was typed would seem to count.
     ignored_options = {"4": ("seeds", "clamp", "parts"), "5": ("k", "draws", "seed")}
-    refuse_options(context, ignored_options.get(layout, ()), f"does nothing in Table {layout}")
+    refuse_options(context, ignored_options.get(layout, ()), f"has no effect in Table {layout}")
     if layout == "4":
         choice_options = ChoiceOptions("top", parse_k(k), False, seed, draws)
         table_four(
@@ -259,12 +268,12 @@ def table(
 @app.command()
 def quality(
     checkpoints: Checkpoints,
-    task: Annotated[str, typer.Option(help="the task whose images are looked at")],
+    task: Annotated[str, typer.Option(help="Task whose images are used.")],
     reference: Annotated[
         str | None,
-        typer.Option(help="a checkpoint of another kind, by whose eyes images are alike: for MonoSemanticity"),
+        typer.Option(help="Reference encoder that defines image similarity for the MonoSemanticity score."),
     ] = None,
-    parts: Annotated[int, typer.Option(min=2, help="parts that an encoding without slots is cut into")] = 64,
+    parts: Annotated[int, typer.Option(min=2, help="Number of equal parts of an encoding without slots.")] = 64,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -272,7 +281,7 @@ def quality(
     limit: Limit = None,
     json_file: Json = None,
 ) -> None:
-    """How much slots repeat each other, how many there are in effect, how sharply they look, how much of one meaning they are."""
+    """Measure redundancy, effective number, sharpness and monosemanticity of slots."""
     from ..commands.slot_runs import show_quality
 
     options = make_slot_options(model, data, root, features, limit, "slots", parts, 4, "slice")

@@ -1,4 +1,4 @@
-"""`sparo data movi-like`, `sparo data scenes3d`: what moves, drawn by our own ray tracer; and what all drawn sets' verbs share."""
+"""`sparo data movi-like` and `sparo data scenes3d`: generated videos and scenes; and options that generated sets share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparo_train.core.errors import ConfigError
 from ..views.terminal import console, out
 
 Processes = Annotated[int, typer.Option(min=1)]
-Train = Annotated[int | None, typer.Option(min=1, help="training episodes; default: the kind's")]
-Test = Annotated[int | None, typer.Option(min=1, help="episodes that are scored; default: the kind's")]
-Size = Annotated[int | None, typer.Option(help="pixels per side; default: 64, small: 32")]
-Rays = Annotated[int | None, typer.Option(min=1, help="rays per pixel along each side; default: 1, small: 2")]
+Train = Annotated[int | None, typer.Option(min=1, help="Episodes for training. Default: depends on the kind.")]
+Test = Annotated[int | None, typer.Option(min=1, help="Episodes for evaluation. Default: depends on the kind.")]
+Size = Annotated[int | None, typer.Option(help="Pixels per side. Default: 64; small: 32.")]
+Rays = Annotated[int | None, typer.Option(min=1, help="Rays per pixel along each side. Default: 1; small: 2.")]
 
 
 class VideoKind(StrEnum):  # sparo_data/synthetic/video_scenes.py's, which is not imported before it is needed
-    """What videos are of, after MOVi-A to E."""
+    """Kinds of videos, after MOVi-A to MOVi-E."""
 
     small = "small"
     a = "a"
@@ -32,7 +32,7 @@ class VideoKind(StrEnum):  # sparo_data/synthetic/video_scenes.py's, which is no
 
 
 class SceneKind(StrEnum):  # sparo_data/synthetic/viewed_scenes.py's
-    """What several cameras see."""
+    """Kinds of scenes with several cameras."""
 
     small = "small"
     simple = "simple"
@@ -40,41 +40,44 @@ class SceneKind(StrEnum):  # sparo_data/synthetic/viewed_scenes.py's
 
 
 def print_ready(folder: Path) -> None:
-    """Say so, and the line that looks at every sample."""
+    """Print a summary and the command that checks all samples."""
     console.print(f"{folder}: ready")
     out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
 def max_objects_option(max_objects: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
-    """`--max-objects` where it was given. Raises `ConfigError` for a kind that has as many objects as it has."""
+    """Return the value of `--max-objects`, if given. Raises `ConfigError` for kinds with a fixed number of objects."""
     if max_objects is not None and not counts:
-        raise ConfigError(f"--max-objects {max_objects}: kind {kind} {instead} whatever is asked for; leave it away")
+        raise ConfigError(f"--max-objects {max_objects}: kind {kind} always {instead}. Remove it.")
     return {} if max_objects is None else {"max_objects": max_objects}
 
 
 def _merge_kind_options(small: dict[str, Any], kind: StrEnum, **options: Any) -> dict[str, Any]:
-    """What was typed, over the kind: the small one is another's in smaller numbers."""
+    """Return the options that were given, over the defaults of the kind; `small` is another kind at a smaller size."""
     overrides = {name: value for name, value in options.items() if value is not None}
     return {**(small if kind.value == "small" else {"kind": kind.value}), **overrides}
 
 
 def movi_like(
-    folder: Annotated[Path | None, typer.Argument(help="default: data/movi_KIND")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/movi_KIND.")] = None,
     kind: Annotated[
         VideoKind,
         typer.Option(
-            help="small: a few large solids, for two cores; a: CLEVR's solids; b: any colour; c: patterns; d: a crowd; e: and a moving camera"
+            help="small: a few large solids, for two cores; a: CLEVR's solids; b: any colour; c: patterns; d: many "
+            "objects; e: d with a moving camera."
         ),
     ] = VideoKind.small,
     train: Train = None,
     test: Test = None,
-    frames: Annotated[int | None, typer.Option(min=1, help="of an episode, 12 a second; default: 24")] = None,
+    frames: Annotated[
+        int | None, typer.Option(min=1, help="Frames per episode, at 12 per second. Default: 24.")
+    ] = None,
     size: Size = None,
     max_objects: Annotated[
-        int | None, typer.Option(min=1, help="solids of an episode (not d and e); default: 10, small: 3")
+        int | None, typer.Option(min=1, help="Maximum solids per episode (not for d and e). Default: 10; small: 3.")
     ] = None,
     size_scale: Annotated[
-        float | None, typer.Option(min=0.1, max=4, help="solids' sizes, times CLEVR's; default: 1, small: 2")
+        float | None, typer.Option(min=0.1, max=4, help="Size of solids relative to CLEVR's. Default: 1; small: 2.")
     ] = None,
     antialias: Rays = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -100,28 +103,33 @@ def movi_like(
 
 
 def scenes3d(
-    folder: Annotated[Path | None, typer.Argument(help="default: data/scenes3d_KIND")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/scenes3d_KIND.")] = None,
     kind: Annotated[
         SceneKind,
         typer.Option(
-            help="small: simple's, for two cores; simple: solids on a plain, five cameras; nature_ego: rooms, six cameras that move"
+            help="small: like simple, for two cores; simple: solids on a plane, five cameras; nature_ego: rooms, "
+            "six moving cameras."
         ),
     ] = SceneKind.small,
     train: Train = None,
     test: Test = None,
     frames: Annotated[
-        int | None, typer.Option(min=1, help="of an episode, 12 a second; default: 32, small: 12, nature_ego: 24")
+        int | None,
+        typer.Option(min=1, help="Frames per episode, at 12 per second. Default: 32; small: 12; nature_ego: 24."),
     ] = None,
     size: Size = None,
     max_objects: Annotated[
-        int | None, typer.Option(min=1, help="objects of an episode; default: 4, nature_ego: 5")
+        int | None, typer.Option(min=1, help="Maximum objects per episode. Default: 4; nature_ego: 5.")
     ] = None,
     antialias: Rays = None,
     blender: Annotated[
         str | None,
-        typer.Option(help="a Python that has bpy: Blender's Cycles draws colours, masks and depth stay our tracer's"),
+        typer.Option(
+            help="Python interpreter with bpy: Blender's Cycles renders colours. Masks and depth come from the "
+            "built-in ray tracer."
+        ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="--blender: paths per pixel; default: 32")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="With --blender: samples per pixel. Default: 32.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     processes: Processes = 2,
 ) -> None:

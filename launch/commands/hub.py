@@ -27,7 +27,7 @@ def upload(export: Path, repo: str, private: bool) -> str:
     """
     owner, slash, name = repo.partition("/")
     if not (owner and slash and name) or "/" in name:
-        raise ConfigError(f"--hub {repo}: write OWNER/NAME, as in your-name/{export.parent.name}")
+        raise ConfigError(f"--hub {repo}: expected OWNER/NAME, as in your-name/{export.parent.name}.")
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # the library itself reads it once, when it is imported
     files = _contents(export, repo)
     try:
@@ -37,7 +37,9 @@ def upload(export: Path, repo: str, private: bool) -> str:
     except Exception as error:  # the library's own, of its HTTP client, of the system: each names what it met
         first = (str(error).splitlines() or [""])[0][:300]
         remedy = _REMEDY if hasattr(error, "response") else "is there a connection, and is HF_ENDPOINT right?"
-        raise SparoError(f"--hub {repo}: {type(error).__name__}: {first}; {remedy}; {export} is written") from error
+        raise SparoError(
+            f"--hub {repo}: {type(error).__name__}: {first}. {remedy}. The export is in {export}."
+        ) from error
     return str(made)
 
 

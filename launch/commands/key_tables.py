@@ -67,7 +67,7 @@ def find_keys(word: str) -> list[Key]:
     # tasks of jobs of their own have the keys of tasks: told once
     matches = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.job.tasks.")]
     if not matches:
-        raise ConfigError(f"{word}: no key of a recipe; {_suggestion(word, keys)}")
+        raise ConfigError(f"{word}: not a key of a recipe; {_suggestion(word, keys)}")
     return matches
 
 

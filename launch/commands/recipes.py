@@ -44,7 +44,7 @@ def recipe(name: str) -> Path:
     for root in config_folders():
         if (root / name).is_file():
             return root / name
-    raise ConfigError(f"recipe {name!r} is not in this installation; run from a checkout or reinstall")
+    raise ConfigError(f"recipe {name!r} is not in this installation. Run from a checkout, or reinstall.")
 
 
 def find_recipe(name_or_path: Path) -> Path:
@@ -65,7 +65,7 @@ def find_recipe(name_or_path: Path) -> Path:
     if matches:
         written = " or ".join(matches)
         missing = f"{text}: no such file" if name_or_path.suffix else f"{text}: {len(matches)} recipes are called so"
-        raise ConfigError(f"{missing}; write {written} for the one that comes with sparo")
+        raise ConfigError(f"{missing}; write {written} for the shipped recipe")
     # A long path is one that was mistyped, and near misses of names would not help.
     if not name_or_path.suffix and len(name_or_path.parts) < 4:
         raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")

@@ -38,7 +38,7 @@ def score_checkpoints(
     """
     if json_file is not None:
         if json_file.is_dir():
-            raise ConfigError(f"--json {json_file}: is a folder; name a file")
+            raise ConfigError(f"--json {json_file}: is a folder. Name a file.")
         refuse_unwritable(json_file.parent, f"--json {json_file}")
     if eval_options.results is not None:
         refuse_unwritable(eval_options.results, "--results")
@@ -107,4 +107,4 @@ def _print_results(
         slots_note = f", slots {eval_options.slots_named} of the images alone" if eval_options.slots else ""
         out.print(results_table(results_by_checkpoint, f"per cent, 95 % intervals{slots_note}"))
     if unwritten is not None:
-        raise ConfigError(f"--json {json_file}: could not be written ({unwritten}); the table above has the scores")
+        raise ConfigError(f"--json {json_file}: could not be written ({unwritten}). The table above has the scores.")

@@ -73,14 +73,16 @@ def _train_mask(
     options: SlotOptions,
 ) -> tuple[MaskRow, Selection]:  # fmt: skip
     if options.units == "heads":
-        raise ConfigError("--units heads: a mask is of the numbers of an encoding, and heads share all of them")
+        raise ConfigError(
+            "--units heads: masks weight numbers of an encoding, which all heads share. Use slots or parts."
+        )
     bench = Bench(checkpoint, options)
     name, task = bench.single_task(task_name, "--task")
     tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
     materials = bench.material({name: task, **tasks})
     pairs, classes = materials.pop(name), {n: m for n, m in materials.items() if isinstance(m, Classes)}
     if not isinstance(pairs, Pairs):
-        raise ConfigError(f"--task {name}: masks are trained on a task of kind pairs, and this is {task.task}")
+        raise ConfigError(f"--task {name}: masks are trained on a task of kind pairs, got {task.task}.")
     row, trained = mask_row(label, pairs, classes, per, trainings, held_out)
     return row, mask_selection(name, pairs, trained[0], per, trainings[0], held_out)
 
@@ -122,7 +124,9 @@ def score_units(
     # A task's name stands for its units alone, which is what one sorts by.
     sort = sort if sort is None or sort in columns else f"{sort} alone"
     if sort is not None and sort not in columns:
-        raise ConfigError(f"--sort {sort.removesuffix(' alone')}: is none of the tasks shown ({', '.join(materials)})")
+        raise ConfigError(
+            f"--sort {sort.removesuffix(' alone')}: is not among the tasks shown ({', '.join(materials)})"
+        )
     numbers = list(range(bench.units.number))
     if sort is not None:
         # Of equal scores the lower number first, as everywhere units are ordered.
@@ -164,7 +168,7 @@ def _size(each: Material) -> int:
 def _require_tasks(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     if not tasks:
         raise ConfigError(
-            f"{checkpoint}: none of its tasks is zeroshot, pairs or knn; name some of --data or of the catalogue"
+            f"{checkpoint}: has no task of kind zeroshot, pairs or knn. Name tasks of --data or of the catalogue."
         )
     return tasks
 
@@ -224,13 +228,13 @@ def _manual_selection(
         selection = read_selection(slots)
         selected(bench.encoder, selection, f"--slots {slots}")
         if (selection.units, selection.count) != (ranked.units, ranked.count):
-            raise ConfigError(f"--slots {slots}: chooses {selection.units}, {selection.count} of them; --units {ranked.units} has {ranked.count}")  # fmt: skip
+            raise ConfigError(f"--slots {slots}: selects from {selection.count} {selection.units}, but --units {ranked.units} has {ranked.count}.")  # fmt: skip
         if selection.mask:
-            raise ConfigError(f"--slots {slots}: is a mask; score it with sparo eval --slots")
+            raise ConfigError(f"--slots {slots}: is a mask. Score it with sparo eval --slots.")
         return by_hand(selection, ranked.order)
     selection = of_numbers(bench.encoder, slots) if bench.options.units == "slots" else None
     if selection is None:
-        raise ConfigError("--slots: numbers are slots; leave --units away, or give a selection.json")
+        raise ConfigError("--slots: numbers refer to slots. Remove --units, or name a selection.json.")
     return by_hand(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
 
 
@@ -263,9 +267,9 @@ def table_four(
         materials = bench.material({name: task, other: second})
         classes, pairs = materials[name], materials[other]
         if not isinstance(classes, Classes):
-            raise ConfigError(f"--task {name}: Table 4 chooses on a task of kind zeroshot, and this is {task.task}")
+            raise ConfigError(f"--task {name}: Table 4 selects on a task of kind zeroshot, got {task.task}.")
         if not isinstance(pairs, Pairs):
-            raise ConfigError(f"--report-tasks {other}: Table 4 scores a task of kind pairs, and this is {second.task}")
+            raise ConfigError(f"--report-tasks {other}: Table 4 scores a task of kind pairs, got {second.task}.")
         columns.append(four_column(label, name, classes, pairs, choice_options))
     slot_tables.show(slot_tables.four_table(columns))
     out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {choice_options.draws} choices")

@@ -111,7 +111,7 @@ class Bench:
         """The one task that a name stands for. Raises `ConfigError` where it stands for several."""
         tasks = self.tasks([name], option)
         if len(tasks) > 1:
-            raise ConfigError(f"{option} {name}: stands for {len(tasks)} tasks ({', '.join(tasks)}); name one")
+            raise ConfigError(f"{option} {name}: matches {len(tasks)} tasks ({', '.join(tasks)}). Name one.")
         return next(iter(tasks.items()))
 
 

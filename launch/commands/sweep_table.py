@@ -69,7 +69,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         ConfigError: no sweep file, or a folder of a row's name that is none of its runs.
     """
     if not is_sweep(load_recipe(sweep)):
-        raise ConfigError(f"{sweep}: names no runs; `sparo eval table RUNS --seeds` is for runs of one recipe")
+        raise ConfigError(f"{sweep}: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`.")
     stem, configs = expand(sweep, [])
     rows = []
     for config in configs:
@@ -104,14 +104,14 @@ def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
     for folder in folders:
         if read_recipe(folder).objective != objective:
             raise ConfigError(
-                f"{folder}: is called like a row of the sweep, and its objective is another; move it, or give --out"
+                f"{folder}: is named like a row of the sweep but has another objective. Move it, or pass --out."
             )
         recipe, seed = recipe_of(str(folder))
         other, where = next(iter(runs_by_seed.values()), (recipe, folder))
         if seed in runs_by_seed or other != recipe:
             why = "have one seed" if seed in runs_by_seed else "differ in more than their seed"
             raise ConfigError(
-                f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}; move one of them"
+                f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}. Move one of them."
             )
         runs_by_seed[seed] = recipe, folder
 
@@ -140,12 +140,12 @@ def sweep_grid(
         ConfigError: no such layout or row, or printed rows without a layout or beside differences.
     """
     if baseline is not None and paper:
-        raise ConfigError(f"--baseline {baseline}: printed rows have no seeds to differ in; leave --paper away")
+        raise ConfigError(f"--baseline {baseline}: rows of the paper have no seeds. Remove --paper.")
     if baseline is not None and baseline not in (names := [row.name for row in rows]):
         raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, names)}")
     baseline_row = next((row for row in rows if row.name == baseline), None)
     if layout is None and paper:
-        raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
+        raise ConfigError(f"--paper {','.join(paper)}: rows of the paper need a --layout: {', '.join(LAYOUTS)}")
     columns = columns_of(layout) if layout is not None else []
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
@@ -202,7 +202,7 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) ->
             stem, _, number = row.name.rpartition("_")
             lines.setdefault(stem if number.isdecimal() else row.name, []).append(row)
     if not lines:
-        raise ConfigError(f"--task {task}: no row has it")
+        raise ConfigError(f"--task {task}: no row has this task")
     times, unit = axis_of(next(cell.metric for row in rows if (cell := row.cell(task)) is not None))
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for name, members in lines.items():

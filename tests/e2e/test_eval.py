@@ -156,7 +156,7 @@ def test_shares_of_an_array_score_once_all_are_there(scored):
     assert first.returncode == 0 and "wait for other shares" in first.stderr and "acc1" not in first.stdout
     second = sparo(*arguments, "--part", "0/2", cwd=root)
     assert second.returncode == 0 and "acc1" in second.stdout and "macro" in second.stdout
-    for bad, message in (("2/2", "--part 2/2: write I/N"), ("slurm", "this is no SLURM array")):
+    for bad, message in (("2/2", "--part 2/2: expected I/N"), ("slurm", "are not set. Use it in a SLURM array")):
         done = sparo(*arguments, "--part", bad, cwd=root)
         assert done.returncode == 2 and message in done.stderr
 
@@ -189,8 +189,8 @@ def test_slots_are_chosen_by_number(scored):
     }  # fmt: skip
     for bad, message in (
         ("4", "--slots 4: .* has 4 slots, numbered from 0"),
-        ("1-x", "'1-x' is no slot"),
-        ("", "'' is no slot"),
+        ("1-x", "'1-x' is not a slot number"),
+        ("", "'' is not a slot number"),
     ):
         done = sparo(*words, "--slots", bad, cwd=root)
         assert done.returncode == 2 and re.search(message, done.stderr), done.stderr

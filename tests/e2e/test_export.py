@@ -225,7 +225,7 @@ def test_a_refusal_of_the_hub_loses_nothing(export, hub, monkeypatch):
         upload(export, "me/model", False)
     assert (export / "open_clip_model.safetensors").is_file()
     done = sparo("export", str(export), "--private")
-    assert done.returncode == 2 and "--private: is of --hub" in done.stderr
+    assert done.returncode == 2 and "--private: applies to --hub" in done.stderr
 
 
 def test_the_card_lists_scores_with_intervals_and_steps(run, tmp_path):

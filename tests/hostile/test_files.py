@@ -137,7 +137,7 @@ def test_one_bad_checkpoint_of_several_costs_the_others_nothing(scored, tmp_path
 OPTIONS = {
     "--results in a file": (["--results", "taken"], "--results: nothing can be written into taken"),
     "--json in a file": (["--json", "taken/x.json"], "--json taken/x.json"),
-    "--json a folder": (["--json", "folder"], "is a folder; name a file"),
+    "--json a folder": (["--json", "folder"], "is a folder. Name a file."),
     "--features a file": (["--features", "taken"], "--features: nothing can be written into taken"),
     "--slots words": (["--slots", "all"], "--slots all"),
     "--slots below": (["--slots", "-1"], ""),

@@ -95,8 +95,8 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         (["--task", "nosuch"], "nosuch"),
         (["--image", "no.jpg"], "no.jpg"),
         (["--out", "a.bmp"], "a .png file"),
-        (["--task", "masks", "--out", "a.gif"], "pictures that move are of videos"),
-        (["--image", "own.jpg", "--out", "page"], "a page is of a task's samples"),
+        (["--task", "masks", "--out", "a.gif"], "animations need a task of videos"),
+        (["--image", "own.jpg", "--out", "page"], "a page needs a task"),
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -73,7 +73,7 @@ def test_recipes_go_by_name(tmp_path, monkeypatch):
     for word, told in {
         "scenes_tiny": "2 recipes are called so; write clip/scenes_tiny or dino/scenes_tiny",
         "scenes_tin": "did you mean 'scenes_tiny'",
-        "configs/clip/cc3m_clip.yaml": "no such file; write clip/cc3m_clip for the one that comes with sparo",
+        "configs/clip/cc3m_clip.yaml": "no such file; write clip/cc3m_clip for the shipped recipe",
     }.items():
         with pytest.raises(ConfigError, match=told):
             find_recipe(Path(word))

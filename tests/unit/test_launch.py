@@ -162,7 +162,7 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
     with pytest.raises(Exception, match="holds 6 shard"):
         convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=3, part=(0, 4))
     done = sparo("data", "convert", "images", "x", "--part", "4/4", cwd=tmp_path)
-    assert done.returncode == 2 and "write I/N with I from 0 to N-1" in done.stderr
+    assert done.returncode == 2 and "expected I/N with I from 0 to N-1" in done.stderr
 
 
 def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(recipe, tmp_path):

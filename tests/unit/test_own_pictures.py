@@ -320,7 +320,7 @@ def test_shards_need_no_conversion(tmp_path, shards):
     assert done.returncode == 2 and "t.csv.gz: is compressed. Unpack it: gunzip -k" in done.stderr
     packed = put(tmp_path / "x.tar.gz", gzip.compress(b"x"))
     done = sparo("data", "convert", str(packed), str(tmp_path / "out"))
-    assert done.returncode == 2 and "is a shard, which needs no conversion" in done.stderr
+    assert done.returncode == 2 and "is a shard already" in done.stderr
 
 
 SQUARE = [2, 2, 10, 2, 10, 10, 2, 10]

@@ -237,7 +237,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         done = sparo(*changed, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     for change, told in (
-        (["--size", "8"], "--size: is of --as NAME"),
+        (["--size", "8"], "--size: applies to --as NAME"),
         (["--as", "clevr", "--template", "x"], "--template: is of folders and tables"),
     ):
         done = sparo("data", "convert", ".", "more", *change, cwd=tmp_path)

@@ -86,7 +86,7 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--format", "markdown", cwd=place)
     assert done.returncode == 0 and "differences of means to clip" in done.stdout, done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--mean", cwd=place)
-    assert done.returncode == 2 and "differences are of means; leave --mean away" in done.stderr
+    assert done.returncode == 2 and "differences are of means already. Remove --mean." in done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--paper", "CC15m", cwd=place)
     assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
 
@@ -175,12 +175,14 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     assert axis.get_ylabel().startswith("drawn, dB:") and axis.lines[0].get_ydata()[0] == 21.5
     with pytest.raises(ConfigError, match="--task other: no row has it"):
         draw(rows, "other", place / "x.png")
-    with pytest.raises(ConfigError, match=r"recipe.yaml: names no runs; `sparo eval table RUNS --seeds`"):
+    with pytest.raises(
+        ConfigError, match=r"recipe.yaml: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`"
+    ):
         sweep_rows(place / "recipe.yaml")
     assert sweep_rows(place / "grid.yaml", place / "elsewhere")[0].runs == 0
     for words, told in (
-        (["--figure", "a.xyz"], "--figure a.xyz: name a .png, .pdf or .svg file"),
-        (["--task", "zero"], "--task zero: is of --figure"),
+        (["--figure", "a.xyz"], "--figure a.xyz: expected a .png, .pdf or .svg file"),
+        (["--task", "zero"], "--task zero: applies to --figure"),
     ):
         done = sparo("eval", "sweep", "grid.yaml", *words, cwd=place)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -196,5 +198,5 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 differ in more than their seed"):
         sweep_rows(place / "grid.yaml")
     (place / "runs/grid-clip/config.yaml").write_text(dump(runs[3]))
-    with pytest.raises(ConfigError, match="grid-clip: is called like a row of the sweep, and its objective is another"):
+    with pytest.raises(ConfigError, match="grid-clip: is named like a row of the sweep but has another objective"):
         sweep_rows(place / "grid.yaml")

@@ -93,7 +93,7 @@ def draw_panels(
     """
     if task_name is None and not images:
         raise ConfigError(
-            "sparo slots panels: name a task of the run (--task, as in --task masks), or images of your own (--image FILE)"
+            "sparo slots panels: nothing to draw. Name a task of the run (--task masks) or your own images (--image FILE)."
         )
     encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(encoder, MaskingEncoder):
@@ -102,16 +102,14 @@ def draw_panels(
             if isinstance(encoder, ViewsEncoder)
             else "train with objective.kind=slots, or use `sparo slots show`"
         )
-        raise ConfigError(f"{checkpoint}: does not draw its slots of images; {instead}")
+        raise ConfigError(f"{checkpoint}: cannot draw slots of images; {instead}")
     sheet_panels = [Panel(decode_image(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
     task = None if task_name is None else one_task(checkpoint, task_name, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
-        raise ConfigError(f"--task {task_name}: is of videos; draw them alone (without --image), of a model of videos")
+        raise ConfigError(f"--task {task_name}: has videos. Remove --image, and use a model of videos.")
     if not out.suffix:
         if task is None or task_name is None or images:
-            raise ConfigError(
-                f"--out {out}: a page is of a task's samples (--task); for images of your own name a .png file"
-            )
+            raise ConfigError(f"--out {out}: a page needs a task (--task). For your own images, name a .png file.")
         refuse_unwritable(out, "--out")
         return _write_task_page(encoder, checkpoint, task_name, task, num_samples, tile, out)
     refuse_unwritable(out.parent, "--out")
@@ -123,7 +121,7 @@ def draw_panels(
             save_animation(clip_animation(encoder, clips, tile), out)
         return [out]
     if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out {out}: pictures that move are of videos; name a .png file")
+        raise ConfigError(f"--out {out}: animations need a task of videos. Name a .png file.")
     if task is not None:
         sheet_panels += [panel for _, panel in image_panels(open_images(task), num_samples)]
     save_sheet(panels(encoder, sheet_panels, tile), out)
@@ -158,7 +156,7 @@ def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfi
     """The task of a run, or of `--data`, that `--task` names. Raises `ConfigError` where it stands for several."""
     tasks = tasks_for(checkpoint, options.data, [task_name], options.root, "--task")
     if len(tasks) != 1:
-        raise ConfigError(f"--task {task_name}: stands for {len(tasks)} tasks; name one: {', '.join(tasks)}")
+        raise ConfigError(f"--task {task_name}: matches {len(tasks)} tasks. Name one: {', '.join(tasks)}.")
     (task,) = tasks.values()
     return task
 
@@ -172,11 +170,11 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
     encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(encoder, SceneEncoder):
         raise ConfigError(
-            f"{checkpoint}: draws no views; train with objective.kind=novel_views, or use `sparo slots panels`"
+            f"{checkpoint}: renders no views. Train with objective.kind=novel_views, or use `sparo slots panels`."
         )
     task = one_task(checkpoint, task_name, options)
     if not isinstance(task, ViewMasksTaskConfig):
-        raise ConfigError(f"--task {task_name}: is not of posed views; name a task of kind view_masks")
+        raise ConfigError(f"--task {task_name}: has no posed views. Name a task of kind view_masks.")
     source, num_input_views = open_views(task), task.num_context_views or encoder.trained_views
     # Before minutes of drawing, not behind them.
     refuse_unwritable(out, "--out")

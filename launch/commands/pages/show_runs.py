@@ -49,11 +49,11 @@ def show_slots(checkpoint: str, show_options: ShowOptions, options: SlotOptions,
     # None at all is an answer: slots of images are shown without texts, too.
     if len(show_options.images) != len(show_options.captions) and show_options.captions:
         raise ConfigError(
-            f"--caption: {len(show_options.captions)} captions for {len(show_options.images)} images; give one behind each --image"
+            f"--caption: {len(show_options.captions)} captions for {len(show_options.images)} images; give one --caption per --image."
         )
     if show_options.task_name is None and not show_options.images:
         raise ConfigError(
-            "sparo slots show: name a task of the run (--task, as in --task retrieval), or images of your own (--image FILE --caption TEXT)"
+            "sparo slots show: nothing to draw. Name a task of the run (--task retrieval) or your own images (--image FILE --caption TEXT)."
         )
     # Before the checkpoint is loaded: a file that is missing is told at once.
     files = [(path, read_bytes(path, ConfigError), caption) for path, caption in _user_images(show_options)]
@@ -68,7 +68,7 @@ def show_slots(checkpoint: str, show_options: ShowOptions, options: SlotOptions,
         selection = read_selection(show_options.slots)
         selected(bench.encoder, selection, f"--slots {show_options.slots}")
         if selection.units != "slots":
-            raise ConfigError(f"--slots {show_options.slots}: chooses {selection.units}; pictures are of slots")
+            raise ConfigError(f"--slots {show_options.slots}: selects {selection.units}, but only slots can be drawn.")
         names, slot_ids = selection.names, list(selection.chosen)
     elif show_options.slots is not None:
         if wrong := [slot for slot in show_options.slots if slot >= bench.encoder.slots]:

@@ -42,7 +42,7 @@ class TrainingPictures:
         except Exception as error:  # what only shows must not end a run, however it fails
             self.task = None
             first = str(error).partition("\n")[0][:200]
-            logger.warning(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 does without")
+            logger.warning(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 turns them off")
 
     def _write(self, pictures: TaskPictures, step: int) -> None:
         place = self.folder / "pictures" / f"step-{step:08d}.png"
