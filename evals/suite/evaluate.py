@@ -222,7 +222,7 @@ def evaluate_checkpoint(
                     logger.warning(text)
                     if disk_error(error) not in (None, errno.EROFS):
                         write_errors.append(
-                            ConfigError(f"{text}. Free space or give --results, then run the same line again.")
+                            ConfigError(f"{text}. Free space or give --results, then run the same command again.")
                         )
 
     incompatible, failed = _score_each(Suite(tasks, store), encoder, how, ranks, keep)

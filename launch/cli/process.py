@@ -89,7 +89,7 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
         place = error.filename if isinstance(error, OSError) else None
         if place is not None or full is not None:
             message = error.strerror if isinstance(error, OSError) else os.strerror(full or 0)
-            remedy = ". Free space or give another place, then run the same line again." if full else ""
+            remedy = ". Free space or give another place, then run the same command again." if full else ""
             config_error = ConfigError(f"{place or 'a file could not be written'}: {message}{remedy}")
             console.print_line(("error:", "red"), f" {config_error}")
             return config_error.exit_code, config_error

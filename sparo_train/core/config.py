@@ -61,7 +61,7 @@ def between(low: float, high: float, rising: bool = False) -> AfterValidator:
     def check(values: tuple[float, ...]) -> tuple[float, ...]:
         if not all(low <= value <= high for value in values) or (rising and list(values) != sorted(values)):
             order = ", the smaller one first" if rising else ""
-            raise ValueError(f"every number is between {low:g} and {high:g}{order}")
+            raise ValueError(f"every number must be between {low:g} and {high:g}{order}")
         return values
 
     return AfterValidator(check)
@@ -120,7 +120,7 @@ def resolve(model: type[C], tree: Tree, origin: str, stored: bool = False) -> C:
         lines = [_problem_line(*problem, model, tree) for problem in _flatten_problems(model, error.errors(), ())]
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
     except (TypeError, ValueError, RecursionError) as error:  # json's, on what a tag made: a set, bytes
-        raise ConfigError(f"{origin}: a value is of a kind YAML recipes do not hold: {error}") from None
+        raise ConfigError(f"{origin}: a value has a type that recipes cannot hold: {error}") from None
 
 
 def _keys_with_nul(tree: Any, key: str = "") -> Iterator[str]:

@@ -160,7 +160,9 @@ class Objective(nn.Module, ABC):
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         """Recompute activations in backward, where the objective's modules support it."""
-        raise ValueError(f"engine.grad_checkpointing: {type(self).__name__} has nothing to checkpoint; set it to false")
+        raise ValueError(
+            f"engine.grad_checkpointing: {type(self).__name__} has no blocks to checkpoint. Set it to false."
+        )
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         """Parameters used outside of `embed`, by the loss itself (temperature, bias)."""

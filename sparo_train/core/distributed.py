@@ -170,8 +170,8 @@ class Ranks:
             if self.size == 1 or not (only_collectives or _is_collective(error)):
                 raise
             raise LostRankError(
-                f"rank {self.rank} of {self.size}: {what} failed; another rank died, or did not answer within "
-                f"{self.timeout:g} s (engine.timeout). The same line continues from the last checkpoint. "
+                f"rank {self.rank} of {self.size}: {what} failed, because another rank died or did not respond within "
+                f"{self.timeout:g} s (engine.timeout). Run the same command again to resume from the last checkpoint. "
                 f"({str(error).splitlines()[0][:200]})"
             ) from error
 
@@ -278,7 +278,7 @@ def _rendezvous_of_slurm() -> None:
             os.environ["MASTER_ADDR"] = _address(nodes)
         except (OSError, subprocess.CalledProcessError, IndexError):
             raise ConfigError(
-                f"MASTER_ADDR is not set and scontrol cannot tell the address of the first of {nodes}; export it"
+                f"MASTER_ADDR: is not set, and scontrol cannot resolve the first of {nodes}. Export it."
             ) from None
     # Below the ports that the kernel hands out; steps of one allocation meet at ports of their own.
     job, step = (whole_number(os.environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))

@@ -69,7 +69,7 @@ class LostRankError(TrainingError):
 
 
 class StoppedError(SparoError):
-    """A signal ended training (EX_TEMPFAIL); the same line continues.
+    """A signal ended training (EX_TEMPFAIL); the same command resumes it.
 
     Args:
         signal: its name.
@@ -84,8 +84,8 @@ class StoppedError(SparoError):
 
     def __str__(self) -> str:
         if not self.saved:
-            return "stopped before the first step, so nothing is saved; the same line starts again"
-        return "run the same line again to continue"
+            return "stopped before the first step, so nothing was saved. Run the same command again to start."
+        return "run the same command again to resume"
 
 
 class SupersededError(TrainingError):

@@ -44,9 +44,11 @@ def read_bytes(path: str | Path, error: type[SparoError] = ConfigError, max_byte
             # Asked of the open file, not of its name: it could be another by now.
             file_stat = os.fstat(stream.fileno())
             if not stat.S_ISREG(file_stat.st_mode):
-                raise error(f"{path}: is no regular file; give one that can be read from its beginning")
+                raise error(f"{path}: is not a regular file. Name a file.")
             if max_bytes is not None and file_stat.st_size > max_bytes:
-                raise error(f"{path}: has {file_stat.st_size} bytes, over {max_bytes}; is it the file that you mean?")
+                raise error(
+                    f"{path}: has {file_stat.st_size} bytes, more than the limit of {max_bytes}. Is it the right file?"
+                )
             return stream.read()
     except (OSError, ValueError) as failed:  # a name with a NUL is a ValueError
         why = failed.strerror if isinstance(failed, OSError) else failed
@@ -61,7 +63,7 @@ def read_text(path: str | Path, error: type[SparoError] = ConfigError, max_bytes
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as failed:
         line = data.count(b"\n", 0, failed.start) + 1
-        raise error(f"{path}: line {line} is not UTF-8 ({failed.reason}); save it as UTF-8") from None
+        raise error(f"{path}: line {line} is not UTF-8 ({failed.reason}). Save the file as UTF-8.") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -89,9 +91,9 @@ def parse_json(text: str, where: str, kind: type[T], error: type[SparoError] = C
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError) as failed:  # nesting without end is no ValueError
-        raise error(f"{where}: not valid JSON ({failed}); is it truncated?") from None
+        raise error(f"{where}: not valid JSON ({failed}). Is it truncated?") from None
     if not isinstance(value, kind):
-        raise error(f"{where}: holds a JSON {type(value).__name__}, and a {kind.__name__} was expected")
+        raise error(f"{where}: expected a JSON {kind.__name__}, got {type(value).__name__}")
     return value
 
 

@@ -78,11 +78,11 @@ class Registry:
             raise ConfigError(f"{prefix}{name!r}; {hint}")
         if name in self.reserved:
             raise ConfigError(
-                f"{prefix}{name!r} of package {_package(matches[0])} is a name that {self.group} keeps; its package has to call it otherwise"
+                f"{prefix}{name!r} of package {_package(matches[0])} is a reserved name of {self.group}. Rename the entry point in that package."
             )
         if len(matches) > 1:
             packages = " and ".join(sorted(_package(e) for e in matches))
-            raise ConfigError(f"{prefix}{name!r} is added by {packages}; uninstall all but one")
+            raise ConfigError(f"{prefix}{name!r} is added by {packages}. Uninstall all but one.")
         return self._load(matches[0], prefix)
 
     def _load(self, entry: EntryPoint, prefix: str) -> Any:
@@ -92,7 +92,7 @@ class Registry:
         # Somebody else's module may fail in any way while it is imported, or end the program.
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"{label} ({entry.value}) cannot be imported ({type(error).__name__}: {error}); repair or uninstall it"
+                f"{label} ({entry.value}) cannot be imported ({type(error).__name__}: {error}). Repair or uninstall it."
             ) from error
         missing = [
             a for a in self.attributes if getattr(getattr(loaded_entry, a, _MISSING), "__isabstractmethod__", False)
@@ -100,7 +100,7 @@ class Registry:
         if missing or not (self.attributes or callable(loaded_entry)):
             problem = f"has no {', '.join(missing)}" if missing else "cannot be called"
             raise ConfigError(
-                f"{label} ({entry.value}) {problem}; docs/extending.md says what a row of {self.group} is"
+                f"{label} ({entry.value}) {problem}. docs/extending.md describes entries of {self.group}."
             )
         return loaded_entry
 
@@ -141,11 +141,11 @@ class FromRegistry:
                 return value
             raise PydanticCustomError(
                 "block",
-                "{found} is not the {wanted} of its row",
+                "{found} is not the {wanted} of its entry",
                 {"found": type(value).__name__, "wanted": expected_model.__name__},
             )
         if not isinstance(value, Mapping):
-            raise PydanticCustomError("block", "a block with keys is expected")
+            raise PydanticCustomError("block", "expected a block with keys")
         if self.key not in value and callable(self.default):
             value = self.default(value)
         model = self._model(value)
@@ -180,7 +180,7 @@ class FromRegistry:
             entry if isinstance(entry, type) and issubclass(entry, BaseModel) else getattr(entry, "config", None)
         )
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise self._wrong(f"{name!r}: its row of {self.registry.group} has no pydantic model as its config", None)
+            raise self._wrong(f"{name!r}: its entry of {self.registry.group} has no pydantic model as its config", None)
         if self.key not in model.model_fields or model.model_fields[self.key].get_default() != name:
             raise self._wrong(
                 f"{name!r}: {model.__name__} of {self.registry.group} has no field {self.key}: Literal[{name!r}] = {name!r}",

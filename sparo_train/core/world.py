@@ -118,10 +118,10 @@ def find_world(environment: Mapping[str, str] | None = None) -> World:
         return World()
     missing = [name for name in names if name not in env]
     if missing:
-        raise ConfigError(f"{missing[0]} is not set, although {names[1]} is; start with torchrun or srun")
+        raise ConfigError(f"{missing[0]} is not set, although {names[1]} is. Start with torchrun or srun.")
     rank, size, local_rank = (whole_number(env, name, 0) for name in names)
     if not 0 <= rank < size or local_rank < 0:
-        raise ConfigError(f"{names[0]}={rank}: is no rank of {names[1]}={size}; start with torchrun or srun")
+        raise ConfigError(f"{names[0]}={rank}: must be below {names[1]}={size}. Start with torchrun or srun.")
     return World(rank, size, local_rank)
 
 
@@ -131,7 +131,9 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{name}={text}: is no whole number; unset it, or start with torchrun or srun") from None
+        raise ConfigError(
+            f"{name}={text}: expected a whole number. Unset it, or start with torchrun or srun."
+        ) from None
 
 
 def note_start(world: World) -> None:

@@ -98,8 +98,8 @@ class DdpEngine(RankedEngine):
         lost = [name for name, p in self.objective.named_parameters() if p.requires_grad and id(p) not in leaves]
         if lost:
             raise ConfigError(
-                f"engine.kind=ddp: the loss does not depend on {', '.join(lost[:4])}{' …' if lost[4:] else ''}; "
-                "freeze what is not trained, or use engine.kind=fsdp2"
+                f"engine.kind=ddp: the loss does not depend on {', '.join(lost[:4])}{' …' if lost[4:] else ''}. "
+                "Freeze these parameters, or use engine.kind=fsdp2."
             )
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:

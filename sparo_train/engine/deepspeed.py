@@ -79,7 +79,7 @@ class DeepSpeedEngine:
 
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
-            raise ConfigError("engine.kind=deepspeed shards over ranks, and there is one; use engine.kind=local")
+            raise ConfigError("engine.kind=deepspeed needs several ranks, got one. Use engine.kind=local.")
         # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
         self._refuse_frozen_steps(objective, Progress(0, 1, 0))
         # Taken before DeepSpeed flattens them; checkpoints have the shapes of the model.
@@ -93,8 +93,8 @@ class DeepSpeedEngine:
     def _refuse_frozen_steps(self, objective: Objective, progress: Progress) -> None:
         if objective.frozen_this_step(progress):
             raise ConfigError(
-                f"engine.kind=deepspeed: {type(objective).__name__} holds parameters back in some steps, and DeepSpeed steps all of "
-                "them together; use objective.freeze_last_layer=0, or engine.kind=ddp or fsdp2"
+                f"engine.kind=deepspeed: {type(objective).__name__} freezes parameters in some steps, which DeepSpeed does not "
+                "support. Use objective.freeze_last_layer=0, or engine.kind=ddp or fsdp2."
             )
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:

@@ -128,7 +128,7 @@ class Device:
 
     def __init__(self, config: DeviceConfig):
         if config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("engine.device: cuda was asked for and torch sees no GPU; use engine.device=cpu or auto")
+            raise ConfigError("engine.device: torch finds no GPU, got cuda. Use engine.device=cpu or auto.")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         self.config, self.device = config, torch.device(kind)
         self.clock = Clock(self.device)

@@ -67,9 +67,7 @@ class Fsdp2Engine(RankedEngine):
         self._unsharded_params: list[torch.nn.Parameter] = []
         if size == 1:
             if config.cpu_offload:
-                raise ConfigError(
-                    "engine.cpu_offload: shards over ranks go to the host, and there is one rank; start more"
-                )
+                raise ConfigError("engine.cpu_offload: needs several ranks, got one. Start more.")
             return
         shard = config.shard_size or size
         if size % shard:

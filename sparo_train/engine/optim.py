@@ -169,19 +169,17 @@ class OptimConfig(Frozen):
     @model_validator(mode="after")
     def _falls(self) -> OptimConfig:
         if self.min_lr > self.lr:
-            raise ValueError(
-                f"optim.min_lr={self.min_lr}: is above optim.lr={self.lr}, and rates would rise to it; lower it"
-            )
+            raise ValueError(f"optim.min_lr={self.min_lr}: must not be above optim.lr={self.lr}. Lower it.")
         return self
 
     @model_validator(mode="after")
     def _schedule_keys(self) -> OptimConfig:
         if (self.schedule == "wsd") != (self.cooldown_steps is not None):
             raise ValueError(
-                "optim.cooldown_steps belongs to optim.schedule=wsd, which needs it; cooldown takes the whole run"
+                "optim.cooldown_steps is required for optim.schedule=wsd and invalid for other schedules; cooldown decays over the whole run"
             )
         if self.schedule == "cooldown" and self.warmup_steps:
-            raise ValueError("optim.schedule=cooldown begins at optim.lr; set optim.warmup_steps=0")
+            raise ValueError("optim.schedule=cooldown starts at optim.lr. Set optim.warmup_steps=0.")
         return self
 
     def unused_keys(self) -> list[str]:
@@ -271,16 +269,16 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
     """
     if config.engines is not None and engine not in config.engines:
         raise ConfigError(
-            f"engine.kind={engine}: cannot step optim.kind={config.kind}; use engine.kind={' or '.join(config.engines)}"
+            f"engine.kind={engine}: cannot step optim.kind={config.kind}. Use engine.kind={' or '.join(config.engines)}"
         )
     apart = objective.param_groups()
     named = {name: p for name, p in objective.named_parameters() if p.requires_grad}
     if not named:
         raise ConfigError("objective: no parameter is trainable")
     if all(p.ndim == 0 for p in named.values()):
-        raise ConfigError(f"objective: nothing is trained but {', '.join(named)}; freeze less")
+        raise ConfigError(f"objective: only {', '.join(named)} would be trained. Freeze less.")
     if config.layer_decay is not None and not apart.layer_ids:
-        raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method tells no layers; use optim.groups")
+        raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method defines no layers. Use optim.groups.")
     layer_ids = {} if config.layer_decay is None else apart.layer_ids
     param_groups: dict[tuple[int, int, int, bool, bool], list[nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
@@ -317,12 +315,12 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
             matches = [name for name in names if fnmatchcase(name, pattern)]
             if not matches:
                 near = f"; names are as {names[0]}, {names[-1]}" if names else ", as none is"
-                raise ConfigError(f"optim.groups.{number - 1}.match={pattern}: fits no parameter that is trained{near}")
+                raise ConfigError(f"optim.groups.{number - 1}.match={pattern}: matches no trained parameter{near}")
             group_by_name |= dict.fromkeys(matches, number)
     for number, group in enumerate(groups, start=1):
         if number not in group_by_name.values():
             raise ConfigError(
-                f"optim.groups.{number - 1}.match={list(group.match)}: all that it fits is of groups before it, of which the first that "
+                f"optim.groups.{number - 1}.match={list(group.match)}: all parameters that it matches belong to earlier groups, because the first match "
                 "fits counts; put it before them"
             )
     return group_by_name

@@ -94,7 +94,7 @@ def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
     if local >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.kind={kind}: rank {ranks.rank} is number {local} on this machine, which has "
-            f"{torch.cuda.device_count()} GPU(s); start one process per GPU"
+            f"{torch.cuda.device_count()} GPU(s). Start one process per GPU."
         )
     device_context.device = torch.device("cuda", local)
     torch.cuda.set_device(device_context.device)

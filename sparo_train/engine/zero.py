@@ -200,7 +200,7 @@ class Zero:
         counts = {float(source.read("optimizer", f"{n}/step")) for n in trained if has_state and self.counts_steps}
         if len(counts) > 1:
             raise CheckpointError(
-                f"checkpoint: parameters took {sorted(counts)} steps, and DeepSpeed counts them together; use another engine"
+                f"checkpoint: parameters have different step counts {sorted(counts)}, which DeepSpeed does not support. Use another engine."
             )
         # Before moments are read: they are views of tensors that have to exist.
         self.init_optimizer_state(*counts or (0.0,))

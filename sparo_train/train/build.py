@@ -31,7 +31,7 @@ def build_objective(config: RunConfig) -> Objective:
         matches = [p for name, p in objective.named_parameters(remove_duplicate=False) if fnmatchcase(name, pattern)]
         if not matches:
             names = [name for name, _ in objective.named_parameters()]
-            raise ConfigError(f"freeze: {pattern} fits no parameter; names are as {names[0]}, {names[-1]}")
+            raise ConfigError(f"freeze: {pattern} matches no parameter; names are as {names[0]}, {names[-1]}")
         for p in matches:
             p.requires_grad_(False)
     return objective
@@ -61,12 +61,12 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
     """
     if world_size not in (None, world.size):
         raise ConfigError(
-            f"world_size={world_size}: {world.size} rank(s) were started; start that many, or change the key"
+            f"world_size={world_size}: {world.size} rank(s) were started. Start that many, or change the key."
         )
     if ENGINES.get(engine.kind).one_process:
         if world.size > 1:
             raise ConfigError(
-                f"engine.kind={engine.kind} runs in one process and {world.size} were started; use engine.kind=ddp, fsdp2 or deepspeed"
+                f"engine.kind={engine.kind} runs in one process, got {world.size}. Use engine.kind=ddp, fsdp2 or deepspeed."
             )
         return Ranks(world, "gloo", 0.0)
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())

@@ -121,7 +121,7 @@ class Saver:
                     raise
                 aside, before = self.ranks.rank0_broadcast(self._fall_back)
                 logger.warning(
-                    f"{error}\ncheckpoint.fall_back: it is {aside} now; going back to {before}, the steps behind that are lost"
+                    f"{error}\ncheckpoint.fall_back: it was renamed to {aside}. Resuming from {before}; later steps are lost"
                 )
 
     def _fall_back(self) -> tuple[Path, Path | None]:
@@ -265,9 +265,9 @@ def resume(
         logger.warning(warning)
     state = State.of(meta)
     bad.load(meta["bad_samples"])
-    logger.info(f"continuing from {path} (step {state.step} of {meta.get('total_steps', '?')})")
+    logger.info(f"resuming from {path} (step {state.step} of {meta.get('total_steps', '?')})")
     if meta.get("suspect"):
-        logger.warning(f"its weights are from a run that had diverged; {saver.last_good()}")
+        logger.warning(f"its weights are from a run that diverged; {saver.last_good()}")
     return state
 
 
@@ -281,7 +281,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     step = store.newest_step(path)
     if step is None:
         raise CheckpointError(
-            f"start_from.checkpoint={path}: no run with a complete checkpoint, which start_from.optimizer=true takes"
+            f"start_from.checkpoint={path}: has no complete checkpoint, which start_from.optimizer=true requires"
         )
     if doubt := store.checkpoint_warnings(path, step):
         logger.warning(f"start_from: {doubt}")
@@ -291,8 +291,8 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
         engine.load(store.open_checkpoint(step, ("model", "optimizer")))
     except CheckpointError as error:
         raise CheckpointError(
-            f"start_from.checkpoint={path}: {error}; a branch has the model, what is frozen, objective.ema and optim.kind of the run "
-            "that it leaves; start_from.optimizer=false takes its weights alone"
+            f"start_from.checkpoint={path}: {error}; a branch needs the model, frozen parameters, objective.ema and optim.kind of the original run. "
+            "Set start_from.optimizer=false to load only its weights."
         ) from None
     theirs = State.of(meta)
     own = State(steps_before=theirs.steps_before + theirs.step)
@@ -300,7 +300,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
     except DataError:
-        logger.warning(f"{note}; its data are others, and these are read from their beginning")
+        logger.warning(f"{note}; its data differ, so data are read from the beginning")
         return own
     logger.info(note)
     own.cursor = theirs.cursor

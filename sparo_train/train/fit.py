@@ -72,10 +72,10 @@ MakeEvaluate = Callable[[Run, Display], Evaluate | None]
 def refuse_initial_weights(config: Any, start: StartConfig | None, objective: Objective) -> None:
     """Initialise from the seed alone. Raises `ConfigError` if the recipe names weights, which only `sparo.fit` and `sparo train` load."""
     if start is not None and not start.optimizer:
-        raise ConfigError("start_from: needs callbacks.initial_weights; call sparo.fit")
+        raise ConfigError("start_from: needs callbacks.initial_weights. Call sparo.fit.")
     for key in ("vision", "text"):
         if getattr(getattr(getattr(config, "model", None), key, None), "init_from", None) is not None:
-            raise ConfigError(f"objective.model.{key}.init_from: needs callbacks.initial_weights; call sparo.fit")
+            raise ConfigError(f"objective.model.{key}.init_from: needs callbacks.initial_weights. Call sparo.fit.")
     objective.on_weights_loaded()
 
 
@@ -171,7 +171,7 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
         # At the end as well as on the way: the sum is what a reader of the log looks for.
         if unusable := trainer.bad.by_reason():
             counts_text = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
-            logger.warning(f"samples that could not be used: {counts_text}")
+            logger.warning(f"skipped samples: {counts_text}")
         where = f"checkpoint {outcome.checkpoint}" if outcome.checkpoint is not None else "no checkpoint yet"
         logger.info(f"{outcome.reason} at step {outcome.step}; {where}")
         return outcome
@@ -226,5 +226,5 @@ def _log_start(run: Run, newest: Path | None) -> None:
     for source in run.pipeline.sources if ranks.rank == 0 else ():
         for key in missing_caption_keys(source):
             logger.warning(
-                f"data.sources.{source.name}.captions: {key} is in none of 64 samples; the others take its share"
+                f"data.sources.{source.name}.captions: {key} is in none of 64 samples; its probability goes to the others"
             )

@@ -76,14 +76,14 @@ class Reporter:
             if name in _RESERVED:
                 if name not in self._odd:
                     self._odd.add(name)
-                    logger.warning(f"metric {name!r} has the name of a record's own key and is left out. Rename it.")
+                    logger.warning(f"metric {name!r} has a reserved name and is omitted. Rename it.")
                 continue
             try:
                 numbers[name] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 if name not in self._odd:
                     self._odd.add(name)
-                    logger.warning(f"metric {name!r} is no single number and is left out ({error})")
+                    logger.warning(f"metric {name!r} is not a single number and is omitted ({error})")
         return numbers
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
@@ -148,7 +148,7 @@ class Reporter:
             self.flops = None
             first = str(error).partition("\n")[0][:200]
             logger.warning(
-                f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are left out (log.flops=false does so)"
+                f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are omitted. Set log.flops=false"
             )
             return {}
         # Of one rank's device, as published figures are.
@@ -229,7 +229,7 @@ class Profile:
             call()
         except Exception as error:  # a profiler only reports
             self._running = None
-            logger.warning(f"log.profile: failed ({type(error).__name__}: {error}); the run goes on without it")
+            logger.warning(f"log.profile: failed ({type(error).__name__}: {error}). The run continues without it.")
 
 
 _SINGLE_RANK = Ranks(World(), "gloo", 0.0)

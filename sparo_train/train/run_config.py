@@ -164,7 +164,7 @@ class RunConfig(Frozen):
         # Three ways to say one thing would have to agree; one is asked for.
         lengths = [k for k in self.alternatives if getattr(self, k) is not None]
         if len(lengths) != 1:
-            raise ValueError(f"give exactly one of steps, epochs, samples (given: {', '.join(lengths) or 'none'})")
+            raise ValueError(f"set exactly one of steps, epochs, samples (set: {', '.join(lengths) or 'none'})")
         return self
 
     @model_validator(mode="after")
@@ -196,11 +196,11 @@ class RunConfig(Frozen):
             raise ConfigError(f"steps/epochs/samples: shorter than one batch of {self.batch_size}")
         if self.optim.warmup_steps >= total:
             raise ConfigError(
-                f"optim.warmup_steps={self.optim.warmup_steps} is not below the run's {total} steps; shorten it or train longer"
+                f"optim.warmup_steps={self.optim.warmup_steps} must be below the {total} steps of the run. Shorten it, or train longer."
             )
         if self.optim.warmup_steps + (self.optim.cooldown_steps or 0) > total:
             raise ConfigError(
-                f"optim.cooldown_steps={self.optim.cooldown_steps}: with {self.optim.warmup_steps} of warm-up more than the run's {total} steps"
+                f"optim.cooldown_steps={self.optim.cooldown_steps}: cooldown and {self.optim.warmup_steps} steps of warm-up exceed the {total} steps of the run"
             )
         return total
 
@@ -214,7 +214,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     tree: Tree = load_recipe(path)
     if is_sweep(tree):
         raise ConfigError(
-            f"{path}: names {len(tree['runs'])} runs; `sparo launch train {path} --cluster local` trains all of them"
+            f"{path}: is a sweep of {len(tree['runs'])} runs. Train them with `sparo launch train {path} --cluster local`."
         )
     tree = override(tree, overrides or [], RunConfig)
     # The file's name, unless it says another: two recipes in one folder do not share a run.

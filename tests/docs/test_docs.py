@@ -318,7 +318,10 @@ def test_every_sweep_is_of_recipes_that_are_there(path):
     kept = ("objective", "optim", "data")
     assert len({run.model_dump_json(include=set(kept)) for run in runs}) == len(runs) // 3, "two rows of one training"
     assert len({run.name for run in runs}) == len(runs) and all(run.name.startswith(f"{name}-") for run in runs)
-    with pytest.raises(ConfigError, match=rf"names {len(runs) // 3} runs; `sparo launch train .* --cluster local`"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"is a sweep of {len(runs) // 3} runs. Train them with `sparo launch train .* --cluster local`",
+    ):
         load_run(path)
 
 

@@ -168,7 +168,7 @@ def test_dry_run_counts_without_training(trained, tmp_path):
             "objective.model.text.init_from=hf:nowhere",
             "objective.model.text.init_from=hf:nowhere: nowhere: no such file",
         ),
-        ("freeze=[model.visual.*,model.text.*]", "nothing is trained but model.logit_scale; freeze less"),
+        ("freeze=[model.visual.*,model.text.*]", "only model.logit_scale would be trained. Freeze less"),
         ("optim.groups=[{match: [model.visuall.*]}]", "optim.groups.0.match=model.visuall.*: fits no parameter"),
     ],
 )
@@ -235,7 +235,7 @@ def test_an_interrupted_demo_stops(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(demo, "make_scenes", lambda *_, **__: None)
     monkeypatch.setattr(demo, "train", lambda config: trained.append(config.name) or Outcome("SIGINT", 3, tmp_path))
-    with pytest.raises(StoppedError, match="run the same line again to continue") as caught:
+    with pytest.raises(StoppedError, match="run the same command again to resume") as caught:
         demo.run_demo(tmp_path, quick=True)
     assert caught.value.exit_code == 75 and trained == ["clip"]
 

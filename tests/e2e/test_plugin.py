@@ -217,7 +217,7 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
         ),
         (
             {"engine": {"kind": "broken"}},
-            r"engine\.kind: 'broken' of package sparo-rotations 1\.0 .*ModuleNotFoundError.*repair or uninstall",
+            r"engine\.kind: 'broken' of package sparo-rotations 1\.0 .*ModuleNotFoundError.*Repair or uninstall",
         ),
         ({"engine": {"kind": "half"}}, r"engine\.kind: 'half' of package .* has no config, build, costs, one_process"),
         ({"objective": {"kind": "hyphen"}}, r"objective\.kind: 'hyphen' of package .*cannot be imported"),

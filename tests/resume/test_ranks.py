@@ -127,7 +127,7 @@ def test_a_run_resumes_with_another_world_size(place):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("engine={kind: local}", "engine.kind=local runs in one process and 2 were started; use engine.kind=ddp"),
+        ("engine={kind: local}", "engine.kind=local runs in one process, got 2. Use engine.kind=ddp"),
         ("world_size=4", "world_size=4: 2 rank(s) were started"),
         ("optim.lr=5", "holds a run of another recipe"),
     ],
@@ -227,5 +227,5 @@ def test_the_world_is_read_off_the_environment():
     assert find_world({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) == World(0, 1, 0)
     done = sparo("version", WORLD_SIZE="2")
     assert done.returncode == 0 and "Traceback" not in done.stderr
-    with pytest.raises(ConfigError, match="RANK is not set, although WORLD_SIZE is; start with torchrun or srun"):
+    with pytest.raises(ConfigError, match=r"RANK is not set, although WORLD_SIZE is\. Start with torchrun or srun"):
         find_world({"WORLD_SIZE": "2"})

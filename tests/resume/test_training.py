@@ -75,7 +75,7 @@ def test_a_signal_saves_and_the_same_line_continues(shards, tmp_path, straight, 
     if process.returncode == 0:
         pytest.skip("the run finished before the signal arrived")
     assert process.returncode == 75, stderr
-    assert "SIGTERM at step" in stderr and "run the same line again" in stderr
+    assert "SIGTERM at step" in stderr and "run the same command again" in stderr
     assert json.loads((folder / "heartbeat.json").read_text())["phase"] == "SIGTERM"
     stopped = store.CheckpointStore(folder / "checkpoints").latest()
     assert stopped is not None and store.read_meta(stopped)["step"] < 12
@@ -262,5 +262,5 @@ def test_a_gpu_that_is_not_there_is_refused(shards, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     tree = tiny_recipe(shards, tmp_path / "runs", engine={"device": "cuda"})
-    with pytest.raises(ConfigError, match=r"engine\.device: cuda was asked for"):
+    with pytest.raises(ConfigError, match=r"engine\.device: torch finds no GPU, got cuda"):
         train(run(tree))

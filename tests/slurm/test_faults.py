@@ -89,7 +89,7 @@ def test_what_comes_back_from_a_cut_off_node_writes_nothing(whole):
     # The srun that came back cancels the step of its number, which is the successor's: that costs one more start.
     assert [start[0] for start in whole.starts(folder)] in ([0, 1], [0, 1, 2])
     errors = "".join(path.read_text() for path in (folder / "jobs").glob("*_0_log.err"))
-    assert "belongs to another start by now" in errors and "belongs to" not in (folder / "log.txt").read_text()
+    assert "was taken over by a later start" in errors and "was taken over" not in (folder / "log.txt").read_text()
 
 
 def _command(pid: int) -> str:

@@ -122,11 +122,11 @@ def sign(path, change):
     ("damage", "message"),
     [
         (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors: missing"),
-        (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: 1 bytes, should be"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: expected \d+ bytes, got 1"),
         (lambda p: (p / "meta.json").write_text("{"), r"meta\.json: not readable"),
         (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format: this version reads 2 and 3, got 99"),
-        (lambda p: sign(p, lambda meta: meta.pop("files")), "files is missing or of another kind, got NoneType"),
-        (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or of another kind, got list"),
+        (lambda p: sign(p, lambda meta: meta.pop("files")), "files is missing or has another type, got NoneType"),
+        (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or has another type, got list"),
         (
             lambda p: sign(p, lambda meta: meta.update(files={"../x": {}})),
             "'../x' is not described as a file of this folder",
@@ -329,11 +329,11 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
     go_on.set()
     told = queue.get()
     lost.join()
-    assert len(told) == 4 and all("belongs to another start by now (job 7, restart 1" in text for text in told)
+    assert len(told) == 4 and all("was taken over by a later start (job 7, restart 1" in text for text in told)
     assert (tmp_path / "metrics.jsonl").read_text() == before and not list(tmp_path.glob("checkpoints/step-*"))
     successor.write_heartbeat(step=1)
     (tmp_path / "owner.json").unlink()
-    with pytest.raises(SupersededError, match="is gone, so nobody may write there"):
+    with pytest.raises(SupersededError, match="does not exist any more"):
         successor.write_heartbeat(step=2)
 
 

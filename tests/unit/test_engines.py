@@ -51,7 +51,7 @@ def among(size):
 @pytest.mark.parametrize(
     ("engine", "keys", "size", "message"),
     [
-        (DeepSpeedEngine, {"kind": "deepspeed"}, 1, "there is one; use engine.kind=local"),
+        (DeepSpeedEngine, {"kind": "deepspeed"}, 1, "needs several ranks, got one. Use engine.kind=local"),
         (Fsdp2Engine, {"kind": "fsdp2", "cpu_offload": True}, 1, "engine.cpu_offload: .* there is one rank"),
         (Fsdp2Engine, {"kind": "fsdp2", "shard_size": 3}, 4, "engine.shard_size=3: does not divide 4 ranks"),
     ],

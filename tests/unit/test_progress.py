@@ -84,11 +84,11 @@ def test_a_run_shows_its_first_step_before_its_first_log_and_continues_its_clock
 
 
 def test_a_signal_before_the_first_step_names_no_checkpoint():
-    with pytest.raises(StoppedError, match="nothing is saved; the same line starts again") as stopped:
+    with pytest.raises(StoppedError, match=r"nothing was saved\. Run the same command again") as stopped:
         exit_if_stopped(Outcome("SIGTERM", 0, None))
     again = pickle.loads(pickle.dumps(stopped.value))  # as it is sent to other ranks
     assert (again.signal, again.saved, again.exit_code) == ("SIGTERM", False, 75)
-    with pytest.raises(StoppedError, match="run the same line again to continue"):
+    with pytest.raises(StoppedError, match="run the same command again to resume"):
         exit_if_stopped(Outcome("SIGTERM", 2, Path("step-00000002")))
 
 

@@ -82,8 +82,8 @@ def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
         for _ in range(2):
             assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
         assert reporter._numbers({"step": torch.tensor(2.0)}) == {}
-    assert "metric 'step' has the name of a record's own key" in said.pop()
-    assert len(said) == 2 and "metric 'b' is no single number and is left out" in said[0]
+    assert "metric 'step' has a reserved name" in said.pop()
+    assert len(said) == 2 and "metric 'b' is not a single number and is omitted" in said[0]
     facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
     assert average_over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}
     sizes = iter((Loss(torch.tensor(1.0), {"rare": torch.tensor(4.0)}), Loss(torch.tensor(2.0), {})))
@@ -133,7 +133,7 @@ def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
         for step in (1, 2, 3):
             log.write("train", step, {"loss": 1.0})
         log.close()
-    assert said == ["log.tensorboard: cannot be written (ValueError: no room); the run goes on without it"]
+    assert said == ["log.tensorboard: cannot be written (ValueError: no room). The run continues without it."]
     assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     monkeypatch.setattr(metrics, "Tensorboard", lambda *_: 1 / 0)
     with logged() as said:

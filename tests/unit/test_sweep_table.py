@@ -43,7 +43,10 @@ def test_every_run_has_its_words_and_those_of_all(place):
     assert [run.name for run in runs[:4]] == [f"grid-clip-lr{lr}-seed{s}" for lr in ("0.1", "0.2") for s in (0, 1)]
     assert runs[8].objective.model.readout.slots == 8 and runs[8].optim.betas == (0.9, 0.95)
     assert expand(place / "grid.yaml", [])[1][3].optim.lr == 0.5
-    with pytest.raises(ConfigError, match=r"grid.yaml: names 4 runs; `sparo launch train .*grid.yaml --cluster local`"):
+    with pytest.raises(
+        ConfigError,
+        match=r"grid.yaml: is a sweep of 4 runs. Train them with `sparo launch train .*grid.yaml --cluster local`",
+    ):
         load_run(place / "grid.yaml")
     for text, said in (
         ("runs: {a: {overrides: [steps=3]}}", "runs.a.recipe: is needed"),

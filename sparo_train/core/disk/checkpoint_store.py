@@ -97,7 +97,7 @@ class CheckpointStore:
                 # A network file system may show another machine's file late, or never.
                 if not (temporary / name).is_file() or (temporary / name).stat().st_size != facts["bytes"]:
                     raise OSError(
-                        f"{name}, which another rank wrote, is not here: `out` has to be a folder that all machines share"
+                        f"{name} of another rank is not visible on this node. `out` must be a folder that all nodes share"
                     )
             path = temporary / "meta.json"
             path.write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
@@ -165,11 +165,11 @@ class CheckpointStore:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         latest = self.latest()
         remedy = (
-            f"{latest} is intact. Free space or fix permissions, then run the same line again."
+            f"{latest} is intact. Free space or fix permissions, then run the same command again."
             if latest
-            else "no earlier one exists. Free space or fix permissions."
+            else "no earlier checkpoint exists. Free space or fix permissions."
         )
-        return CheckpointError(f"{self.folder(step)}: could not be written ({error}); {remedy}")
+        return CheckpointError(f"{self.folder(step)}: could not be written ({error}). {remedy}")
 
     def _prune(self) -> None:
         # Behind the rename: what is removed has a successor on disk.
@@ -221,19 +221,19 @@ def checkpoint_warnings(path: Path, step: Path) -> str:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint folder; its checksum, its format and the sizes of its files are verified."""
-    remedy = f"remove {path} to continue from the checkpoint before it"
+    remedy = f"Remove {path} to resume from the checkpoint before it."
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         checksum = meta.pop("checksum", None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path}/meta.json: not readable ({error}); {remedy}") from None
+        raise CheckpointError(f"{path}/meta.json: not readable ({error}). {remedy}") from None
     if meta.get("format") not in _READABLE:
         raise CheckpointError(
             f"{path}/meta.json: format: this version reads {' and '.join(map(str, _READABLE))}, got {meta.get('format')!r}. "
             "Use the version of sparo that wrote it."
         )
     if checksum != _checksum(meta):
-        raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs); {remedy}")
+        raise CheckpointError(f"{path}/meta.json: damaged, because its checksum differs. {remedy}")
     _refuse_fields(meta, {"files": dict}, path)
     for name, expected in meta["files"].items():
         is_valid = isinstance(expected, dict) and all(
@@ -241,12 +241,12 @@ def read_meta(path: Path) -> dict[str, Any]:
         )
         if not is_valid or not is_safe_relative_path(name):
             raise CheckpointError(
-                f"{path}/meta.json: files: {name!r} is not described as a file of this folder; {remedy}"
+                f"{path}/meta.json: files: {name!r} is not described as a file of this folder. {remedy}"
             )
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
-            actual = "missing" if size is None else f"{size} bytes"
-            raise CheckpointError(f"{path / name}: {actual}, should be {expected['bytes']} bytes; {remedy}")
+            problem = "missing" if size is None else f"expected {expected['bytes']} bytes, got {size}"
+            raise CheckpointError(f"{path / name}: {problem}. {remedy}")
     return meta
 
 
@@ -261,8 +261,8 @@ def _refuse_fields(meta: Mapping[str, Any], fields: Mapping[str, type | tuple[ty
     for key, kinds in fields.items():
         if not isinstance(meta.get(key), kinds) or isinstance(meta[key], bool):
             raise CheckpointError(
-                f"{path}/meta.json: {key} is missing or of another kind, got {type(meta.get(key)).__name__}; "
-                f"remove {path} to continue from the checkpoint before it"
+                f"{path}/meta.json: {key} is missing or has another type, got {type(meta.get(key)).__name__}. "
+                f"Remove {path} to resume from the checkpoint before it."
             )
 
 
@@ -282,16 +282,16 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
     part_files = {part: [path / name for name, facts in files.items() if facts["part"] == part] for part in parts}
     for part, paths in part_files.items():
         if not paths:
-            raise CheckpointError(f"{path}: holds no {part!r}")
+            raise CheckpointError(f"{path}: has no part {part!r}")
     rank, size = share
     for file in [file for paths in part_files.values() for file in paths][rank::size]:
         try:
             same = _sha256(file) == files[file.name]["sha256"]
         except OSError as error:
-            raise CheckpointError(f"{file}: not readable ({error}); fix that, or remove {path}") from None
+            raise CheckpointError(f"{file}: not readable ({error}). Repair it, or remove {path}.") from None
         if not same:
             raise CheckpointError(
-                f"{file}: damaged (its checksum differs); remove {path} to continue from the checkpoint before it"
+                f"{file}: damaged, because its checksum differs. Remove {path} to resume from the checkpoint before it."
             )
     from ..recipe.renamed import parameter_name
     from .pieces import PiecesReader

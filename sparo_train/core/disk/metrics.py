@@ -69,7 +69,7 @@ class Wandb:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(
-                "log.wandb: wandb is not installed; pip install -e '.[wandb]' in sparo's checkout or set log.wandb=null"
+                "log.wandb: wandb is not installed. Run pip install -e '.[wandb]' in the checkout of sparo, or set log.wandb=null."
             ) from None
         self._wandb = wandb
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
@@ -132,7 +132,7 @@ class MetricsLog:
             raise
         except Exception as error:  # a library that only reports may fail in any way, and may not end a run
             logger.warning(
-                f"log.{name}: cannot be started ({type(error).__name__}: {error}); the run goes on without it"
+                f"log.{name}: cannot be started ({type(error).__name__}: {error}). The run continues without it."
             )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"{self.path}: cannot be written ({error}); free space, then run the same line again"
+                f"{self.path}: cannot be written ({error}). Free space, then run the same command again."
             ) from None
         # Only now: what only mirrors must not cost the record.
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
@@ -167,7 +167,7 @@ class MetricsLog:
             found = make()
         except Exception as error:  # a plug-in's batches may hold anything; the mirrors have done nothing wrong
             logger.warning(
-                f"log.samples: cannot be shown ({type(error).__name__}: {error}); the run goes on without them"
+                f"log.samples: cannot be shown ({type(error).__name__}: {error}). The run continues without them."
             )
             return
         self._for_each_logger(lambda mirror: mirror.samples(found, 0))
@@ -183,7 +183,7 @@ class MetricsLog:
             except Exception as error:  # as above
                 del self._loggers[name]
                 logger.warning(
-                    f"log.{name}: cannot be written ({type(error).__name__}: {error}); the run goes on without it"
+                    f"log.{name}: cannot be written ({type(error).__name__}: {error}). The run continues without it."
                 )
 
 

@@ -222,7 +222,7 @@ class PiecesReader:
                 self._runs[part].setdefault(name, []).append(run)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{path}: not readable ({error}); remove {path.parent} to continue from the one before"
+                f"{path}: not readable ({error}). Remove {path.parent} to resume from the checkpoint before it."
             ) from None
         self._open[path] = file
 
@@ -235,8 +235,8 @@ class PiecesReader:
             at = max(at, run.end)
         if at != math.prod(self._shapes[part][name]):
             raise CheckpointError(
-                f"{runs[0].file.parent}: {part} {name!r} is not whole (its files hold {at} of "
-                f"{math.prod(self._shapes[part][name])} elements in order); the folder is damaged, remove it"
+                f"{runs[0].file.parent}: {part} {name!r} is incomplete: its files hold {at} of "
+                f"{math.prod(self._shapes[part][name])} elements in order. The checkpoint is damaged. Remove it."
             )
 
     def names(self, part: str) -> list[str]:
@@ -248,7 +248,7 @@ class PiecesReader:
         try:
             return self._shapes[part][name]
         except KeyError:
-            raise CheckpointError(f"checkpoint: {part} holds no {name!r}") from None
+            raise CheckpointError(f"checkpoint: {part} has no {name!r}") from None
 
     def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Elements `begin` … `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""

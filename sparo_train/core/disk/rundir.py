@@ -68,13 +68,15 @@ class RunLease:
         """Raise SupersededError where another start has claimed the folder since."""
         owner = self.owner()
         if not owner:
-            raise SupersededError(f"{self.path}: is gone, so nobody may write there; was the run folder removed?")
+            raise SupersededError(
+                f"{self.path}: does not exist any more, so this process stops writing. Was the run folder removed?"
+            )
         # By token, not by process: after a node failure the same number may be another process.
         if owner["token"] != self.token:
             by = f"job {owner['job']}, restart {owner['restart']}" if owner.get("job") else f"pid {owner.get('pid')}"
             raise SupersededError(
-                f"{self.path.parent}: belongs to another start by now ({by} on {owner.get('host')}); this one stops and "
-                "writes nothing more into it"
+                f"{self.path.parent}: was taken over by a later start ({by} on {owner.get('host')}). This process stops and "
+                "writes nothing more into it."
             )
 
     def owner(self) -> dict[str, Any]:
@@ -122,7 +124,9 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"out: {self.path} cannot be made a run folder ({error})") from None
+            raise ConfigError(
+                f"out: {self.path} cannot be used as a run folder ({error}). Choose another folder."
+            ) from None
         attempt = Attempt.from_environment()
         self._take_lock(attempt, patience)
         self.refuse_changes(config)
@@ -172,7 +176,7 @@ class RunDir:
         if not attempt.supersedes(self.lease.owner()):
             self.close()
             raise TrainingError(
-                f"{self.path}: another process is training in this folder; wait for it, or give this run another name="
+                f"{self.path}: another process is training in this folder. Wait for it, or set another name=."
             )
         # SLURM started this job anew, so what still holds the lock is cut off. It stops when it sees the claim; if it
         # stands still it cannot see it, and will be refused when it goes on.
@@ -213,7 +217,7 @@ class RunDir:
         changed = [line for line in diff_lines if not _is_under(line.partition(":")[0], resumable)]
         if changed:
             raise ConfigError(
-                f"{self.path}: holds a run of another recipe:\n  "
+                f"{self.path}: contains a run of another recipe:\n  "
                 + "\n  ".join(changed)
                 + f"\n{self._remedy(changed, getattr(type(config), 'alternatives', ()))}"
             )

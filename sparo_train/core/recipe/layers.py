@@ -56,16 +56,14 @@ def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[t
     resolved = path.resolve()
     # By where it really lies: two names of one file are a circle, too.
     if resolved in _ancestors:
-        raise ConfigError(
-            f"{path}: `extends:` goes in a circle: {' -> '.join(str(p) for p in (*_ancestors, resolved))}"
-        )
+        raise ConfigError(f"{path}: `extends:` is circular: {' -> '.join(str(p) for p in (*_ancestors, resolved))}")
     tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of keys, found {type(tree).__name__}")
+        raise ConfigError(f"{path}: expected a mapping of keys, got {type(tree).__name__}. Write key: value lines.")
     parents = tree.pop("extends", [])
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
-        raise ConfigError(f"{path}: extends: {parents!r} is no path and no list of paths")
+        raise ConfigError(f"{path}: extends: expected a path or a list of paths, got {parents!r}.")
     above = [layer for parent in parents for layer in recipe_layers(path.parent / parent, (*_ancestors, resolved))]
     return [*above, (str(path), tree)]
 
@@ -117,7 +115,7 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
         remedy = f"write {bare}={value or 'VALUE'}" if is_key else near
         raise ConfigError(f"{text}: no such option; {remedy}")
     if not equals or not all(keys):
-        raise ConfigError(f"override {text!r}: write key.path=value, as in optim.lr=1e-3")
+        raise ConfigError(f"override {text!r}: expected key.path=value, as in optim.lr=1e-3.")
     return Assignment(text, keys, parse_yaml(value, f"override {text!r}"), text.startswith("+"))
 
 

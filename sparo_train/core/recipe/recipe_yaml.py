@@ -56,7 +56,7 @@ def parse_yaml(text: str, origin: str) -> Any:
             does not allow, more characters or nodes than any recipe has.
     """
     if len(text) > _MAX_CHARACTERS:
-        raise ConfigError(f"{origin}: {len(text)} characters, over {_MAX_CHARACTERS}; is it a recipe?")
+        raise ConfigError(f"{origin}: has {len(text)} characters, more than {_MAX_CHARACTERS}. Is it a recipe?")
     loader = None
     try:
         loader = _Loader(text)  # pyright: ignore[reportArgumentType]
@@ -65,7 +65,7 @@ def parse_yaml(text: str, origin: str) -> Any:
             return None
         if _count_nodes(node, {}, ()) > _MAX_NODES:
             raise ConfigError(
-                f"{origin}: its aliases (*name) stand for over {_MAX_NODES} values; write out what is meant"
+                f"{origin}: its aliases (*name) expand to more than {_MAX_NODES} values. Write the values out."
             )
         return loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -74,7 +74,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: nested too deeply for a recipe") from None
     except _CircleError as error:
         raise ConfigError(
-            f"{origin}: line {error}: an alias (*name) stands inside of what it names; write out what is meant"
+            f"{origin}: line {error}: an alias (*name) is inside of the value it names. Write the value out."
         ) from None
     except (
         ValueError,
@@ -83,7 +83,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         AttributeError,
         KeyError,
     ) as error:  # SafeLoader's own, from a tag that does not fit
-        raise ConfigError(f"{origin}: a value is not what its tag or form says ({error})") from None
+        raise ConfigError(f"{origin}: a value does not match its YAML tag or form ({error})") from None
     finally:
         if loader is not None:
             loader.dispose()

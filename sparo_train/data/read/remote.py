@@ -140,10 +140,10 @@ def _words(error: Exception) -> str:
 
 def _remedy(url: str, error: Exception) -> str:
     if "://" not in url:
-        return "Check the disk and the permissions, then run the same line again."
+        return "Check the disk and the permissions, then run the same command again."
     if isinstance(error, ValueError | NotImplementedError):
         return "Shards are read by position, which needs a server with byte ranges; copy the shard to a disk or to another server."
-    return "Check the address, the server and the network, then run the same line again."
+    return "Check the address, the server and the network, then run the same command again."
 
 
 # The folder below data/ that a command fills by default. Recipes for published data use other folders, so that a hint never names a
