@@ -59,13 +59,13 @@ class VisionConfig(Frozen):
         sizes = {key: own for key, own in _timm_sizes(value)._asdict().items() if key in cls.model_fields}
         for key, own in sizes.items():
             if value.get(key, own) != own:
-                raise ValueError(f"{key}={value[key]}: timm's {value['timm_model_name']} has {own}; leave the key away")
+                raise ValueError(f"{key}={value[key]}: timm's {value['timm_model_name']} has {own}. Remove the key.")
         return value | sizes
 
     @model_validator(mode="after")
     def _check_timm(self) -> VisionConfig:
         if self.timm_model_name is None and self.timm_model_kwargs:
-            raise ValueError("timm_model_kwargs: are of timm_model_name, and there is none")
+            raise ValueError("timm_model_kwargs: needs timm_model_name")
         if (
             self.timm_model_name is not None
             and self.freeze is False
@@ -77,7 +77,7 @@ class VisionConfig(Frozen):
                 "micro-batches. Set freeze: blocks, or name a tower without BatchNorm."
             )
         if self.timm_model_name is not None and self.patch_dropout:
-            raise ValueError(f"patch_dropout={self.patch_dropout}: timm's towers have none of ours; leave it away")
+            raise ValueError(f"patch_dropout={self.patch_dropout}: is not supported by timm's towers. Remove it.")
         return self
 
     @property
@@ -215,7 +215,7 @@ class ClipConfig(Frozen):
             raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
         if self.readout.reads_cls and v.timm_model_name and not _timm_sizes(v.model_dump()).has_cls:
             raise ValueError(
-                f"readout.kind={self.readout.kind}: reads the class token, and timm's {v.timm_model_name} has none; use gap"
+                f"readout.kind={self.readout.kind}: needs a class token, which timm's {v.timm_model_name} lacks. Use gap."
             )
         if t.width % t.heads:
             raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")

@@ -233,7 +233,7 @@ def _readout(tower: VisionTower | TextTower) -> nn.Module:
     """The tower's read-out, which is named as its row is."""
     if tower.read_by is None:
         raise ConfigError(
-            "slots: this model pools by itself and has none; use a read-out (objective.model.readout.kind)"
+            "slots: this model has its own pooling and no slots. Use a readout (objective.model.readout.kind)."
         )
     return tower.get_submodule(tower.read_by)
 

@@ -75,7 +75,9 @@ class SparoReadOut(TwinReadOut):
             raise ValueError(f"readout.grp_size={self.grp_size} does not divide readout.slots={self.slots}")
         # A softmax over a slot has no norm left that could weigh it.
         if self.weighting == "norm" and self.representation == "sem":
-            raise ValueError("readout.representation=sem has no weighting=norm; use sqrtsem, or another weighting")
+            raise ValueError(
+                "readout.representation=sem does not support weighting=norm. Use sqrtsem, or another weighting."
+            )
         if self.share_queries and self.text_head_width not in (None, self.head_width):
             raise ValueError(
                 f"readout.share_queries: both towers need one head width, got {self.head_width} and {self.text_head_width}. Remove text_head_width."
@@ -87,7 +89,7 @@ class SparoReadOut(TwinReadOut):
     def _check_norm(self, normalize: bool) -> None:
         if not normalize and (self.weighting, self.representation) != ("const", "cont"):
             raise ValueError(
-                "readout.weighting and readout.representation are of normalised slots; remove them, or set readout.normalize=true"
+                "readout.weighting and readout.representation apply to normalized slots only. Remove them, or set readout.normalize=true."
             )
 
     @property

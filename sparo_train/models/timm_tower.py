@@ -64,7 +64,7 @@ def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...
         # Whatever a family lacks of what is asked here, a read-out could not be put on it.
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, NameError) as error:
             raise ValueError(
-                f"timm_model_name={name}: is no vision transformer of square images, whose tokens a read-out could read ({error})"
+                f"timm_model_name={name}: is not a vision transformer of square images, whose tokens a readout can use ({error})"
             ) from None
 
 
@@ -98,9 +98,7 @@ def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
     if not timm.is_model(name):
         raise ValueError(f"timm_model_name={name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     if reserved := [key for key in kwargs if key in _RESERVED_KWARGS]:
-        raise ValueError(
-            f"timm_model_kwargs: {reserved[0]} is not yours to say; image_size and readout are keys of ours"
-        )
+        raise ValueError(f"timm_model_kwargs: {reserved[0]} is reserved. Use the keys image_size and readout.")
     size = {} if image_size is None else {"img_size": image_size}
     try:
         # No pooling and no head of its own: both are the read-out's.

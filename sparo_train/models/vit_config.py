@@ -66,7 +66,7 @@ class VitConfig(Frozen):
             self, "readout", self.readout.resolved(normalize=False)
         )  # the resolved recipe says all of it
         if self.readout.conditioned:
-            raise ValueError(f"readout.kind={self.readout.kind}: is trained by texts, and DINO has none; use cls")
+            raise ValueError(f"readout.kind={self.readout.kind}: needs texts, which DINO does not have. Use cls.")
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         if self.width % self.heads:

@@ -204,7 +204,7 @@ def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExample
     model = config.model
     if model.text.vocab_size < VOCABULARY:
         raise ConfigError(
-            f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids; remove the key"
+            f"objective.model.text.vocab_size={model.text.vocab_size}: CLIP's tokenizer has {VOCABULARY} ids. Remove the key."
         )
     example_args = (
         data,
@@ -224,7 +224,7 @@ def _rules(run: Any) -> None:
     for name, source in run.data.sources.items():
         if not source.has_captions:
             raise ValueError(
-                f"data.sources.{name}.{source.kind}: has no captions; `sparo data convert` writes them into shards"
+                f"data.sources.{name}.{source.kind}: has no captions. Use `sparo data convert` to write shards with captions."
             )
     if run.objective.cache is not None and run.objective.frozen[0]:
         for key, value, plain in (

@@ -90,15 +90,15 @@ class ClipObjectiveConfig(Frozen):
             )
         if bias is not None and not self.loss.uses_bias:
             raise ValueError(
-                f"model.init_logit_bias: is not read by loss.kind={self.loss.kind}; remove it, or set loss.kind=sigmoid"
+                f"model.init_logit_bias: is not used by loss.kind={self.loss.kind}. Remove it, or set loss.kind=sigmoid."
             )
         if self.model.readout.conditioned and self.loss.kind != "sigmoid":
             raise ValueError(
-                f"model.readout.kind={self.model.readout.kind}: is trained with loss.kind=sigmoid (model.init_logit_bias=-10)"
+                f"model.readout.kind={self.model.readout.kind}: needs loss.kind=sigmoid (model.init_logit_bias=-10)"
             )
         if self.cache is not None and not any(self.frozen):
             raise ValueError(
-                "cache: no tower's blocks are all frozen; set model.vision.freeze or model.text.freeze=blocks"
+                "cache: needs a tower with frozen blocks. Set model.vision.freeze or model.text.freeze=blocks."
             )
         return self
 
@@ -113,7 +113,7 @@ class ClipObjectiveConfig(Frozen):
             self.model.vision,
         )
         if shares[0] or shares != sorted(set(shares)):
-            raise ValueError(f"image_sizes: shares of the run begin with 0 and rise ({shares})")
+            raise ValueError(f"image_sizes: shares of the run must start with 0 and increase, got {shares}")
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(
                 f"image_sizes: {wrong[0]} is no whole number of patches of {v.patch_size} up to model.vision.image_size={v.image_size}"
@@ -123,7 +123,9 @@ class ClipObjectiveConfig(Frozen):
                 f"image_sizes: ends with {sizes[-1]}, and model.vision.image_size={v.image_size} is what is scored"
             )
         if v.timm_model_name or v.patch_dropout or (self.cache is not None and self.frozen[0]):
-            raise ValueError("image_sizes: not with vision.timm_model_name, vision.patch_dropout or kept image tokens")
+            raise ValueError(
+                "image_sizes: cannot be combined with vision.timm_model_name, vision.patch_dropout or cached image tokens"
+            )
         return self
 
     def image_size_at(self, share: float) -> int:

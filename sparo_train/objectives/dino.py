@@ -307,7 +307,7 @@ def _rules(run: Any) -> None:
             raise ValueError(f"data.{key} is for image-text pairs; this objective has objective.crops")
     if run.objective.head.use_bn and run.micro_batch_size is not None:
         raise ValueError(
-            "micro_batch_size: objective.head.use_bn couples the samples of a batch, which cannot be cut; remove one of them"
+            "micro_batch_size: objective.head.use_bn couples the samples of a batch, so it cannot be split. Remove one of them."
         )
 
 

@@ -139,7 +139,7 @@ class TokenExamples(ImageTextExamples):
     ) -> dict[str, np.ndarray]:
         """Find the tokens of a sample, with pixels where its image tower is trained; raises `BadSampleError` with the reason."""
         if len(self.token_caches) < len(self._frozen):
-            raise ConfigError("objective.cache: tokens are computed by training alone; set objective.cache=null here")
+            raise ConfigError("objective.cache: tokens are computed during training only. Set objective.cache=null.")
         out: dict[str, np.ndarray] = {}
         if "image" in self.token_caches:
             ids = self.tokenize(caption(fields, source.config, rng))

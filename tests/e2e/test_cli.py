@@ -220,7 +220,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
         WdsSet(tmp_path / "none", "label")
     tar = tmp_path / "ret/test/0.tar"
     tar.write_bytes(tar.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"not one whole sample in them; first: \S+0\.tar \(unreadable tar\)"):
+    with pytest.raises(DataError, match=r"without a complete sample; first: \S+0\.tar \(unreadable tar\)"):
         WdsSet(tmp_path / "ret", "captions")
     for kind, message in (("label", "has no label"), ("labels", r"no \.npy member")):
         with pytest.raises(DataError, match=message):

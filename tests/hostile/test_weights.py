@@ -152,5 +152,5 @@ def test_a_backbone_without_mean_and_std_is_refused(told):
     raw = {"teacher": {"cls_token": torch.zeros(1, 1, 8)}}
     described = {"model": VitConfig().model_dump(), "mean": [0.5] * 3, "std": [0.1] * 3}
     assert read_dino({**raw, CONFIG_KEY: described}, "b.pth").normalisation == ((0.5,) * 3, (0.1,) * 3)
-    with pytest.raises(CheckpointError, match=r"b\.pth: sparo_config: says no mean and std"):
+    with pytest.raises(CheckpointError, match=r"b\.pth: sparo_config: does not specify mean and std"):
         read_dino({**raw, CONFIG_KEY: {**described, **told}}, "b.pth")

@@ -137,7 +137,7 @@ def test_a_table_is_scored_as_the_encodings_that_gave_it():
             ),
             "sigmoid",
         ),
-        (lambda tree: resolve(VitConfig, {"readout": {"kind": "flair"}}, "x"), "is trained by texts"),
+        (lambda tree: resolve(VitConfig, {"readout": {"kind": "flair"}}, "x"), "needs texts, which DINO"),
         (
             lambda tree: Clip(ClipConfig.model_validate({"embed_dim": 20, "readout": {"kind": "flair"}})),
             "heads=8 does not divide embed_dim=20",

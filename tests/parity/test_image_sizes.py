@@ -109,8 +109,8 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "begin with 0 and rise"),
-        (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "begin with 0 and rise"),
+        (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "must start with 0 and increase"),
+        (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "must start with 0 and increase"),
         (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "40 is no whole number of patches of 16"),
         (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "80 is no whole number"),
         (["objective.image_sizes=[[0, 32], [0.5, 48]]"], "ends with 48, and model.vision.image_size=64"),

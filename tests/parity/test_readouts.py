@@ -193,5 +193,5 @@ def test_slot_weightings_are_the_repositorys(weighting, representation):
     torch.testing.assert_close(found.flatten(1).norm(dim=-1), torch.ones(5, dtype=torch.float64))
     far = normalize_slots(Slots(values.float() * 300), weighting, representation).values
     assert far.isfinite().all()
-    with pytest.raises(ValueError, match="are of normalised slots"):
+    with pytest.raises(ValueError, match="apply to normalized slots only"):
         ClipConfig.model_validate({"readout": {**key, "weighting": "softmax", "normalize": False}})

@@ -180,7 +180,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
             SPARO,
             "timm_model_name=vit_smal_patch16_224: .*vit_small_patch16_224",
         ),
-        ({"timm_model_name": "resnet18"}, SPARO, "resnet18: timm cannot build it|is no vision transformer"),
+        ({"timm_model_name": "resnet18"}, SPARO, "resnet18: timm cannot build it|is not a vision transformer"),
         (
             {"timm_model_name": "vit_small_patch16_224", "width": 100},
             SPARO,
@@ -190,7 +190,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"num_classes": 3}},
             SPARO,
-            "num_classes is not yours",
+            "num_classes is reserved",
         ),
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"wings": 2}},
@@ -200,25 +200,25 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         (
             {"timm_model_name": "vit_medium_patch16_reg4_gap_256"},
             {"kind": "token"},
-            "reads the class token, and timm's",
+            "needs a class token, which timm's",
         ),
-        ({"timm_model_name": "vit_base_patch16_xp_224"}, SPARO, "is no vision transformer of square images"),
-        ({"timm_model_name": "vit_relpos_small_patch16_224"}, SPARO, "is no vision transformer"),
-        ({"timm_model_name": "xcit_nano_12_p8_224"}, SPARO, "is no vision transformer"),
+        ({"timm_model_name": "vit_base_patch16_xp_224"}, SPARO, "is not a vision transformer of square images"),
+        ({"timm_model_name": "vit_relpos_small_patch16_224"}, SPARO, "is not a vision transformer"),
+        ({"timm_model_name": "xcit_nano_12_p8_224"}, SPARO, "is not a vision transformer"),
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"depth": 0}},
             SPARO,
-            "is no vision transformer",
+            "is not a vision transformer",
         ),
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"patch_size": [8, 8]}},
             SPARO,
             "a number or a word each",
         ),
-        ({"timm_model_name": "cait_xxs24_224"}, SPARO, "is no vision transformer"),
+        ({"timm_model_name": "cait_xxs24_224"}, SPARO, "is not a vision transformer"),
         ({"timm_model_name": "x"}, SPARO, "known: .* and [0-9]+ more"),
-        ({"timm_model_kwargs": {"depth": 2}}, SPARO, "timm_model_kwargs: are of timm_model_name"),
-        ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "token"}, "reads the class token, and timm's"),
+        ({"timm_model_kwargs": {"depth": 2}}, SPARO, "timm_model_kwargs: needs timm_model_name"),
+        ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "token"}, "needs a class token, which timm's"),
         ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "linear_bottleneck"}, "reads the class token"),
     ],
 )

@@ -314,5 +314,5 @@ def test_a_state_dict_may_be_nested_three_levels_deep(tmp_path):
         {"epoch": 3},
         {"model": {"model": {"model": {"model": state}}}},
     ):
-        with pytest.raises(CheckpointError, match="x: holds no state dict of tensors"):
+        with pytest.raises(CheckpointError, match="x: contains no state dict of tensors"):
             state_of(odd, "x")

@@ -183,7 +183,7 @@ def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert "the image tokens of 48 samples (about" in said
     assert "bad image 2" in said and "missing caption" in said  # as without the cache
-    with pytest.raises(ConfigError, match=r"set objective.cache=null here"):  # as `sparo data bench` would read it
+    with pytest.raises(ConfigError, match=r"Set objective.cache=null"):  # as `sparo data bench` would read it
         build_pipeline(_run(tree)).example(SampleRef(0, 0, 0, 0))
 
 
@@ -202,7 +202,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
     path.write_bytes(content[:at] + b"\x01" + content[at + 1 :])
     again = TokenCache(tmp_path, {"weights": "x"}, "fp16")
     again.open(["a", "b"])
-    with pytest.raises(DataError, match=r"a.safetensors: is not what was written; remove it"):
+    with pytest.raises(DataError, match=r"a.safetensors: is damaged. Remove it"):
         for n in range(3):
             again.read(digest_of(bytes([n])))
     assert kept.has("a")
@@ -232,7 +232,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective.model.vision.freeze=false", "objective.model.text.freeze=0"], "no tower's blocks are all frozen"),
+        (["objective.model.vision.freeze=false", "objective.model.text.freeze=0"], "needs a tower with frozen blocks"),
         (["objective.cache={folder: ''}"], "objective.cache"),
         (["data.hflip=0.5"], r"data.hflip=0.5: objective.cache keeps.*set it to 0.0"),
         (["data.crop_scale=[0.9, 1.0]"], "data.crop_scale="),

@@ -161,7 +161,7 @@ def test_bad_samples_of_all_ranks_are_judged_together(place):
     )
     found = finish(start_ranks(2, *line), 60)
     assert [code for code, _ in found] == [2, 2], found
-    assert "could not be used, over data.max_bad_share=0.01" in found[0][1] and "error:" not in found[1][1]
+    assert "were unusable, more than data.max_bad_share=0.01" in found[0][1] and "error:" not in found[1][1]
 
 
 def test_skips_are_counted_once_although_a_signal_came_between(place):

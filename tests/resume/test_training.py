@@ -114,7 +114,7 @@ def test_a_changed_data_set_is_refused(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "runs")
     train(run({**tree, "stop_after_steps": 3}))
     write_shard(shards / "00004.tar", (sample(i) for i in range(200, 210)))
-    with pytest.raises(DataError, match=r"the data set changed since this checkpoint.*\n  a\.shards: 4 -> 5"):
+    with pytest.raises(DataError, match=r"the data changed since this checkpoint.*\n  a\.shards: 4 -> 5"):
         train(run(tree))
 
 
@@ -159,7 +159,7 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
         tmp_path / "s" / "0.tar", ((k, {**f, "jpg": b"x"} if i % 20 == 0 else f) for i, (k, f) in enumerate(good))
     )
     tree = tiny_recipe(tmp_path / "s", tmp_path / "runs", batch_size=64, steps=40)
-    with pytest.raises(DataError, match=r"(?s)could not be used, over data\.max_bad_share=0\.01.*0\.tar: bad image"):
+    with pytest.raises(DataError, match=r"(?s)were unusable, more than data\.max_bad_share=0\.01.*0\.tar: bad image"):
         train(run(tree))
     stopped = store.CheckpointStore(tmp_path / "runs" / "tiny" / "checkpoints").latest()
     assert stopped is not None and store.read_meta(stopped)["step"] > 0  # what was trained is kept
@@ -237,7 +237,7 @@ def test_time_based_checkpoints_are_written(shards, tmp_path):
 def test_a_problem_in_a_loader_worker_arrives_as_one_message(tmp_path):
     write_shard(tmp_path / "s" / "0.tar", ((f"{i}", {"jpg": b"x", "txt": b"words"}) for i in range(16)))
     with pytest.raises(
-        DataError, match=r"^data: a whole pass over stream 0 gave no usable sample: .*\(bad image: \d+\)$"
+        DataError, match=r"^data: a whole pass over stream 0 has no usable sample: .*\(bad image: \d+\)$"
     ):
         train(run(tiny_recipe(tmp_path / "s", tmp_path / "runs")))
     real = io.BytesIO()

@@ -94,7 +94,7 @@ def test_numbered_class_folders_are_in_the_order_of_their_numbers(names, tmp_pat
     for data, name in converted.items():
         assert name == f"name{int(probe[data])}"
     assert class_order(["b", "10", "9"]) == ["10", "9", "b"]
-    with pytest.raises(DataError, match="two are one number, got 01 and 1"):
+    with pytest.raises(DataError, match="01 and 1 are the same number"):
         class_order(["1", "01"])
 
 

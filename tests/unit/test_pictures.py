@@ -168,7 +168,7 @@ def test_unreadable_pictures_name_file_and_cause(tmp_path, monkeypatch):
     several = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
     with pytest.raises(BadSampleError, match="several pages") as bad:
         decode_image(several)
-    assert bad.value.detail == "3 pages, one wanted"
+    assert bad.value.detail == "expected one page, got 3"
     pyramid = saved(pages[0], "TIFF", save_all=True, append_images=[pages[0].resize((30, 20))])
     assert decode_image(pyramid).size == (60, 40)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)

@@ -278,9 +278,9 @@ def test_unusable_scenes_are_counted_by_cause(scene):
         {"near": float("nan"), "far": 2.0},
         {"far": "x"},
     ):
-        with pytest.raises(BadSampleError, match="near and far are no two distances"):
+        with pytest.raises(BadSampleError, match="expected 0 < near < far"):
             examples().prepare(told(scene, **wrong), SOURCE, generator(0, "visit", 3))
-        with pytest.raises(BadSampleError, match="near and far are no two distances"):
+        with pytest.raises(BadSampleError, match="expected 0 < near < far"):
             MultiViewScene(told(scene, **wrong)).check()
     # What says no distances is told by where its cameras look, if at one point.
     unsaid = told(scene, near=None, far=None)

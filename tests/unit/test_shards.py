@@ -102,7 +102,7 @@ def test_a_file_other_than_a_tar_is_refused_by_name(tmp_path):
     path.write_bytes(b"<html>not found</html>" * 100)
     index = load_index(str(path))
     assert len(index) == 0 and not index.intact
-    with pytest.raises(DataError, match=r"not one whole sample in them; first: .*x\.tar"):
+    with pytest.raises(DataError, match=r"without a complete sample; first: .*x\.tar"):
         open_source("a", ShardsConfig(shards=str(path)))
 
 
@@ -145,8 +145,8 @@ def test_a_damaged_header_is_a_bad_sample(shards):
             "s3://bucket/{000..001}.tar",
             r"s3:// needs a package that is not installed; pip install -e '\.\[s3\]' in sparo's checkout",
         ),
-        ("s4://bucket/0.tar", "s4:// is no protocol that fsspec knows; known: .*s3"),
-        ("data/{000..001.tar", "a brace without its partner"),
+        ("s4://bucket/0.tar", "s4:// is not a protocol of fsspec; known: .*s3"),
+        ("data/{000..001.tar", "an unmatched brace"),
         ((), "an empty list"),
     ],
 )

@@ -239,7 +239,7 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
         "v": [
             ("1", "bad depth"),
             ("2", "flow of another size than its frame"),
-            ("3", "json tells of another number of frames"),
+            ("3", "the json has another number of frames"),
             ("4", "bad boxes.npy"),
             ("5", "missing flow of a frame"),
         ],
@@ -261,7 +261,7 @@ def test_missing_planes_and_wrapped_labels_are_reported():
         masks = np.zeros((2, 4, 4), np.int64)
         masks[0, 0] = number
         held = Episode({"video.npy": npy(np.zeros((2, 4, 4, 3), np.uint8)), "segmentations.npy": npy(masks)})
-        with pytest.raises(BadSampleError, match=r"labels below 0 or of 2\^31 and more"):
+        with pytest.raises(BadSampleError, match=r"labels must be from 0 to 2\^31 - 1"):
             held.labels(0)
         assert not held.labels(1).any()
 

@@ -54,13 +54,13 @@ class ClipTokenizer:
         """As `SimpleTokenizer.encode`, word by word, and no further than the context reaches."""
         bpe, ids, max_ids = _bpe(), list[int](), self.context_length - 2
         if len(caption) > MAX_CAPTION_CHARS:
-            raise BadSampleError(f"a caption of over {MAX_CAPTION_CHARS} characters")
+            raise BadSampleError(f"a caption with more than {MAX_CAPTION_CHARS} characters")
         for match in bpe.pat.finditer(bpe.clean_fn(caption)):
             word = match.group()
             if len(ids) >= max_ids:
                 break
             if len(word) > MAX_WORD_CHARS:
-                raise BadSampleError(f"a word of over {MAX_WORD_CHARS} characters")
+                raise BadSampleError(f"a word with more than {MAX_WORD_CHARS} characters")
             letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8"))
             ids += [bpe.encoder[part] for part in bpe.bpe(letters).split(" ")]
         return ids[:max_ids]
@@ -72,7 +72,7 @@ class ClipTokenizer:
             try:
                 ids = torch.tensor(self(text))
             except BadSampleError as bad:
-                raise DataError(f"caption {text[:60]!r}…: {bad}; shorten it") from None
+                raise DataError(f"caption {text[:60]!r}…: {bad}. Shorten it.") from None
             row[: len(ids)] = ids
         return out
 

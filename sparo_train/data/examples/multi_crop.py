@@ -85,7 +85,7 @@ def _levels(x: Pixels, factor: float, around: float) -> Pixels:
 
 def _jitter(value: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
     if min(value) < 0 or value[3] > 0.5:
-        raise ValueError("none is below 0, and a hue's is at most 0.5: half of the circle")
+        raise ValueError("no value may be below 0, and hue must be at most 0.5")
     return value
 
 

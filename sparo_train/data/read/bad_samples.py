@@ -64,7 +64,7 @@ class BadSampleBudget:
         if tried >= self.minimum and total > self.max_share * tried:
             worst = "\n  ".join(f"{url}: {reason}, {n}" for (url, reason), n in counts.most_common(_MAX_LISTED))
             raise DataError(
-                f"data: {total} of {tried} samples could not be used, over data.max_bad_share={self.max_share}:\n"
+                f"data: {total} of {tried} samples were unusable, more than data.max_bad_share={self.max_share}:\n"
                 f"  {worst}\n{_REMEDY}"
             )
         self.counts = counts  # only now: a run that stops here saves itself without this batch

@@ -161,7 +161,7 @@ def _refuse_pages(image: Image.Image) -> None:
         image.seek(page)
         marked = int(image.tag_v2.get(_SUBFILE_TYPE, 0)) & _REDUCED_OR_MASK
         if not marked and not (image.width <= 0.75 * width and image.height <= 0.75 * height):
-            raise BadSampleError("several pages", detail=f"{image.n_frames} pages, one wanted")
+            raise BadSampleError("several pages", detail=f"expected one page, got {image.n_frames}")
     image.seek(0)
 
 
@@ -199,10 +199,10 @@ def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[..., 0]
     if values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (3, 4)) or not values.size:
-        raise BadSampleError("bad image", detail=f"shape {values.shape}, (H, W) or (H, W, 3) wanted")
+        raise BadSampleError("bad image", detail=f"shape {values.shape}, expected (H, W) or (H, W, 3)")
     if values.dtype != np.uint8:
         if values.dtype != np.uint16 and values.dtype.kind != "f":
-            raise BadSampleError("bad image", detail=f"dtype {values.dtype}; uint8, uint16 or floats wanted")
+            raise BadSampleError("bad image", detail=f"dtype {values.dtype}; expected uint8, uint16 or floats")
         values = _to_uint8(values, how, values.dtype.kind == "f")
     return Image.fromarray(np.ascontiguousarray(values))
 
@@ -216,7 +216,7 @@ def _to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.n
             kind = "float pixels" if real else "32-bit pixels"
             raise BadSampleError(
                 "pixel range",
-                detail=f"{kind} from {low:g} to {high:g}, not {expected_range[0]:g} to {expected_range[1]:g}; set data.pixel_range",
+                detail=f"{kind} from {low:g} to {high:g}, expected {expected_range[0]:g} to {expected_range[1]:g}. Set data.pixel_range.",
             )
         return np.rint(values * 255).astype(np.uint8) if real else (values.astype(np.uint32) >> 8).astype(np.uint8)
     if not (np.isfinite(low) and np.isfinite(high)):

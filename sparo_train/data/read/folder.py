@@ -109,11 +109,11 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
     """
     root = Path(path)
     if not root.is_dir():
-        raise DataError(f"{key}: {root} is no folder{remedy(root)}")
+        raise DataError(f"{key}: {root} is not a folder{remedy(root)}")
     names, left_out = list_pictures(root)
     if not names:
         others = f", got {left_out_text(left_out)}" if left_out else ""
-        raise DataError(f"{key}: {root}: no picture that can be read below this folder{others}.")
+        raise DataError(f"{key}: {root}: no readable image in this folder{others}.")
     classes = class_order(label for name in names if (label := class_of(name)) is not None)
     if mixed:
         # By a hash of the name: the same on every machine, and neighbours are of different classes.
@@ -173,7 +173,7 @@ def class_order(names: Iterable[str]) -> list[str]:
     classes.sort(key=int)
     for one, other in pairwise(classes):
         if int(one) == int(other):
-            raise DataError(f"class folders: two are one number, got {one} and {other}. Rename one of them.")
+            raise DataError(f"class folders: {one} and {other} are the same number. Rename one of them.")
     return classes
 
 

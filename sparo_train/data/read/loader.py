@@ -137,7 +137,7 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
             else:
                 worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
                 raise DataError(
-                    f"data: a whole pass over stream {stream} gave no usable sample: {worst}{_advice(worst)}"
+                    f"data: a whole pass over stream {stream} has no usable sample: {worst}{_advice(worst)}"
                 )
 
 

@@ -95,7 +95,7 @@ class Plan:
         self.epoch_size = sum(self.epoch_sizes)
         if self.epoch_size < streams:
             raise ConfigError(
-                f"data.streams={streams}: an epoch has only {self.epoch_size} samples; use at most that many streams"
+                f"data.streams={streams}: an epoch has only {self.epoch_size} samples. Use at most that many streams."
             )
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()

@@ -30,12 +30,12 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except (ImportError, AttributeError) as error:  # fsspec names some classes that its own modules lack
         extra = _EXTRAS.get(protocol)
         remedy = f"pip install -e '.[{extra}]' in sparo's checkout" if extra else str(error)
-        raise DataError(f"{url}: {protocol}:// needs a package that is not installed; {remedy}") from None
+        raise DataError(f"{url}: {protocol}:// needs a package that is not installed. {remedy}") from None
     except (OSError, TypeError) as error:  # a protocol that wants a host or a file: `zip://`, `sftp://`
         raise DataError(f"{url}: cannot be opened ({error})") from None
     except ValueError:
         hint = did_you_mean(protocol, fsspec.available_protocols())
-        raise DataError(f"{url}: {protocol}:// is no protocol that fsspec knows; {hint}") from None
+        raise DataError(f"{url}: {protocol}:// is not a protocol of fsspec; {hint}") from None
 
 
 def _limits(protocol: str) -> dict[str, Any]:
@@ -193,16 +193,16 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
                 f"{key}: {part[:40]!r} is a document, not a shard. Name a folder, a glob, a brace range or a URL."
             )
         if _count(part) > _MAX_SHARDS:
-            raise ConfigError(f"{key}: {part!r} means over {_MAX_SHARDS} shards; is a brace range too long?")
+            raise ConfigError(f"{key}: {part!r} expands to more than {_MAX_SHARDS} shards. Is a brace range too long?")
         try:
             # A folder that is there is meant itself, whatever braces its name has.
             urls = [part] if "://" not in part and Path(part).exists() else expand_urls(part)
         except ValueError:  # braceexpand's
-            raise ConfigError(f"{key}: {part!r} has a brace without its partner; write {{00000..00331}}") from None
+            raise ConfigError(f"{key}: {part!r} has an unmatched brace. Write {{00000..00331}}.") from None
         for url in urls:
             shard_urls += _expand(url, key)
     if not shard_urls:
-        raise ConfigError(f"{key}: an empty list; name at least one folder, glob, brace range or URL")
+        raise ConfigError(f"{key}: an empty list. Name at least one folder, glob, brace range or URL.")
     return list(dict.fromkeys(shard_urls))
 
 

@@ -57,14 +57,12 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
     filesystem, path = filesystem_of(url)
     info = with_retries(url, lambda: filesystem.info(path))
     if info["size"] is None:
-        raise DataError(
-            f"{url}: the server does not say how long it is, which reading by position needs. Copy it to a disk."
-        )
+        raise DataError(f"{url}: the server does not report its size, which random access needs. Copy it to a disk.")
     # A web server has no time of writing, but an ETag.
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
     if local and not stat.S_ISREG(info["mode"]):
-        raise DataError(f"{url}: is no regular file; a pipe or a device cannot be read by position")
+        raise DataError(f"{url}: is not a regular file. Pipes and devices do not support random access.")
     cached = _cache_file(url, size, stamp)
     sidecar = Path(path + ".idx.npy") if local else cached
     fresh = sidecar.exists() and (not local or sidecar.stat().st_mtime >= info["mtime"])
@@ -80,7 +78,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
         except OSError as error:  # a cache that cannot be written costs a scan per start, no more
             if write_index:
                 raise DataError(
-                    f"{sidecar}: cannot be written ({error}); index where you may write, or leave it to training"
+                    f"{sidecar}: cannot be written ({error}). Index it where you have write access, or let training do it."
                 ) from None
     if not len(index) and not index.intact:
         _refuse_compressed(url, size)
@@ -131,7 +129,9 @@ class ShardReader:
         # The file was cut behind its index's back; every later sample of it would be wrong, too.
         # Also where it was replaced by a shorter one while training reads it.
         if len(data) < end - start:
-            raise DataError(f"{url}: shorter than its index; the file changed, remove its .idx.npy and start again")
+            raise DataError(
+                f"{url}: is shorter than its index, so the file changed. Remove its .idx.npy and start again."
+            )
         try:
             return unpack(data)
         except ValueError:

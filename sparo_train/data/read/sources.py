@@ -80,9 +80,9 @@ class SourceConfig(Frozen):
     @classmethod
     def _shares(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         if value is not None and not (all(0 <= share <= 1 for share in value.values()) and sum(value.values()) > 0):
-            raise ValueError("probabilities are between 0 and 1, and one of them is above 0")
+            raise ValueError("probabilities must be between 0 and 1, and at least one above 0")
         if value is not None and abs(sum(value.values()) - 1) > 1e-3:
-            raise ValueError(f"probabilities are of sum {sum(value.values()):g}; write some of sum 1")
+            raise ValueError(f"probabilities must add up to 1, got {sum(value.values()):g}")
         return value
 
 
@@ -97,7 +97,7 @@ def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     """A block that names no kind is told by its `shards` or `folder`; resolved recipes of older versions have both, one of them null."""
     present_keys = [key for key in ("shards", "folder") if block.get(key) is not None]
     if len(present_keys) != 1:
-        raise ValueError("give shards or folder, one of them")
+        raise ValueError("set exactly one of shards and folder")
     return {
         "kind": present_keys[0],
         **{key: v for key, v in block.items() if v is not None or key not in ("shards", "folder")},
@@ -184,7 +184,7 @@ def open_source(name: str, config: SourceConfig, write_index: bool = False, bloc
     if not source.samples:
         first = source.storages[0].url if source.storages else config.kind
         why = "".join(f" ({damage.reason})" for damage in source.broken()[:1])
-        raise DataError(f"{key}: {len(source.storages)} shard(s), not one whole sample in them; first: {first}{why}")
+        raise DataError(f"{key}: {len(source.storages)} shard(s) without a complete sample; first: {first}{why}")
     return source
 
 
@@ -231,6 +231,6 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
             changed.append(f"{key}: {'absent' if before is None else before} -> {'absent' if now is None else now}")
     if changed:
         raise DataError(
-            f"{where}: the data set changed since this checkpoint, its cursor no longer fits:\n  " + "\n  ".join(changed)
-            + "\n(seen: names, sizes and samples of the content.) Restore the data, or start another run under another name=."
+            f"{where}: the data changed since this checkpoint, so its position in the data is invalid:\n  " + "\n  ".join(changed)
+            + "\n(Names, sizes and samples of the content were compared.) Restore the data, or start another run with another name=."
         )  # fmt: skip

@@ -85,7 +85,7 @@ class TokenCache:
         for number, part in enumerate(parts):
             tables = self._tables(part)
             if tables is None:
-                raise DataError(f"{self._path(part)}: is not what was written; remove it, and it is computed again")
+                raise DataError(f"{self._path(part)}: is damaged. Remove it, and it will be computed again.")
             starts, halves = tables["starts"], tables["digests"].copy().view(np.uint64)
             of = np.full(len(halves), number)
             columns.append((halves[:, 0], halves[:, 1], of, starts[:-1], starts[1:], tables["sums"]))
@@ -123,10 +123,10 @@ class TokenCache:
                 # By position on a handle of its own: forked workers would move each other's place.
                 content = os.pread(file.fileno(), (last - first) * row, self._begin[number] + first * row)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error}); start again, and it is computed again") from None
+            raise DataError(f"{path}: cannot be read ({error}). Start again to compute it again.") from None
         rows = np.frombuffer(bytearray(content[: len(content) // row * row]), self._type).reshape(-1, self._width)
         if _sum(rows) != int(self._sums[at].view(np.uint64)):
-            raise DataError(f"{path}: is not what was written; remove it, and it is computed again")
+            raise DataError(f"{path}: is damaged. Remove it, and it will be computed again.")
         return rows
 
     def _tables(self, part: str) -> dict[str, Any] | None:
@@ -155,7 +155,7 @@ class TokenCache:
             write_whole(path, content)
         except OSError as error:
             raise DataError(
-                f"objective.cache: {path} cannot be written ({error}); make room, or name another folder"
+                f"objective.cache: {path} cannot be written ({error}). Free space, or set another folder."
             ) from None
 
 

@@ -33,13 +33,13 @@ def parse_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
     try:
         pose = np.asarray(table, np.float64)
     except (TypeError, ValueError, OverflowError):
-        raise BadSampleError("a camera's pose is no table of numbers") from None
+        raise BadSampleError("a camera's pose is not a matrix of numbers") from None
     if pose.shape == (3, 4):
         pose = np.concatenate([pose, [[0.0, 0.0, 0.0, 1.0]]])
     if pose.shape != (4, 4) or not np.isfinite(pose).all():
         raise BadSampleError("a camera's pose is not 4 x 4 finite numbers")
     if np.abs(pose).max() > _MAX_DISTANCE:
-        raise BadSampleError(f"a camera stands farther away than {_MAX_DISTANCE:g}")
+        raise BadSampleError(f"a camera is farther away than {_MAX_DISTANCE:g}")
     # The scale is taken out: exporters of scenes that were made smaller write it into the rotation.
     lengths = np.linalg.norm(pose[:3, :3], axis=0)
     if lengths.min() < 1e-8 or abs(np.linalg.det(pose[:3, :3] / np.maximum(lengths, 1e-8))) < 1e-6:
@@ -49,7 +49,7 @@ def parse_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
         np.abs(turn.T @ turn - np.eye(3)).max() > _ROTATION_TOLERANCE
         or np.abs(pose[3] - [0, 0, 0, 1]).max() > _ROTATION_TOLERANCE
     ):
-        raise BadSampleError("a camera's pose is no rotation and place")
+        raise BadSampleError("a camera's pose is not a rotation and a translation")
     # A mirrored camera sees another scene; to turn it would guess which axis was meant.
     if np.linalg.det(turn) < 0:
         raise BadSampleError("a camera's pose is mirrored")
@@ -117,7 +117,7 @@ def _number(camera_params: Mapping[str, Any], name: str, default: float | None =
     except OverflowError:  # a whole number of more digits than a float has
         number = np.inf
     if not np.isfinite(number):
-        raise BadSampleError(f"a camera's {name} is no finite number")
+        raise BadSampleError(f"a camera's {name} is not a finite number")
     if number <= 0 and name not in ("cx", "cy"):
         raise BadSampleError(f"a camera's {name} is not above 0")
     return number

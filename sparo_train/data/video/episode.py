@@ -132,7 +132,7 @@ class Episode:
         """Raise `BadSampleError` where the json tells of more frames than there are, or boxes are none."""
         declared_length = self.metadata.get("frames", self._length)
         if declared_length != self._length:
-            raise BadSampleError("json tells of another number of frames")
+            raise BadSampleError("the json has another number of frames")
         if self._array("boxes") is not None:
             _ = self.boxes
 
@@ -164,7 +164,7 @@ class Episode:
             plane = self._plane(t, "mask")
         # Beyond them they would wrap around to other objects, or to the ground.
         if plane.size and not (int(plane.min()) >= 0 and int(plane.max()) < 1 << 31):
-            raise BadSampleError("labels below 0 or of 2^31 and more; number objects from 1")
+            raise BadSampleError("labels must be from 0 to 2^31 - 1; number objects from 1")
         return plane
 
     def depth(self, t: int) -> np.ndarray:
@@ -224,7 +224,7 @@ class Episode:
         except Exception:  # decoders fail in their own ways
             raise BadSampleError(f"bad {plane}") from None
         if table.ndim != 2 or table.dtype.kind not in "iub":
-            raise BadSampleError(f"{plane} is no plane of numbers")
+            raise BadSampleError(f"{plane} is not a plane of numbers")
         return table
 
     def _array(self, name: str) -> np.ndarray | None:

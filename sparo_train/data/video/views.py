@@ -93,7 +93,7 @@ class MultiViewScene:
             float(n) for n in near_far if isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n)
         ]
         if len(distances) < 2 or not 0 <= distances[0] <= distances[1]:
-            raise BadSampleError("json's near and far are no two distances, the nearer one first")
+            raise BadSampleError("json: expected 0 < near < far")
         return distances[0], distances[1]
 
     def pose(self, view: int, t: int) -> np.ndarray:

@@ -57,7 +57,7 @@ def parse_mean_std(description: Any, origin: str) -> tuple[tuple[float, ...], tu
     try:
         return _per_channel(description["mean"]), _per_channel(description["std"], above=0)
     except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{origin}: says no mean and std of three colours ({error!r})") from None
+        raise CheckpointError(f"{origin}: does not specify mean and std of three colours ({error!r})") from None
 
 
 def read_export(path: Path) -> ModelDescription:
@@ -91,7 +91,7 @@ def _per_channel(value: Any, above: float = -math.inf) -> tuple[float, ...]:
     """Three numbers; one alone is that of all, as open_clip has it. Raises `ValueError` or `TypeError`."""
     numbers = tuple(map(float, value if isinstance(value, list | tuple) else [value] * 3))
     if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):
-        raise ValueError(f"{value!r} is no number of each colour")
+        raise ValueError(f"{value!r} is not a number per colour")
     return numbers
 
 
@@ -129,7 +129,7 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
         text_position, embedding = state["text.positional_embedding"], state["text.token_embedding.weight"]
     except KeyError as error:
         raise CheckpointError(
-            f"weights: {error} is missing; only CLIP models with a ViT and a text transformer can be recognised"
+            f"weights: {error} is missing. Only CLIP models with a ViT and a text transformer are recognised."
         ) from None
     width, text_width = len(conv), embedding.shape[1]
     # The class token's position comes before the square of patches.

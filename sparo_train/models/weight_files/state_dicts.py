@@ -177,7 +177,7 @@ def read_raw(path: str | Path) -> Any:
         if named is None:
             raise CheckpointError(f"{path}: not a torch checkpoint (is it a web page, or a git-lfs pointer?)") from None
         raise CheckpointError(
-            f"{path}: holds objects that could run code ({named[1]}) and is refused. Where you trust it, re-save its state_dict as safetensors."
+            f"{path}: holds objects that could run code ({named[1]}) and is refused. If you trust it, save its state_dict as safetensors."
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
@@ -237,7 +237,7 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
         if not inner:
             break
         raw = next(iter((states or inner).values()))
-    raise CheckpointError(f"{origin}: holds no state dict of tensors")
+    raise CheckpointError(f"{origin}: contains no state dict of tensors")
 
 
 def _is_state(value: Any) -> bool:

@@ -47,7 +47,7 @@ def clip_weights(raw: Any, path: str | Path, key: str | None = None) -> Weights:
     """Return the CLIP weights in a file's content (`read_raw`), in our layout. Raises `CheckpointError`."""
     state = state_of(raw, path, key)
     if "cls_token" in state and "head.weight" in state:
-        raise CheckpointError(f"{path}: is an image classifier's ViT, as timm saves it; write timm:NAME@{path}")
+        raise CheckpointError(f"{path}: is an image classifier of timm. Write timm:NAME@{path}.")
     if "space_dict" in state and "vision_bottleproj.weight" in state:
         raise CheckpointError(
             f"{path}: no readout here has a codebook and a bottleneck, got space_dict and vision_bottleproj. It cannot be read."
@@ -122,7 +122,7 @@ def refuse_non_finite(weights: Mapping[str, Tensor], origin: str, error: type[Sp
     lost = [name for name, t in weights.items() if t.is_floating_point() and not t.isfinite().all()]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise error(f"{origin}: {lost[0]}{more}: numbers that are not finite; take a checkpoint from before")
+        raise error(f"{origin}: {lost[0]}{more}: has values that are not finite. Use an earlier checkpoint.")
 
 
 def _sizes(tensor: Tensor) -> list[int]:
