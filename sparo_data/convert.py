@@ -1,4 +1,4 @@
-"""One's own pictures to shards: folders and tables of images with captions, and a test set that shares no image with training."""
+"""Convert your own images to shards: folders and tables of images with captions, with a test set that shares no image with training."""
 
 from __future__ import annotations
 

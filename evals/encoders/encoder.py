@@ -1,4 +1,4 @@
-"""Anything that encodes images, and texts where it has a tower for them."""
+"""Base classes of encoders: images to encodings, and texts for models with a text tower, in batches of equal length."""
 
 from __future__ import annotations
 

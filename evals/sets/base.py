@@ -1,4 +1,4 @@
-"""What every evaluation set is: images by number with keys and facts, and a way to read them in batches."""
+"""Base class of evaluation sets: images by number with keys and annotations, read in batches; class names and prompt templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose units on one task, and report on it and on others what the choice does, beside all units, random ones and the worst."""
+"""Select units on one task, and report scores of the selection, all, random and the worst units; Table 4 of the SPARO paper."""
 
 from __future__ import annotations
 

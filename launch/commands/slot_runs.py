@@ -1,4 +1,4 @@
-"""The verbs of `sparo slots`: load, look, choose, write, and print."""
+"""Commands of `sparo slots`: score, select, mask, the tables of the paper, quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slot attention: slots compete for the tokens of an image, and take turns with them (Locatello et al. 2020, Algorithm 1)."""
+"""Slot attention (Locatello et al. 2020, Algorithm 1): slots compete for the tokens of an image and are updated by a GRU and an MLP."""
 
 from __future__ import annotations
 

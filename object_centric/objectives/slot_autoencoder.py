@@ -1,4 +1,4 @@
-"""Object discovery by reconstruction: an image from slots, each of which draws its part (Locatello et al. 2020, Section 4.1)."""
+"""Object discovery by reconstruction (Locatello et al. 2020, Section 4.1): a slot model of encoder, grouping and decoder, and its objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images to slots: an encoder, where its features stand, and the grouping; what every slot model begins with."""
+"""Tower of slot models: an encoder, position embeddings and slot attention; and the examples on which slot models of images are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slot models of videos train on: clips, cut and mirrored alike in all that is taken of them, and what their slots begin from."""
+"""Examples for slot models of videos: clips whose frames, masks, flow and depth have the same crop and flip, and noise for initial slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Videos to slots: every frame encoded on its own, and what makes slots of all frames; what every model of videos begins with."""
+"""Tower of video slot models: frames are encoded one by one, and slots are carried from frame to frame or bound over all frames."""
 
 from __future__ import annotations
 
