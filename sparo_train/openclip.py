@@ -59,7 +59,7 @@ def model_cfg(config: ClipConfig) -> dict[str, Any]:
 
 
 def names() -> dict[str, ClipConfig]:
-    """The models this plug-in adds to `open_clip.list_models()`."""
+    """Return the models that this plug-in adds to `open_clip.list_models()`."""
     out = {}
     for backbone in BACKBONES:
         small = TINY_SPARO if backbone.startswith("ViT-Tiny") else {}
@@ -77,7 +77,7 @@ def names() -> dict[str, ClipConfig]:
 
 
 def config_of(name: str) -> ClipConfig:
-    """Our description of any ViT CLIP that open_clip lists, ours included.
+    """Return our description of any ViT CLIP that open_clip lists, ours included.
 
     Raises:
         ConfigError: no such model, or one with parts that our towers do not have.
@@ -95,14 +95,15 @@ def export(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Path:
-    """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; returns it."""
+    """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "open_clip_model.safetensors"
     whole: dict[int, str] = {}  # safetensors refuses two names of one tensor (a codebook of both towers)
     tensors = {n: t.contiguous() if whole.setdefault(t.data_ptr(), n) == n else t.clone() for n, t in state.items()}
     preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
     text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)
-    # Both before either takes its place: an older export stays whole where the disk is full.
+    # Write both files before either replaces its predecessor, so that an older export stays complete if the disk is
+    # full.
     with whole_file(weights) as new_weights, whole_file(folder / "open_clip_config.json") as config_file:
         save_file(tensors, new_weights)
         config_file.write_text(text, encoding="utf-8")
@@ -111,7 +112,7 @@ def export(
 
 
 def register() -> None:
-    """Wrap the builders once, add our model names, and test that a model comes out as it should."""
+    """Wrap the builders once, add our model names, and test that a model is built correctly."""
     if getattr(open_clip.model._build_vision_tower, "_sparo", False):
         return
     for module, name, wrap in (
@@ -173,7 +174,7 @@ def _wrap_convert(original: Callable[..., dict[str, Tensor]]) -> Callable[..., d
 
 def _wrap_load(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     def load(checkpoint_path: Any, device: Any = "cpu", weights_only: bool = True) -> dict[str, Tensor]:
-        # open_clip strips `module.` and looks for `state_dict` only, and would have to run TorchScript archives.
+        # open_clip only strips `module.` and looks for `state_dict`, and would have to run TorchScript archives.
         file, key = split_state(str(checkpoint_path))
         path = Path(file)
         if not path.is_file() or not weights_only:
@@ -188,7 +189,7 @@ def _wrap_load(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict
 def _config(
     embed_dim: int, quick_gelu: bool, block: Mapping[str, Any], tower: str, keys: tuple[str, ...]
 ) -> ClipConfig:
-    # open_clip adds the last one by itself, beside a `timm_model_name`.
+    # open_clip adds the last one itself, next to a `timm_model_name`.
     unknown = set(block) - set(keys) - {"readout", *IMPORT_KEYS, "timm_model_pretrained"}
     if unknown:
         raise SparoError(
@@ -211,7 +212,7 @@ def _self_test() -> None:
     )
     arguments = model_cfg(config)
     arguments.pop("custom_text")
-    random = torch.get_rng_state()  # importing a module must not move anybody's random stream
+    random = torch.get_rng_state()  # importing a module must not change the caller's random numbers
     try:
         model = open_clip.model.CustomTextCLIP(**arguments).eval()
         features = (

@@ -1,1 +1,1 @@
-"""The floor: recipes, open tables, contracts, ranks, errors, random streams; in `disk` what a run keeps."""
+"""Foundations: recipes, registries, contracts, ranks, errors, random streams, and (in `disk`) the files of a run."""

@@ -1,6 +1,7 @@
-"""What recipes are checked against: frozen pydantic models, whose problems are told by dotted key.
+"""Base classes of all configuration: frozen pydantic models whose errors name the dotted key.
 
-What comes out of a recipe (core/recipe/layers.py puts it together) is written to the run folder and is the only truth afterwards.
+`core/recipe/layers.py` assembles a recipe. The resolved recipe is written to the run folder, and only this copy is used
+from then on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .registry import NESTED
 
 
 def _accept_lists(schema: Any) -> None:
-    """Switch strictness off for every tuple in a core schema, in place; their elements stay strict."""
+    """Disable strict mode for every tuple in a core schema, in place; elements of tuples stay strict."""
     if isinstance(schema, dict):
         if schema.get("type") == "tuple":
             schema["strict"] = False
@@ -34,13 +35,13 @@ def _accept_lists(schema: Any) -> None:
 
 
 class Frozen(BaseModel):
-    """Base of every configuration model: immutable, no unknown keys, no silent conversions, no infinite numbers."""
+    """Base class of all configuration models: immutable, no unknown keys, no implicit conversions, no infinite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let tuples be given as lists from Python as well; strict mode allows that in JSON only."""
+        """Accept lists for tuples from Python, too. Strict mode of pydantic does this for JSON only."""
         schema = handler(source)
         _accept_lists(handler.resolve_ref_schema(schema))
         return schema
@@ -51,12 +52,12 @@ _ON_RESUME = "on_resume"
 
 
 def field(default: Any, description: str, **constraints: Any) -> Any:
-    """A field with what it means; `...` as its default makes it one that must be given."""
+    """Declare a configuration field with its description. The default `...` makes it required."""
     return Field(default=default, description=description, **constraints)
 
 
 def between(low: float, high: float, rising: bool = False) -> AfterValidator:
-    """Checks every number of a tuple, and that they rise where they are a smallest and a largest."""
+    """Return a validator that checks the range of every number of a tuple and, if `rising`, that they ascend."""
 
     def check(values: tuple[float, ...]) -> tuple[float, ...]:
         if not all(low <= value <= high for value in values) or (rising and list(values) != sorted(values)):
@@ -68,17 +69,17 @@ def between(low: float, high: float, rising: bool = False) -> AfterValidator:
 
 
 def resumable_field(default: Any, description: str, with_kind: bool = False, **constraints: Any) -> Any:
-    """A `field` that may differ between a run folder and the same line again: it does not change what is computed.
+    """Declare a field that may differ when a run is resumed, because it does not change what is computed.
 
     Args:
-        with_kind: only where the block's `kind` changes, too (a choice that one engine has).
+        with_kind: the field may only differ if the block's `kind` differs, too (an option of one engine).
     """
     mark: dict[str, Any] = {_ON_RESUME: "with kind" if with_kind else "free"}
     return Field(default=default, description=description, json_schema_extra=mark, **constraints)
 
 
 def resumable_keys(config: BaseModel, changed_blocks: Collection[str] = (), prefix: str = "") -> Iterator[str]:
-    """Dotted keys of fields made by `free`; a block made by it is given as itself, with all that is below.
+    """List the dotted keys of fields made by `resumable_field`. A block made by it is listed as a whole.
 
     Args:
         changed_blocks: blocks whose kind changes.
@@ -97,34 +98,39 @@ def resumable_keys(config: BaseModel, changed_blocks: Collection[str] = (), pref
 
 
 def resolve(model: type[C], tree: Tree, origin: str, stored: bool = False) -> C:
-    """Check a tree, without entries of named blocks that are null, against a model.
+    """Validate a tree against a model, after removing null entries of named blocks.
 
     Args:
-        origin: the file or command that errors name.
-        stored: the tree was written by sparo, perhaps by a version with other names of keys.
+        origin: file or command for error messages.
+        stored: the tree was written by sparo, perhaps by a version with other key names.
 
     Raises:
-        ConfigError: lists every problem by dotted key, with near misses.
+        ConfigError: lists every problem by dotted key, with similar valid names.
     """
     if stored:
-        from .recipe.renamed import with_new_names  # only files of older versions need the table
+        from .recipe.renamed import with_new_names  # only files of older versions need the table of renamed keys
 
         tree = with_new_names(model, tree)
     tree = without_null_entries(model, tree)
     if (bad := next(_keys_with_nul(tree), None)) is not None:
-        raise ConfigError(f"{origin}: {bad}: holds a NUL character, which no name or path has. Remove it.")
+        raise ConfigError(f"{origin}: {bad}: contains a NUL character, which no name or path may have. Remove it.")
     try:
-        # As JSON: pydantic's strict mode then takes a list for a tuple, and still no number for a text.
+        # Validate as JSON, because pydantic's strict mode then accepts lists for tuples but still no numbers for
+        # strings.
         return model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         lines = [_problem_line(*problem, model, tree) for problem in _flatten_problems(model, error.errors(), ())]
         raise ConfigError(f"{origin}: {len(lines)} problem(s)\n  " + "\n  ".join(lines)) from None
-    except (TypeError, ValueError, RecursionError) as error:  # json's, on what a tag made: a set, bytes
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # json cannot serialize what some YAML tags build: a set, bytes
         raise ConfigError(f"{origin}: a value has a type that recipes cannot hold: {error}") from None
 
 
 def _keys_with_nul(tree: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys of texts with a NUL character, which the file system would answer with a traceback."""
+    """List the dotted keys of strings with a NUL character, which would raise a bare ValueError in file functions."""
     if isinstance(tree, str):
         yield from [key] if "\0" in tree else []
     elif isinstance(tree, dict | list | tuple):
@@ -134,12 +140,12 @@ def _keys_with_nul(tree: Any, key: str = "") -> Iterator[str]:
 
 
 def dump(config: BaseModel) -> str:
-    """The resolved recipe as YAML; reading it back gives an equal model."""
+    """Return the resolved recipe as YAML; parsing it gives an equal model."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two trees, as `key: old -> new`."""
+    """List the dotted keys whose values differ between two trees, as `key: old -> new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
@@ -150,7 +156,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 
 
 def invalid_keys(model: type[BaseModel], tree: Tree) -> list[tuple[Any, ...]]:
-    """Where a tree does not fit a model: the keys of every problem."""
+    """List the keys of all problems of a tree under a model."""
     try:
         model.model_validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -161,7 +167,7 @@ def invalid_keys(model: type[BaseModel], tree: Tree) -> list[tuple[Any, ...]]:
 def _flatten_problems(
     model: Any, problems: Sequence[Any], above: tuple[Any, ...]
 ) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
-    """(model, place, problem) of every problem; those of a block that an open table's row checks are the row's own model's."""
+    """Return (model, key, problem) for every problem. Problems inside the block of a registry entry refer to the entry's own model."""
     for problem in problems:
         where = (*above, *problem["loc"])
         if problem["type"] == NESTED:
@@ -173,7 +179,7 @@ def _flatten_problems(
 def _problem_line(model: Any, where: tuple[Any, ...], problem: Any, top: type[BaseModel], tree: Tree) -> str:
     dotted = ".".join(map(str, where)) or "(top level)"
     if problem["type"] == "extra_forbidden":
-        # Near misses come from the block that was meant, not from the whole recipe.
+        # Suggest names from the block where the mistake is, not from the whole recipe.
         from .recipe.renamed import new_name
 
         models = _models_at(model, tuple(problem["loc"])[:-1])
@@ -190,7 +196,7 @@ def _problem_line(model: Any, where: tuple[Any, ...], problem: Any, top: type[Ba
     if problem["type"] == "too_short" and isinstance(problem.get("input"), dict):
         return f"{dotted}: is empty; at least one entry is needed"
     if problem["type"] in ("dict_type", "model_type", "model_attributes_type"):
-        return f"{dotted}: a block with keys is expected, {{}} for an empty one (got {problem.get('input')!r})"
+        return f"{dotted}: expected a block with keys, got {problem.get('input')!r}. Write {{}} for an empty block."
     got = problem.get("input")
     got_text = "" if got is None or isinstance(got, dict) else f" (got {got!r})"
     return f"{dotted}: {problem['msg'].removeprefix('Value error, ')}{got_text}"
@@ -205,13 +211,13 @@ def _models_at(annotation: Any, loc: Sequence[Any]) -> list[type[BaseModel]]:
     for m in models:
         if head in m.model_fields:
             return _models_at(m.model_fields[head].annotation, rest)
-    return _models_at(annotation, rest)  # a list index, a mapping's key
+    return _models_at(annotation, rest)  # a list index or a key of a mapping
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    # Unions and containers are looked through: a block may stand in either.
+    # Look through unions and containers, because a block may be in either.
     origin = typing.get_origin(annotation)
     if origin is None and not isinstance(annotation, types.UnionType):
         return []

@@ -1,4 +1,4 @@
-"""What the parts owe each other: the loop knows these and nothing else."""
+"""Contracts between the parts: objectives, engines and data pipelines. The training loop depends on nothing else."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from .disk.pieces import CheckpointReader, Pieces
 from .ema import update_ema
 
 Batch = Mapping[str, Tensor]
-# For `Objective.after_step` where the host knows that the step was applied.
+# For `Objective.after_step` if the host already knows that the step was applied.
 APPLIED = torch.tensor(True)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands. `step` counts optimizer steps already taken; `steps_before`, those of the runs that this one is a branch of,
-    which no schedule of its own sees.
+    """Position in training.
+
+    `step` counts the optimizer steps taken. `steps_before` counts those of the run that this one branched from;
+    schedules ignore them.
     """
 
     step: int
@@ -35,12 +37,17 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """Whole epochs behind this step."""
+        """Return the number of complete epochs after this step."""
         return self.step // self.steps_per_epoch
 
 
 class Loss(NamedTuple):
-    """`total`: 0-d tensor to back-propagate, logged as `loss`; `metrics`: what else to log, detached 0-d tensors by name."""
+    """Loss of one batch.
+
+    Attributes:
+        total: 0-d tensor to back-propagate, logged as `loss`.
+        metrics: further values to log, detached 0-d tensors by name.
+    """
 
     total: Tensor
     metrics: dict[str, Tensor]
@@ -48,11 +55,15 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
-    `applied`: false where a non-finite gradient made the engine skip it; a 0-d bool tensor where the host did not wait to know.
-    `grad_norm`, `norms`: the gradient's norm, and within each of the objective's parts: 0-d tensors on the device.
-    `without_gradient`: names of trainable parameters that this step had no gradient for; filled in a process's first step only.
+    Attributes:
+        applied: False if the engine skipped the step because of a non-finite gradient; a 0-d bool tensor if the host
+            did not wait for it.
+        grad_norm: gradient norm, a 0-d tensor on the device.
+        norms: gradient norms of the parts of the objective, likewise.
+        without_gradient: names of trainable parameters without a gradient in this step; filled in a process's first
+            step only.
     """
 
     lr: float
@@ -63,11 +74,14 @@ class StepReport:
 
 
 class Footprint(NamedTuple):
-    """What a sample is to an objective, for estimates.
+    """Size of one sample for estimates of memory and computation.
 
-    tokens: per kind of input.  towers: (tokens * width, blocks) of everything that keeps activations for backward.
-    encoding: numbers in one encoding.  loss: bytes that the loss of this rank's batch within the global batch holds.
-    written: numbers that layers other than Transformer blocks write for a sample and keep.
+    Attributes:
+        tokens: tokens by kind of input.
+        towers: (tokens * width, blocks) of everything that keeps activations for backward.
+        encoding: number of values in one encoding.
+        loss: bytes that the loss needs for this rank's batch within the global batch.
+        written: number of values per sample that layers other than Transformer blocks write and keep.
     """
 
     tokens: dict[str, int]
@@ -79,13 +93,15 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamGroups:
-    """Parameters that the optimizer treats apart, by their names in the objective.
+    """Parameters that the optimizer treats differently, by their names in the objective.
 
-    no_decay: without weight decay.
-    adamw_only: matrices that are not linear maps (queries, embeddings), which `optim.kind: muon` leaves to AdamW.
-    unclipped: exempt from `optim.clip_per: tensor`.
-    layer_ids: number of layers of its tower above a parameter, for `optim.layer_decay`; empty: the method has none.
-    norm_groups: modules whose gradient norms are logged apart, by the name they are logged under.
+    Attributes:
+        no_decay: parameters without weight decay.
+        adamw_only: matrices that are not linear maps (queries, embeddings), which `optim.kind: muon` leaves to AdamW.
+        unclipped: parameters exempt from `optim.clip_per: tensor`.
+        layer_ids: number of layers above a parameter in its tower, for `optim.layer_decay`; empty if the method does
+            not support it.
+        norm_groups: modules whose gradient norms are logged separately, by log name.
     """
 
     no_decay: Collection[str] = ()
@@ -97,10 +113,12 @@ class ParamGroups:
 
 @dataclass(frozen=True)
 class Follow:
-    """A module that is a moving average of another one (an EMA teacher, an averaged copy).
+    """Declaration that a module is a moving average of another one (an EMA teacher, averaged weights).
 
-    source: name of the module that it follows.  decay: name of the method `(progress) -> float`, the share of itself that it keeps.
-    buffers: copy persistent buffers; False if the average updates its own.
+    Attributes:
+        source: name of the module that is averaged.
+        decay: name of a method `(progress) -> float` that returns the share of itself that the average keeps.
+        buffers: copy persistent buffers; False if the average updates its own.
     """
 
     source: str
@@ -109,47 +127,50 @@ class Follow:
 
 
 class Objective(nn.Module, ABC):
-    """A training method: its modules, its loss, and what happens after a step. It knows neither rank nor engine.
+    """Training method: its modules, its loss, and updates after a step. It does not depend on ranks or engines.
 
-    Only `forward` is required. Three declarations cover most methods: `follows` (averages of weights), `param_groups` (what the optimizer
-    treats apart) and `shard_units` (what engines compile and shard one by one).
+    Only `forward` is required. Three declarations cover most methods: `follows` (averages of weights), `param_groups`
+    (parameters that the optimizer treats differently) and `shard_units` (modules that engines compile and shard one by
+    one).
     """
 
-    # Averages by name of the module (an attribute), moved after every applied step. A name whose module is None is left out.
+    # Averages by module name, updated after every applied step. Names whose module is None are ignored.
     follows: ClassVar[Mapping[str, Follow]] = {}
-    # True if modules take inputs that 16 bits would blur (positions, poses): an engine with 16-bit weights passes inputs on unchanged.
+    # True if modules take inputs that need more than 16 bits (positions, poses): an engine with 16-bit weights then
+    # does not cast inputs.
     exact_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, batch: Batch, progress: Progress) -> Loss:
-        """The loss of this rank's batch; its mean over ranks is the global one. May count in buffers."""
+        """Return the loss of this rank's batch; its mean over ranks is the global loss. May update buffers."""
 
     def shard_units(self) -> Sequence[nn.Module]:
-        """Modules an engine wraps one by one (compile, shard), in forward order."""
+        """Return the modules that an engine wraps one by one (compile, shard), in forward order."""
         return []
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the weights of an encoder are called in this objective, which `start_from` begins with; default: as there."""
+        """Rename the weights of an encoder, which `start_from` loads, to their names in this objective. Default: unchanged."""
         return dict(weights)
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights of a run of this method for this one's image size; default: as they are."""
+        """Adapt the weights of a run of this method to this image size. Default: unchanged."""
         return weights
 
     def refuse_length(self, total_steps: int) -> None:
-        """Raise `ConfigError` where a schedule of this method's has a part that no step of the run reaches."""
+        """Raise `ConfigError` if a run of this length ends before part of a schedule begins."""
 
     def on_weights_loaded(self) -> None:
-        """Called once weights from elsewhere were given, before training."""
+        """React to weights that were loaded from elsewhere; called once, before training."""
 
     def preprocess_batch(self, batch: Batch, progress: Progress) -> Batch:
-        """What of a delivered batch this step looks at (smaller images early on); default: all of it, as it is."""
+        """Return the part of a batch that this step uses (such as smaller images early in training). Default: the batch unchanged."""
         return batch
 
     def param_groups(self) -> ParamGroups:
-        """Return the parameters that the optimizer treats apart.
+        """Return the parameters that the optimizer treats differently.
 
-        Default: no weight decay for parameters of fewer than two dimensions, and AdamW for what modules list in `adamw_only_parameters`.
+        Default: no weight decay for parameters with fewer than two dimensions, and AdamW for parameters that modules
+        list in `adamw_only_parameters`.
         """
         adamw_only = {
             f"{place}.{name}"
@@ -159,41 +180,44 @@ class Objective(nn.Module, ABC):
         return ParamGroups({name for name, p in self.named_parameters() if p.ndim < 2}, adamw_only)
 
     def set_grad_checkpointing(self, enable: bool) -> None:
-        """Recompute activations in backward, where the objective's modules support it."""
+        """Recompute activations in backward, if the objective's modules support it."""
         raise ValueError(
             f"engine.grad_checkpointing: {type(self).__name__} has no blocks to checkpoint. Set it to false."
         )
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters used outside of `embed`, by the loss itself (temperature, bias)."""
+        """Return parameters that the loss itself uses, outside of `embed` (temperature, bias)."""
         return []
 
     def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
-        """Parameters that this step does not touch, weight decay included."""
+        """Return the parameters that this step must not change, not even by weight decay."""
         return []
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        """What is wrong with these averaged metrics, for a human; None where nothing is."""
+        """Return a message if these averaged metrics show a problem, otherwise None."""
         return None
 
     def footprint(self, batch: int, world_batch: int) -> Footprint | None:
-        """Of a sample, in a rank's batch of `batch` out of `world_batch`, for estimates; None: it is not known."""
+        """Return the `Footprint` of a sample for a rank's batch of `batch` within `world_batch`, or None if unknown."""
         return None
 
     def ema_pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Return each parameter of an average in `follows` with the parameter it follows, element by element."""
+        """Return pairs of each parameter of an average in `follows` and the parameter it follows, element by element."""
         for name, follow in self.follows.items():
             if (average := getattr(self, name)) is not None:
                 yield from zip(average.parameters(), getattr(self, follow.source).parameters(), strict=True)
 
     def after_step(self, progress: Progress, applied: Tensor) -> None:
-        """Move the averages in `follows`, after every optimizer step. A method that overrides this (a center, a clamp) calls `super()`.
+        """Update the averages in `follows`; called after every optimizer step. Overrides (for a center or a clamp) call `super()`.
 
-        Engines with weights in pieces may call it with pieces of `loss_parameters` and `ema_pairs` in place of the whole parameters.
+        Engines with sharded weights may call it with shards of `loss_parameters` and `ema_pairs` in place of the whole
+        parameters.
 
         Args:
-            applied: 0-d bool, false if the engine skipped the step for a non-finite gradient. On a GPU, `if applied:` makes the host wait
-                for the device in every step; `core.ema` and `torch.where` use it without waiting.
+            progress: position in training.
+            applied: 0-d bool, False if the engine skipped the step because of a non-finite gradient. On a GPU, `if
+                applied:` makes the host wait for the device in every step; `core.ema` and `torch.where` use it without
+                waiting.
         """
         for name, follow in self.follows.items():
             if (average := getattr(self, name)) is not None:
@@ -202,24 +226,24 @@ class Objective(nn.Module, ABC):
 
 
 class CoupledObjective(Objective):
-    """An objective whose loss needs the embeddings of the whole global batch (contrastive ones)."""
+    """Objective whose loss needs the embeddings of the whole global batch (contrastive losses)."""
 
     @abstractmethod
     def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Embeddings of these samples, one row each per tensor."""
+        """Return embeddings of these samples, with one row per sample in each tensor."""
 
     @abstractmethod
     def loss(self, embeddings: tuple[Tensor, ...], own: Sequence[Tensor], progress: Progress) -> Loss:
-        """The loss of this rank's embeddings within the global batch; `own`: the values of `loss_parameters`."""
+        """Return the loss of this rank's embeddings within the global batch; `own` are the values of `loss_parameters`."""
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         return self.loss(self.embed(batch), self.loss_parameters(), progress)
 
 
 class Embeddings(NamedTuple):
-    """What an engine's forward of a coupled objective gives to its loss: `features` per sample, and `loss_params`, the loss's parameters.
+    """Output of an engine's forward of a coupled objective: `features` per sample, and `loss_params`, the parameters of the loss.
 
-    An engine may keep a parameter in pieces, so its value comes out of the forward, with its graph.
+    An engine may shard a parameter, so its value is returned by the forward, with its graph.
     """
 
     features: tuple[Tensor, ...]
@@ -227,7 +251,7 @@ class Embeddings(NamedTuple):
 
 
 class DeviceContext(Protocol):
-    """A rank's device as the trainer sees it: copies to it, kernels, threads, random state and measured time."""
+    """Device of this rank as the trainer uses it: copies, kernels, threads, random state and timing."""
 
     device: torch.device
     kernel: str
@@ -248,18 +272,20 @@ class DeviceContext(Protocol):
 
 
 class StepClock(Protocol):
-    """Seconds that forwards took since the last call."""
+    """Return the seconds that forwards took since the last call."""
 
     def take(self) -> float: ...
 
 
 class Engine(Protocol):
-    """Runs an objective on devices: precision, wrapping, backward, optimizer.
+    """Engine that runs an objective on devices: precision, wrapping, backward, optimizer.
 
-    `device_context`: precision, kernels, random state and time on this rank's device.
-    `full_model`: inside, rank 0 has the objective as an ordinary module to evaluate, every rank where `replicated`; all ranks
-    enter it together.
-    `pieces`: what this rank writes of the parts `model` and `optimizer`. `load`: takes its own share of them.
+    Attributes:
+        device_context: precision, kernels, random state and timing on this rank's device.
+        full_model: context in which rank 0 (every rank if `replicated`) has the objective as an ordinary module for
+            evaluation. All ranks enter it together.
+        pieces: returns this rank's pieces of the parts `model` and `optimizer`.
+        load: loads this rank's share of them.
     """
 
     @property
@@ -281,13 +307,13 @@ class Engine(Protocol):
 
 
 class Cursor(NamedTuple):
-    """Samples taken from each of the plan's streams up to and including a batch; valid for any world size."""
+    """Number of samples taken from each of the plan's streams, up to and including a batch; valid for any world size."""
 
     positions: tuple[int, ...]
 
     @staticmethod
     def joined(parts: Sequence[Cursor]) -> Cursor:
-        """The whole cursor from those of the ranks, in their order."""
+        """Join the cursors of all ranks, in rank order."""
         return Cursor(tuple(position for part in parts for position in part.positions))
 
     def to_json(self) -> list[int]:
@@ -295,7 +321,7 @@ class Cursor(NamedTuple):
 
 
 class LoaderBatch(NamedTuple):
-    """One batch, where the plan stands after it, and what had to be skipped to fill it: (shard, reason) -> count, and one key of each."""
+    """One batch, the cursor after it, and the number of samples skipped to fill it: (shard, reason) -> count, with one key each."""
 
     batch: dict[str, Tensor]
     cursor: Cursor
@@ -304,7 +330,7 @@ class LoaderBatch(NamedTuple):
 
 
 class DataPipeline(Protocol):
-    """Batches in a fixed order; `start` continues from a cursor. `fingerprint` names the data set and the plan."""
+    """Source of batches in a fixed order. `start` continues from a cursor. `fingerprint` identifies the data set and the plan."""
 
     fingerprint: dict[str, Any]
 

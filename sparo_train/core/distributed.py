@@ -1,4 +1,4 @@
-"""The ranks of a process group: rank and world size, what all ranks agree on, exchange in a ring, and failures of single ranks."""
+"""Ranks of a process group: rank and world size, agreement, exchange in a ring, and failures of single ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from .world import World, note_start, whole_number
 
 
 class Shift:
-    """Tensors on their way; `wait` returns those that arrive from the previous rank."""
+    """Tensors in transit; `wait` returns those from the previous rank."""
 
     def __init__(self, work: list[Any], arriving: tuple[Tensor, ...], leaving: tuple[Tensor, ...]):
-        self._work, self._arriving, self._leaving = work, arriving, leaving  # what leaves must live until it has left
+        self._work, self._arriving, self._leaving = (
+            work,
+            arriving,
+            leaving,
+        )  # tensors being sent must stay alive until they are sent
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self._work:
@@ -37,10 +41,10 @@ class Shift:
 
 
 class Ring:
-    """A ring over a process group; of one rank where torch.distributed is not initialised.
+    """Ring over a process group; a ring of one rank if torch.distributed is not initialised.
 
     Args:
-        group: the process group; None: the default one.
+        group: the process group; None: the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -49,11 +53,11 @@ class Ring:
         self.rank, self.size = (0, 1) if single_process else (dist.get_rank(group), dist.get_world_size(group))
 
     def shift(self, *tensors: Tensor) -> Shift:
-        """Start sending to the next rank and receiving the same shapes from the previous one. All ranks call it alike."""
+        """Start sending to the next rank and receiving the same shapes from the previous one. All ranks must call it alike."""
         if self.size == 1:
             return Shift([], tensors, ())
         to, source = ((self.rank + step) % self.size for step in (1, -1))
-        # A view's strides would be sent as its neighbours' elements.
+        # Sending a view would send its neighbours' elements.
         leaving = tuple(t.contiguous() for t in tensors)
         arriving = tuple(torch.empty_like(t) for t in leaving)
         operations = []
@@ -63,12 +67,12 @@ class Ring:
         return Shift(dist.batch_isend_irecv(operations), arriving, leaving)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, concatenated in the order of ranks; with gradient (the sum of what the ranks ask for)."""
+        """Return all ranks' tensors, concatenated in rank order; the gradient is the sum of all ranks' gradients."""
         return tensor if self.size == 1 else _Gather.apply(tensor, self)  # type: ignore[return-value]
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, new; its gradient is the sum of the ranks' gradients."""
+    """Return the sum of the ranks' tensors as a new tensor; its gradient is the sum of the ranks' gradients."""
     return _Sum.apply(tensor)  # pyright: ignore[reportReturnType]
 
 
@@ -95,19 +99,19 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Each rank asked for something of every rank's tensor: what they ask of this one is summed.
+        # Every rank has a gradient for every rank's tensor; sum those for this rank's.
         whole = gradients[0].contiguous()
         dist.all_reduce(whole, group=ctx.ring.group)
         return whole[ctx.ring.rank * ctx.length :][: ctx.length].clone(), None
 
 
 T = TypeVar("T")
-# For what rank 0 alone does (evaluating); gloo notices a rank that dies at once all the same.
+# Timeout for work that rank 0 does alone, such as evaluation. Gloo still notices at once if a rank dies.
 _PATIENCE = timedelta(hours=24)
 
 
 class Ranks:
-    """What the ranks of a run say to each other.
+    """Communication between the ranks of a run.
 
     Args:
         world: from `find_world`.
@@ -123,13 +127,13 @@ class Ranks:
             with self.error_context("joining the process group", only_collectives=True):
                 note_start(world)
                 self._join(backend, limit)
-                # Gloo, whatever trains: a message must not wait for a GPU.
+                # Gloo, whatever the training uses: a message must not wait for a GPU.
                 self._control_group: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._long_group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
                 self._saving_group: Any = dist.new_group(backend="gloo", timeout=limit)
 
     def _join(self, backend: str, limit: timedelta) -> None:
-        """Join the process group, after all ranks have agreed in its store on which run this is."""
+        """Join the process group, after all ranks have agreed in its store that they belong to the same run."""
         store, *_ = next(iter(rendezvous("env://", self.rank, self.size, timeout=limit)))
         store.set_timeout(limit)
         own = _run_token()
@@ -146,23 +150,23 @@ class Ranks:
         )
 
     def require_equal(self, facts: Mapping[str, Any], what: str) -> None:
-        """Raise `ConfigError` on every rank unless all ranks have the same facts (plain values, by name)."""
+        """Raise `ConfigError` on every rank unless all ranks have the same values (plain, by name)."""
         all_facts = self.gather(dict(facts))
         for rank, other in enumerate(all_facts):
             if changes := differences(all_facts[0], other):
                 more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
                 error = ConfigError(
-                    f"rank {rank}: has another {what} than rank 0, got {'; '.join(changes[:4])}{more}. Start all ranks with the same command."
+                    f"rank {rank}: differs from rank 0 in its {what}, got {'; '.join(changes[:4])}{more}. Start all ranks with the same command."
                 )
                 error.on_all_ranks, error.repeated = True, self.rank > 0
                 raise error
 
     @contextmanager
     def error_context(self, what: str, only_collectives: bool = False) -> Iterator[None]:
-        """Turn a failed collective into an error that names this rank and what it was doing.
+        """Turn a failed collective into an error that names this rank and its activity.
 
         Args:
-            only_collectives: nothing but collectives runs inside, so that whatever torch raises there is one of theirs.
+            only_collectives: the context contains only collectives, so every error of torch inside comes from one.
         """
         try:
             yield
@@ -177,7 +181,7 @@ class Ranks:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """For what fails on all ranks with the same error: they can act on it together, and rank 0 prints it."""
+        """Mark an error as raised on all ranks alike: they can handle it together, and rank 0 prints it."""
         try:
             yield
         except LostRankError:
@@ -196,7 +200,7 @@ class Ranks:
             raise
         except SparoError as error:
             failed = error
-        # Every rank has to reach this exchange, failed or not: the others would wait forever.
+        # Every rank must reach this exchange, even after a failure, or the others would wait forever.
         errors = [error for error in self.gather(failed) if error]
         if not errors:
             return result[0]
@@ -208,13 +212,13 @@ class Ranks:
         """Return the maximum of each value over ranks."""
         if self.size == 1:
             return list(values)
-        with self.error_context("agreeing on how to go on", only_collectives=True):
+        with self.error_context("agreeing on how to continue", only_collectives=True):
             maxima = torch.tensor(values, dtype=torch.int64)
             dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control_group)
         return maxima.tolist()
 
     def gather(self, value: T, saving: bool = False) -> list[T]:
-        """Everybody's value, by rank. `saving`: among the threads that write a checkpoint, in a group of their own."""
+        """Return the values of all ranks, in rank order. `saving` uses the group of the threads that write a checkpoint."""
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
@@ -223,7 +227,7 @@ class Ranks:
         return out
 
     def rank0_broadcast(self, call: Callable[[], T]) -> T:
-        """What `call` returns on rank 0; the others wait, and fail with it where it fails."""
+        """Return the result of `call` on rank 0; the other ranks wait for it, and fail if it fails."""
         if self.size == 1:
             return call()
         box: list[Any] = [None, None]
@@ -232,11 +236,13 @@ class Ranks:
                 box[0] = call()
             except SparoError as error:
                 box[1] = error
-            except Exception as error:  # or the others wait here until this process is gone, and nobody saves
+            except (
+                Exception
+            ) as error:  # otherwise the others would wait here until this process has ended, and no rank would save
                 box[1] = UnexpectedError.of(error)
                 box[1].__cause__ = error
         with self.error_context("waiting for rank 0", only_collectives=True):
-            # In the patient group: what rank 0 does here may take hours.
+            # In the group with the long timeout, because rank 0 may need hours.
             dist.broadcast_object_list(box, src=0, group=self._long_group)
         if box[1] is not None:
             box[1].on_all_ranks, box[1].repeated = True, self.rank > 0
@@ -244,14 +250,14 @@ class Ranks:
         return box[0]
 
     def close(self) -> None:
-        """Leave the process group; nothing that took part in it may be alive any more."""
+        """Leave the process group; none of its users may be alive any more."""
         if self.size > 1 and dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()
 
 
 def _run_token() -> str:
-    """Return what tells two runs of one port apart: the step of SLURM that started the ranks, or torchrun's run id."""
+    """Return an identifier of this run among others with the same port: the SLURM step that started the ranks, or torchrun's run id."""
     env = os.environ
     if "WORLD_SIZE" in env:
         return f"torchrun {env.get('TORCHELASTIC_RUN_ID', 'none')}"
@@ -259,17 +265,17 @@ def _run_token() -> str:
     return "job {} step {} restart {}".format(*(env.get(name, "0") for name in names))
 
 
-# gloo raises plain RuntimeErrors, which begin with the place in its source, and has one message without.
+# Gloo raises plain RuntimeErrors, which begin with a location in its source; one message has none.
 _GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*\]|Application timeout caused pair closure")
 
 
 def _is_collective(error: BaseException) -> bool:
-    """Whether this is a collective's own error: by type where there is one, never by a word that other errors use, too."""
+    """Return whether an error comes from a collective, by its type if possible, never by words that other errors use, too."""
     return isinstance(error, dist.DistError) or _GLOO.match(str(error)) is not None
 
 
 def _rendezvous_of_slurm() -> None:
-    """MASTER_ADDR and MASTER_PORT where srun started us without them: the step's first node, a port from the job's id."""
+    """Set MASTER_ADDR and MASTER_PORT if srun started the ranks without them: the first node of the step, and a port from the job id."""
     if "MASTER_ADDR" not in os.environ:
         nodes = os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1")
         try:
@@ -280,21 +286,21 @@ def _rendezvous_of_slurm() -> None:
             raise ConfigError(
                 f"MASTER_ADDR: is not set, and scontrol cannot resolve the first of {nodes}. Export it."
             ) from None
-    # Below the ports that the kernel hands out; steps of one allocation meet at ports of their own.
+    # Below the kernel's ephemeral ports; each step of an allocation has its own port.
     job, step = (whole_number(os.environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     os.environ.setdefault("MASTER_PORT", str(20000 + (job + 367 * step) % 12000))
     _refuse_port()
 
 
 def _refuse_port() -> None:
-    """Raise `ConfigError` for a MASTER_PORT that is none."""
+    """Raise `ConfigError` for an invalid MASTER_PORT."""
     port = whole_number(os.environ, "MASTER_PORT", 1)
     if not 0 < port < 65536:
         raise ConfigError(f"MASTER_PORT: expected 1 to 65535, got {port}. Unset it, or start with torchrun or srun.")
 
 
 def _address(node: str) -> str:
-    """A node's name, or its address where only SLURM knows the name."""
+    """Return a node's name, or its address if only SLURM can resolve the name."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:

@@ -1,6 +1,7 @@
-"""Exponential moving averages of weights: DINO's teacher, CLIP's averaged copy. The host never waits for the device here.
+"""Exponential moving averages of weights: DINO's teacher, CLIP's averaged weights. The host never waits for the device here.
 
-torch.optim.swa_utils.AveragedModel is not used: on a GPU only the device knows whether a step was skipped, and then the average must stay.
+torch.optim.swa_utils.AveragedModel is not used: on a GPU, only the device knows whether a step was skipped, in which
+case the average must not change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """What follows, and what it follows: of the trained parameters alone. A frozen one is the same in both, and would drift by rounding."""
+    """Return pairs of averaged and source parameters that are trained. A frozen parameter is equal in both, and rounding would make it drift."""
     pairs = [
         (_local_tensor(a), _local_tensor(p))
         for a, p in zip(average.parameters(), model.parameters(), strict=True)
@@ -26,7 +27,7 @@ def _buffers(average: nn.Module, model: nn.Module) -> list[tuple[Tensor, Tensor]
 
 
 def _local_tensor(p: nn.Parameter) -> Tensor:
-    """A parameter, or this rank's rows of one: both sides are cut alike, and one call cannot take whole ones beside cut ones."""
+    """Return a parameter, or this rank's rows of it: both sides are sharded alike, and one call cannot mix whole and sharded tensors."""
     return p.data.to_local() if isinstance(p.data, DTensor) else p.data
 
 
@@ -37,9 +38,13 @@ def update_ema(
     """Set average = decay * average + (1 - decay) * model, parameter by parameter.
 
     Args:
-        applied: 0-d bool, whether the optimizer step was applied; where it is false nothing changes. On a GPU it is not read by the host.
-            None: it was.
-        buffers: copy persistent buffers, which are averages already; False where the average updates its own, as DINO's teacher does.
+        average: module that holds the average.
+        model: module that is averaged.
+        decay: share of itself that the average keeps.
+        applied: 0-d bool, whether the optimizer step was applied; if false, nothing changes. The host does not read it
+            on a GPU. None means that the step was applied.
+        buffers: copy persistent buffers, which are averages already; False if the average updates its own, like DINO's
+            teacher.
     """
     if _host_can_read(applied):
         if applied is not None and not applied:
@@ -48,7 +53,7 @@ def update_ema(
             own.copy_(theirs)
         averages, trained = _pairs(average, model)
         if averages:
-            # Lists of tensors in one call: a model has hundreds, and each would be a kernel of its own.
+            # Update lists of tensors in one call: a model has hundreds, and each would launch its own kernel.
             torch._foreach_mul_(averages, decay)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_add_(averages, trained, alpha=1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         return
@@ -58,7 +63,8 @@ def update_ema(
     averages, trained = _pairs(average, model)
     if averages:
         gain = torch.where(applied, 1 - decay, 0.0)
-        # The difference first: where nothing was applied it is multiplied by zero, and the average keeps its bits.
+        # Compute the difference first: it is multiplied by zero if nothing was applied, so the average keeps its exact
+        # bits.
         delta = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_mul_(delta, gain.to(averages[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(averages, delta)  # pyright: ignore[reportPrivateImportUsage]
@@ -66,15 +72,15 @@ def update_ema(
 
 @torch.no_grad()
 def update_mean(average: Tensor, value: Tensor, momentum: float, applied: Tensor) -> None:
-    """Set average = momentum * average + (1 - momentum) * value in place, if the step was applied (`update_ema`)."""
+    """Set average = momentum * average + (1 - momentum) * value in place, if the step was applied (see `update_ema`)."""
     if _host_can_read(applied):
         if applied:
             average.mul_(momentum).add_(value, alpha=1 - momentum)
         return
-    # What a skipped step would bring may not be finite: it is replaced, not multiplied by zero.
+    # Values of a skipped step may not be finite, so they are replaced instead of multiplied by zero.
     average.lerp_(torch.where(applied, value, average), 1 - momentum)
 
 
 def _host_can_read(applied: Tensor | None) -> bool:
-    """Whether the host can read `applied` without waiting for a device."""
+    """Return whether the host can read `applied` without waiting for a device."""
     return applied is None or applied.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: the file or dotted key, the value, the remedy."""
+"""Errors that a user can act on. Each names the file or dotted key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 
 
 class SparoError(Exception):
-    """A problem the user can fix; the command line prints it without a traceback and exits with `exit_code`."""
+    """Problem that the user can fix. The command line prints it without a traceback and exits with `exit_code`."""
 
     exit_code = 2
     repeated = False  # another rank prints it
-    on_all_ranks = False  # every rank has it, so all of them can still act together
+    on_all_ranks = False  # every rank raised it, so all of them can still act together
 
 
 class UnexpectedError(SparoError):
-    """Something broke off in a way that nobody foresaw: its kind, its words and its place, which is all that other ranks can be sent."""
+    """Unforeseen error, reduced to its type, message and location, which can be sent to other ranks."""
 
     @classmethod
     def of(cls, error: Exception) -> UnexpectedError:
@@ -25,18 +25,22 @@ class UnexpectedError(SparoError):
 
 
 class ConfigError(SparoError):
-    """A recipe or an override is wrong."""
+    """Invalid recipe or override."""
 
 
 class DataError(SparoError):
-    """Shards, images or captions are missing, damaged or inconsistent."""
+    """Missing, damaged or inconsistent shards, images or captions."""
 
 
 class BadSampleError(Exception):
-    """A sample that is skipped; the message is the reason under which it is counted.
+    """Sample that is skipped; the message is the reason under which it is counted.
 
-    A reason says what is wrong, never which sample: as many counts are kept as there are reasons.  `key`: of the sample, for the log.
-    `detail`: the values that are wrong in this sample, for messages about it alone.
+    A reason states the problem without the sample, because there is one count per reason.
+
+    Args:
+        reason: the problem.
+        key: key of the sample, for the log.
+        detail: the invalid values of this sample, for messages about it alone.
     """
 
     def __init__(self, reason: str, key: str = "", detail: str = ""):
@@ -49,37 +53,37 @@ class BadSampleError(Exception):
 
 
 class WorkerLostError(DataError):
-    """A process that reads data ended by itself; this process is whole, and can save."""
+    """Process that reads data has ended unexpectedly; the main process is intact and can save."""
 
     exit_code = 3
 
 
 class CheckpointError(SparoError):
-    """A checkpoint is missing, damaged or belongs to something else."""
+    """Checkpoint that is missing, damaged or of another model."""
 
 
 class TrainingError(SparoError):
-    """Training cannot go on (too many non-finite steps, a run folder in use)."""
+    """Training that cannot continue (too many non-finite steps, a run folder in use)."""
 
     exit_code = 3
 
 
 class LostRankError(TrainingError):
-    """Another rank died or does not answer: every rank that is left says so itself."""
+    """Another rank died or does not answer; every remaining rank reports it."""
 
 
 class StoppedError(SparoError):
-    """A signal ended training (EX_TEMPFAIL); the same command resumes it.
+    """Training that was ended by a signal (exit code EX_TEMPFAIL); the same command resumes it.
 
     Args:
-        signal: its name.
-        saved: whether there is a checkpoint to continue from.
+        signal: name of the signal.
+        saved: whether there is a checkpoint to resume from.
     """
 
     exit_code = 75
 
     def __init__(self, signal: str, saved: bool = True):
-        super().__init__(signal, saved)  # its arguments, so that it can be sent to other ranks
+        super().__init__(signal, saved)  # constructor arguments, so that the error can be pickled for other ranks
         self.signal, self.saved = signal, saved
 
     def __str__(self) -> str:
@@ -89,18 +93,18 @@ class StoppedError(SparoError):
 
 
 class SupersededError(TrainingError):
-    """Another start owns the run folder: this process may not write into it."""
+    """Another start owns the run folder, so this process may not write to it."""
 
 
-_MAX_LISTED = 60  # names that an error lists
+_MAX_LISTED = 60  # number of names that an error lists
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for a near miss, else a list of what is known, or of the first of very many."""
+    """Return `; did you mean 'x'?` for a similar name, otherwise a list of the valid names (or of the first ones)."""
     candidates = list(candidates)
     near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
     names = sorted(candidates)
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"known: {', '.join(names[:_MAX_LISTED])}{more}" if names else "nothing is known here"
+    return f"known: {', '.join(names[:_MAX_LISTED])}{more}" if names else "there are no valid names here"

@@ -1,4 +1,4 @@
-"""Where log records go. Modules log with `logging.getLogger(__name__)`; programs decide what is shown."""
+"""Log handlers. Modules log with `logging.getLogger(__name__)`, and programs decide what is shown."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from .files import escape_control_chars
 
 PACKAGES = ("sparo", "sparo_train", "sparo_data", "object_centric", "evals", "launch")
-# `logger.error(text, extra=FILE_ONLY)`: for what the terminal shows otherwise.
+# `logger.error(text, extra=FILE_ONLY)` is for messages that the terminal shows in another way.
 FILE_ONLY = {"file_only": True}
 
 
 @contextmanager
 def logging_to(handler: logging.Handler) -> Iterator[None]:
-    """Send what sparo's packages log, from level INFO on, to a handler as well."""
+    """Also send log records of sparo's packages, from level INFO on, to a handler."""
     loggers = [logger for logger in map(logging.getLogger, PACKAGES) if handler not in logger.handlers]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -33,13 +33,13 @@ def logging_to(handler: logging.Handler) -> Iterator[None]:
 
 
 class RunLog(logging.handlers.MemoryHandler):
-    """RUN/log.txt: keeps records in memory until `open`, because a run folder is not written to before the run may own it."""
+    """RUN/log.txt. Records stay in memory until `open`, because the run must own its folder before it writes there."""
 
     def __init__(self) -> None:
         super().__init__(capacity=1, flushOnClose=False)
 
     def open(self, path: Path) -> None:
-        """Write what was logged so far, and from now on every record at once."""
+        """Write the records collected so far, and from now on every record at once."""
         self.setTarget(_LineFile(path))
         self.flush()
 
@@ -59,4 +59,4 @@ class _LineFile(logging.FileHandler):
         return f"{time}  {escape_control_chars(record.getMessage())}"
 
     def handleError(self, record: Any) -> None:  # noqa: N802  logging's name
-        """Ignore a full disk or a folder that is gone: a log only reports, and its loss ends no run."""
+        """Ignore a full disk or a missing folder: losing the log must not end a run."""

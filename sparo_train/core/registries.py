@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .registry import Registry
 
-# What is trained: config, objective, examples, rules across blocks, layouts of its export (objectives/method.py).
+# Training methods: config, objective, examples, rules across blocks, layouts of exports (objectives/method.py).
 METHODS = Registry(
     "sparo.methods",
     {
@@ -21,13 +21,13 @@ METHODS = Registry(
     ("config", "objective", "examples", "rules", "exports"),
 )
 
-# A read-out is a module of its tower, under its own name: what towers have beside it, here and in timm.
+# A readout is a module of its tower, under its own name. These names are taken by modules of towers, ours and timm's.
 _TOWER_PARTS = (
     "transformer trunk conv1 patch_embed patch_dropout pos_drop patch_drop norm_pre ln_pre ln_post ln_final norm fc_norm head head_drop "
     "blocks class_embedding cls_token reg_token positional_embedding pos_embed token_embedding attn_mask attn_pool proj text_projection"
 )
 
-# CLIP's loss between images and texts: a config that computes it (objectives/contrastive.py: ContrastiveLoss).
+# Losses of CLIP between images and texts: a config that computes the loss (objectives/contrastive.py: ContrastiveLoss).
 LOSSES = Registry(
     "sparo.losses",
     {
@@ -37,7 +37,7 @@ LOSSES = Registry(
     ("mean_loss",),
 )
 
-# How tokens become slots: a config, which builds the read-outs of both towers (models/readout.py).
+# Readouts, which turn tokens into slots: a config that builds the readouts of both towers (models/readout.py).
 READOUTS = Registry(
     "sparo.readouts",
     {
@@ -57,7 +57,7 @@ READOUTS = Registry(
     _TOWER_PARTS.split(),
 )
 
-# What slot models see images with: a config that builds it (object_centric/encoders/).
+# Image encoders of slot models: a config that builds the encoder (object_centric/encoders/).
 SLOT_ENCODERS = Registry(
     "sparo.slot_encoders",
     {
@@ -70,7 +70,8 @@ SLOT_ENCODERS = Registry(
     ("build", "side", "cost"),
 )
 
-# What draws rays of scenes from slots: a config that builds it (object_centric/scenes3d/ray_decoder.py: RayDecoder).
+# Ray decoders, which render scenes from slots: a config that builds the decoder
+# (object_centric/scenes3d/ray_decoder.py: RayDecoder).
 RAY_DECODERS = Registry(
     "sparo.ray_decoders",
     {
@@ -81,7 +82,7 @@ RAY_DECODERS = Registry(
     ("build",),
 )
 
-# What runs an objective on devices: config, engine, and what it costs (engine/engine_kind.py: EngineKind).
+# Engines, which run an objective on devices: config, engine, and its costs (engine/engine_kind.py: EngineKind).
 ENGINES = Registry(
     "sparo.engines",
     {
@@ -93,7 +94,7 @@ ENGINES = Registry(
     ("config", "build", "costs", "one_process"),
 )
 
-# What steps the parameters: a config that builds it (engine/optim.py: OptimConfig).
+# Optimizers: a config that builds the optimizer (engine/optim.py: OptimConfig).
 OPTIMIZERS = Registry(
     "sparo.optimizers",
     {
@@ -103,7 +104,7 @@ OPTIMIZERS = Registry(
     ("build", "state_names"),
 )
 
-# Where samples lie: config, and what opens it (data/read/sources.py).
+# Data sources: config, and a function that opens the source (data/read/sources.py).
 SOURCES = Registry(
     "sparo.sources",
     {
@@ -113,7 +114,7 @@ SOURCES = Registry(
     ("config", "open"),
 )
 
-# From a trained objective to what encodes images (and texts), by the method's name (evals/encoders/).
+# Encoders of trained objectives, by the method's name (evals/encoders/).
 ENCODERS = Registry(
     "sparo.encoders",
     {
@@ -129,7 +130,7 @@ ENCODERS = Registry(
     },
 )
 
-# Files of others by what stands in front of their colon, as in timm:NAME@FILE: a function of what stands behind it.
+# Foreign weight files, by the prefix before the colon, as in timm:NAME@FILE: a function of the rest.
 CHECKPOINTS = Registry(
     "sparo.checkpoints",
     {
@@ -145,7 +146,7 @@ CHECKPOINTS = Registry(
     },
 )
 
-# What is scored: config, what it needs of an encoder, and the run (evals/suite/task.py).
+# Evaluation tasks: config, requirements on the encoder, and the run (evals/suite/task.py).
 TASKS = Registry(
     "sparo.tasks",
     {
@@ -170,7 +171,7 @@ TASKS = Registry(
     ("config", "needs", "check", "run"),
 )
 
-# How evaluation data lies on disk: the facts it has, and what opens it (evals/sets/base.py: Layout).
+# Layouts of evaluation data on disk: their fields, and a function that opens them (evals/sets/base.py: Layout).
 LAYOUTS = Registry(
     "sparo.layouts",
     {
@@ -187,7 +188,8 @@ LAYOUTS = Registry(
     ("kinds", "open"),
 )
 
-# Other programs' files: what writes a layout (evals/interop/exporting.py). A method names the layouts that fit its runs.
+# Exports for other programs: a function that writes the layout (evals/interop/exporting.py). A method names the layouts
+# of its runs.
 EXPORTS = Registry(
     "sparo.exports",
     {

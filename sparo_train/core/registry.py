@@ -26,9 +26,9 @@ from .errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-GROUPS = "sparo."  # every group of ours begins with it
-_MISSING = abstractmethod(lambda: None)  # as abstract as a method that a class leaves out
-NESTED = "open_table"  # type of the pydantic error that carries those of a row's own model
+GROUPS = "sparo."  # prefix of all groups of this project
+_MISSING = abstractmethod(lambda: None)  # marks a required method, like an abstract method of a class
+NESTED = "open_table"  # type of the pydantic error that carries the errors of an entry's own model
 
 
 class Registry:
@@ -73,7 +73,7 @@ class Registry:
         matches = list({e.value: e for e in entry_points(group=self.group) if e.name == name}.values())
         if not matches:
             hint = did_you_mean(str(name), self.names())
-            # No near name: a run or a recipe of somebody who has a package that is not installed here.
+            # Without a suggestion: the run or recipe may come from a user who has a package that is not installed here.
             hint += ". If a package adds it, install that package" if hint.startswith("known") else ""
             raise ConfigError(f"{prefix}{name!r}; {hint}")
         if name in self.reserved:
@@ -89,7 +89,7 @@ class Registry:
         label = f"{prefix}{entry.name!r} of package {_package(entry)}"
         try:
             loaded_entry = entry.load()
-        # Somebody else's module may fail in any way while it is imported, or end the program.
+        # The import of a foreign module may fail in any way, or even exit.
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{label} ({entry.value}) cannot be imported ({type(error).__name__}: {error}). Repair or uninstall it."
@@ -107,7 +107,7 @@ class Registry:
 
 @cache
 def _warn_of_hidden_entries(group: str, builtin: frozenset[str]) -> None:
-    """Warn once of packages whose entries are named like built-in ones, which are used instead."""
+    """Warn once of packages whose entries are named like built-in ones, which take precedence."""
     for entry in entry_points(group=group):
         if entry.name in builtin:
             logger.warning(
@@ -120,12 +120,13 @@ Completion = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class FromRegistry:
-    """Annotates a field of a recipe whose block is checked by the row that it names.
+    """Annotation of a recipe field whose block is validated by the registry entry that it names.
 
     Args:
-        registry: where rows are looked up. A row is a pydantic model, or has one as its `config`.
-        key: of the block, that names the row; the row's model has it as a field, too.
-        default: the row of a block that names none, or what completes such a block (raising `ValueError`); None: it has to name one.
+        registry: the registry of entries. An entry is a pydantic model, or has one as its `config`.
+        key: key of the block that names the entry; the entry's model has it as a field, too.
+        default: entry of a block that names none, or a function that completes such a block (raising `ValueError`).
+            None: the block must name one.
     """
 
     def __init__(self, registry: Registry, key: str = "kind", default: str | Completion | None = None):
@@ -156,7 +157,7 @@ class FromRegistry:
             raise _nested(f"{len(problems)} problem(s), first: {problems[0]['msg']}", problems, model) from None
 
     def model_of(self, block: Mapping[str, Any]) -> type[BaseModel] | None:
-        """The model that checks this block; None where it names no row."""
+        """Return the model that validates this block, or None if the block names no entry."""
         try:
             full = self.default(block) if self.key not in block and callable(self.default) else block
             return self._model(full)
@@ -167,9 +168,7 @@ class FromRegistry:
         name = block.get(self.key, self.default)
         if not isinstance(name, str):
             message = (
-                f"a value is required; {did_you_mean('', self.registry.names())}"
-                if name is None
-                else "a name is expected"
+                f"a value is required; {did_you_mean('', self.registry.names())}" if name is None else "expected a name"
             )
             raise self._wrong(message, name)
         try:
@@ -202,9 +201,9 @@ def _package(entry: EntryPoint) -> str:
 
 
 def plugin_distributions() -> list[Distribution]:
-    """Return the installed packages, other than ours, that add entries to any registry."""
+    """Return the installed packages, other than sparo, that add entries to any registry."""
     by_name: dict[str, Distribution] = {}
     for dist in distributions():
         if any(entry.group.startswith(GROUPS) for entry in dist.entry_points):
-            by_name.setdefault(dist.name, dist)  # the first one on the path is the one that is used
+            by_name.setdefault(dist.name, dist)  # the first one on the path is the one in use
     return [dist for name, dist in by_name.items() if name != "sparo"]

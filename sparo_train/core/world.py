@@ -1,4 +1,4 @@
-"""The process: its rank and the world size that the launcher set, and signals as flags that the loop reads between steps."""
+"""This process: the rank and world size set by the launcher, and signals as flags that the loop reads between steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class StopFlag:
-    """Context manager: while open, the signals that ask a process to end set `received` instead of killing it.
+    """Context manager in which signals that would end the process set `received` instead.
 
-    SIGHUP comes from a terminal that is closed; under nohup, which has it ignored, it stays ignored.
+    SIGHUP comes from a closed terminal. If it is ignored, as under nohup, it stays ignored.
 
-    A second Ctrl-C raises KeyboardInterrupt at once, for a user who will not wait for the step to end.
+    A second Ctrl-C raises KeyboardInterrupt at once, for users who do not want to wait for the step to end.
     """
 
     def __init__(self) -> None:
@@ -31,18 +31,18 @@ class StopFlag:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        # Only of Ctrl-C: SLURM sends SIGTERM more than once by itself.
+        # Only for Ctrl-C: SLURM sends SIGTERM more than once by itself.
         if name == "SIGINT" and self.received == "SIGINT":
             raise KeyboardInterrupt
         self.received = self.received or name
 
     def number(self) -> int:
-        """0 where no signal came, else its place among those that stop a run, so that ranks can agree on one."""
+        """Return 0 if no signal was received, otherwise its index among the signals that stop a run, so that ranks can agree on one."""
         return 0 if self.received is None else 1 + _NAMES.index(self.received)
 
     @staticmethod
     def name(number: int) -> str | None:
-        """The signal of `number`; None for 0."""
+        """Return the name of signal `number`, or None for 0."""
         return _NAMES[number - 1] if number else None
 
     def __enter__(self) -> StopFlag:
@@ -57,7 +57,7 @@ class StopFlag:
     ) -> None:
         _open.remove(self)
         for name, old in self._old.items():
-            # Handed back, so that a notebook's own Ctrl-C works behind the run.
+            # Restore the handlers, so that a notebook's own Ctrl-C works after the run.
             signal.signal(getattr(signal, name), old)  # type: ignore[arg-type]
 
 
@@ -65,29 +65,29 @@ _open: list[StopFlag] = []
 
 
 def stop_here() -> None:
-    """Where long work may be left: raise `StoppedError` if a signal came to a `StopFlag` that is open. It is repeated after the resume."""
+    """Raise `StoppedError` if an open `StopFlag` received a signal. Call it where long work can be abandoned and repeated after resuming."""
     for flag in _open:
         if flag.received is not None:
             raise StoppedError(flag.received)
 
 
 def ignore_in_worker() -> None:
-    """Loader workers leave signals to the main process, which saves and then closes them; where it is killed, they go too.
+    """Ignore signals in a loader worker: the main process saves and closes its workers; if it is killed, they end, too.
 
-    A worker has the sockets of its rank open: as long as it lives, the other ranks do not notice that theirs died.
+    A worker holds open sockets of its rank. While it lives, other ranks do not notice that their peer died.
     """
     for name in _NAMES:
-        # A Ctrl-C at the terminal reaches the whole process group.
+        # Ctrl-C in a terminal reaches the whole process group.
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     end_with_parent()
 
 
 def end_with_parent() -> None:
-    """Where the process that started this one is killed, the kernel ends this one, too."""
+    """Let the kernel end this process when its parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # it was killed before the kernel was asked
+        if parent is not None and os.getppid() != parent.pid:  # the parent was killed before the kernel was asked
             os._exit(1)
 
 
@@ -96,7 +96,7 @@ _STARTED: list[World] = []
 
 @dataclass(frozen=True)
 class World:
-    """Which of how many ranks this process is, and which on this machine."""
+    """Rank and world size of this process, globally and on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -104,10 +104,10 @@ class World:
 
 
 def find_world(environment: Mapping[str, str] | None = None) -> World:
-    """The world that torchrun or SLURM started, read off the environment; of one rank where neither did.
+    """Return the world that torchrun or SLURM started, from the environment; a world of one rank if there is none.
 
     Raises:
-        ConfigError: the environment says half of it.
+        ConfigError: the environment is incomplete.
     """
     env = os.environ if environment is None else environment
     if "WORLD_SIZE" in env:
@@ -126,7 +126,7 @@ def find_world(environment: Mapping[str, str] | None = None) -> World:
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that holds a number. Raises `ConfigError` naming it where it holds something else."""
+    """Return a variable that must contain a whole number. Raises `ConfigError` naming it otherwise."""
     text = environment.get(name, str(default))
     try:
         return int(text)
@@ -137,7 +137,7 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
 
 
 def note_start(world: World) -> None:
-    """This process joins the others of `world`."""
+    """Record that this process joins the others of `world`."""
     _STARTED.append(world)
 
 

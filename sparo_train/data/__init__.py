@@ -1,1 +1,1 @@
-"""Shards, the plan that says who reads what, and the batches that carry their cursor."""
+"""Data: shards, the plan that orders samples, and batches that carry their cursor."""

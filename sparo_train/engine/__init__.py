@@ -1,1 +1,1 @@
-"""Engines run objectives on devices; an engine imports no model."""
+"""Engines run objectives on devices. They import no model."""

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a copy of the model per rank, gradients averaged while backward runs."""
+"""DistributedDataParallel: one copy of the model per rank, with gradients averaged during backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..core.errors import ConfigError
 from .engine_kind import EngineKind, replicated
 from .ranked import RankedEngine, RankedEngineConfig, Root
 
-# Our buffers are the same on all ranks, or a rank's own until they are summed; torch 2.15 renamed the switch for not sending them before every forward.
+# Buffers are equal on all ranks, or belong to one rank until they are summed, so they need not be broadcast before each
+# forward. torch 2.15 renamed this option.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -26,17 +27,18 @@ _SYNC_BUFFERS = next(
 
 
 class DdpEngineConfig(RankedEngineConfig):
-    """As `local`, on every rank."""
+    """Like `local`, on every rank."""
 
     kind: Literal["ddp"] = resumable_field("ddp", "Entry of sparo.engines.")
     bucket_mb: int = resumable_field(25, "Gradient bucket size in MB.", gt=0)
 
 
 class DdpEngine(RankedEngine):
-    """Order of preparation: activation checkpointing, device, compile, DDP, optimizer.
+    """Engine with DistributedDataParallel.
 
-    Compiled blocks see their checkpointing; DDP comes after both, because its hooks belong to the parameters; the
-    optimizer comes last, on the parameters as they will stay.
+    Order of preparation: activation checkpointing, device, compile, DDP, optimizer. Compiled blocks see their
+    checkpointing. DDP follows both, because its hooks belong to the parameters. The optimizer is last, because it holds
+    the final parameters.
     """
 
     kind = "ddp"
@@ -44,7 +46,7 @@ class DdpEngine(RankedEngine):
 
     def wrap(self, objective: Objective) -> None:
         root = Root(objective)
-        # Alone there is nobody to exchange with, and no order to settle.
+        # A single rank has no gradients to exchange and no order to settle.
         self._warm = self.ranks.size == 1
         if self._warm:
             self._root = root
@@ -54,7 +56,7 @@ class DdpEngine(RankedEngine):
             self._root = DistributedDataParallel(
                 root,
                 device_ids=on_gpu,
-                # Gradients lie in the buckets themselves: no copy before and after the exchange.
+                # Gradients are views of the buckets, which avoids copies before and after the exchange.
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=self.config.bucket_mb,
                 **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
@@ -66,19 +68,19 @@ class DdpEngine(RankedEngine):
         return super()._run(batch, progress, last)
 
     def _warm_up(self, batch: Batch, progress: Progress | None) -> None:
-        """Before anything is accumulated: one backward of zeros, after which DDP orders its buckets anew, once and for all.
+        """Run one backward with zero gradients before the first step, after which DDP fixes the order of its buckets.
 
-        Otherwise the first step of every process would add up in another order than its later ones, and a resumed run
-        would differ in the last bit from one never stopped.
+        Otherwise the first step of every process would sum in another order than later steps, and a resumed run would
+        differ in the last bit from an uninterrupted one.
         """
         self._warm = True
         state, buffers = self.device_context.random_state(), list(self.objective.buffers())
-        before = [b.clone() for b in buffers]  # a forward may count in them
+        before = [b.clone() for b in buffers]  # a forward may update buffers
         out = super()._run(batch, progress, last=True)
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        # Asked here, where the first graph exists: DDP itself would wait for ever.
+        # Check on the first graph, because DDP itself would wait forever.
         self._refuse_unused_parameters(outputs)
-        # Times zero: the order of hooks is what is wanted, not their values.
+        # Times zero, because only the order of hooks matters.
         self.backward(torch.stack([t.float().sum() for t in outputs]).sum() * 0.0, last=True)
         self.optimizer.zero_grad(set_to_none=True)
         self.device_context.set_random_state(state)
@@ -86,12 +88,12 @@ class DdpEngine(RankedEngine):
             buffer.copy_(value)
 
     def _refuse_unused_parameters(self, outputs: list[Tensor]) -> None:
-        """Raise `ConfigError` for parameters without a part in these outputs: DDP would wait for their gradients, and average none."""
+        """Raise `ConfigError` for parameters that do not contribute to these outputs: DDP would wait for their gradients forever."""
         leaves, ahead = {id(t) for t in outputs}, {t.grad_fn for t in outputs}
         visited = set(ahead)
         while ahead:
             node = ahead.pop()
-            leaves.add(id(getattr(node, "variable", None)))  # of the nodes that gradients end in
+            leaves.add(id(getattr(node, "variable", None)))  # nodes that accumulate gradients
             following = {further for further, _ in getattr(node, "next_functions", ()) if further not in visited}
             visited |= following
             ahead |= following
@@ -103,7 +105,7 @@ class DdpEngine(RankedEngine):
             )
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        # Alone there is no exchange to hold back.
+        # A single rank has no exchange to suppress.
         wrapped = isinstance(self._root, DistributedDataParallel)
         return self._root.no_sync() if wrapped and not last else nullcontext()
 

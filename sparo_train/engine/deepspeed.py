@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients too (2), parameters too (3) in pieces over the ranks."""
+"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .zero import Zero
 
 
 class DeepSpeedEngineConfig(RankedEngineConfig):
-    """ZeRO: see `stage`."""
+    """ZeRO with the given `stage`."""
 
     kind: Literal["deepspeed"] = resumable_field("deepspeed", "Entry of sparo.engines.")
     stage: Literal[1, 2, 3] = resumable_field(
@@ -38,12 +38,12 @@ class DeepSpeedEngineConfig(RankedEngineConfig):
 
 
 class _AutocastRoot(Root):
-    """`Root` that opens autocast and the attention kernel itself: DeepSpeed closes an autocast that it was not told of."""
+    """`Root` that opens autocast and the attention kernel itself, because DeepSpeed closes an autocast that it did not open."""
 
     def __init__(self, objective: Objective, contexts: Callable[[], list[AbstractContextManager[Any, Any]]]):
         super().__init__(objective)
         self._contexts = contexts
-        self._shapes = [p.shape for p in objective.loss_parameters()]  # before DeepSpeed holds them as vectors
+        self._shapes = [p.shape for p in objective.loss_parameters()]  # before DeepSpeed turns them into vectors
 
     def forward(self, batch: Batch, progress: Progress | None) -> Any:
         with ExitStack() as stack:
@@ -57,13 +57,16 @@ class _AutocastRoot(Root):
 
 
 class DeepSpeedEngine:
-    """Order of preparation: activation checkpointing, device, compile, optimizer, `deepspeed.initialize`, which shards both.
+    """Engine with DeepSpeed's ZeRO.
 
-    Weights are fp32; bf16 is autocast, as in the other engines. 0-d parameters are one-element vectors while DeepSpeed
-    holds them, which it cannot do with 0-d ones. Checkpoints are ours, of fp32 master weights, for any engine and world size.
+    Order of preparation: activation checkpointing, device, compile, optimizer, `deepspeed.initialize`, which shards
+    model and optimizer. Weights are fp32, and bf16 is autocast, as in the other engines. DeepSpeed cannot hold 0-d
+    parameters, so they are vectors with one element meanwhile. Checkpoints have our format, with fp32 master weights,
+    for any engine and world size.
 
     Raises:
-        ConfigError: DeepSpeed is not installed; one rank; an optimizer that is not elementwise; an objective that holds parameters back.
+        ConfigError: DeepSpeed is not installed, there is one rank, the optimizer is not elementwise, or the objective
+            freezes parameters in some steps.
     """
 
     replicated = False
@@ -80,15 +83,15 @@ class DeepSpeedEngine:
     def prepare(self, objective: Objective) -> None:
         if self.ranks.size == 1:
             raise ConfigError("engine.kind=deepspeed needs several ranks, got one. Use engine.kind=local.")
-        # Its flat optimizer steps a whole group: what is held back would move by its moments alone.
+        # Its flat optimizer steps a whole group, so a frozen parameter would still move by its moments.
         self._refuse_frozen_steps(objective, Progress(0, 1, 0))
-        # Taken before DeepSpeed flattens them; checkpoints have the shapes of the model.
+        # Recorded before DeepSpeed flattens them, because checkpoints have the model's shapes.
         self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
         self._plain = PlainCopy(objective, self.ranks, self.device)
         self.objective = self.device_context.prepare_objective(objective)
         self.optimizer = self._build_optimizer(objective)
         self._names = {id(p): name for name, p in objective.named_parameters()}
-        self._param_groups = objective.param_groups()  # once: a step does not collect names
+        self._param_groups = objective.param_groups()  # once: later steps do not collect names
 
     def _refuse_frozen_steps(self, objective: Objective, progress: Progress) -> None:
         if objective.frozen_this_step(progress):
@@ -98,13 +101,15 @@ class DeepSpeedEngine:
             )
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
-        """The objective's loss of this rank's batch; the mean over ranks is the global one."""
-        if isinstance(self.objective, CoupledObjective):  # its loss talks to other ranks, outside what is timed
+        """Return the objective's loss of this rank's batch; the mean over ranks is the global loss."""
+        if isinstance(
+            self.objective, CoupledObjective
+        ):  # this loss communicates with other ranks, outside the timed part
             return self.objective.loss(*self.embed(batch, last=last), progress)
         return self._run(batch, progress)
 
     def embed(self, batch: Batch, *, last: bool) -> Embeddings:
-        """A coupled objective's embeddings of this rank's batch."""
+        """Return a coupled objective's embeddings of this rank's batch."""
         return Embeddings(*self._run(batch, None))
 
     def _build_optimizer(self, objective: Objective) -> Any:
@@ -112,11 +117,11 @@ class DeepSpeedEngine:
         deepspeed = _quiet_deepspeed()
         root = _AutocastRoot(objective, lambda: [self.device_context.autocast(), self.device_context.attention()])
         for p in objective.parameters():
-            # Made vectors before the optimizer takes them: it would hold the old tensors.
+            # Turn them into vectors before the optimizer is built, which would hold the old tensors.
             if p.ndim == 0:
                 p.data = p.data.view(1)
         os.environ["LOCAL_RANK"] = str(self.device.index or 0)  # DeepSpeed takes its GPU from it
-        # DeepSpeed counts elements, people count bytes.
+        # DeepSpeed counts elements, users count bytes.
         elements = self.config.bucket_mb * 1_000_000 // 4
         zero: dict[str, Any] = {"stage": self.config.stage, "reduce_bucket_size": elements, "overlap_comm": False}
         if self.config.stage == 3:
@@ -132,7 +137,7 @@ class DeepSpeedEngine:
                 optimizer=build_optimizer(self.optim_config, objective, self.config.kind),
                 dist_init_required=False,
                 config={
-                    "train_micro_batch_size_per_gpu": 1,  # the loop cuts batches itself
+                    "train_micro_batch_size_per_gpu": 1,  # the loop splits batches itself
                     "gradient_accumulation_steps": 1,
                     "gradient_clipping": 0.0 if self._clips_tensors else self.optim_config.clip_grad_norm or 0.0,
                     "steps_per_print": None,
@@ -143,7 +148,7 @@ class DeepSpeedEngine:
             )
         self._zero = Zero(self._root, self.config.stage, self.optim_config.state_names)
         self._zero.zero_gradients()
-        # What the loss itself reads is gathered by no submodule's hook.
+        # Parameters that the loss itself reads are gathered by no submodule's hook.
         if self.config.stage == 3:
             for p in objective.loss_parameters():  # used by `Root`, which does not own them
                 deepspeed.zero.register_external_parameter(self._root.module, p)
@@ -155,17 +160,17 @@ class DeepSpeedEngine:
             return self._root(device_batch, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
-        """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its pieces."""
+        """Accumulate gradients; after the `last` micro-batch, each rank holds its shard of the mean over ranks."""
         self._root.set_gradient_accumulation_boundary(last)
         with self.device_context.attention(), self.ranks.error_context("averaging gradients"):
             # The loop weighs micro-batches itself.
             self._root.backward(total, scale_wrt_gas=False)
 
     def step(self, progress: Progress) -> StepReport:
-        """DeepSpeed clips, checks and steps; the objective's `after_step` reaches the master weights of the loss's parameters."""
+        """Let DeepSpeed clip, check and step, then run the objective's `after_step` on the master weights of the loss's parameters."""
         self._refuse_frozen_steps(self.objective, progress)
         lr = set_rates(self.optimizer, self.optim_config, progress)
-        # Read before DeepSpeed's step, which scales them in place and lets them go.
+        # Read them before DeepSpeed's step, which scales them in place and releases them.
         gradients = self._local_gradients()
         squares = {key: torch.linalg.vector_norm(g, dtype=torch.float32).square() for key, g in gradients.items()}
         param_norms = summed_norms(self.objective, squares, self.ranks, self.device)
@@ -180,27 +185,27 @@ class DeepSpeedEngine:
         with self.ranks.error_context("stepping"):
             self._root.step()
         applied = self._root.was_step_applied()
-        # The moving average follows steps that were taken, not those that were skipped.
+        # The moving average follows applied steps only.
         if applied:
             self._after_step(progress)
         self._zero.zero_gradients()
-        # It may skip for an overflow that the norm of our pieces does not show.
+        # DeepSpeed may skip a step for an overflow that the norm of our shards does not show.
         return StepReport(lr, norm if applied else torch.full_like(norm, math.inf), applied, norms)
 
     def _after_step(self, progress: Progress) -> None:
-        """The objective's `after_step`, on whole parameters of the loss, and what it made of them; averages of others by pieces."""
+        """Run the objective's `after_step` on whole parameters of the loss and store the result; averages of other parameters are updated in shards."""
         own = self.objective.loss_parameters()
         pairs = list(self.objective.ema_pairs()) if self.config.stage == 3 else []
-        # Shown whole: what the loss owns with what follows it, and small parameters, which are whole on every rank anyhow.
+        # Whole: the loss's parameters with their averages, and small parameters, which are whole on every rank anyway.
         whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.persistent(p))]
         ids = {id(p) for p in whole}
-        # What is frozen does not move its average either.
+        # A frozen parameter does not move its average.
         cut = [each for a, p in pairs if id(a) not in ids and p.requires_grad for each in (a, p)]
         saved_data = [(p, p.data) for p in (*whole, *cut)]
         for p in whole:
             p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
         for p in cut:
-            # Views: an average that is moved has moved.
+            # These are views, so an updated average needs no write.
             p.data = self._zero.local_shard(p)[0]
         self.objective.after_step(progress, APPLIED)
         for p, data in saved_data:
@@ -210,7 +215,7 @@ class DeepSpeedEngine:
 
     @property
     def _clips_tensors(self) -> bool:
-        """Clipping that DeepSpeed does not have."""
+        """Return whether gradients are clipped per tensor, which DeepSpeed does not support."""
         return self.optim_config.clip_per == "tensor" and self.optim_config.clip_grad_norm is not None
 
     def _local_gradients(self) -> dict[int, Tensor]:
@@ -230,11 +235,11 @@ class DeepSpeedEngine:
             yield name, self.objective.get_buffer(name) if p is None else self._zero.gathered(p, shape)
 
     def pieces(self) -> Pieces:
-        """As the other engines': fp32 master weights and the optimizer's moments, each rank what it holds of them."""
+        """Return this rank's pieces of the fp32 master weights and the optimizer's moments, as other engines do."""
         return self._zero.pieces(self.objective, self._shapes, self.share)
 
     def load(self, source: CheckpointReader) -> None:
-        """Take this rank's pieces of a checkpoint, whatever engine and however many ranks wrote it.
+        """Load this rank's pieces of a checkpoint, whatever engine wrote it on however many ranks.
 
         Raises:
             CheckpointError: parameter names or shapes differ, or parameters have not taken the same number of steps.
@@ -252,11 +257,11 @@ def _quiet_deepspeed() -> Any:
         raise ConfigError(
             f"engine.kind=deepspeed: {error}; pip install -e '.[deepspeed]' in sparo's checkout"
         ) from None
-    logger.setLevel("ERROR")  # a skipped step is reported by the loop
-    # An operator for inference only, which would be compiled for half a minute on CPUs.
+    logger.setLevel("ERROR")  # the loop reports skipped steps
+    # An operator for inference only, which would compile for half a minute on CPUs.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if dist.is_initialized():
-        groups._WORLD_GROUP = dist.group.WORLD  # or it makes a group with a time-out of its own
+        groups._WORLD_GROUP = dist.group.WORLD  # otherwise it creates a group with another timeout
     return deepspeed
 
 
@@ -266,7 +271,8 @@ def _costs(config: DeepSpeedEngineConfig, sizes: Sizes, ranks: int) -> Costs:
     if config.stage == 3:
         return Costs(4 * p / ranks, 4 * t / ranks, sizes.moments / ranks, 4 * sizes.live + cast, sent)
     gradients = 4 * t if config.stage == 1 else 4 * t / ranks
-    # Master weights beside the ones to compute with, although both are fp32; gradients are all-reduced.
+    # Master weights are stored in addition to the weights for computation, although both are fp32; gradients are
+    # all-reduced.
     return Costs(4 * p, gradients, (4 * t + sizes.moments) / ranks, cast, sent)
 
 

@@ -1,4 +1,4 @@
-"""What every engine does on its device: precision, attention kernels, moving batches, random state, time spent."""
+"""Device of an engine: precision, attention kernels, moving batches, random state, timing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _STAT = Path("/proc/stat")
 
 
 def fitting_threads(window: float = 0.3) -> int:
-    """Return a number of threads that leaves cores which other programs use to them; torch's own where that is not known.
+    """Return a number of threads that leaves busy cores to other programs; torch's default if the load is unknown.
 
-    Threads of one operation wait for each other, so one that shares its core with another program holds up all of them.
+    The threads of an operation wait for each other, so one thread on a core that another program uses delays all of
+    them.
 
     Args:
-        window: seconds that the load is looked at.
+        window: seconds during which the load is measured.
     """
     own = torch.get_num_threads()
     if (busy := busy_cores(window)) is None:
@@ -36,7 +37,7 @@ def fitting_threads(window: float = 0.3) -> int:
 
 
 def busy_cores(window: float) -> float | None:
-    """Return how many cores other processes used on average in the next `window` seconds; None where Linux does not say."""
+    """Return how many cores other processes used on average in the next `window` seconds; None if Linux does not report it."""
     before, own = _ticks(), time.process_time()
     time.sleep(window)
     after, own = _ticks(), time.process_time() - own
@@ -47,7 +48,7 @@ def busy_cores(window: float) -> float | None:
 
 
 def _ticks() -> tuple[int, int] | None:
-    """Return ticks of all cores since the start of the machine: those at work, and all."""
+    """Return the ticks of all cores since boot: busy ones, and all."""
     try:
         counts = [int(word) for word in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
@@ -58,7 +59,7 @@ def _ticks() -> tuple[int, int] | None:
 
 
 class Clock:
-    """Adds up time: with events on a GPU, which runs behind the program, and by the wall on a CPU."""
+    """Sum of measured times: with events on a GPU, which runs asynchronously, and with the system clock on a CPU."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -67,10 +68,10 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Time what is done inside."""
+        """Return a context that is timed."""
         if self.on_gpu:
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            # Recorded, not read: reading would make the program wait for the device.
+            # Record without reading: reading would make the program wait for the device.
             pair[0].record()
             yield
             pair[1].record()
@@ -81,9 +82,9 @@ class Clock:
             self._seconds += time.perf_counter() - begin
 
     def take(self) -> float:
-        """Seconds since the last call; waits for what is still running."""
+        """Return the seconds since the last call; waits for pending work."""
         if self._events:
-            # The last one ends after all before it: one wait is enough.
+            # The last event follows all others, so one wait is enough.
             self._events[-1][1].synchronize()
             self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
             self._events = []
@@ -95,7 +96,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 class DeviceConfig(Frozen):
-    """What every engine's block has."""
+    """Keys of every engine's block."""
 
     device: Literal["auto", "cpu", "cuda"] = field("auto", "Device. auto: a GPU if torch finds one.")
     precision: Literal["fp32", "bf16"] = field(
@@ -106,8 +107,8 @@ class DeviceConfig(Frozen):
         "Attention implementation: fused (a kernel chosen by torch's scaled_dot_product_attention) or plain (softmax "
         "between two matrix products). auto: fused; a resumed run keeps what its checkpoint was trained with.",
     )
-    # Loader workers that need a core each want one left free: threads that wait for a core spin (DINO on Fashion-MNIST, two
-    # cores, one worker: 6.7 steps/s with one thread, 4.2 with two).
+    # Leave one core per loader worker, because threads that wait for a core spin (DINO on Fashion-MNIST, two cores, one
+    # worker: 6.7 steps/s with one thread, 4.2 with two).
     threads: int | None = resumable_field(
         None,
         "CPU threads. Default: torch's number minus the cores that other programs use when the run starts.",
@@ -120,10 +121,11 @@ class DeviceConfig(Frozen):
 
 
 class Device:
-    """One rank's device, from the recipe's `engine` block. Raises `ConfigError` if a GPU was asked for and there is none.
+    """One rank's device, from the recipe's `engine` block. Raises `ConfigError` if a GPU was requested and there is none.
 
-    kernel: how attention is computed, `plain` or `fused`. It is never chosen by timing, which would give the same recipe and seed other
-    bits on an equal machine.
+    Attributes:
+        kernel: how attention is computed, `plain` or `fused`. It is never chosen by timing, which would give the same
+            recipe and seed different bits on equal machines.
     """
 
     def __init__(self, config: DeviceConfig):
@@ -136,23 +138,23 @@ class Device:
         self._copy_stream: torch.cuda.Stream | None = None
 
     def prepare_objective(self, objective: Objective) -> Objective:
-        """Make an objective ready for this device, in one order: compiled blocks have to see their checkpointing."""
+        """Prepare an objective for this device, in a fixed order: compiled blocks must see their checkpointing."""
         self.limit_threads()
         if self.config.grad_checkpointing:
             objective.set_grad_checkpointing(True)
-        # Before compile, whose guards hold the device, and before any optimizer, which holds the parameters.
+        # Before compile, whose guards hold the device, and before the optimizer, which holds the parameters.
         objective.to(self.device)
-        objective.train()  # so that what is frozen takes its evaluation mode from the first step on
+        objective.train()  # so that frozen modules are in evaluation mode from the first step on
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.config.compile:
             for unit in objective.shard_units():
-                # Unit by unit, not whole: towers share code, and a change of length compiles one unit anew.
+                # Compile unit by unit: towers share code, and another length recompiles one unit only.
                 unit.compile()
         return objective
 
     def limit_threads(self) -> None:
-        """Before anything is computed: the thread pools of torch take their size at their first use."""
+        """Limit the threads before anything is computed, because torch's thread pools get their size at first use."""
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
 
@@ -184,10 +186,10 @@ class Device:
         return f"engine.threads: {torch.get_num_threads()} of {cores} CPU cores"
 
     def restore_kernel(self, name: str) -> str | None:
-        """Continue with the form of attention that a checkpoint was trained with, so that a resumed run has the same bits.
+        """Continue with the attention kernel of a checkpoint, so that a resumed run has the same bits.
 
         Returns:
-            A warning if the recipe names another form.
+            A warning if the recipe names another kernel.
         """
         if self.config.attention == "auto" and self.device.type == "cpu" and name in ("plain", "fused"):
             self.kernel = name
@@ -209,44 +211,44 @@ class Device:
         return sdpa_kernel(SDPBackend.MATH) if self.kernel == "plain" else nullcontext()
 
     def to_device(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch on the device, for what runs next."""
-        # Non-blocking from pinned memory; from pageable memory it is an ordinary copy.
+        """Copy a batch to the device for immediate use."""
+        # Asynchronous from pinned memory, an ordinary copy otherwise.
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def prefetch_to_device(self, batch: Batch) -> Batch:
-        """Begin to copy a batch that is needed later, beside what the device is doing; on a CPU there is nothing to copy."""
+        """Start copying a batch that is needed later, while the device computes; on a CPU, return it unchanged."""
         if self.device.type != "cuda":
             return batch
         self._copy_stream = self._copy_stream or torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._copy_stream):
             out = self.to_device(batch)
         current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._copy_stream)  # on the device; the host goes on
+        current.wait_stream(self._copy_stream)  # on the device; the host continues
         for value in out.values():
-            # Or its memory could be handed out again while this stream still reads it.
+            # Otherwise its memory could be reused while this stream still reads it.
             value.record_stream(current)
         return out
 
     def random_state(self) -> dict[str, Tensor]:
-        """The state of torch's generators that a forward may draw from."""
+        """Return the state of torch's generators that a forward may use."""
         state = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def set_random_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go back to what `random_state` returned."""
+        """Restore what `random_state` returned."""
         torch.set_rng_state(state["cpu"])
         if self.device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc not to give freed memory back: a training step would ask for the same pages again, and the kernel clears each.
+    """Configure glibc to keep freed memory, because the next training step would request the same pages, which the kernel clears each time.
 
-    ViT-B/32 in bf16 on two cores: 110,000 page faults and 0.7 s of the kernel's time per step, and none with it.
+    ViT-B/32 in bf16 on two cores: 110,000 page faults and 0.7 s of kernel time per step without it, none with it.
     """
     with suppress(OSError, AttributeError):  # another C library has another allocator
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes; it stops adapting it
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum; setting it disables its adaptation

@@ -1,6 +1,6 @@
-"""What an engine is to a recipe, and what it keeps and sends per rank: fp32 weights, gradients and the optimizer's state.
+"""Registry entries of engines, and their costs per rank: fp32 weights, gradients, optimizer state and communication.
 
-Activations and the loss's features are not in the costs: they do not depend on the engine.
+Activations and the loss's features are not part of the costs, because they do not depend on the engine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from .optim import OptimConfig
 
 
 class Sizes(NamedTuple):
-    """Numbers of parameters: all, those of the largest shard unit, those outside of all units, and the trained ones (None: all).
+    """Numbers of parameters for cost estimates.
 
-    state_tensors: fp32 tensors of a parameter's size that the optimizer keeps for it; 2 for AdamW.
+    Attributes:
+        parameters, largest_unit, outside: parameters in total, in the largest shard unit, and outside all units.
+        trained: trained parameters; None: all.
+        state_tensors: fp32 tensors of a parameter's size that the optimizer keeps for it; 2 for AdamW.
     """
 
     parameters: int
@@ -35,24 +38,24 @@ class Sizes(NamedTuple):
 
     @property
     def learning(self) -> int:
-        """Those with gradients and moments."""
+        """Return the number of parameters with gradients and moments."""
         return self.parameters if self.trained is None else self.trained
 
     @property
     def moments(self) -> int:
-        """Bytes of the optimizer's state of all trained parameters."""
+        """Return the bytes of optimizer state of all trained parameters."""
         return 4 * self.state_tensors * self.learning
 
     @property
     def live(self) -> int:
-        """Of an engine that gathers unit by unit: what is outside of units stays; one computes while the next arrives."""
+        """Return the number of gathered parameters: those outside units, the unit that computes, and the unit that is being gathered."""
         return self.outside + 2 * self.largest_unit
 
 
 class Costs(NamedTuple):
-    """Bytes on one rank. `gathered`: most that is whole for a moment; `sent`: in one optimizer step without accumulation.
+    """Bytes on one rank. `gathered` is the peak of temporarily whole parameters; `sent` is per optimizer step without accumulation.
 
-    Weights, gradients and optimizer are on the device, or all of them in `host` memory where they are offloaded.
+    Weights, gradients and optimizer state are on the device, or in `host` memory if they are offloaded.
     """
 
     weights: float
@@ -69,13 +72,13 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineKind:
-    """A row of `sparo.engines`.
+    """Entry of `sparo.engines`.
 
     Args:
         config: the recipe's `engine` block, a `DeviceConfig`.
-        build: to the engine of this rank.
-        costs: of this block on so many ranks; collectives are counted as rings.
-        one_process: it takes no part in a run of several ranks.
+        build: returns the engine of this rank.
+        costs: returns the costs on a number of ranks; collectives are counted as rings.
+        one_process: the engine does not support several ranks.
     """
 
     config: type[Any]
@@ -85,13 +88,13 @@ class EngineKind:
 
 
 def casts(config: Any, sizes: Sizes) -> float:
-    """Bytes of autocast's 16-bit copies of weights that backward keeps; of checkpointed units only while one is computed again."""
+    """Return the bytes of autocast's 16-bit weights that backward keeps; checkpointed units keep them only while recomputed."""
     # Autocast keeps each cast weight for the backward.
     return 0 if config.precision == "fp32" else 2 * (sizes.live if config.grad_checkpointing else sizes.parameters)
 
 
 def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:
-    """Everything on every rank; gradients are all-reduced."""
+    """Return the costs of an engine with everything on every rank and all-reduced gradients."""
     p, t = sizes.parameters, sizes.learning
-    # A ring sends a gradient twice, each time all but its own share.
+    # A ring sends each gradient twice, except for the rank's own share.
     return Costs(4 * p, 4 * t, sizes.moments, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * t)

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in rows over the ranks, gathered unit by unit while they are needed."""
+"""FSDP2: parameters, gradients and optimizer state sharded by rows, and gathered unit by unit when needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .shard_slices import Span
 
 
 class Fsdp2EngineConfig(RankedEngineConfig):
-    """As `ddp`, with everything in pieces."""
+    """Like `ddp`, with everything sharded."""
 
     kind: Literal["fsdp2"] = resumable_field("fsdp2", "Entry of sparo.engines.")
     reshard_after_forward: bool = resumable_field(
@@ -46,10 +46,12 @@ class Fsdp2EngineConfig(RankedEngineConfig):
 
 
 class Fsdp2Engine(RankedEngine):
-    """Order of preparation: activation checkpointing, device, compile, `fully_shard` of each unit, then of the root, optimizer.
+    """Engine with FSDP2.
 
-    Units are sharded after they are compiled, so that their hooks stay outside of the graph; the optimizer comes last,
-    on the shards. 0-d parameters cannot be sharded: they and what the loss uses itself stay whole, averaged by us.
+    Order of preparation: activation checkpointing, device, compile, `fully_shard` of each unit and then of the root,
+    optimizer. Units are sharded after they are compiled, so that their hooks stay outside the graph. The optimizer is
+    last, because it holds the shards. 0-d parameters cannot be sharded. These, and the parameters that the loss itself
+    uses, stay whole, and the engine averages their gradients.
     """
 
     kind = "fsdp2"
@@ -57,7 +59,7 @@ class Fsdp2Engine(RankedEngine):
     replicated = False
 
     def prepare(self, objective: Objective) -> None:
-        # Now, while the model is still a plain module: what is sharded cannot be copied whole.
+        # Copy now, while the model is an ordinary module, because sharded modules cannot be copied whole.
         self._plain = PlainCopy(objective, self.ranks, self.device)
         super().prepare(objective)
 
@@ -76,18 +78,20 @@ class Fsdp2Engine(RankedEngine):
         own = set(objective.loss_parameters())
         unsharded_params = {p for p in objective.parameters() if p.ndim == 0} | own
         unsharded_params |= {average for average, p in objective.ema_pairs() if p in own}
-        # A set has no order of its own, and ranks that reduce in different orders wait for each other.
+        # Sets have no fixed order, and ranks that reduce in different orders would deadlock.
         self._unsharded_params = [
             p for p in objective.parameters() if p in unsharded_params
         ]  # in the same order on every rank
         shape, names = ((size,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
-        low = torch.bfloat16 if (config.param_dtype or config.precision) == "bf16" else None  # None: as parameters are
+        low = (
+            torch.bfloat16 if (config.param_dtype or config.precision) == "bf16" else None
+        )  # None: the dtype of the parameters
         if low is not None and config.precision != "bf16" and objective.exact_inputs:
             raise ConfigError(
-                f"engine.param_dtype=bf16: {type(objective).__name__} is given places that 16 bits would blur, and without autocast "
-                "its layers take nothing wider than their weights; set engine.precision=bf16, or param_dtype=fp32"
+                f"engine.param_dtype=bf16: {type(objective).__name__} needs inputs with more than 16 bits, but without autocast "
+                "its layers only take the dtype of their weights. Set engine.precision=bf16, or param_dtype=fp32."
             )
-        # Sums of 16-bit gradients lose the small ones: fp32 unless asked otherwise.
+        # Sums of 16-bit gradients lose small values, so the default is fp32.
         reduced = torch.bfloat16 if config.reduce_dtype == "bf16" else low and torch.float32
         with self.ranks.error_context("sharding the model"):
             common: dict[str, Any] = {
@@ -99,15 +103,15 @@ class Fsdp2Engine(RankedEngine):
                 "reshard_after_forward": config.reshard_after_forward,
                 "ignored_params": unsharded_params,
             }
-            # From the inside out: the root takes what no unit has taken.
+            # From the inside out, because the root takes the remaining parameters.
             for unit in objective.shard_units():
                 fully_shard(unit, **common)
             fully_shard(self._root, **{**common, "reshard_after_forward": False})  # backward needs it first
 
     def backward(self, total: Tensor, *, last: bool) -> None:
-        """Accumulate gradients; after the `last` micro-batch they are the mean over ranks, each rank holding its rows."""
+        """Accumulate gradients; after the `last` micro-batch, each rank holds its rows of the mean over ranks."""
         if self.ranks.size > 1:
-            # Micro-batches before the last keep whole gradients, and the sum is sent once.
+            # Earlier micro-batches keep whole gradients, and the sum is sent once.
             self._root.set_requires_gradient_sync(last)
             self._root.set_is_last_backward(last)
         super().backward(total, last=last)
@@ -130,15 +134,15 @@ class Fsdp2Engine(RankedEngine):
             span = Span.of(gradient)
             mine = (
                 span.copy == 0 if isinstance(gradient, DTensor) else self.ranks.rank == 0
-            )  # what several hold counts once
+            )  # parameters on several ranks count once
             yield key, torch.linalg.vector_norm(span.local, dtype=torch.float32).square() * float(mine)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.objective.state_dict().items():
             if isinstance(tensor, DTensor):
-                # Shards may lie on the host, where nccl cannot gather.
+                # Shards may be on the host, where nccl cannot gather.
                 tensor = tensor.to(self.device).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-            # Whole only while it is copied: the caller takes one at a time.
+            # Whole only while it is copied, because the caller takes one tensor at a time.
             yield name, tensor
 
 
@@ -150,7 +154,7 @@ def _costs(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int) -> Costs:
     reduced = 2 if config.reduce_dtype == "bf16" else 4
     shard = min(config.shard_size or ranks, ranks)
     inside, copies = (shard - 1) / shard, ranks // shard
-    again = p - sizes.outside if config.reshard_after_forward else 0  # gathered once more for backward
+    again = p - sizes.outside if config.reshard_after_forward else 0  # gathered again for backward
     cast = casts(config, sizes) if width == 4 else 0
     gathered = width * (sizes.live if config.reshard_after_forward else p) + cast
     sent = inside * (width * (p + again) + reduced * t) + 2 * (copies - 1) / copies * reduced * t / shard

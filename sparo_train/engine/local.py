@@ -1,4 +1,4 @@
-"""The engine of one process on one device (CPU or GPU)."""
+"""Engine of one process on one device (CPU or GPU)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ class LocalEngineConfig(DeviceConfig):
 
 
 class LocalEngine:
-    """Runs forward, backward and the optimizer of an objective in this process.
+    """Engine that runs forward, backward and the optimizer of an objective in this process.
 
     Order of preparation: activation checkpointing, device, compile (blocks see their checkpointing), optimizer.
     """
 
     kind = "local"
-    share = (0, 1)  # this process, of how many, among those that write a checkpoint together
+    share = (0, 1)  # rank and number of the processes that write a checkpoint together
     replicated = True  # every rank can evaluate
 
     def __init__(self, config: DeviceConfig, optim: OptimConfig):
         self.config, self.optim_config = config, optim
         self.device_context = Device(config)
-        # Where a step is skipped or applied: on a GPU the host waits for the device only if the optimizer cannot skip by itself.
+        # Whether a step was skipped: on a GPU, the host waits for the device only if the optimizer cannot skip by
+        # itself.
         self.decides_on_host = self.device_context.device.type == "cpu" or not optim.skips_non_finite
 
     @property
@@ -46,25 +47,25 @@ class LocalEngine:
         return self.device_context.device
 
     def prepare(self, objective: Objective) -> None:
-        """Take over `objective`: to the device, compiled if asked, with its optimizer."""
+        """Take over `objective`: move it to the device, compile it if configured, and build its optimizer."""
         self.objective = self.device_context.prepare_objective(objective)
         self.wrap(objective)
         self.optimizer = build_optimizer(self.optim_config, objective, self.kind)
-        # After wrapping: engines of several ranks wrap around the module, not inside it.
+        # After wrapping, because engines of several ranks wrap the module from outside.
         self._names = {id(p): name for name, p in objective.named_parameters()}
-        self._param_groups = objective.param_groups()  # once: a step does not collect names
+        self._param_groups = objective.param_groups()  # once: later steps do not collect names
         self._stepped = False
 
     def wrap(self, objective: Objective) -> None:
-        """What an engine of several ranks puts around the objective, after compile and before the optimizer."""
+        """Wrap the objective for several ranks, after compile and before the optimizer. Default: no wrapping."""
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
-        """The objective's loss of a batch, under autocast where the recipe asks for bf16."""
+        """Return the objective's loss of a batch, under autocast if the recipe sets bf16."""
         with self.device_context.autocast(), self.device_context.attention(), self.device_context.clock.running():
             return self.objective(self.device_context.to_device(batch), progress)
 
     def embed(self, batch: Batch, *, last: bool) -> Embeddings:
-        """A coupled objective's embeddings of a batch, computed as `forward` computes them."""
+        """Return a coupled objective's embeddings of a batch, computed as in `forward`."""
         assert isinstance(self.objective, CoupledObjective)
         with self.device_context.autocast(), self.device_context.attention(), self.device_context.clock.running():
             return Embeddings(
@@ -72,8 +73,8 @@ class LocalEngine:
             )
 
     def backward(self, total: Tensor, *, last: bool) -> None:
-        """Accumulate gradients. `last` marks the final micro-batch; one process has nothing to synchronise there."""
-        with self.device_context.attention():  # recomputed activations take the kernels of the forward
+        """Accumulate gradients. `last` marks the final micro-batch; a single process has nothing to synchronise then."""
+        with self.device_context.attention():  # recomputed activations use the kernels of the forward
             total.backward()
 
     def step(self, progress: Progress) -> StepReport:
@@ -82,11 +83,11 @@ class LocalEngine:
         An optimizer with `skips_non_finite` on a GPU is never waited for: its kernel leaves weights, moments and step count unchanged if
         the gradient is not finite. With any other, the host reads the norm and decides.
         """
-        # The record of a skipped step has the learning rate, too.
+        # Records of skipped steps contain the learning rate, too.
         lr = set_rates(self.optimizer, self.optim_config, progress)
         without = self._without_gradient()
         for p in self.objective.frozen_this_step(progress):
-            # Not zero: AdamW would still move it by its moments and decay it.
+            # None instead of zero: AdamW would still move the parameter by its moments and decay it.
             p.grad = None
         param_norms = self._norms()
         norm, norms = total_norms(self._param_groups.norm_groups, param_norms)
@@ -94,17 +95,17 @@ class LocalEngine:
         if self.decides_on_host:
             applied = bool(applied)
             if applied:
-                # Before the step reads them, and after the norm, which is that of the unclipped gradient.
+                # Before the step uses them, and after the norm, which is that of the unclipped gradient.
                 self._clip(param_norms, norm)
                 self.optimizer.step()
                 self.objective.after_step(progress, APPLIED)
         else:
             self._clip(param_norms, norm)
-            # The fused kernel's own switch, as torch's GradScaler uses it.
+            # The fused kernel's own switch, as used by torch's GradScaler.
             self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
             self.optimizer.step()
             self.objective.after_step(progress, applied)
-        # To None, not to zero: a parameter that the next step does not reach is then left alone.
+        # None instead of zero, so that a parameter that the next step does not reach is left unchanged.
         self.optimizer.zero_grad(set_to_none=True)
         return StepReport(lr, norm, applied, norms, without)
 
@@ -117,7 +118,7 @@ class LocalEngine:
         return tuple(self._names[id(p)] for p in params if p.requires_grad and p.grad is None)
 
     def _clip(self, param_norms: Mapping[int, Tensor], norm: Tensor) -> None:
-        """Scale gradients whose norm is above `clip_grad_norm`: all together, or each by its own."""
+        """Scale gradients whose norm is above `clip_grad_norm`: all together, or each by its own norm."""
         max_norm, gradients = self.optim_config.clip_grad_norm, self._local_gradients()
         if max_norm is None or not gradients:
             return
@@ -130,26 +131,26 @@ class LocalEngine:
         )
 
     def _local_gradients(self) -> dict[int, Tensor]:
-        """What this rank holds of the gradients, to be written to, by the id of their parameter."""
+        """Return this rank's shards of the gradients, writable, by the id of their parameter."""
         return {key: Span.of(gradient).local for key, gradient in self._gradients().items()}
 
     def _norms(self) -> dict[int, Tensor]:
-        """The norm of each gradient, by the id of its parameter."""
+        """Return the norm of each gradient, by the id of its parameter."""
         gradients = self._gradients()
         param_norms = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]  as get_total_norm does
         return dict(zip(gradients, param_norms, strict=True))
 
     def _gradients(self) -> dict[int, Tensor]:
-        """Gradients by the id of their parameter."""
+        """Return gradients by the id of their parameter."""
         return {id(p): p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     def full_model(self) -> AbstractContextManager[Objective | None]:
-        """The objective as an ordinary module in evaluation mode; None on ranks that do not hold it."""
+        """Return the objective as an ordinary module in evaluation mode; None on ranks that do not have it."""
         return self._evaluating()
 
     @contextmanager
     def _evaluating(self) -> Iterator[Objective]:
-        # The very module that is trained: a copy would double the memory for the sake of dropout.
+        # The trained module itself, because a copy would double the memory only to disable dropout.
         self.objective.eval()
         try:
             yield self.objective
@@ -178,12 +179,12 @@ class LocalEngine:
         return {part: pieces_of(tensors, *self.share) for part, tensors in parts.items()}
 
     def load(self, source: CheckpointReader) -> None:
-        """Take this rank's share of a checkpoint, whatever engine and however many ranks wrote it.
+        """Load this rank's share of a checkpoint, whatever engine wrote it on however many ranks.
 
         Raises:
-            CheckpointError: parameter names or shapes differ, or another optimizer's moments.
+            CheckpointError: parameter names or shapes differ, or the moments are of another optimizer.
         """
-        # Into the tensors themselves: the optimizer and the wrappers hold them.
+        # Copy into the existing tensors, because the optimizer and the wrappers hold them.
         load_tensors(source, "model", self.objective.state_dict())
         params_by_name = {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group["params"]}
         state_tensors: dict[str, Tensor] = {}
@@ -194,7 +195,7 @@ class LocalEngine:
                 shape = source.shape("optimizer", key)
                 # `step` is 0-d whatever the parameter's shape.
                 like = p.detach() if shape == tuple(p.shape) else torch.zeros(shape, device=p.device)
-                # Made here: a fresh optimizer has no state before its first step.
+                # Create the state here, because a new optimizer has none before its first step.
                 self.optimizer.state[p][entry] = state_tensors[key] = torch.zeros_like(like)
         load_tensors(source, "optimizer", state_tensors)
 
@@ -204,7 +205,7 @@ class LocalEngine:
         return {id(p): set(self.optim_config.state_names_of(group)) for group in groups for p in group["params"]}
 
     def _refuse_foreign_moments(self, source: CheckpointReader, params_by_name: Mapping[str, Tensor]) -> None:
-        """Raise `CheckpointError` where a parameter's entries are not what this optimizer keeps of it; one that took no step has none."""
+        """Raise `CheckpointError` if a parameter's entries are not those of this optimizer. A parameter without a step has no entries."""
         expected_entries = self._state_names()
         stored_entries: dict[str, set[str]] = {}
         for key in source.names("optimizer"):
@@ -213,7 +214,7 @@ class LocalEngine:
         listed = self._param_groups.adamw_only
         for name, entries in stored_entries.items():
             if name in params_by_name and entries != expected_entries[id(params_by_name[name])]:
-                # No key brings it back: the model itself says so, and an older version's did not.
+                # No key can undo this: the model itself names these parameters, and that of an older version did not.
                 gone = name in listed and "momentum_buffer" in entries
                 remedy = (
                     "the model leaves it to AdamW now, so this run cannot go on; begin another with start_from"

@@ -1,7 +1,8 @@
-"""Muon for matrices, AdamW for the rest (Jordan et al. 2024), as one optimizer to the engines.
+"""Muon for matrices and AdamW for other parameters (Jordan et al. 2024), as one optimizer for the engines.
 
-torch computes an update in 16 bits, so engines do not agree to the last digits as they do with AdamW: after six steps they differ by up to
-0.06 (ddp) or 0.15 (fsdp2, which adds up over shards) of what a matrix moved. A resumed run is bit-equal all the same.
+torch computes an update in 16 bits, so engines agree less closely than with AdamW: after six steps they differ by up to
+0.06 (ddp) or 0.15 (fsdp2, which sums over shards) of the distance that a matrix moved. Resumed runs are still
+bit-identical.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _ADAMW = (
 
 
 class MuonConfig(AdamWConfig):
-    """torch.optim.Muon for matrices and AdamW for the rest. Muon's update is scaled to the size of AdamW's (Liu et al. 2025), so both share
-    `optim.lr` and `optim.weight_decay`.
+    """torch.optim.Muon for matrices and AdamW for other parameters.
+
+    Muon's update is scaled to the size of AdamW's (Liu et al. 2025), so both share `optim.lr` and `optim.weight_decay`.
     """
 
     engines: ClassVar[tuple[str, ...] | None] = ("local", "ddp", "fsdp2")
-    skips_non_finite: ClassVar[bool] = False  # torch's Muon does not
+    skips_non_finite: ClassVar[bool] = False  # torch's Muon has no such switch
 
     kind: Literal["muon"] = field("muon", "Entry of sparo.optimizers.")  # type: ignore[assignment]
     momentum: float = field(0.95, "Nesterov momentum of the gradients of matrices.", ge=0, lt=1)
@@ -45,7 +47,7 @@ class MuonConfig(AdamWConfig):
     )
 
     def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
-        # A convolution's kernel is no matrix to Muon: its rows are no inputs.
+        # Muon does not treat a convolution's kernel as a matrix.
         is_map = parameter.ndim == 2 and name not in adamw_only
         return _MATRIX if is_map and not any(fnmatchcase(name, pattern) for pattern in self.adamw_patterns) else 0
 
@@ -56,31 +58,31 @@ class MuonConfig(AdamWConfig):
         matrices = [group for group in groups if group["role"] == _MATRIX]
         if not matrices:
             raise ConfigError(
-                "optim.kind=muon: every trained parameter is no matrix, or stays with AdamW (optim.adamw_patterns, and what the model lists); "
-                "set optim.kind=adamw"
+                "optim.kind=muon: no trained parameter is a matrix for Muon; the others stay with AdamW (optim.adamw_patterns, and the model's list). "
+                "Set optim.kind=adamw."
             )
         muon = torch.optim.Muon(
             matrices,
             lr=self.lr,
             momentum=self.momentum,
             ns_steps=self.ns_steps,
-            adjust_lr_fn="match_rms_adamw",  # so that one rate and one decay do for both
+            adjust_lr_fn="match_rms_adamw",  # so that both use one learning rate and one weight decay
         )
         return CombinedOptimizer(super().build([group for group in groups if group["role"] != _MATRIX]), muon)
 
 
 class CombinedOptimizer:
-    """Two optimizers as one: their groups in a row, one mapping of state, steps one after the other."""
+    """Two optimizers as one: concatenated groups, one mapping of state, one step after the other."""
 
     def __init__(self, *inner: Any):
         self.inner = inner
         self.state = inner[0].state
         for other in inner[1:]:
-            other.state = self.state  # keyed by parameter: no two of them hold the same
+            other.state = self.state  # keyed by parameter, so the two never collide
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups themselves: what is written to them counts."""
+        """Return the groups themselves, so that changes apply to the optimizers."""
         return [group for optimizer in self.inner for group in optimizer.param_groups]
 
     def step(self) -> None:

@@ -19,7 +19,7 @@ from ..core.schedules import cooled, cosine, linear
 
 
 def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gradient's norm, whole and within each of the objective's parts, from those of parameters by their id."""
+    """Return the norm of the whole gradient and of each of the objective's parts, from the norms of parameters by their id."""
     parts = {
         name: _joined([param_norms[id(p)] for p in module.parameters() if id(p) in param_norms])
         for name, module in groups.items()
@@ -28,10 +28,10 @@ def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tenso
 
 
 def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients where their norm is above `max_norm`. (torch.nn.utils.clip_grads_with_norm_ takes no shards.)"""
+    """Scale all gradients if their norm is above `max_norm`. (torch.nn.utils.clip_grads_with_norm_ does not take shards.)"""
     tensors = list(gradients)
-    # The small number is clip_grad_norm_'s own, so that both scale alike.
-    # In double precision, as Python would; a gradient below the limit is multiplied with one, which changes no bit.
+    # The small constant is that of clip_grad_norm_, so that both scale alike. Double precision, as in Python; a
+    # gradient below the limit is multiplied by one, which changes no bit.
     factor = torch.where(norm > max_norm, max_norm / (norm.double() + 1e-6), 1.0).to(
         tensors[0].device, tensors[0].dtype
     )
@@ -40,7 +40,7 @@ def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: floa
 
 def clip_per_tensor(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], max_norm: float) -> None:
     """Scale every gradient whose own norm is above `max_norm`."""
-    # No branch on a value: it would wait for the device.
+    # No branch on a value, because that would wait for the device.
     factors = [
         (max_norm / (norms[key] + 1e-6)).clamp(max=1.0).to(gradient.device) for key, gradient in gradients.items()
     ]
@@ -52,7 +52,7 @@ def _joined(norms: list[Tensor]) -> Tensor:
 
 
 class OptimGroupConfig(Frozen):
-    """Parameters with a rate of their own."""
+    """Parameters with their own learning rate."""
 
     match: tuple[str, ...] = field(
         ...,
@@ -80,9 +80,9 @@ class Optimizer(Protocol):
 
 
 class OptimConfig(Frozen):
-    """The keys that every optimizer has. An entry of `sparo.optimizers` derives from it and adds `kind` and its own keys.
+    """Keys of every optimizer. An entry of `sparo.optimizers` derives from this class and adds `kind` and its own keys.
 
-    An optimizer is stepped by every engine, sharded or not, and its state is stored by parameter name, so a run resumes on
+    Any engine, sharded or not, may step an optimizer. Its state is stored by parameter name, so a run can resume on
     another engine and another number of ranks.
     """
 
@@ -90,8 +90,8 @@ class OptimConfig(Frozen):
     state_names: ClassVar[tuple[str, ...]]
     # Engines that can step it; None: all of them.
     engines: ClassVar[tuple[str, ...] | None] = None
-    # True if `step` leaves weights and state alone where the attribute `found_inf` is 1, as torch's fused optimizers do. Otherwise the
-    # host waits for the device in every step to learn whether the gradient is finite.
+    # True if `step` leaves weights and state unchanged when the attribute `found_inf` is 1, as torch's fused optimizers
+    # do. Otherwise the host waits for the device in every step to learn whether the gradient is finite.
     skips_non_finite: ClassVar[bool] = False
 
     kind: str = field(..., "Entry of sparo.optimizers.")
@@ -122,7 +122,8 @@ class OptimConfig(Frozen):
         "For schedule=half_life: decay from the first step (Locatello et al. 2020) or after warm-up (DINOSAUR).",
     )
     warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0)
-    # open_clip's first step has lr/warmup_steps; DINO's has zero, and two steps have the whole rate at the end of the warm-up
+    # In open_clip, the first step has lr/warmup_steps. In DINO, it has zero, and two steps have the full rate at the
+    # end of the warm-up.
     warmup_from_zero: bool = field(False, "Start the warm-up at zero (DINO) instead of lr/warmup_steps (open_clip).")
     min_lr: float = field(0.0, "Final learning rate of schedules that decay.", ge=0)
     clip_grad_norm: float | None = field(
@@ -150,15 +151,16 @@ class OptimConfig(Frozen):
         """Return the optimizer of these parameter groups.
 
         Args:
-            groups: `params`, `weight_decay`, and `role` as `role_of` gave it; the other entries are the project's and must stay in the
-                optimizer's groups. Sorted by role.
+            groups: `params`, `weight_decay`, and `role` from `role_of`, sorted by role. All other entries are needed by
+                sparo and must stay in the optimizer's groups.
         """
 
     def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
-        """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters apart.
+        """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters differently.
 
         Args:
-            adamw_only: names of matrices that are no linear maps (`ParamGroups.adamw_only`).
+            name, parameter: the parameter.
+            adamw_only: names of matrices that are not linear maps (`ParamGroups.adamw_only`).
         """
         return 0
 
@@ -183,9 +185,10 @@ class OptimConfig(Frozen):
         return self
 
     def unused_keys(self) -> list[str]:
-        """Keys that are set and that nothing reads beside the others, a line for each.
+        """Return a line for each key that is set but has no effect with the others.
 
-        They are told, not refused: a recipe that takes another schedule than the one it extends would have to unset each.
+        They cause warnings, not errors: a recipe with another schedule than its parent would have to unset each of
+        them.
         """
         of = {
             "half_life": ("schedule=half_life", self.schedule == "half_life"),
@@ -195,13 +198,13 @@ class OptimConfig(Frozen):
             "warmup_from_zero": ("optim.warmup_steps", self.warmup_steps > 0),
             "clip_per": ("optim.clip_grad_norm", self.clip_grad_norm is not None),
         }
-        # By value, not by what was given: a run's own record gives every key.
+        # Compare values, because the stored recipe of a run lists every key.
         non_default = {k: getattr(self, k) for k in of if getattr(self, k) != type(self).model_fields[k].default}
         return [f"optim.{k}={v}: is not read; it belongs to {of[k][0]}" for k, v in non_default.items() if not of[k][1]]
 
 
 class AdamWConfig(OptimConfig):
-    """torch.optim.AdamW with its fused kernel. Defaults are open_clip's for ViTs."""
+    """torch.optim.AdamW with its fused kernel. The defaults are those of open_clip for ViTs."""
 
     state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
     skips_non_finite: ClassVar[bool] = True
@@ -213,16 +216,20 @@ class AdamWConfig(OptimConfig):
     eps: float = field(1e-6, "Constant added to the root of the second moment.", gt=0)
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:
-        # One kernel for all parameters, and the only one with a switch that needs no host.
+        # One kernel for all parameters, and the only one that can skip a step without the host.
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool = True) -> float:
-    """Learning rate of 0-based `step`: linear warm-up, then cosine to `min_lr`, constant, halved every `half_life` steps down to it, or cooled
-    down to it at the end (`wsd`) or from the start (`cooldown`).
+    """Return the learning rate of 0-based `step`.
+
+    Linear warm-up, followed by a cosine to `min_lr`, a constant, halving every `half_life` steps down to `min_lr`, or a
+    decay to `min_lr` at the end (`wsd`) or from the start (`cooldown`).
 
     Args:
-        warmup: false: what follows behind the warm-up, from the first step on (a group's `schedule: unwarmed`).
+        config: the `optim` block.
+        step, total_steps: position and length of training.
+        warmup: False: start with the schedule after the warm-up (a group's `schedule: unwarmed`).
     """
     warm = config.warmup_steps
     halved = config.schedule == "half_life"
@@ -241,31 +248,33 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool
 
 
 def weight_decay(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Weight decay of 0-based `step` for the parameters that are decayed."""
+    """Return the weight decay of 0-based `step` for parameters that are decayed."""
     end = config.weight_decay_end
     return config.weight_decay if end is None else cosine(config.weight_decay, end, step, total_steps)
 
 
 def set_rates(optimizer: Optimizer, config: OptimConfig, progress: Progress) -> float:
-    """Write the learning rate and weight decay of this step into the optimizer's groups; return the rate."""
+    """Write the learning rate and weight decay of this step to the optimizer's groups; return the rate."""
     at = progress.step, progress.total_steps
     lr, decay = learning_rate(config, *at), weight_decay(config, *at)
     rates = {"shared": lr, "unwarmed": learning_rate(config, *at, warmup=False), "constant": config.lr}
     for group in optimizer.param_groups:
         group["lr"] = group["lr_factor"] * rates[group["schedule"]]
-        group["weight_decay"] = group["decay_factor"] * decay  # what is not decayed has a factor of zero
+        group["weight_decay"] = group["decay_factor"] * decay  # parameters without decay have a factor of zero
     return lr
 
 
 def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "local") -> Optimizer:
-    """Build the optimizer over the trainable parameters; `objective.param_groups()` says which have no weight decay.
+    """Build the optimizer over the trainable parameters; `objective.param_groups()` lists those without weight decay.
 
     Args:
-        engine: kind of the engine that steps it.
+        config: the `optim` block.
+        objective: holds the parameters.
+        engine: kind of the engine that steps the optimizer.
 
     Raises:
-        ConfigError: the engine cannot step this optimizer, nothing is trainable, a pattern of `optim.groups` fits no parameter, or the
-            optimizer refuses the parameters.
+        ConfigError: the engine cannot step this optimizer, nothing is trainable, a pattern of `optim.groups` matches no
+            parameter, or the optimizer refuses the parameters.
     """
     if config.engines is not None and engine not in config.engines:
         raise ConfigError(
@@ -283,14 +292,14 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
     param_groups: dict[tuple[int, int, int, bool, bool], list[nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():
         p = named[name]
-        # The fused kernel does not take shards and whole tensors in one group.
+        # The fused kernel does not support shards and whole tensors in one group.
         role = config.role_of(name, p, apart.adamw_only)
         key = role, number, layer_ids.get(name, 0), name not in apart.no_decay, isinstance(p, DTensor)
-        # Decay, factors and kernels are an optimizer group's; whatever shares all of them shares a group.
+        # Decay, factors and kernels belong to an optimizer group, so parameters that share all of them share a group.
         param_groups.setdefault(key, []).append(p)
     group_configs = [OptimGroupConfig(match=("*",)), *config.groups]
     groups: list[dict[str, Any]] = []
-    # In one order for all starts: checkpoints name parameters, but DeepSpeed cuts groups in their order.
+    # The same order in every start: checkpoints name parameters, but DeepSpeed slices groups in their order.
     for key in sorted(param_groups):
         role, number, layer_id, decayed, _ = key
         decay_factor = group_configs[number].decay_factor if decayed else 0.0
@@ -308,9 +317,9 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
 
 
 def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> dict[str, int]:
-    """Which group a parameter is of, counted from 1; 0: of none. Raises `ConfigError` where a pattern fits no parameter."""
+    """Return the number of each parameter's group, from 1, or 0 for none. Raises `ConfigError` if a pattern matches no parameter."""
     group_by_name = dict.fromkeys(names, 0)
-    for number, group in reversed(list(enumerate(groups, start=1))):  # so that the first that fits is what stays
+    for number, group in reversed(list(enumerate(groups, start=1))):  # so that the first matching group wins
         for pattern in group.match:
             matches = [name for name in names if fnmatchcase(name, pattern)]
             if not matches:
@@ -321,6 +330,6 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
         if number not in group_by_name.values():
             raise ConfigError(
                 f"optim.groups.{number - 1}.match={list(group.match)}: all parameters that it matches belong to earlier groups, because the first match "
-                "fits counts; put it before them"
+                "counts. Put it before them."
             )
     return group_by_name

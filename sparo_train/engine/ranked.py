@@ -1,4 +1,4 @@
-"""What the engines of several ranks have in common: a device each, and one module that all forwards go through."""
+"""Common parts of engines with several ranks: one device each, and one module through which all forwards go."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankedEngineConfig(DeviceConfig):
 
 
 class Root(nn.Module):
-    """What is wrapped: all that is run with a graph goes through one forward, so that the wrapper's hooks see it."""
+    """Wrapped module: everything with a graph runs through its forward, so that the wrapper's hooks see it."""
 
     def __init__(self, objective: Objective):
         super().__init__()
@@ -38,16 +38,16 @@ class Root(nn.Module):
         if progress is not None:
             return self.objective(batch, progress)
         assert isinstance(self.objective, CoupledObjective)
-        # Through this forward as well, or DDP would not know that they are used.
+        # Return them through this forward, too, or DDP would not know that they are used.
         own = tuple(p.clone() for p in self.objective.loss_parameters())  # hooks belong on outputs, not on leaves
         return tuple(self.objective.embed(batch)), own
 
 
 class RankedEngine(LocalEngine):
-    """Runs the objective through `Root`, wrapped by a subclass. Raises `ConfigError` where there are more ranks than GPUs."""
+    """Engine that runs the objective through `Root`, which a subclass wraps. Raises `ConfigError` if there are more ranks than GPUs."""
 
     kind: str
-    _root: Any  # what `Root` was wrapped into
+    _root: Any  # `Root` after wrapping
 
     def __init__(self, config: RankedEngineConfig, optim: OptimConfig, ranks: Ranks):
         super().__init__(config, optim)
@@ -55,13 +55,15 @@ class RankedEngine(LocalEngine):
         assign_gpu(self.device_context, self.kind, ranks)
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
-        """The objective's loss of this rank's batch; the mean over ranks is the global one."""
-        if isinstance(self.objective, CoupledObjective):  # its loss talks to other ranks, outside what is timed
+        """Return the objective's loss of this rank's batch; the mean over ranks is the global loss."""
+        if isinstance(
+            self.objective, CoupledObjective
+        ):  # this loss communicates with other ranks, outside the timed part
             return self.objective.loss(*self.embed(batch, last=last), progress)
         return self._run(batch, progress, last)
 
     def embed(self, batch: Batch, *, last: bool) -> Embeddings:
-        """A coupled objective's embeddings of this rank's batch."""
+        """Return a coupled objective's embeddings of this rank's batch."""
         return Embeddings(*self._run(batch, None, last))
 
     def _run(self, batch: Batch, progress: Progress | None, last: bool) -> Any:
@@ -75,22 +77,22 @@ class RankedEngine(LocalEngine):
             return self._root(device_batch, progress)
 
     def backward(self, total: Tensor, *, last: bool) -> None:
-        """Accumulate gradients; after the `last` micro-batch they are the mean over ranks."""
+        """Accumulate gradients; after the `last` micro-batch, they are the mean over ranks."""
         with self._gradient_sync(last), self.ranks.error_context("averaging gradients"):
             super().backward(total, last=last)
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Around forwards and backwards: only those of the last micro-batch exchange gradients."""
+        """Return a context for forward and backward, in which only the last micro-batch exchanges gradients."""
         return nullcontext()
 
 
 def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
-    """Give this rank the GPU of its number on this machine. Raises `ConfigError` where there are more ranks than GPUs."""
+    """Assign the GPU with this rank's local number to it. Raises `ConfigError` if there are more ranks than GPUs."""
     if device_context.device.type != "cuda":
         return
     local = ranks.world.local_rank
     if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        local = 0  # srun gave each task a GPU of its own
+        local = 0  # srun gave each task its own GPU
     if local >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.kind={kind}: rank {ranks.rank} is number {local} on this machine, which has "
@@ -101,22 +103,22 @@ def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
 
 
 class PlainCopy:
-    """What an engine that keeps parameters in pieces evaluates: a copy of the objective on rank 0.
+    """Copy of the objective on rank 0, for evaluation with engines that shard parameters.
 
-    Made before anything is wrapped, on the host: it costs no device memory until it is used.
+    It is created before anything is wrapped, on the host, so it needs no device memory until it is used.
     """
 
     def __init__(self, objective: Objective, ranks: Ranks, device: torch.device):
         self.ranks, self.device = ranks, device
-        # One rank's host memory, not every GPU's.
+        # Uses host memory of one rank instead of memory of every GPU.
         self._plain = copy.deepcopy(objective) if ranks.rank == 0 else None
 
     @contextmanager
     def filled(self, gathered: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[Objective | None]:
-        """On rank 0 the objective as it stands, in evaluation mode; None on the others.
+        """Return the objective with its present weights in evaluation mode on rank 0; None on the others.
 
         Args:
-            gathered: the objective's state, whole, one tensor at a time; all ranks together.
+            gathered: the objective's state, one whole tensor at a time; all ranks iterate together.
         """
         with self.ranks.error_context("gathering the model"), torch.no_grad():
             # One tensor at a time is whole on the device, whatever the model's size.
@@ -126,7 +128,7 @@ class PlainCopy:
             return
         self._plain.load_state_dict(state, assign=False)
         try:
-            # In evaluation mode only while it is lent.
+            # In evaluation mode only inside this context.
             yield self._plain.to(self.device).eval()
         finally:
             self._plain.to("cpu")
@@ -135,11 +137,11 @@ class PlainCopy:
 def summed_norms(
     objective: Objective, squares: Mapping[int, Tensor], ranks: Ranks, device: torch.device
 ) -> dict[int, Tensor]:
-    """The norm of each gradient by the id of its parameter, from each rank's share of their squares."""
+    """Return the norm of each gradient by the id of its parameter, from each rank's share of the squared sums."""
     here = {key: square.to(device) for key, square in squares.items()}
     trained = [id(p) for p in objective.parameters() if p.requires_grad]  # in the same order on every rank
     nothing = torch.zeros((), device=device)
-    # One exchange for all norms, not one for each parameter.
+    # One exchange for all norms instead of one per parameter.
     sums = torch.stack([here.get(key, nothing) for key in trained])
     if ranks.size > 1:
         with ranks.error_context("summing the gradient's norm"):

@@ -1,4 +1,4 @@
-"""Which elements of a tensor this rank holds: all of a plain tensor, some rows of a DTensor."""
+"""Elements of a tensor on this rank: all of an ordinary tensor, some rows of a DTensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..core.errors import CheckpointError
 
 
 class Span(NamedTuple):
-    """`local`: this rank's part of a tensor (a view); `begin`: its first element in row-major order; `copy` of `copies` alike."""
+    """This rank's part of a tensor (`local`, a view), its first element in row-major order (`begin`), and which of equal copies it is."""
 
     local: Tensor
     begin: int = 0
@@ -23,24 +23,24 @@ class Span(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Span:
-        """Of a plain tensor, or of a DTensor sharded by rows over the last dimension of its mesh and copied over the first."""
+        """Return the span of an ordinary tensor, or of a DTensor sharded by rows over the last mesh dimension and replicated over the first."""
         if not isinstance(tensor, DTensor):
             return Span(tensor.detach())
-        # Rows over the last dimension is all that `fully_shard` makes of ours.
+        # `fully_shard` only produces rows over the last dimension here.
         assert tensor.placements[-1] == Shard(0), tensor.placements
         mesh = tensor.device_mesh
         index, parts = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        rows_each = -(-tensor.shape[0] // parts)  # as torch.chunk deals them
+        rows_each = -(-tensor.shape[0] // parts)  # as in torch.chunk
         begin = min(tensor.shape[0], index * rows_each) * math.prod(tensor.shape[1:])
         copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
         return Span(tensor.to_local().detach(), begin, *copies)
 
 
 def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
-    """What this rank writes of them: its own rows, and its share of what several ranks hold alike."""
+    """Return the pieces that this rank writes: its own rows, and its share of tensors that several ranks hold."""
     spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
     plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
-    # What all ranks hold alike is dealt out by size: no rank's file is the long one that all wait for.
+    # Distribute replicated tensors by size, so that no rank has a much longer file to write.
     mine = dict(
         zip(plain, (owner == rank for owner in assign_writers([tensors[n].nbytes for n in plain], size)), strict=True)
     )
@@ -57,7 +57,7 @@ def load_tensors(source: CheckpointReader, part: str, tensors: Mapping[str, Tens
     Raises:
         CheckpointError: names or shapes differ.
     """
-    # Before anything is written: a model half filled from another's checkpoint would train.
+    # Check before writing: a model that is half filled from another model's checkpoint would train.
     refuse_differences(source, part, {name: tuple(t.shape) for name, t in tensors.items()})
     for name, tensor in tensors.items():
         local, begin, *_ = Span.of(tensor)
@@ -65,7 +65,7 @@ def load_tensors(source: CheckpointReader, part: str, tensors: Mapping[str, Tens
 
 
 def refuse_differences(source: CheckpointReader, part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError where a part of a checkpoint does not hold exactly these tensors."""
+    """Raise CheckpointError if a part of a checkpoint does not contain exactly these tensors."""
     saved = set(source.names(part))
     missing, unexpected = sorted(shapes.keys() - saved), sorted(saved - shapes.keys())
     if missing or unexpected:

@@ -1,8 +1,8 @@
-"""Where DeepSpeed's ZeRO keeps a parameter: runs of elements in flat fp32 tensors, one per parameter group and rank.
+"""Parameters under DeepSpeed's ZeRO: ranges of elements in flat fp32 tensors, one per parameter group and rank.
 
-Stages 1 and 2 cut a group's concatenation evenly over the ranks, beside whole copies to compute with; stage 3 cuts every
-parameter evenly. Written against DeepSpeed 0.19; what its public functions cannot do locally (reading a piece without a
-gather, writing one before the first step) is done on its own tensors.
+Stages 1 and 2 divide a group's concatenated parameters evenly over the ranks and keep whole copies for computation.
+Stage 3 divides every parameter evenly. Written for DeepSpeed 0.19. Its public functions cannot read a shard without a
+gather or write one before the first step, so this module accesses its tensors directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .shard_slices import pieces_of, refuse_differences
 
 
 class FlatSlice(NamedTuple):
-    """`length` elements from `begin` of a parameter, at `offset` of the flat tensor of its group."""
+    """`length` elements of a parameter from `begin` on, at `offset` of its group's flat tensor."""
 
     flat: Tensor
     offset: int
@@ -29,17 +29,18 @@ class FlatSlice(NamedTuple):
     length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """These elements in a flat tensor of the same layout: a view."""
+        """Return these elements of a flat tensor with the same layout, as a view."""
         return flat.detach().narrow(0, self.offset, self.length)
 
 
 class Zero:
-    """The tensors behind an initialised DeepSpeed engine.
+    """Tensors of an initialised DeepSpeed engine.
 
     Args:
-        engine: what `deepspeed.initialize` returned.
+        engine: result of `deepspeed.initialize`.
         stage: 1, 2 or 3.
-        state_names: tensors that the optimizer keeps for a parameter; `step` counts, the others have its shape.
+        state_names: tensors that the optimizer keeps per parameter; `step` is a count, the others have the parameter's
+            shape.
     """
 
     def __init__(self, engine: Any, stage: int, state_names: Sequence[str]):
@@ -49,17 +50,17 @@ class Zero:
 
     @property
     def flats(self) -> Sequence[Tensor]:
-        """This rank's fp32 master weights, by parameter group (stage 3: by sub-group)."""
+        """Return this rank's fp32 master weights, by parameter group (stage 3: by sub-group)."""
         o = self.optimizer
         return o.fp32_partitioned_groups_flat if self.stage == 3 else o.single_partition_of_fp32_groups
 
     def flat_slice(self, p: nn.Parameter) -> FlatSlice | None:
-        """Where this rank holds elements of a trained parameter; None where it holds none."""
+        """Return the slice of a trained parameter on this rank; None if it has none."""
         o = self.optimizer
         if self.stage == 3:
             group, offset, each = o.grad_position[o.get_param_id(p)]
             begin = dist.get_rank(o.dp_process_group) * each
-            # The last rank is padded, and padding is no part of the parameter.
+            # The last rank has padding, which belongs to no parameter.
             length = min(each, p.ds_numel - begin)  # type: ignore[attr-defined]
             return FlatSlice(self.flats[group], offset, begin, length) if length > 0 else None
         hp_mapping = getattr(p, "_hp_mapping", None)
@@ -69,7 +70,7 @@ class Zero:
         return FlatSlice(self.flats[hp_mapping.param_group_index], at.start, of.start, at.numel)
 
     def frozen_shard(self, p: nn.Parameter) -> tuple[Tensor, int]:
-        """This rank's elements of a parameter that is not trained, and the first one's index."""
+        """Return this rank's elements of a parameter that is not trained, and the index of the first one."""
         if self.stage < 3:
             return p.detach().view(-1), 0
         shard: Tensor = p.ds_tensor  # type: ignore[attr-defined]
@@ -77,27 +78,27 @@ class Zero:
         return shard.detach().view(-1)[: max(0, p.ds_numel - begin)], begin  # type: ignore[attr-defined]
 
     def entries(self, flat: Tensor) -> dict[str, Tensor]:
-        """The optimizer's state of a flat tensor; empty before the first step."""
+        """Return the optimizer's state of a flat tensor; empty before the first step."""
         return self.optimizer.optimizer.state.get(flat, {})
 
     def init_optimizer_state(self, step: float) -> None:
-        """Make the optimizer's state exist, as after `step` steps, on every rank alike."""
+        """Create the optimizer's state as after `step` steps, on every rank alike."""
         for flat in self.flats:
             state = self.optimizer.optimizer.state[flat]
             for name in self.moments:
                 state.setdefault(name, torch.zeros_like(flat, requires_grad=False))
-            # Adam divides by a power of it; a fresh zero would scale the restored moments anew.
+            # Adam divides by a power of `step`, and zero would rescale the restored moments.
             if self.counts_steps:
                 state["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After master weights were written: the copies to compute with. All ranks together."""
+        """Update the copies for computation after master weights were written. All ranks call it together."""
         o = self.optimizer
         if self.stage < 3:
             o.update_lp_params()
             return
-        # Cut anew from the masters, then handed to the hooks that gather them.
+        # Slice them again from the masters, then pass them to the hooks that gather them.
         o._partition_all_parameters()
         for group in range(len(o.fp16_groups)):
             o._reassign_or_swap_out_partitioned_parameters(group)
@@ -105,12 +106,12 @@ class Zero:
             o.persistent_parameters[0].all_gather(o.persistent_parameters)
 
     def persistent(self, p: nn.Parameter) -> bool:
-        """Whether every rank has all of a parameter, always: in stage 3 the small ones."""
-        # Not by its number of elements: a large one may still lie here as it was before the step.
+        """Return whether every rank always has a whole parameter: in stage 3, small ones."""
+        # Do not decide by the number of elements: a large one may still hold its value from before the step.
         return self.stage < 3 or bool(getattr(p, "ds_persist", False))
 
     def local_shard(self, p: nn.Parameter) -> tuple[Tensor, int]:
-        """This rank's elements of a parameter, from the master weights where it is trained, and the first one's index."""
+        """Return this rank's elements of a parameter, from the master weights if it is trained, and the index of the first one."""
         if not p.requires_grad:
             return self.frozen_shard(p)
         flat_slice = self.flat_slice(p)
@@ -118,31 +119,32 @@ class Zero:
 
     @torch.no_grad()
     def gathered(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
-        """A parameter's value, a new tensor; all ranks together.
+        """Return the value of a parameter as a new tensor; all ranks call it together.
 
-        Not by DeepSpeed's GatheredParameters, which in stage 3 leaves its record of the order of modules at odds with itself.
+        DeepSpeed's GatheredParameters is not used, because in stage 3 it corrupts DeepSpeed's record of the module
+        order.
         """
         if self.stage < 3 and not p.requires_grad:
             return p.detach().clone().view(shape)
         shard, begin = self.local_shard(p)
         full = torch.zeros(math.prod(shape), dtype=p.dtype, device=self.engine.device)
-        # Without its neighbours' padding.
+        # Without the padding of its neighbours.
         full[begin : begin + shard.numel()] = shard
-        # Zeros elsewhere: the sum is a gather of pieces of any length.
+        # Zeros elsewhere, so that the sum is a gather of shards of any length.
         dist.all_reduce(full)
         return full.view(shape)
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter to the same value on every rank: master weights and, where it is whole here, the copy."""
+        """Set a parameter to the same value on every rank: its master weights and, if it is whole here, its copy."""
         shard, begin = self.local_shard(p)
         shard.copy_(value.reshape(-1)[begin : begin + shard.numel()])
-        # Stage 3 has released the whole parameter; its copy follows by refresh.
+        # Stage 3 has released the whole parameter; `refresh` updates its copy later.
         if p.numel():
             p.copy_(value)
 
     def gradients(self, named: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's pieces of the gradients, averaged over ranks, after the last backward and before the step."""
+        """Return this rank's shards of the gradients, averaged over ranks, after the last backward and before the step."""
         if self.stage == 3:
             from deepspeed.utils import safe_get_local_grad
 
@@ -165,16 +167,18 @@ class Zero:
                 yield name, gradient[: flat_slice.length]
 
     def pieces(self, objective: nn.Module, shapes: Mapping[str, tuple[int, ...]], share: tuple[int, int]) -> Pieces:
-        """What this rank writes: runs of master weights and moments, and its share of what all ranks hold.
+        """Return the pieces that this rank writes: ranges of master weights and moments, and its share of replicated tensors.
 
         Args:
-            shapes: of the objective's state before DeepSpeed held it.  share: this rank, of how many.
+            objective: holds the parameters.
+            shapes: shapes of the objective's state before DeepSpeed changed it.
+            share: this rank, of how many.
         """
         model: dict[str, Piece] = {}
         optimizer: dict[str, Piece] = {}
         everywhere = {name: b for name, b in objective.named_buffers() if name in shapes}
         trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
-        # Also under a second name: what reads a checkpoint as a state dict finds every tensor of it.
+        # Shared parameters are written under both names, so that the checkpoint is a complete state dict.
         for name, p in objective.named_parameters(remove_duplicate=False):
             if self.stage < 3 and not p.requires_grad:
                 everywhere[name] = p.detach().view(shapes[name])  # 0-d ones are vectors here
@@ -188,12 +192,12 @@ class Zero:
                     if key in entries:
                         optimizer[f"{name}/{key}"] = Piece(flat_slice.of(entries[key]), shapes[name], flat_slice.begin)
         steps = [entries["step"] for entries in map(self.entries, self.flats) if "step" in entries]
-        # Under one name per parameter, as other engines write them: any engine may read this checkpoint.
+        # One name per parameter, as in other engines, so that any engine can read this checkpoint.
         counts = {f"{name}/step": steps[0] for name in trained} if steps else {}
         return {"model": model | pieces_of(everywhere, *share), "optimizer": optimizer | pieces_of(counts, *share)}
 
     def load(self, objective: nn.Module, shapes: Mapping[str, tuple[int, ...]], source: CheckpointReader) -> None:
-        """Fill master weights and moments; the copies to compute with follow by `refresh`. Raises `CheckpointError`."""
+        """Load master weights and moments; call `refresh` afterwards. Raises `CheckpointError`."""
         trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
         refuse_differences(source, "model", shapes)
         has_state = bool(source.names("optimizer"))
@@ -202,7 +206,7 @@ class Zero:
             raise CheckpointError(
                 f"checkpoint: parameters have different step counts {sorted(counts)}, which DeepSpeed does not support. Use another engine."
             )
-        # Before moments are read: they are views of tensors that have to exist.
+        # Create the state before reading moments into views of its tensors.
         self.init_optimizer_state(*counts or (0.0,))
         for name, t in [*objective.named_parameters(), *objective.named_buffers()]:
             if name not in shapes:  # a buffer that is not saved
@@ -217,6 +221,6 @@ class Zero:
                     flat_slice.of(self.entries(flat_slice.flat)[key]).copy_(saved)
 
     def zero_gradients(self) -> None:
-        """Stage 3 keeps the last step's gradient of a parameter that this step does not reach."""
+        """Clear gradients: stage 3 keeps the last gradient of a parameter that the next step does not reach."""
         if self.stage == 3:
             self.optimizer.grad_partitions_flat_buffer.zero_()

@@ -1,1 +1,1 @@
-"""Read-outs and towers; a model never knows its rank."""
+"""Readouts and towers. Models do not depend on ranks."""

@@ -1,4 +1,4 @@
-"""What a CLIP model is: towers, read-out, and the backbones by name."""
+"""Configuration of CLIP models: towers, readout, and named backbones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from ..core.errors import did_you_mean
 from ..core.registries import READOUTS
 from ..core.registry import FromRegistry
 
-OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of pixels in 0..1, as in every published CLIP
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)  # for pixels in 0..1, as in every published CLIP
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-_INIT = "a checkpoint whose tower of this kind it begins with: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER"
-_FREEZE = "what is not trained: true, all of it; blocks, all but what stands behind them; a number, so many blocks and what is before them"
-TRAINING = {"init_from", "freeze"}  # keys of a tower that are no part of what it is
+_INIT = "Initial weights of the tower: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER."
+_FREEZE = (
+    "Frozen parameters. true: the whole tower; blocks: the blocks and everything before them; a number: that many first "
+    "blocks and everything before them."
+)
+TRAINING = {"init_from", "freeze"}  # keys that do not change the tower itself
 
 
 def _check_freeze(value: Any) -> Any:
-    # Before the union, of which every member would complain in words of its own.
+    # Before the union is validated, because each of its members would report its own error.
     if value != "blocks" and not isinstance(value, bool) and not (isinstance(value, int) and value >= 0):
         raise ValueError(f"true, false, blocks, or a number of blocks (got {value!r})")
     return value
@@ -71,7 +74,8 @@ class VisionConfig(Frozen):
             and self.freeze is False
             and (norm := _timm_sizes(self.model_dump()).batch_norm)
         ):
-            # Ranks and micro-batches would normalize over batches of their own, and averages of weights have other statistics.
+            # Ranks and micro-batches would normalize over their own batches, and averaged weights have other
+            # statistics.
             raise ValueError(
                 f"timm_model_name={self.timm_model_name}: normalizes over the batch ({norm}), so losses would depend on ranks and "
                 "micro-batches. Set freeze: blocks, or name a tower without BatchNorm."
@@ -88,17 +92,17 @@ class VisionConfig(Frozen):
 
     @property
     def unused_keys(self) -> set[str]:
-        """Keys that are no part of what the tower is."""
+        """Return the keys that do not change the tower itself."""
         return TRAINING if self.timm_model_name else TRAINING | {"timm_model_name", "timm_model_kwargs"}
 
     @property
     def patches_after_dropout(self) -> int:
-        """Patches that `patch_dropout` leaves (open_clip's rounding)."""
+        """Return the number of patches that `patch_dropout` keeps (rounded as in open_clip)."""
         return max(1, int((self.tokens - 1) * (1 - self.patch_dropout)))
 
 
 def _timm_sizes(vision: Mapping[str, Any]) -> Any:
-    from .timm_tower import sizes_of  # timm is imported where a recipe names it
+    from .timm_tower import sizes_of  # timm is imported only for recipes that name it
 
     kwargs = vision.get("timm_model_kwargs", {})
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
@@ -151,16 +155,16 @@ TINY_SPARO = {
     "slots": 32,
     "slot_width": 32,
     "head_width": 32,
-}  # no more parameters than the CLIP of the same backbone
+}  # no more parameters than the CLIP with the same backbone
 
 
 class ClipConfig(Frozen):
-    """A CLIP model. `backbone` fills `vision`, `text` and `embed_dim`; keys given beside it win.
+    """A CLIP model. `backbone` fills `vision`, `text` and `embed_dim`; keys that are given as well take precedence.
 
-    A read-out with slots of a width of its own does not use `embed_dim`: its encoding has slots * slot_width numbers.
+    A readout with its own slot width does not use `embed_dim`: its encoding has slots * slot_width values.
     """
 
-    # The sizes of images and captions belong to the data, and stay.
+    # The sizes of images and captions are properties of the data, so they are kept.
     fills: ClassVar[dict[str, Any]] = {
         "backbone": {
             "embed_dim": None,
@@ -197,7 +201,7 @@ class ClipConfig(Frozen):
             raise ValueError(f"unknown backbone {name!r}; {did_you_mean(name, BACKBONES)}")
         vision, text, embed_dim = BACKBONES[name]
         if isinstance(value.get("vision"), Mapping) and value["vision"].get("timm_model_name") is not None:
-            vision = {}  # the text tower's size by name, the image tower's by timm's
+            vision = {}  # the text tower's size by name, the image tower's size by timm's
         return {
             "embed_dim": embed_dim,
             **value,
@@ -207,7 +211,9 @@ class ClipConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> ClipConfig:
-        object.__setattr__(self, "readout", self.readout.resolved(normalize=True))  # the resolved recipe says all of it
+        object.__setattr__(
+            self, "readout", self.readout.resolved(normalize=True)
+        )  # the resolved recipe contains all keys
         v, t, replaced = self.vision, self.text, self.readout.placement.replaced
         if v.image_size % v.patch_size:
             raise ValueError(f"vision.patch_size={v.patch_size} does not divide vision.image_size={v.image_size}")
@@ -231,11 +237,11 @@ class ClipConfig(Frozen):
 
     @property
     def width(self) -> int:
-        """Numbers in one encoding."""
+        """Return the number of values in one encoding."""
         slots, slot_width = self.readout.shape(self.embed_dim)
         return slots * slot_width
 
     @property
     def slots(self) -> int:
-        """L of an encoding of (L, V) numbers; 1 without slots."""
+        """Return L for encodings of (L, V) values; 1 without slots."""
         return self.readout.shape(self.embed_dim)[0]

@@ -1,4 +1,4 @@
-"""CLIP: two towers (`clip_towers.py`, or one of timm's) and a temperature."""
+"""CLIP: two towers (`clip_towers.py`, or a timm model) and a temperature."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Norm one, computed in fp32 (fp64 stays)."""
-    # In 16 bits the norms of a batch would differ in the third digit, and logits are multiplied by a hundred.
+    """Normalize to unit norm, computed in fp32 (fp64 stays)."""
+    # In 16 bits, norms would differ in the third digit, and logits are multiplied by a hundred.
     return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
 
 
@@ -30,24 +30,25 @@ class Clip(nn.Module):
 
     Args:
         config: the model.
-        cast_dtype: fp16/bf16 weights want LayerNorms that compute in fp32 (open_clip's rule); None otherwise.
+        cast_dtype: fp16 or bf16 if weights have that dtype, which needs LayerNorms that compute in fp32 (open_clip's
+            rule); else None.
     """
 
     def __init__(self, config: ClipConfig, cast_dtype: torch.dtype | None = None):
         super().__init__()
         self.config = config
-        # Built together only where they have to be: each tower of its own is what open_clip's weights look like.
+        # Build readouts together only if necessary, because separate towers match the layout of open_clip's weights.
         pair = ReadOutPair(None, None)  # each tower builds its own, unless they share modules
         if config.readout.placement.shared:
             pair = config.readout.build(config.vision.width, config.text.width, config.embed_dim)
         self.visual = build_vision(config, cast_dtype, pair.image)
         self.text = build_text(config, cast_dtype, pair.text)
-        # As its logarithm: the scale stays positive whatever the optimizer does.
+        # Stored as a logarithm, so that the scale stays positive whatever the optimizer does.
         self.logit_scale = nn.Parameter(torch.ones([]) * config.init_logit_scale)
         bias = config.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.ones([]) * bias)
         self.context_length, self.vocab_size = config.text.context_length, config.text.vocab_size
-        # Last, on finished towers: what is frozen is known by the names of the blocks.
+        # Last, on finished towers, because freezing refers to the names of the blocks.
         freeze(self.visual, len(self.visual.resblocks), config.vision.freeze)
         freeze(self.text, len(self.text.resblocks), config.text.freeze)
 
@@ -58,9 +59,9 @@ class Clip(nn.Module):
         patches: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """(B, 3, H, W) normalised pixels (of `patches` (B, K) only), or what the tower's `hidden` gave for them, -> (B, width).
+        """Encode normalised pixels (B, 3, H, W), restricted to `patches` (B, K) if given, or the output of the tower's `hidden`, to (B, width).
 
-        SPARO encodings have norm one either way.
+        SPARO encodings have unit norm in either case.
         """
         features = self.visual(image, patches, hidden)
         return _unit(features) if normalize else features
@@ -68,26 +69,26 @@ class Clip(nn.Module):
     def encode_local(
         self, image: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Unit-norm encodings (B, D), and the projected patches (B, N, D) that texts pool, of models whose read-out is conditioned."""
+        """Return unit-norm encodings (B, D) and the projected patches (B, N, D) that texts pool, for models with a conditioned readout."""
         tokens = self.visual(image, patches, hidden, local=True)
         return _unit(tokens[:, 0]), tokens[:, 1:]
 
     def pool_parameters(self) -> list[nn.Parameter]:
-        """Of the pooling by texts, which the loss uses; none where the read-out is not conditioned."""
+        """Return the parameters of the pooling by texts, which the loss uses; empty if the readout is not conditioned."""
         readout = self.config.readout
         return list(self.visual.get_submodule(readout.kind).parameters()) if readout.conditioned else []
 
     def encode_text(self, text: Tensor, normalize: bool = False, hidden: Tensor | None = None) -> Tensor:
-        """(B, T) token ids (and what the tower's `hidden` gave for them) -> (B, width)."""
+        """Encode token ids (B, T), with the output of the tower's `hidden` if given, to (B, width)."""
         features = self.text(text, hidden)
         return _unit(features) if normalize else features
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # The scale itself, not its logarithm: open_clip's callers multiply with the third value.
+        # The scale itself, not its logarithm, because open_clip's callers multiply by the third value.
         return self.encode_image(image, True), self.encode_text(text, True), self.logit_scale.exp()
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of a CLIP with positions for this model's image size."""
+        """Interpolate the positions in a CLIP's weights to this model's image size."""
         state = dict(weights)
         if isinstance(self.visual, VisionTower):
             resize_pos_embed(state, self, antialias=True)
@@ -103,7 +104,7 @@ class Clip(nn.Module):
 def build_vision(
     config: ClipConfig, cast_dtype: torch.dtype | None = None, module: ReadOut | None = None
 ) -> VisionTower | TimmTower:
-    """The image tower of `config`; `module`: its read-out, where both towers' were built together."""
+    """Return the image tower of `config`; `module` is its readout if both towers' readouts were built together."""
     v = config.vision
     if v.timm_model_name is not None:
         place = (v.timm_model_name, v.image_size, v.timm_model_kwargs)
@@ -126,7 +127,7 @@ def build_vision(
 
 
 def build_text(config: ClipConfig, cast_dtype: torch.dtype | None = None, module: ReadOut | None = None) -> TextTower:
-    """The text tower of `config`; `module`: as above."""
+    """Return the text tower of `config`; `module` as in `build_vision`."""
     sizes = config.text.model_dump(exclude=TRAINING)
     return TextTower(config.readout, config.embed_dim, module=module, **sizes, **_layers(config, cast_dtype))
 
@@ -134,7 +135,7 @@ def build_text(config: ClipConfig, cast_dtype: torch.dtype | None = None, module
 def _layers(config: ClipConfig, cast_dtype: torch.dtype | None) -> dict[str, Any]:
     low = cast_dtype in (torch.float16, torch.bfloat16)
     return {
-        # OpenAI's released weights were trained with the sigmoid form; exact GELU would be another function.
+        # OpenAI's released weights were trained with the sigmoid form; the exact GELU is another function.
         "act_layer": QuickGELU if config.quick_gelu else nn.GELU,
         "norm_layer": LayerNormFp32 if low else LayerNorm,
     }

@@ -1,4 +1,4 @@
-"""CLIP's two towers on open_clip's own blocks, pooled as open_clip does, and which of their parameters are trained."""
+"""CLIP's two towers on open_clip's own blocks, with open_clip's pooling or a readout, and freezing of their parameters."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .precision import patchify, regridded
 from .readout import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
 
 _STEM = ("conv1", "class_embedding", "positional_embedding", "token_embedding", "ln_pre")
-_BEHIND = ("norm", "fc_norm")  # of timm's trunks, in which everything else that is no block is before the blocks
+_BEHIND = ("norm", "fc_norm")  # modules of timm's trunks after the blocks; everything else comes before them
 
 
 def freeze(tower: nn.Module, blocks: int, how: Freeze) -> None:
-    """Take parameters out of training: of the whole tower, of its blocks and what is before them, or of the first so many blocks."""
+    """Freeze the whole tower, its blocks and everything before them, or the first blocks."""
     if how is True:
         tower.requires_grad_(False)
     elif how is not False:
-        # "blocks" stands for all of them, so that recipes need not count.
+        # "blocks" means all of them, so that recipes need no number.
         count = blocks if how == "blocks" else int(how)
         for name, p in tower.named_parameters():
-            # Only ever taken out: what both towers share may be frozen by the other one.
+            # Never unfreeze, because the other tower may freeze what both share.
             if layer_of(name, blocks) <= count:
                 p.requires_grad_(False)
 
 
 def layer_of(name: str, blocks: int) -> int:
-    """Of a tower's parameter: 0 before its blocks, n + 1 in block n, one more behind them (norm, read-out, projection)."""
+    """Return the layer of a tower's parameter: 0 before the blocks, n + 1 in block n, the last one after them (norm, readout, projection)."""
     first, _, rest = name.partition(".")
     if first == "transformer":
         return 1 + int(rest.split(".")[1])
@@ -44,7 +44,7 @@ def layer_of(name: str, blocks: int) -> int:
 
 
 def lock(tower: nn.Module, groups: Sequence[Sequence[nn.Module | nn.Parameter]], unlocked: int) -> None:
-    """open_clip's: all but the last groups."""
+    """Freeze all but the last groups, as in open_clip."""
     tower.requires_grad_(False)
     for group in groups[max(0, len(groups) - unlocked) :]:
         for part in group:
@@ -52,18 +52,18 @@ def lock(tower: nn.Module, groups: Sequence[Sequence[nn.Module | nn.Parameter]],
 
 
 class VisionTower(VisionTransformer):
-    """open_clip's ViT, pooled by itself or by a read-out.
+    """open_clip's ViT with its own pooling or a readout.
 
-    The patch convolution is written as the matrix product it is (stride = kernel size): same parameters, same function; the
-    convolution's weight gradient alone is a tenth of a ViT-B/32 step on a CPU. Patch dropout (Li et al. 2023, FLIP) may be given
-    from outside, so that it depends on the sample and on nothing else.
+    The patch convolution is computed as a matrix product (stride = kernel size): same parameters, same function. The
+    convolution's weight gradient alone takes a tenth of a ViT-B/32 step on a CPU. The patches to keep (patch dropout,
+    Li et al. 2023, FLIP) may be passed in, so that they depend on the sample only.
 
     Args:
         readout: the recipe's block.
-        embed_dim: of the projection, where there is one.
-        layers: of the backbone, those that the read-out replaces included.
-        module: the read-out; None: built here.
-        kwargs: open_clip's.
+        embed_dim: width of the projection, if there is one.
+        layers: blocks of the backbone, including those that the readout replaces.
+        module: the readout; None: built here.
+        kwargs: passed to open_clip.
     """
 
     prefix, has_cls = 1, True  # tokens before the patches, and whether the first of them is a class token
@@ -72,14 +72,14 @@ class VisionTower(VisionTransformer):
         self, readout: ReadOutConfig, embed_dim: int, layers: int, module: ReadOut | None = None, **kwargs: Any
     ):
         place = readout.placement
-        # Blocks that a read-out replaces are never made: they would be parameters without a gradient.
-        # One number where there is no projection: the parent makes one that is thrown away below.
+        # Blocks that a readout replaces are not created, because they would be parameters without a gradient. Width 1
+        # without a projection: the parent creates one, which is deleted below.
         super().__init__(layers=layers - place.replaced, output_dim=embed_dim if place.projected else 1, **kwargs)
         if not place.projected:
             self.proj = None
-        if place.norm == "nothing":  # it would be parameters without a gradient
+        if place.norm == "nothing":  # it would be a parameter without a gradient
             self.ln_post = nn.Identity()  # type: ignore[assignment]
-        # Its kind is the name of its modules, so that state dicts of different read-outs never mix.
+        # The kind names its modules, so that state dicts of different readouts never mix.
         self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
         if self.read_by is not None:
             self.add_module(self.read_by, module or readout.build(kwargs["width"], None, embed_dim).image)
@@ -88,22 +88,23 @@ class VisionTower(VisionTransformer):
 
     @property
     def resblocks(self) -> nn.ModuleList:
-        """Its transformer blocks."""
+        """Return its transformer blocks."""
         return self.transformer.resblocks
 
     def hidden(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
-        """Pixels (B, 3, H, W) to the tokens behind the last block, before any norm, (B, 1 + H*W/p^2, d), CLS first."""
+        """Return the tokens after the last block, before any norm, (B, 1 + H*W/p^2, d), CLS first, for pixels (B, 3, H, W)."""
         return self.transformer(self._embeds(x, patches))
 
     def forward(
         self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None, local: bool = False
     ) -> Tensor:
-        """Pixels (B, 3, H, W) -> (B, output_dim).
+        """Encode pixels (B, 3, H, W) to (B, output_dim).
 
         Args:
-            patches: (B, K) int64, the patches to look at, in place of a random draw.
-            hidden: what `hidden` gave for these images, which are not looked at again.
-            local: class token and patches instead, each normed and projected, (B, 1 + N, embed_dim).
+            x: pixels.
+            patches: (B, K) int64, the patches to keep instead of random ones.
+            hidden: output of `hidden` for these images, in place of the pixels.
+            local: return class token and patches instead, each normed and projected, (B, 1 + N, embed_dim).
         """
         if hidden is None:
             assert x is not None
@@ -111,19 +112,19 @@ class VisionTower(VisionTransformer):
         if local:
             return project_tokens(self.ln_post(hidden), self.proj, self.prefix)
         pooled, _ = self._pool(hidden)
-        # Applied here, not in the read-out: a projection is the tower's, with open_clip's name.
+        # Applied here, not in the readout, because the projection belongs to the tower and has open_clip's name.
         return pooled if self.proj is None else pooled @ self.proj
 
     def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
-        """Slots of images (B, 3, H, W), of one norm, not projected; attention (B, L, 1 + H*W/p^2), CLS first."""
+        """Return the slots of images (B, 3, H, W), normalized and not projected, with attention (B, L, 1 + H*W/p^2), CLS first."""
         return self._read(self.hidden(image), need_attention)
 
     def tokens(self, image: Tensor) -> Tensor:
-        """All tokens of images (B, 3, H, W) behind the last block and its norm, (B, 1 + H*W/p^2, d), CLS first."""
+        """Return all tokens of images (B, 3, H, W) after the last block and its norm, (B, 1 + H*W/p^2, d), CLS first."""
         return self.ln_post(self.hidden(image))
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # open_clip's own pooling untouched, so that its released models stay equal to the bit.
+        # Use open_clip's own pooling unchanged, so that its released models give bit-identical results.
         return super()._pool(x) if self.read_by is None else (self._read(x, False).flat(), x[:, 1:])
 
     def _read(self, x: Tensor, need_attention: bool) -> Slots:
@@ -135,17 +136,17 @@ class VisionTower(VisionTransformer):
         where = regridded(self.positional_embedding[1:], rows, columns)
         if patches is not None:
             pixels = pixels.gather(1, patches[..., None].expand(-1, -1, pixels.shape[2]))
-            # A kept patch keeps its own place.
+            # A kept patch keeps its position embedding.
             where = where[patches]
         x = F.linear(pixels, self.conv1.weight.flatten(1), self.conv1.bias)
-        # Class token and its position once per model, not once per image.
+        # Add the position to the class token once per model instead of once per image.
         start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(len(x), 1, -1)
         x = torch.cat([start, x + where.to(x.dtype)], dim=1)
-        # Given patches were dropped by the data already; the tower must not drop again.
+        # Patches were already dropped by the data, so the tower must not drop again.
         return self.ln_pre(x if patches is not None else self.patch_dropout(x))
 
     def lock(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False, *more: Any, **named: Any) -> None:
-        """Freeze all but the last `unlocked_groups` groups; a read-out with `ln_post` (and a projection) is the last one."""
+        """Freeze all but the last `unlocked_groups` groups; a readout with `ln_post` (and a projection) is the last group."""
         if self.read_by is None:
             super().lock(unlocked_groups, freeze_bn_stats, *more, **named)
             return
@@ -156,10 +157,11 @@ class VisionTower(VisionTransformer):
 
 
 class TextTower(TextTransformer):
-    """open_clip's text transformer, pooled by itself or by a read-out that reads up to and including EOS.
+    """open_clip's text transformer with its own pooling, or with a readout over the tokens up to and including EOS.
 
-    It also takes batches cut to their longest caption: under the causal mask a position never sees later ones, so cutting
-    behind the last EOS changes no result. Arguments are those of `VisionTower`; a read-out may leave the text to EOS.
+    It accepts batches that are cut to their longest caption: under the causal mask, a position never sees later ones,
+    so cutting after the last EOS changes no result. Arguments are those of `VisionTower`; a readout may leave texts to
+    EOS.
     """
 
     def __init__(
@@ -168,12 +170,12 @@ class TextTower(TextTransformer):
         place = readout.placement
         pooling: dict[str, Any] = {"output_dim": embed_dim}
         if place.text:
-            # open_clip pools nothing then, and hands all tokens on to us.
+            # open_clip then pools nothing and returns all tokens.
             pooling = {"pool_type": "none"} | (
                 pooling if place.projected else {"output_dim": None, "proj_type": "none"}
             )
         super().__init__(layers=layers - place.replaced, **kwargs, **pooling)
-        # A text has no class token to leave out.
+        # A text has no class token to exclude.
         self.place, self.read_by = place._replace(attend_cls=True), readout.kind if place.text else None
         if self.read_by is not None:
             self.add_module(self.read_by, module or readout.build(None, kwargs["width"], embed_dim).text)
@@ -184,44 +186,44 @@ class TextTower(TextTransformer):
 
     @property
     def resblocks(self) -> nn.ModuleList:
-        """Its transformer blocks."""
+        """Return its transformer blocks."""
         return self.transformer.resblocks
 
     def hidden(self, text: Tensor) -> Tensor:
-        """Token ids (B, T) to the tokens behind the last block, before any norm, (B, T, d)."""
+        """Return the tokens after the last block, before any norm, (B, T, d), for token ids (B, T)."""
         x, mask = self._embeds(text)
         return self.transformer(x, attn_mask=mask)
 
     def slots(self, text: Tensor, need_attention: bool = False, hidden: Tensor | None = None) -> Slots:
-        """Slots of token ids (B, T), of one norm; attention (B, L, T), zero behind EOS."""
+        """Return the slots of token ids (B, T), normalized, with attention (B, L, T), which is zero after EOS."""
         x = self.hidden(text) if hidden is None else hidden
         return read_slots(_readout(self), self.place, self.ln_final, x, up_to_eos(text), need_attention)
 
     def forward(self, text: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Token ids (B, T) -> (B, output_dim); `hidden`: what `hidden` gave for them."""
+        """Encode token ids (B, T) to (B, output_dim); `hidden` is the output of `hidden` for them."""
         if self.read_by is not None:
             pooled = self.slots(text, hidden=hidden).flat()
             return pooled @ self.text_projection if self.place.projected else pooled  # type: ignore[operator]
         if hidden is None:
             return super().forward(text)  # type: ignore[return-value]
-        # EOS has the largest id; only its row goes through the norm, for others nobody asks.
+        # EOS has the largest id. Only its row goes through the norm, because other rows are not used.
         ends = self.ln_final(hidden[torch.arange(len(text), device=text.device), text.argmax(dim=-1)])
         return ends @ self.text_projection  # type: ignore[operator]
 
     def forward_intermediates(self, text: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         out = super().forward_intermediates(text, *args, **kwargs)
-        if self.read_by is not None and "text_features" in out:  # without a pool they are all tokens
+        if self.read_by is not None and "text_features" in out:  # without a pool, these are all tokens
             out["text_features"] = self.forward(text)
         return out
 
     def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
         x, mask = super()._embeds(text)
-        # Batches are cut to their longest caption, and the causal mask with them.
+        # Cut the causal mask to the longest caption, too.
         return x, None if mask is None else mask[: x.shape[1], : x.shape[1]]
 
     def lock(self, unlocked_layers: int = 0, freeze_layer_norm: bool = True, *more: Any, **named: Any) -> None:
         if self.read_by is None:
-            super().lock(unlocked_layers, freeze_layer_norm, *more, **named)  # open_clip >= 4 has more to say
+            super().lock(unlocked_layers, freeze_layer_norm, *more, **named)  # open_clip >= 4 has further arguments
             return
         stem = [self.token_embedding, self.positional_embedding]
         last = [self.ln_final, _readout(self), *([self.text_projection] if self.place.projected else [])]
@@ -230,7 +232,7 @@ class TextTower(TextTransformer):
 
 
 def _readout(tower: VisionTower | TextTower) -> nn.Module:
-    """The tower's read-out, which is named as its row is."""
+    """Return the tower's readout, whose module is named after its registry entry."""
     if tower.read_by is None:
         raise ConfigError(
             "slots: this model has its own pooling and no slots. Use a readout (objective.model.readout.kind)."
@@ -239,6 +241,6 @@ def _readout(tower: VisionTower | TextTower) -> nn.Module:
 
 
 def up_to_eos(text: Tensor) -> Tensor:
-    """(B, T) bool: True up to and including EOS, which has the largest id of CLIP's vocabulary."""
+    """Return (B, T) bool, True up to and including EOS, which has the largest id of CLIP's vocabulary."""
     positions = torch.arange(text.shape[1], device=text.device)
     return positions[None, :] <= text.argmax(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What a read-out is, how slots become an encoding, and what a tower has to know to hold one."""
+"""Readouts: their interface, the normalization of slots to an encoding, and their placement in a tower."""
 
 from __future__ import annotations
 
@@ -14,53 +14,58 @@ from ..core.config import Frozen, field
 
 Weighting = Literal["const", "norm", "softmax", "sqrtsoftmax"]
 Representation = Literal["cont", "sem", "sqrtsem"]
-LEARNED = ("softmax", "sqrtsoftmax")  # weightings that need a number more of every slot
+LEARNED = ("softmax", "sqrtsoftmax")  # weightings that need one more value per slot
 
 
 class Slots(NamedTuple):
-    """What every read-out returns. A named tuple, so that torch.compile and pytrees take it as it is.
+    """Output of every readout, a named tuple, which torch.compile and pytrees support.
 
-    values: (B, L, V).  attention: (B, L, N) or None.
+    Attributes:
+        values: (B, L, V).
+        attention: (B, L, N) or None.
     """
 
     values: Tensor
     attention: Tensor | None = None
 
     def flat(self) -> Tensor:
-        """The encoding: (B, L*V), slot after slot."""
+        """Return the encoding (B, L*V), slot after slot."""
         return self.values.flatten(1)
 
 
 class ReadOut(nn.Module, ABC):
-    """Turns tokens (B, N, d) into L slots of V numbers."""
+    """Module that turns tokens (B, N, d) into L slots of V values."""
 
     slots: int
     width: int
-    # Matrices that are tables, queries or many small ones in one: Muon would make them orthogonal as if they were one map.
+    # Matrices that are tables, queries, or stacks of many small matrices: Muon would orthogonalize each as a single
+    # map.
     adamw_only_parameters: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d), of which `keep` (B, N) bool may be read (None: all), to slots, not normalised."""
+        """Read slots, not normalised, from tokens (B, N, d), of which `keep` (B, N) bool may be read (None: all)."""
 
 
 class ReadOutPair(NamedTuple):
-    """The read-outs of both towers; None where a tower keeps its own pooling. They may share modules."""
+    """Readouts of both towers; None if a tower keeps its own pooling. They may share modules."""
 
     image: ReadOut | None
     text: ReadOut | None
 
 
 class Placement(NamedTuple):
-    """How towers hold a read-out.
+    """Placement of a readout in a tower.
 
-    replaced: transformer blocks that it takes the place of.
-    norm: what the tower's last norm runs on: every token before it, the slots behind it, or nothing.
-    attend_cls: an image's class token is among its tokens.
-    normalize: each slot as `representation` says, times its weight (Eq. 2: unit norm, one weight for all).
-    projected: the tower's own projection follows, to `embed_dim` numbers.
-    text: the text tower is read by one, too; false leaves it to EOS.
-    shared: both towers' modules have to be built together.
+    Attributes:
+        replaced: number of transformer blocks that it replaces.
+        norm: input of the tower's last norm: every token before the readout, the slots after it, or nothing.
+        attend_cls: an image's class token is among the tokens.
+        normalize: normalize each slot as `representation` describes, times its weight (Eq. 2: unit norm, one weight for
+            all).
+        projected: the tower's own projection follows, to `embed_dim` values.
+        text: the text tower has a readout, too; False: it uses EOS.
+        shared: both towers' modules have to be built together.
     """
 
     replaced: int = 0
@@ -75,45 +80,47 @@ class Placement(NamedTuple):
 
 
 class ReadOutConfig(Frozen, ABC):
-    """A row of `sparo.readouts`: the recipe's `readout` block. Its `kind` is the name of the modules in a state dict, too."""
+    """Entry of `sparo.readouts`: the recipe's `readout` block. Its `kind` is also the name of its modules in a state dict."""
 
-    kind: Any = field(..., "Entry of sparo.readouts.")  # a Literal of one name, in each of them
-    reads_cls: ClassVar[bool] = False  # an image's class token alone: there has to be one
-    conditioned: ClassVar[bool] = False  # texts pool its image tokens, by a loss of CLIP's own
-    inference_note: ClassVar[str] = ""  # what weights of the same shapes may also be, and a score would not look wrong
+    kind: Any = field(..., "Entry of sparo.readouts.")  # each entry has a Literal with one name
+    reads_cls: ClassVar[bool] = False  # reads only an image's class token, which must exist
+    conditioned: ClassVar[bool] = False  # texts pool its image tokens, which needs a loss of its own
+    inference_note: ClassVar[str] = (
+        ""  # what else weights with the same shapes could be; a wrong choice would give plausible scores
+    )
 
     @property
     def placement(self) -> Placement:
-        """What towers have to know."""
+        """Return its placement in a tower."""
         return Placement()
 
     def resolved(self, normalize: bool) -> Self:
-        """With the method's own choice where the recipe makes none: CLIP normalises slots, DINO's head takes them as they are."""
+        """Return this block with the method's default for normalization: CLIP normalises slots, DINO's head takes them unchanged."""
         return self
 
     @abstractmethod
     def shape(self, embed_dim: int) -> tuple[int, int]:
-        """L and V of the encoding of a model of this `embed_dim`."""
+        """Return L and V of the encoding for a model with this `embed_dim`."""
 
     @abstractmethod
     def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
-        """Read-outs for tokens of these widths; None for a tower that is not there, or is built by itself."""
+        """Return readouts for tokens of these widths; None for a tower that does not exist or is built separately."""
 
     @classmethod
     def infer(cls, weights: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
-        """The keys of the block that weights (named below `kind`) tell by their shapes, for towers with `replaced` blocks fewer.
+        """Return the keys of the block that weights (named below `kind`) imply by their shapes, for towers with `replaced` fewer blocks.
 
-        `embed_dim` among them is the model's, where no projection of a tower tells it.
+        An `embed_dim` among them is the model's, in case no projection of a tower shows it.
         """
         return {}
 
 
 class TwinReadOut(ReadOutConfig):
-    """The same kind of module on every tower that it reads, nothing in common."""
+    """Readout with one module of the same kind, and nothing in common, on every tower that it reads."""
 
     @abstractmethod
     def module(self, dim: int, embed_dim: int) -> ReadOut:
-        """The read-out of one tower with tokens of `dim` numbers."""
+        """Return the module of one tower with tokens of `dim` values."""
 
     def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
         text = text_dim if self.placement.text else None
@@ -137,21 +144,24 @@ class NoReadOut(ReadOutConfig):
 
 
 def normalize_slots(slots: Slots, weighting: Weighting = "const", representation: Representation = "cont") -> Slots:
-    """Each slot to norm one, times its weight; the squared weights add up to one, so that the flat encoding has norm one. Always in fp32.
+    """Normalize each slot and multiply it by its weight, in fp32; the squared weights sum to one, so the flat encoding has unit norm.
 
-    The default is the paper's (Sec. 3.3, Eq. 2): L2 norm 1/sqrt(L) for all, so that the cosine of two encodings is the mean of their
-    slots' cosines. The others are the sparo-clip repository's (`sparo_type`).
+    The default is the paper's (Sec. 3.3, Eq. 2): L2 norm 1/sqrt(L) for all slots, so that the cosine of two encodings
+    is the mean of their slots' cosines. The others are those of the sparo-clip repository (`sparo_type`).
 
     Args:
-        slots: values (B, L, V) of any float dtype; (B, L, 1 + V), the weight's logit first, where weights are learned.
-        weighting: `const`: 1/sqrt(L); `norm`: a slot's share of the whole norm; `softmax`, `sqrtsoftmax`: learned, the softmax over
-            slots to norm one, or its root.
-        representation: `cont`: values over their norm; `sem`: their softmax over its norm; `sqrtsem`: its root.
+        slots: values (B, L, V) of any float dtype; (B, L, 1 + V), the logit of the weight first, if weights are
+            learned.
+        weighting: `const`: 1/sqrt(L); `norm`: a slot's share of the whole norm; `softmax`, `sqrtsoftmax`: learned, the
+            softmax over slots scaled to unit norm, or its square root.
+        representation: `cont`: values divided by their norm; `sem`: their softmax divided by its norm; `sqrtsem`: its
+            square root.
 
     Returns:
         values (B, L, V) in fp32 (float64 stays float64).
     """
-    # In fp32 at least: a norm over sixty numbers of sixteen bits is off in the third digit. The oracles of the tests run in fp64.
+    # In fp32 at least, because a norm over sixty 16-bit values is wrong in the third digit. The oracles of the tests
+    # run in fp64.
     values = slots.values if slots.values.dtype.itemsize >= 4 else slots.values.float()
     weights = None
     if weighting in LEARNED:
@@ -161,7 +171,7 @@ def normalize_slots(slots: Slots, weighting: Weighting = "const", representation
     elif weighting == "norm" and representation == "cont":
         weights = F.normalize(values.norm(dim=-1, keepdim=True), dim=1)
     elif weighting == "norm":
-        # The norm of exp(x / 2) within that of all slots, without the overflow.
+        # The norm of exp(x / 2) divided by the norm over all slots, without overflow.
         weights = values.flatten(1).softmax(-1).view_as(values).sum(-1, keepdim=True).sqrt()
     if representation == "cont":
         values = F.normalize(values, dim=-1)
@@ -180,10 +190,14 @@ def read_slots(
     need_attention: bool,
     prefix: int = 1,
 ) -> Slots:
-    """What a tower does with its last block's tokens (B, N, d), class token first: norm, read-out, one norm per slot.
+    """Read slots from the last block's tokens (B, N, d), class token first: norm, readout, normalization per slot.
 
     Args:
-        prefix: tokens before the patches, which are left out where the class token is.
+        readout, place: the module and its placement.
+        norm: the tower's last norm.
+        x, keep: tokens, and which of them may be read.
+        need_attention: also return attention.
+        prefix: number of tokens before the patches, which are excluded together with the class token.
     """
     tokens = norm(x) if place.norm == "tokens" else x
     slots: Slots = readout(tokens if place.attend_cls else tokens[:, prefix:], keep, need_attention=need_attention)
@@ -193,6 +207,6 @@ def read_slots(
 
 
 def project_tokens(tokens: Tensor, proj: Tensor | None, prefix: int) -> Tensor:
-    """Class token and patches of normed tokens (B, N, d), each through a tower's projection (d, D): what texts pool."""
-    assert proj is not None  # a conditioned read-out's placement
+    """Project the class token and patches of normed tokens (B, N, d) with a tower's projection (d, D), for pooling by texts."""
+    assert proj is not None  # placement of a conditioned readout
     return torch.cat([tokens[:, :1], tokens[:, prefix:]], dim=1) @ proj

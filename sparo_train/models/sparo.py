@@ -1,19 +1,19 @@
-"""SPARO, the separate-head attention read-out (Vani et al., ECCV 2024; Sec. 3.2 and Appendix A).
+"""SPARO, the separate-head attention readout (Vani et al., ECCV 2024; Sec. 3.2 and Appendix A).
 
 Each of L slots is one attention head over the backbone's tokens with a learned query q_l:
 
     y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D))                                               (Eq. 1)
 
-with biases on K_l and W as in Appendix A. Written that way, the keys are a (B, N, L*D) tensor. The same function,
-exactly, without it:
+with biases on K_l and W as in Appendix A. In this form, the keys are a (B, N, L*D) tensor. The following form computes
+the same function exactly, without that tensor:
 
-    w_l = K_l^T q_l / sqrt(D)             d numbers per slot; the key bias adds a constant over positions: softmax drops it
-    a_l = softmax_n(x_n . w_l)
+    w_l = K_l^T q_l / sqrt(D)             d values per slot; the key bias adds a constant over positions, which softmax
+    cancels a_l = softmax_n(x_n . w_l)
     p_l = sum_n a_ln x_n                  pool the tokens first …
     y_l = W (V_l p_l + b_l) + b_W         … then project, because the a_ln sum to one
 
-V_l is K_l unless `share_kv=False`. `plain()` keeps Appendix A's form: it is the oracle of the tests and the baseline
-of benchmarks/readout.py.
+V_l is K_l unless `share_kv=False`. `plain()` keeps the form of Appendix A. It is the oracle of the tests and the
+baseline of benchmarks/readout.py.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .separate_heads import SeparateHeads, optional_attention
 class SparoReadOut(TwinReadOut):
     """SPARO on every tower with the same number of slots L and the same slot width V (Sec. 3.3, 3.4).
 
-    What the paper leaves open for DINO is a key, and CLIP+SPARO's own choice the default.
+    Choices that the paper leaves open for DINO are keys, whose defaults are those of CLIP+SPARO.
     """
 
     kind: Literal["sparo"] = field("sparo", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not tell"
-    cross_attention: ClassVar[str] = "separate_head"  # what Table 6 calls it
+    inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not show"
+    cross_attention: ClassVar[str] = "separate_head"  # name in Table 6
     slots: int = field(64, "Number of slots, L: concepts that are attended to separately.", gt=0)
     slot_width: int = field(64, "Width of a slot, V.", gt=0)
     head_width: int = field(64, "Width of keys and queries, D.", gt=0)
@@ -73,7 +73,7 @@ class SparoReadOut(TwinReadOut):
     def _groups(self) -> SparoReadOut:
         if self.slots % self.grp_size:
             raise ValueError(f"readout.grp_size={self.grp_size} does not divide readout.slots={self.slots}")
-        # A softmax over a slot has no norm left that could weigh it.
+        # After a softmax over a slot, there is no norm that could weigh it.
         if self.weighting == "norm" and self.representation == "sem":
             raise ValueError(
                 "readout.representation=sem does not support weighting=norm. Use sqrtsem, or another weighting."
@@ -108,26 +108,26 @@ class SparoReadOut(TwinReadOut):
         if self.normalize is not None:
             return self
         self._check_norm(normalize)
-        # Asked of the method once: a config that was written out has an answer of its own.
+        # Ask the method only if the config does not answer: a config that was written out does.
         return self.model_copy(update={"normalize": normalize})
 
     def shape(self, embed_dim: int) -> tuple[int, int]:
         return self.slots, self.slot_width
 
     def build(self, image_dim: int | None, text_dim: int | None, embed_dim: int) -> ReadOutPair:
-        """Two modules without anything in common (the paper's towers share none), but for `share_queries`."""
+        """Return two modules with nothing in common (the paper's towers share nothing), except with `share_queries`."""
         image, text = (
             None if dim is None else self.model_copy(update={"head_width": head_width}).module(dim, embed_dim)
             for dim, head_width in ((image_dim, self.head_width), (text_dim, self.text_head_width or self.head_width))
         )
         pair = ReadOutPair(image, text)
         if self.share_queries and isinstance(pair.image, Sparo) and isinstance(pair.text, Sparo):
-            # One tensor under two names: its gradient comes from both towers.
+            # One tensor under two names, with gradients from both towers.
             pair.text.q_emb = pair.image.q_emb
         return pair
 
     def module(self, dim: int, embed_dim: int) -> Sparo:
-        # A weight's logit is one number more of every slot, made by the same projection.
+        # The logit of a slot's weight is one more value from the same projection.
         width = self.slot_width + (self.weighting in LEARNED)
         return Sparo(dim, self.slots, width, self.head_width, self.grp_size, self.share_kv)
 
@@ -145,17 +145,17 @@ class SparoReadOut(TwinReadOut):
 
 
 class Sparo(SeparateHeads):
-    """Separate-head attention read-out.
+    """Separate-head attention readout.
+
+    Parameters are those of `SeparateHeads`, `proj.weight` (V, D) and `proj.bias`, as in the sparo-clip repository.
 
     Args:
         dim: d, width of the tokens.
-        slots: L, how many concepts are attended separately.
-        slot_width: V, numbers per slot.
-        head_width: D, width of keys and queries (the paper: 64).
+        slots: L, number of concepts that are attended separately.
+        slot_width: V, values per slot.
+        head_width: D, width of keys and queries (64 in the paper).
         grp_size: slots that share one K_l (Appendix A).
-        share_kv: values are the keys (the paper); else V_l has parameters of its own.
-
-    Parameters are those of `SeparateHeads`, `proj.weight` (V, D) and `proj.bias`, as in the sparo-clip repository.
+        share_kv: values are the keys (as in the paper); otherwise V_l has its own parameters.
     """
 
     def __init__(
@@ -167,28 +167,28 @@ class Sparo(SeparateHeads):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The heads' as they are; W torch's default, its bias zero (Appendix A)."""
+        """Initialize the heads; W as in torch's default, its bias zero (Appendix A)."""
         self.reset_heads()
         self.proj.reset_parameters()
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Read L slots out of tokens.
+        """Read L slots from tokens.
 
         Args:
             tokens: (B, N, d), any float dtype; autocast applies.
-            keep: (B, N) bool, True where a position may be attended (text: up to and including EOS); None for all.
-                Every row needs at least one True.
+            keep: (B, N) bool, True for positions that may be attended (text: up to and including EOS); None: all. Every
+                row needs at least one True.
             need_attention: also return the attention maps.
 
         Returns:
             Slots with `values` (B, L, V), not normalised, and `attention` (B, L, N) in fp32 or None.
         """
-        # The projection is handed in: behind the pool it is a product of slots, before it one of all tokens.
+        # Pass the projection in: after the pool it is a product over slots, before it one over all tokens.
         values, attention = self.attend(tokens, keep, self.proj)
         return Slots(values, optional_attention(attention, need_attention))
 
     def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
-        """Appendix A as written. Same parameters, same result, slower."""
+        """Compute the same result as written in Appendix A; slower."""
         read, attention = self.attend_plain(tokens, keep)
         return Slots(self.proj(read), attention)

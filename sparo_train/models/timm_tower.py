@@ -1,6 +1,7 @@
-"""One of timm's vision transformers as CLIP's image tower: DINO's, DINOv2's, SigLIP's, MAE's and all others that timm builds by name.
+"""timm's vision transformers as CLIP's image tower: DINO, DINOv2, SigLIP, MAE and all others that timm builds by name.
 
-Its weights are below `trunk.`, where open_clip's TimmModel has them; a read-out's are below its kind, as in our other towers.
+Weights of the trunk are below `trunk.`, as in open_clip's TimmModel; those of a readout are below its kind, as in our
+other towers.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ _RESERVED_KWARGS = ("pretrained", "num_classes", "global_pool", "img_size", "pre
 
 
 class TimmSizes(NamedTuple):
-    """Sizes that a name stands for.
+    """Sizes that a model name implies.
 
-    tokens: all that the trunk gives.  prefix: those before the patches (class token, registers).  has_cls: the first is a class token.
-    batch_norm: the first layer that normalizes over the batch; empty without one.
+    Attributes:
+        tokens: number of tokens that the trunk returns.
+        prefix: number of tokens before the patches (class token, registers).
+        has_cls: the first token is a class token.
+        batch_norm: name of the first layer that normalizes over the batch; empty without one.
     """
 
     image_size: int
@@ -42,26 +46,27 @@ class TimmSizes(NamedTuple):
 
 
 def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> TimmSizes:
-    """Sizes of one of timm's vision transformers, built and run without memory.
+    """Return the sizes of one of timm's vision transformers, which is built and run without memory.
 
     Args:
-        image_size: None: what timm trained it at.
-        kwargs: of `timm.create_model`, beside what is ours to say.
+        name: timm's name of the model.
+        image_size: None: the size that timm trained it at.
+        kwargs: further arguments of `timm.create_model`.
 
     Raises:
-        ValueError: no such model, no vision transformer, or arguments that it does not take.
+        ValueError: no such model, not a vision transformer, or arguments that it does not take.
     """
     return _sizes(name, image_size, tuple(sorted(kwargs.items())))
 
 
 @functools.lru_cache(maxsize=64)
 def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...]) -> TimmSizes:
-    # On the meta device: a giant's sizes are known without its memory.
+    # On the meta device, so that a giant model needs no memory.
     with torch.device("meta"):
         trunk = _trunk(name, image_size, dict(kwargs))
         try:
             return _measure(trunk)
-        # Whatever a family lacks of what is asked here, a read-out could not be put on it.
+        # A readout needs a model that supports all of these calls.
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, NameError) as error:
             raise ValueError(
                 f"timm_model_name={name}: is not a vision transformer of square images, whose tokens a readout can use ({error})"
@@ -70,7 +75,7 @@ def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...
 
 def _measure(trunk: Any) -> TimmSizes:
     size, block, width = trunk.patch_embed.img_size, trunk.blocks[0], trunk.num_features
-    # Counted, not computed from sizes: families add registers and class tokens as they like.
+    # Count tokens instead of computing their number, because families add registers and class tokens in various ways.
     tokens, prefix = _hidden(trunk, torch.empty(1, 3, *size)).shape[1], trunk.num_prefix_tokens
     side = math.isqrt(tokens - prefix)
     if size[0] != size[1] or side * side != tokens - prefix:
@@ -86,11 +91,11 @@ def _measure(trunk: Any) -> TimmSizes:
 
 
 def _hidden(trunk: Any, x: Tensor) -> Tensor:
-    """Tokens (B, N, d) behind the last block, before any norm."""
+    """Return tokens (B, N, d) after the last block, before any norm."""
     outputs = trunk.forward_intermediates(
         x, indices=1, norm=False, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
     )[0]
-    # timm gives prefix tokens behind the patches; towers want them before.
+    # timm returns prefix tokens separately; towers need them first.
     return torch.cat(outputs[::-1], dim=1) if trunk.num_prefix_tokens else outputs
 
 
@@ -101,7 +106,7 @@ def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
         raise ValueError(f"timm_model_kwargs: {reserved[0]} is reserved. Use the keys image_size and readout.")
     size = {} if image_size is None else {"img_size": image_size}
     try:
-        # No pooling and no head of its own: both are the read-out's.
+        # Without timm's own pooling and head, because the readout provides both.
         trunk: Any = timm.create_model(name, pretrained=False, num_classes=0, global_pool="", **size, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ValueError(f"timm_model_name={name}: timm cannot build it ({str(error)[:200]})") from None
@@ -109,13 +114,13 @@ def _trunk(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> Any:
 
 
 class TimmTower(nn.Module):
-    """A vision transformer of timm's, read by its class token or by a read-out.
+    """timm's vision transformer, read by its class token or by a readout.
 
     Args:
         readout: the recipe's block.
-        embed_dim: of the projection, where there is one.
+        embed_dim: width of the projection, if there is one.
         name, image_size, kwargs: see `sizes_of`.
-        module: the read-out; None: built here.
+        module: the readout; None: built here.
     """
 
     def __init__(
@@ -130,11 +135,11 @@ class TimmTower(nn.Module):
         super().__init__()
         place = readout.placement
         self.trunk = _trunk(name, image_size, kwargs)
-        # Blocks that a read-out replaces would be parameters without a gradient.
-        # Cut off, not skipped: exports and counts see what is there.
+        # Remove the blocks that a readout replaces instead of skipping them: they would be parameters without a
+        # gradient, and exports and counts list what exists.
         self.trunk.blocks = self.trunk.blocks[: len(self.trunk.blocks) - place.replaced]
         width, self.prefix, self.image_size = self.trunk.num_features, self.trunk.num_prefix_tokens, image_size
-        if place.norm == "nothing":  # it would be parameters without a gradient
+        if place.norm == "nothing":  # it would be a parameter without a gradient
             self.trunk.norm = nn.Identity()
         self.place, self.read_by = place, None if isinstance(readout, NoReadOut) else readout.kind
         if self.read_by is not None:
@@ -144,7 +149,7 @@ class TimmTower(nn.Module):
         self.output_dim = slots * slot_width
 
     def train(self, mode: bool = True) -> Self:
-        """What is frozen up to its norm stays in evaluation mode: dropped paths would change what nobody learns, and kept tokens have none."""
+        """Keep a trunk that is frozen up to its norm in evaluation mode: dropped paths would disturb it, and cached tokens have none."""
         super().train(mode)
         if not any(p.requires_grad for p in self.trunk.blocks.parameters()):
             self.trunk.eval()
@@ -155,33 +160,33 @@ class TimmTower(nn.Module):
 
     @property
     def resblocks(self) -> nn.ModuleList:
-        """Its transformer blocks, by the name that open_clip's towers have them under."""
+        """Return its transformer blocks, under the name that open_clip's towers use."""
         return self.trunk.blocks
 
     def hidden(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
-        """Pixels (B, 3, S, S) to the tokens behind the last block, before any norm, (B, N, d); `patches`: not for these towers."""
-        assert patches is None  # the recipe's check
+        """Return the tokens (B, N, d) after the last block, before any norm, for pixels (B, 3, S, S); `patches` is not supported."""
+        assert patches is None  # the recipe is checked for this
         return _hidden(self.trunk, x)
 
     def forward(
         self, x: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None, local: bool = False
     ) -> Tensor:
-        """Pixels (B, 3, S, S), or their `hidden` tokens, -> (B, output_dim); `local`: see `projected`."""
+        """Encode pixels (B, 3, S, S), or their `hidden` tokens, to (B, output_dim); for `local` see `project_tokens`."""
         if hidden is None:
             assert x is not None
             hidden = self.hidden(x, patches)
         if local:
             return project_tokens(self.trunk.norm(hidden), self.proj, self.prefix)
-        # The norm of one token is that token's: the others' would be computed for nobody.
+        # Norm the class token only, because the other tokens are not used.
         pooled = self.trunk.norm(hidden[:, :1])[:, 0] if self.read_by is None else self._read(hidden, False).flat()
         return pooled if self.proj is None else pooled @ self.proj
 
     def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
-        """Slots of images (B, 3, S, S), of one norm, not projected; attention (B, L, N), tokens before the patches first."""
+        """Return the slots of images (B, 3, S, S), normalized and not projected, with attention (B, L, N), prefix tokens first."""
         return self._read(self.hidden(image), need_attention)
 
     def tokens(self, image: Tensor) -> Tensor:
-        """All tokens of images (B, 3, S, S) behind the last block and its norm, (B, N, d), the class token first."""
+        """Return all tokens of images (B, 3, S, S) after the last block and its norm, (B, N, d), the class token first."""
         return self.trunk.norm(self.hidden(image))
 
     def _read(self, x: Tensor, need_attention: bool) -> Slots:
@@ -192,15 +197,15 @@ class TimmTower(nn.Module):
 
     @property
     def has_cls(self) -> bool:
-        """Whether its first token is a class token."""
+        """Return whether its first token is a class token."""
         return getattr(self.trunk, "cls_token", None) is not None
 
     def resize_pos_embed(self, positions: Tensor) -> Tensor:
-        """Position embeddings of a model for images of another size, interpolated as timm does; those of this one as they are."""
+        """Interpolate position embeddings of a model for another image size, as timm does; those of this size are unchanged."""
         own = getattr(self.trunk, "pos_embed", None)
         if own is None or positions.shape == own.shape or positions.shape[-1] != own.shape[-1]:
             return positions
-        # Some models embed no place of their prefix tokens, and their table has no rows for them.
+        # Some models have no positions for their prefix tokens.
         num_prefix = 0 if self.trunk.no_embed_class else self.prefix
         return resample_abs_pos_embed(positions, list(self.trunk.patch_embed.grid_size), num_prefix_tokens=num_prefix)
 

@@ -22,7 +22,7 @@ from .vit_config import DROP_RANGE, VitConfig
 
 
 def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None:
-    """The weights of a module's linear layers anew: a normal of 0.02 cut off at two (timm's is the same), or xavier-uniform."""
+    """Initialize the weights of a module's linear layers: a truncated normal with standard deviation 0.02 (as in timm), or xavier-uniform."""
     for part in module.modules():
         if isinstance(part, nn.Linear) and kind == "xavier":
             nn.init.xavier_uniform_(part.weight)
@@ -31,26 +31,27 @@ def init_linears(module: nn.Module, kind: Literal["official", "xavier"]) -> None
 
 
 def _residual(before: Tensor, x: Tensor, branch: Callable[[Tensor], Tensor], scale: Tensor | None) -> Tensor:
-    """`before + scale * branch(x)`; in training on a CPU, where it costs nothing to know them, only kept samples go through."""
+    """Return `before + scale * branch(x)`; in training on a CPU, compute the branch only for samples whose path is kept."""
     if scale is None:
         return before + branch(x)
     if x.device.type == "cpu" and torch.is_grad_enabled():
-        # On a GPU the host would have to wait to know which.
+        # On a GPU, the host would have to wait for `scale`.
         active = scale.nonzero().flatten()
-        # Scattered into a copy: samples whose path was dropped keep what they had.
+        # Scatter into a copy, so that samples whose path was dropped are unchanged.
         return before.index_add(0, active, (branch(x[active]) * scale[active, None, None]).to(before.dtype))
     return torch.addcmul(before, branch(x).to(before.dtype), scale[:, None, None])
 
 
 class DropBlock(Block):
-    """timm's block whose dropped paths are given from outside, so that they depend on the sample and on nothing else."""
+    """timm's block with dropped paths passed in, so that they depend on the sample only."""
 
     def forward(self, x: Tensor, scale: Tensor | None = None, cls_only: bool = False) -> Tensor:  # type: ignore[override]
-        """Tokens (B, N, d) -> (B, N, d), or (B, 1, d) with `cls_only`.
+        """Return tokens (B, N, d), or (B, 1, d) with `cls_only`, for tokens (B, N, d).
 
         Args:
-            scale: (B, 2), what the outputs of attention and MLP are multiplied with: 0 or 1/keep; None: 1.
-            cls_only: compute the first token alone; the others are attended to all the same.
+            x: tokens.
+            scale: (B, 2), factors of the outputs of attention and MLP: 0 or 1/keep; None: 1.
+            cls_only: compute only the first token, which still attends to the others.
         """
         attention = self._first if cls_only else self.attn
         before = x[:, :1] if cls_only else x
@@ -58,12 +59,12 @@ class DropBlock(Block):
         return _residual(x, x, lambda t: self.mlp(self.norm2(t)), None if scale is None else scale[:, 1])
 
     def _first(self, x: Tensor) -> Tensor:
-        """Self-attention's output at the first token."""
+        """Return self-attention's output at the first token."""
         batch, length, width = x.shape
         attn: Any = self.attn
         weight, bias = attn.qkv.weight, attn.qkv.bias
         query = (
-            # The other tokens' queries would be computed for nobody.
+            # The queries of the other tokens are not used.
             F.linear(x[:, :1], weight[:width], bias[:width])
             .view(batch, 1, attn.num_heads, attn.head_dim)
             .transpose(1, 2)
@@ -77,7 +78,7 @@ class DropBlock(Block):
         return attn.proj(read)
 
     def attention_map(self, x: Tensor) -> Tensor:
-        """(B, N, d) -> softmax(q k^T / sqrt(d)), (B, heads, N, N)."""
+        """Return softmax(q k^T / sqrt(d)), (B, heads, N, N), for tokens (B, N, d)."""
         batch, length, _ = x.shape
         attn: Any = self.attn
         query, key, _ = (
@@ -87,9 +88,9 @@ class DropBlock(Block):
 
 
 class Vit(VisionTransformer):
-    """The backbone of `config`: pixels (B, 3, H, W), normalised, to encodings (B, out_width).
+    """Backbone of `config`: normalised pixels (B, 3, H, W) to encodings (B, out_width).
 
-    Any H and W go (96-pixel crops, larger images): positions are interpolated as the official code does.
+    Any H and W are supported (96-pixel crops, larger images): positions are interpolated as in the official code.
     """
 
     def __init__(self, config: VitConfig):
@@ -106,7 +107,7 @@ class Vit(VisionTransformer):
             block_fn=DropBlock,
         )
         self.config, self.patch = config, config.patch_size
-        # The official start; timm's smaller one changes the first thousand steps.
+        # Initialization of the official code; timm's smaller one changes the first thousand steps.
         nn.init.trunc_normal_(self.cls_token, std=0.02)  # pyright: ignore[reportArgumentType]  timm's is 1e-6
         self.place = config.readout.placement
         readout = config.readout.build(config.width, None, config.width).image
@@ -114,48 +115,49 @@ class Vit(VisionTransformer):
         if readout is not None:
             self.add_module(config.readout.kind, readout)
         if self.place.norm == "nothing":
-            # Probes of earlier blocks are behind it, and official files have it; the loss does not depend on it.
+            # Probes of earlier blocks apply this norm, and official files contain it; the loss does not depend on it.
             self.norm.requires_grad_(False)
-        # Two per block: attention's path and the MLP's.
-        # A path is dropped more often the deeper it is, from never to `drop_path`.
+        # Two paths per block: attention and MLP. The drop probability rises linearly with depth from 0 to `drop_path`.
         rates = torch.linspace(0, config.drop_path, config.blocks).repeat_interleave(2)
-        # No part of the state: official checkpoints do not have it.
+        # Not part of the state, because official checkpoints do not have it.
         self.register_buffer("drop_rates", rates, persistent=False)
         if config.weight_init == "xavier":
             init_linears(self.blocks, config.weight_init)
         self.checkpointed = False
 
     def forward(self, x: Tensor, drop: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """The encoding: CLS behind `norm`, or the flat, un-normalised slots.
+        """Return the encoding: CLS after `norm`, or the flat slots, not normalised.
 
         Args:
-            drop: (B, 2 * blocks) int32, uniform below `DROP_RANGE`: a path is dropped where its number is below the rate's share
-                of the range; None: nothing is dropped. Whole numbers, because FSDP2 rounds floating inputs to 16 bits.
+            x: pixels.
+            drop: (B, 2 * blocks) int32, uniform below `DROP_RANGE`: a path is dropped if its number is below the rate's
+                share of the range; None: nothing is dropped. Integers, because FSDP2 rounds floating-point inputs to 16
+                bits.
         """
         if self.read_by is not None:
-            # Flat and not normalised: DINO's head is an MLP over all numbers (App. C.2).
+            # Flat and not normalised, because DINO's head is an MLP over all values (App. C.2).
             return self.slots(x, drop).flat()
         return self.norm(self._run(self.embed(x), drop, cls_only=True))[:, 0]
 
     def slots(self, x: Tensor, drop: Tensor | None = None, need_attention: bool = False) -> Slots:
-        """Slots (B, L, V) with attention (B, L, N), over CLS and patches (`attend_cls`: false, over patches); models with a read-out."""
+        """Return slots (B, L, V) with attention (B, L, N) over CLS and patches (only patches if `attend_cls` is false); needs a readout."""
         return self._read(self._run(self.embed(x), drop), need_attention)
 
     def intermediate(self, x: Tensor, n: int) -> list[Tensor]:
-        """The outputs of the last `n` blocks, all tokens, each behind `norm`: the official `get_intermediate_layers`."""
+        """Return all tokens of the last `n` blocks, each after `norm`, like the official `get_intermediate_layers`."""
         x, outputs = self.embed(x), []
         for number, block in enumerate(self.blocks):
             x = block(x)
-            # Counted from the end, before the loop is over: earlier outputs are not kept.
+            # Count from the end, so that earlier outputs need not be kept.
             if len(self.blocks) - number <= n:
                 outputs.append(self.norm(x))
         return outputs
 
     def probe_features(self, x: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
-        """What the official linear probe reads: CLS behind `norm` of the last `n` blocks, and the mean patch of the last where asked.
+        """Return the input of the official linear probe: CLS after `norm` of the last `n` blocks, and the mean patch of the last if `avgpool`.
 
-        With a read-out its encoding stands in the place of the last block's CLS (App. C.2, where SPARO's is not normalised): ViT-S
-        with L = V = 64 gives 3 * 384 + 4096 = 5,248 numbers.
+        With a readout, its encoding replaces the last block's CLS (App. C.2, where SPARO's is not normalised): ViT-S
+        with L = V = 64 gives 3 * 384 + 4096 = 5,248 values.
         """
         x, outputs = self.embed(x), []
         for block in self.blocks:
@@ -164,8 +166,8 @@ class Vit(VisionTransformer):
         if self.read_by is None:
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[-n:]]
         else:
-            # A read-out that replaces no block stands for the last one all the same.
-            # Its blocks are the same in both cases; what differs is which of them the read-out stands in for.
+            # A readout that replaces no block still takes the place of the last one here. The blocks are equal in both
+            # cases.
             outputs = outputs if self.place.replaced else outputs[:-1]
             parts = [self.norm(tokens[:, :1])[:, 0] for tokens in outputs[max(0, len(outputs) - n + 1) :]]
             parts.append(self._read(x, False).flat())
@@ -174,14 +176,14 @@ class Vit(VisionTransformer):
         return torch.cat(parts, dim=-1)
 
     def last_attention(self, x: Tensor) -> Tensor:
-        """Self-attention of the last block, (B, heads, N, N): the official `get_last_selfattention`."""
+        """Return self-attention of the last block, (B, heads, N, N), like the official `get_last_selfattention`."""
         x = self.embed(x)
         for block in self.blocks[:-1]:
             x = block(x)
         return self.blocks[-1].attention_map(x)  # type: ignore[operator]
 
     def embed(self, x: Tensor) -> Tensor:
-        """Pixels to tokens with their positions, (B, 1 + patches, d)."""
+        """Return tokens with position embeddings, (B, 1 + patches, d), for pixels."""
         rows, columns = x.shape[-2] // self.patch, x.shape[-1] // self.patch
         proj: Any = self.patch_embed.proj
         tokens = F.linear(patchify(x, self.patch), proj.weight.flatten(1), proj.bias)
@@ -189,15 +191,18 @@ class Vit(VisionTransformer):
         return torch.cat([start, tokens], dim=1) + self.positions(rows, columns).to(tokens.dtype)
 
     def positions(self, rows: int, columns: int) -> Tensor:
-        """Position embeddings of a grid, (1, 1 + rows * columns, d): bicubic, and a tenth of a patch larger in the scale,
-        with which the official code keeps rounding from losing a row (vision_transformer.py, `interpolate_pos_encoding`)."""
+        """Return position embeddings of a grid, (1, 1 + rows * columns, d).
+
+        They are interpolated (bicubic) with a scale that is larger by a tenth of a patch, with which the official code
+        prevents rounding from losing a row (vision_transformer.py, `interpolate_pos_encoding`).
+        """
         table: Tensor = self.pos_embed  # type: ignore[assignment]
         side = math.isqrt(table.shape[1] - 1)
-        # Interpolating to the same size would round every number anew.
+        # Interpolation to the same size would change every value by rounding.
         if (rows, columns) == (side, side):
             return table
         grid = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-        # The tenth is part of the official function: without it positions of 96-pixel crops differ in the third digit.
+        # The tenth is part of the official function: without it, positions of 96-pixel crops differ in the third digit.
         scale = ((rows + 0.1) / side, (columns + 0.1) / side)
         grid = F.interpolate(grid, scale_factor=scale, mode="bicubic")
         return torch.cat([table[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
@@ -209,7 +214,7 @@ class Vit(VisionTransformer):
         scales = None
         if drop is not None:
             rates: Tensor = self.drop_rates  # type: ignore[assignment]
-            # Kept paths are scaled up, so that their mean is what evaluation computes.
+            # Scale kept paths up, so that their mean equals the value in evaluation.
             scales = ((drop >= rates * DROP_RANGE) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
         for number, block in enumerate(self.blocks):
             scale = None if scales is None else scales[:, number]
@@ -239,9 +244,9 @@ class DinoHeadConfig(Frozen):
 
 
 class PrototypeLayer(nn.Module):
-    """`weight_g * weight_v / |weight_v|` applied to unit vectors: a linear layer without bias under the old weight norm.
+    """Linear layer without bias under weight norm: `weight_g * weight_v / |weight_v|`, applied to unit vectors.
 
-    The names are those of `nn.utils.weight_norm`, which the official checkpoints have and torch deprecates.
+    The names are those of `nn.utils.weight_norm`, which official checkpoints have and torch deprecates.
     """
 
     def __init__(self, in_dim: int, out_dim: int, norm_one: bool):
@@ -249,26 +254,26 @@ class PrototypeLayer(nn.Module):
         self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=not norm_one)
         self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
 
-    # torch's own kernel: what weight_norm computes, without its deprecated hooks.
+    # torch's own kernel, as in weight_norm, without its deprecated hooks.
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, torch._weight_norm(self.weight_v, self.weight_g, 0))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class GlobalBatchNorm(nn.BatchNorm1d):
-    """Batch norm over the batches of all ranks, on any backend (torch's SyncBatchNorm runs on GPUs alone)."""
+    """Batch norm over the batches of all ranks, on any backend (torch's SyncBatchNorm supports GPUs only)."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
         # Sums of squares in 16 bits would overflow for wide batches.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
-        # One exchange for sums, squares and counts: three small ones would wait three times.
+        # One exchange for sums, squares and counts instead of three.
         sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_tensor([len(x)])]))
         mean, square = sums[:-1].view(2, -1) / sums[-1]
         var = square - mean.square()
         with torch.no_grad():
             keep, count = 1 - (self.momentum or 0.1), sums[-1]
-            # Running statistics take the unbiased variance, the batch itself the biased one, as torch has it.
+            # Running statistics use the unbiased variance, the batch itself the biased one, as in torch.
             for running_stat, batch_stat in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
                 running_stat.mul_(keep).add_(batch_stat, alpha=1 - keep)  # type: ignore[union-attr]
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
@@ -276,7 +281,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
 
 
 class DinoHead(nn.Module):
-    """Encodings (B, in_dim) -> logits (B, out_dim): MLP, unit norm, prototypes."""
+    """Head that maps encodings (B, in_dim) to logits (B, out_dim): MLP, unit norm, prototypes."""
 
     def __init__(self, in_dim: int, config: DinoHeadConfig):
         super().__init__()
@@ -293,12 +298,12 @@ class DinoHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mlp(x)
-        # Prototypes are compared by angle: the official head normalises here as well.
+        # Prototypes are compared by angle; the official head normalises here, too.
         return self.last_layer(F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1))
 
 
 class DinoNet(nn.Module):
-    """A student or a teacher: `backbone` once per resolution, `head` once."""
+    """A student or a teacher, which runs `backbone` once per resolution and `head` once."""
 
     def __init__(self, model: VitConfig, head: DinoHeadConfig):
         super().__init__()
@@ -306,6 +311,6 @@ class DinoNet(nn.Module):
         self.head = DinoHead(model.out_width, head)
 
     def forward(self, crops: Sequence[Tensor], drops: Sequence[Tensor | None]) -> Tensor:
-        """Crops by resolution, each (B_i, 3, H_i, W_i), to logits (sum of B_i, out_dim) in the same order."""
-        # One head over all crops: batch norm in it counts them together, as published.
+        """Return logits (sum of B_i, out_dim) for crops by resolution, each (B_i, 3, H_i, W_i), in the same order."""
+        # One head over all crops, so that its batch norm covers them together, as published.
         return self.head(torch.cat([self.backbone(x, drop) for x, drop in zip(crops, drops, strict=True)]))

@@ -1,4 +1,4 @@
-"""What an image backbone of DINO is: a ViT by the official names, and what is read out of it."""
+"""Configuration of DINO's image backbone: a ViT by its official name, and its readout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..core.registry import FromRegistry
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of pixels in 0..1
 IMAGENET_STD = (0.229, 0.224, 0.225)
-DROP_RANGE = 1 << 24  # the numbers that decide dropped paths are below it; fp32 holds them all
+DROP_RANGE = 1 << 24  # upper bound of the integers that decide dropped paths; fp32 can represent all of them
 
-# Width, depth and heads by the official DINO names; the patch size is a key of its own.
+# Width, depth and heads by the official DINO names; the patch size is a separate key.
 ARCHS: dict[str, dict[str, Any]] = {
     "vit_tiny": {"width": 192, "depth": 12, "heads": 3},
     "vit_small": {"width": 384, "depth": 12, "heads": 6},
@@ -24,7 +24,7 @@ ARCHS: dict[str, dict[str, Any]] = {
 
 
 class VitConfig(Frozen):
-    """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys given beside it win."""
+    """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys that are given as well take precedence."""
 
     fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
 
@@ -64,7 +64,7 @@ class VitConfig(Frozen):
     def _check(self) -> VitConfig:
         object.__setattr__(
             self, "readout", self.readout.resolved(normalize=False)
-        )  # the resolved recipe says all of it
+        )  # the resolved recipe contains all keys
         if self.readout.conditioned:
             raise ValueError(f"readout.kind={self.readout.kind}: needs texts, which DINO does not have. Use cls.")
         if self.image_size % self.patch_size:
@@ -77,16 +77,16 @@ class VitConfig(Frozen):
 
     @property
     def blocks(self) -> int:
-        """Transformer blocks there are."""
+        """Return the number of transformer blocks."""
         return self.depth - self.readout.placement.replaced
 
     @property
     def out_width(self) -> int:
-        """Numbers in one encoding."""
+        """Return the number of values in one encoding."""
         slots, slot_width = self.readout.shape(self.width)
         return slots * slot_width
 
     @property
     def slots(self) -> int:
-        """L of an encoding of (L, V) numbers; 1 without slots."""
+        """Return L for encodings of (L, V) values; 1 without slots."""
         return self.readout.shape(self.width)[0]

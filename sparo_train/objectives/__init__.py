@@ -1,1 +1,1 @@
-"""Losses and what follows a step; the trainer knows none of them."""
+"""Training objectives. The trainer knows none of them by name."""

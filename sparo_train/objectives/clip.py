@@ -1,4 +1,4 @@
-"""The contrastive objective of CLIP (Radford et al. 2021), for any of our read-outs."""
+"""The contrastive objective of CLIP (Radford et al. 2021), for any readout."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class LocalEmbeddings(NamedTuple):
 
 
 class ClipObjective(CoupledObjective):
-    """CLIP's loss, or SigLIP's, between images and texts of the global batch, logits in fp32.
+    """CLIP's loss, or SigLIP's, between images and texts of the global batch, with logits in fp32.
 
-    `embed` and `loss` are apart because the loss needs the whole global batch, however it is gathered.
+    `embed` and `loss` are separate because the loss needs the whole global batch, however it is gathered.
     """
 
     follows: ClassVar[Mapping[str, Follow]] = {"average": Follow("model", "ema_decay")}
@@ -52,29 +52,30 @@ class ClipObjective(CoupledObjective):
         super().__init__()
         self.config = config
         self.model = Clip(config.model)
-        # A copy, not a second start: it begins where the model does.
+        # A copy of the model, so that the average starts from the same weights.
         self.average = None if config.ema is None else copy.deepcopy(self.model).requires_grad_(False)
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
 
     def pixels(self, image: Tensor) -> Tensor:
-        """(B, 3, H, W) uint8 -> normalised fp32, with torchvision's ToTensor + Normalize arithmetic."""
+        """Convert (B, 3, H, W) uint8 to normalised fp32, with the arithmetic of torchvision's ToTensor + Normalize."""
         return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
 
     def preprocess_batch(self, batch: Batch, progress: Progress) -> Batch:
-        """Images (B, 3, H, W) uint8 at the size of this part of the run, bicubic and antialiased."""
+        """Resize images (B, 3, H, W) uint8 to the size of this part of the run, bicubic and antialiased."""
         size = self.config.image_size_at(progress.step / progress.total_steps)
         if "image" not in batch or batch["image"].shape[-1] == size:
             return batch
-        # On the device, once per batch: samples arrive at the largest size whatever the step.
+        # On the device, once per batch, because samples arrive at the largest size in every step.
         image = F.interpolate(batch["image"].float(), (size, size), mode="bicubic", antialias=True, align_corners=False)
-        # Back to whole numbers: a batch is bytes everywhere else, and both ways give the same pixels.
+        # Back to integers, because batches are uint8 everywhere else, and both ways give the same pixels.
         return {**batch, "image": image.round_().clamp_(0, 255).to(torch.uint8)}
 
     def embed(self, batch: Batch) -> ClipEmbeddings | LocalEmbeddings:
-        """Encode `image` (B, 3, H, W) uint8, of which `patches` (B, K) int64 where given, and `text` (B, T) int64.
+        """Encode `image` (B, 3, H, W) uint8, restricted to `patches` (B, K) int64 if given, and `text` (B, T) int64.
 
-        What the towers' blocks made of them may be given: `image_tokens` (B, N, d), in place of the image, and `text_tokens` (B, T, d).
+        The batch may contain tokens from the towers' blocks instead: `image_tokens` (B, N, d) in place of the image,
+        and `text_tokens` (B, T, d).
         """
         cached_tokens = {
             side: batch[f"{side}_tokens"].float() for side in ("image", "text") if f"{side}_tokens" in batch
@@ -101,7 +102,7 @@ class ClipObjective(CoupledObjective):
         """
         biased = self.model.logit_bias is not None
         bias, pool = own[1] if biased else None, own[1 + biased :]
-        # Logits in fp32: their range is a hundred, and differences in the third digit matter.
+        # Logits in fp32, because they range over a hundred and differences in the third digit matter.
         with torch.autocast(embeddings[0].device.type, enabled=False):
             image, text, *local = (x.float() if x.itemsize < 4 else x for x in embeddings)
             query, text = text, F.normalize(text, dim=-1) if local else text
@@ -109,7 +110,7 @@ class ClipObjective(CoupledObjective):
             total, correct = contrastive(image, text, scale, bias, self.config.loss)
             metrics = {"accuracy": correct.float().mean(), "logit_scale": scale.detach()}
             if local and bias is not None:
-                from .text_conditioned import conditioned_sigmoid  # FLAIR's readout alone needs it
+                from .text_conditioned import conditioned_sigmoid  # only FLAIR's readout needs it
 
                 heads = self.config.model.readout.heads
                 conditioned = conditioned_sigmoid(local[0], query, pool, heads, scale, bias)
@@ -122,11 +123,11 @@ class ClipObjective(CoupledObjective):
 
     @property
     def scored(self) -> Clip:
-        """What is evaluated and exported: the average where there is one."""
+        """Return the model that is evaluated and exported: the average if there is one."""
         return self.model if self.average is None else self.average
 
     def refuse_length(self, total_steps: int) -> None:
-        # What is scored has the model's size, which must not be one that it never saw.
+        # The evaluated model has the final image size, which it must have seen.
         last = (total_steps - 1) / total_steps
         if unreachable_shares := [share for share, _ in self.config.image_sizes if share > last]:
             raise ConfigError(
@@ -144,19 +145,19 @@ class ClipObjective(CoupledObjective):
         return blocks if self.average is None else [*blocks, self.average]
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a CLIP model; positions of images of another size are interpolated as open_clip does."""
-        # Filled by `after_step`, so it is neither trained nor exchanged.
+        """Rename the weights of a CLIP model; positions for images of another size are interpolated as in open_clip."""
+        # `after_step` fills it, so it is neither trained nor exchanged.
         fitted = self.model.adapt_to_resolution(weights)
         nets = ("model",) if self.average is None else ("model", "average")
         return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Of a run that has an average, the average: it is what was scored."""
+        """Return the average if the run has one, because it is what was scored."""
         return self.remap_encoder_weights(scored_weights(weights))
 
     def param_groups(self) -> ParamGroups:
         default, towers = super().param_groups(), {"visual": self.model.visual, "text": self.model.text}
-        # open_clip changed its rule in version 4; runs from before must be continued as they were.
+        # open_clip changed its rule in version 4; older runs must continue with the old one.
         positions = {f"model.{part}.positional_embedding" for part in towers}
         no_decay = {*default.no_decay, *(positions if self.config.decay_policy == "open_clip4" else ())}
         layer_ids = {
@@ -172,7 +173,7 @@ class ClipObjective(CoupledObjective):
         blocks = (len(self.model.visual.resblocks), len(self.model.text.resblocks))
         return Footprint(
             {"image": m.vision.tokens, "text": m.text.context_length},
-            # What is frozen keeps nothing for a backward that does not go through it.
+            # Frozen blocks keep nothing for backward, because it does not reach them.
             [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
             4 * 4 * peak_logits(batch, world_batch, self.config.loss),
@@ -194,8 +195,8 @@ class ClipObjective(CoupledObjective):
 
 
 def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The CLIP model's own state dict within an objective's: the average's, where there is one."""
-    # An average is what was scored, so it is what is exported.
+    """Return the CLIP model's own state dict within an objective's: that of the average if there is one."""
+    # The average is what was scored, so it is what is exported.
     prefix = "average." if any(name.startswith("average.") for name in weights) else "model."
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
@@ -215,7 +216,7 @@ def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExample
     )
     if config.cache is None:
         return ImageTextExamples(*example_args)
-    from .token_examples import TokenExamples  # most trainings keep no tokens
+    from .token_examples import TokenExamples  # most runs cache no tokens
 
     return TokenExamples(config.cache, *config.frozen, *example_args)
 
@@ -234,7 +235,7 @@ def _rules(run: Any) -> None:
         ):
             if value != plain:
                 raise ValueError(
-                    f"{key}={value}: objective.cache keeps the tokens of whole images, their middle cut out as for evaluation; set it to {plain}"
+                    f"{key}={value}: objective.cache stores tokens of center crops without augmentation. Set it to {plain}."
                 )
 
 

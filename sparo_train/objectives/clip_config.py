@@ -1,4 +1,4 @@
-"""The recipe's `objective` block of CLIP."""
+"""The recipe's `objective` block for CLIP."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class EmaConfig(Frozen):
-    """A copy of the model that follows the trained one; it is what is scored and exported."""
+    """Exponential moving average of the model, which is scored and exported."""
 
     decay: float = field(0.9999, "Decay of the moving average per step.", ge=0, lt=1)
     warmup: bool = field(True, "Use a smaller decay at first, (1 + step) / (10 + step), to forget the initial weights.")
 
     def at(self, progress: Progress) -> float:
-        """The share that is kept at this step."""
-        # A branch brings an average that has long forgotten its random weights: it is not warmed up again.
+        """Return the share of itself that the average keeps at this step."""
+        # The average of a branch has long forgotten its random weights, so it is not warmed up again.
         step = progress.steps_before + progress.step
-        # Copies of random weights are forgotten in tens of steps, not in 1 / (1 - decay).
+        # Random weights are forgotten within tens of steps instead of 1 / (1 - decay).
         return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
 class CacheConfig(Frozen):
-    """Folder that keeps the tokens of frozen towers, for every run with the same towers and data."""
+    """Folder that caches the tokens of frozen towers, for every run with the same towers and data."""
 
     folder: str = resumable_field(
         ...,
@@ -60,7 +60,8 @@ class ClipObjectiveConfig(Frozen):
     std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
         OPENAI_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
     )
-    # sparo-clip decays every matrix, position embeddings and SPARO's queries included; open_clip >= 4 leaves position embeddings out.
+    # sparo-clip decays every matrix, including position embeddings and SPARO's queries; open_clip >= 4 excludes
+    # position embeddings.
     decay_policy: Literal["sparo-clip", "open_clip4"] = field(
         "sparo-clip", "Parameters with weight decay: as in sparo-clip, or as in open_clip 4."
     )
@@ -106,7 +107,7 @@ class ClipObjectiveConfig(Frozen):
     def _sizes(self) -> ClipObjectiveConfig:
         if not self.image_sizes:
             return self
-        # What is scored is the model's size, so the run has to end with it.
+        # The run has to end with the size of the model, because that is what is evaluated.
         shares, sizes, v = (
             [share for share, _ in self.image_sizes],
             [size for _, size in self.image_sizes],
@@ -116,11 +117,11 @@ class ClipObjectiveConfig(Frozen):
             raise ValueError(f"image_sizes: shares of the run must start with 0 and increase, got {shares}")
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(
-                f"image_sizes: {wrong[0]} is no whole number of patches of {v.patch_size} up to model.vision.image_size={v.image_size}"
+                f"image_sizes: {wrong[0]} is not a multiple of patch_size={v.patch_size} up to model.vision.image_size={v.image_size}"
             )
         if sizes[-1] != v.image_size:
             raise ValueError(
-                f"image_sizes: ends with {sizes[-1]}, and model.vision.image_size={v.image_size} is what is scored"
+                f"image_sizes: must end with model.vision.image_size={v.image_size}, which is scored, got {sizes[-1]}"
             )
         if v.timm_model_name or v.patch_dropout or (self.cache is not None and self.frozen[0]):
             raise ValueError(
@@ -129,17 +130,17 @@ class ClipObjectiveConfig(Frozen):
         return self
 
     def image_size_at(self, share: float) -> int:
-        """Pixels of a side that are looked at once this share of the run is done."""
+        """Return the image size after this share of the run."""
         return next(
             (size for begin, size in reversed(self.image_sizes) if share >= begin), self.model.vision.image_size
         )
 
     @property
     def frozen(self) -> tuple[bool, bool]:
-        """Whether all blocks of the image tower, and of the text tower, are as they begin."""
+        """Return whether all blocks of the image tower, and of the text tower, keep their initial weights."""
         m = self.model
         left = m.readout.placement.replaced
-        # Blocks that a read-out replaces are not there to be frozen.
+        # Blocks that a readout replaces do not exist, so they need not be frozen.
         vision, text = (
             how is True or how == "blocks" or (how is not False and how == tower.layers - left)
             for tower, how in ((m.vision, m.vision.freeze), (m.text, m.text.freeze))

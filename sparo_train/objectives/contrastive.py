@@ -1,4 +1,4 @@
-"""Contrastive losses over the global batch, with gradients equal to those of one process that holds it whole.
+"""Contrastive losses over the global batch, with the same gradients as in one process that holds the whole batch.
 
 Softmax, as in CLIP (Radford et al. 2021, Fig. 3), for B pairs with z_ij = scale * <x_i, y_j>:
 
@@ -8,14 +8,15 @@ Sigmoid, as in SigLIP (Zhai et al. 2023, Eq. 1), with z_ij = scale * <x_i, y_j> 
 
     -1/B sum_ij log sigmoid(t_ij z_ij),  t_ij = 1 on the diagonal, -1 off it
 
-Every rank holds b of the B pairs. In a ring each rank keeps its images while the other ranks' texts visit in turn: a
-block of b x b logits (in tiles of rows) gives the images' log-sum-exp at home and adds to the texts' own, which travels
-with them and is complete when they are home again. The backward makes the round once more: a block of dL/dz gives the
-images' gradient at home and adds to the texts' gradient, which travels. One product of features per block forward and
-three backward, against two and four where every rank computes both its images' and its texts' rows.
+Every rank holds b of the B pairs. In a ring, each rank keeps its images, and the texts of the other ranks pass by one
+rank at a time. A block of b x b logits (in tiles of rows) contributes to the log-sum-exp of the local images and to
+that of the visiting texts, which travels with them and is complete when they return. The backward makes the round
+again: a block of dL/dz contributes to the gradient of the local images and to that of the visiting texts, which
+travels, too. This takes one product of features per block in forward and three in backward, instead of two and four if
+every rank computes the rows of its images and of its texts.
 
 Ranks average their gradients afterwards (DDP, FSDP2 and DeepSpeed do), so each rank's loss is its share of the global
-loss times the number of ranks: their mean is the global loss, and so is the mean of their gradients.
+loss times the number of ranks: the mean of losses is the global loss, and the mean of gradients is its gradient.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ from ..core.config import Frozen, field
 from ..core.distributed import Ring
 
 Exchange = Literal["auto", "gather", "ring"]
-_TILE = 1 << 22  # logits of a tile
+_TILE = 1 << 22  # number of logits in a tile
 _SMALL = (
     1 << 24
-)  # `auto` gathers while a rank's rows of logits and the gathered features both stay below this many numbers
+)  # `auto` gathers while a rank's rows of logits and the gathered features both have at most this many values
 
 
 class Contrast(NamedTuple):
-    """`total`: this rank's share of the loss times the number of ranks; `correct`: (b,) bool, image i is nearer to text i than to any other."""
+    """Result of a contrastive loss.
+
+    Attributes:
+        total: this rank's share of the loss times the number of ranks.
+        correct: (b,) bool, image i is nearer to text i than to any other text.
+    """
 
     total: Tensor
     correct: Tensor
@@ -53,12 +59,13 @@ class ContrastiveLoss(Frozen):
     computes logits in fp32 as `exp(logit_scale) * <image, text>`.
     """
 
-    # Add the loss of texts against images and take the mean of both. False if the rows of images contain every term already.
+    # Add the loss of texts against images and take the mean of both. False if the rows of images contain every term
+    # already.
     symmetric: ClassVar[bool] = True
     # Add `model.logit_bias`, a trained scalar, to the logits.
     uses_bias: ClassVar[bool] = False
-    # The same loss in tiles, for `exchange: ring`: apply(image, text, scale, bias, ring, rows of a tile) -> (loss, correct). None: every rank
-    # always gathers all encodings and holds its rows of logits at once.
+    # The same loss in tiles, for `exchange: ring`: apply(image, text, scale, bias, ring, rows of a tile) -> (loss,
+    # correct). None: every rank always gathers all encodings and holds its rows of logits at once.
     tiled: ClassVar[type[torch.autograd.Function] | None] = None
 
     kind: str = field(..., "Entry of sparo.losses.")
@@ -80,12 +87,12 @@ class ContrastiveLoss(Frozen):
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:
         if self.exchange == "ring" and self.tiled is None:
-            raise ValueError(f"loss.exchange=ring: loss.kind={self.kind} has no tiled form; set loss.exchange=gather")
+            raise ValueError(f"loss.exchange=ring: loss.kind={self.kind} has no tiled form. Set loss.exchange=gather.")
         return self
 
 
 def peak_logits(own: int, total: int, loss: ContrastiveLoss) -> int:
-    """Return how many logits a rank of `own` out of `total` pairs holds at once under `exchange: auto`, at most."""
+    """Return the largest number of logits that a rank with `own` of `total` pairs holds at once under `exchange: auto`."""
     if loss.tiled is None:
         return own * total
     return max(min(own * total, _SMALL), min(own, max(1, _TILE // own)) * own)
@@ -102,16 +109,16 @@ def contrastive(
     """Compute the loss of this rank's pairs within the global batch.
 
     Args:
-        image, text: (b, D) encodings, the same b on every rank; computed in fp32 (fp64 where given so).
-        scale: 0-d, what logits are multiplied with (not its logarithm).
+        image, text: (b, D) encodings, the same b on every rank; computed in fp32 (fp64 if given in fp64).
+        scale: 0-d factor of the logits (not its logarithm).
         bias: 0-d, added to the logits if the loss uses it; None: 0.
-        loss: default: softmax. Its `exchange` is `ring` (as above), `gather` (all features and this rank's rows at once), or `auto` (gather
-            while that is small).
+        loss: default: softmax. Its `exchange` is `ring` (as above), `gather` (all features and this rank's rows at
+            once), or `auto` (gather while that is small).
         ring: the ranks; default: those of the default process group.
     """
     ring, loss = ring or Ring(), loss or SoftmaxLoss()
     wide = torch.float64 if image.dtype == torch.float64 else torch.float32
-    # One type for all of it: the loss is compared with one process in fp64 by the tests.
+    # One dtype throughout, because tests compare the loss with a single process in fp64.
     image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
     bias = torch.zeros_like(scale) if bias is None else bias.to(wide)
     is_small = len(image) * ring.size * max(len(image), image.shape[1]) <= _SMALL
@@ -127,12 +134,12 @@ def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, loss: Co
     own = torch.arange(len(image), device=image.device) + ring.rank * len(image)
     logits = scale * image @ ring.gather(text).T
     scores = logits.detach()
-    # Against the best of the others: with ties the pair does not count as found.
+    # Compare with the best of the others, so that ties do not count as correct.
     correct = scores.gather(1, own[:, None])[:, 0] > scores.scatter(1, own[:, None], -torch.inf).amax(dim=1)
     total = loss.mean_loss(logits + bias if loss.uses_bias else logits, own)
     if not loss.symmetric:
         return Contrast(total, correct)
-    # Each rank computes its own rows of both directions; the columns are other ranks' rows.
+    # Each rank computes its own rows of both directions; the columns include other ranks' samples.
     logits = scale * text @ ring.gather(image).T
     total = total + loss.mean_loss(logits + bias if loss.uses_bias else logits, own)
     return Contrast(total / 2, correct)
@@ -142,11 +149,11 @@ class _RingSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, ring: Ring, tile: int) -> Any:
         b = len(image)
-        # Minus infinity is what logaddexp leaves alone.
+        # logaddexp ignores minus infinity.
         rows, rival, diagonal = (image.new_full((b,), -torch.inf) for _ in range(3))
         visiting, columns = text, None
         for step in range(ring.size):
-            # Sent before it is needed: the exchange runs beside the product of this block.
+            # Send before the result is needed, so that the exchange overlaps with the product of this block.
             following = ring.shift(visiting) if step + 1 < ring.size else None
             here = image.new_full((b,), -torch.inf)
             for part in _tiles(b, tile):
@@ -155,12 +162,12 @@ class _RingSoftmax(torch.autograd.Function):
                 here = torch.logaddexp(here, z.logsumexp(dim=0))
                 if step == 0:
                     diagonal[part] = z.diagonal(part.start)
-                    # A pair is no rival of its own.
+                    # Exclude the pair itself from its competitors.
                     z.diagonal(part.start).fill_(-torch.inf)
                 rival[part] = torch.maximum(rival[part], z.amax(dim=1))
             if columns is not None:
                 here = torch.logaddexp(here, columns.wait()[0])
-            columns = ring.shift(here)  # one step behind its texts; after the last one it is home
+            columns = ring.shift(here)  # one step behind its texts; after the last step, it is back on its rank
             if following is not None:
                 (visiting,) = following.wait()
         assert columns is not None
@@ -185,7 +192,7 @@ class _RingSoftmax(torch.autograd.Function):
             return g
 
         factor = gradients[0] / (2 * len(image))
-        # Where backward is called inside an autocast block, its products would be in 16 bits.
+        # If backward is called inside an autocast block, its products would be in 16 bits.
         with torch.autocast(image.device.type, enabled=False):
             d_image, d_text, d_scale, _ = _backward(
                 image, text, (columns,), scale, None, factor, weigh, ctx.ring, ctx.tile
@@ -203,7 +210,7 @@ class _RingSigmoid(torch.autograd.Function):
         for step in range(ring.size):
             following = ring.shift(visiting) if step + 1 < ring.size else None
             for part in _tiles(b, tile):
-                # In place: a tile is the largest tensor here.
+                # In place, because a tile is the largest tensor here.
                 z = (image[part] @ visiting.T).mul_(scale).add_(bias)
                 if step == 0:  # the pairs themselves are the positives
                     diagonal[part] = z.diagonal(part.start)
@@ -245,8 +252,11 @@ def _backward(
     ring: Ring,
     tile: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of image, text, scale and bias. `weigh(z, rows, at_home, *facts)` is dL/dz of a tile, up to `factor`;
-    texts travel with their `facts`, and their gradient one step behind them."""
+    """Return the gradients of image, text, scale and bias.
+
+    `weigh(z, rows, at_home, *facts)` returns dL/dz of a tile, up to `factor`. Texts travel with their `facts`, and
+    their gradient follows one step behind them.
+    """
     b = len(image)
     d_image, d_scale, d_bias = torch.zeros_like(image), torch.zeros_like(scale), torch.zeros_like(scale)
     visiting, text_grad_shift = (text, *facts), None
@@ -257,7 +267,7 @@ def _backward(
             product = image[part] @ visiting[0].T
             z = product * scale if bias is None else product * scale + bias
             g = weigh(z, part, step == 0, *visiting[1:])
-            # As one dot product: no third tile for their product.
+            # As one dot product, which avoids a third tile.
             d_scale += torch.linalg.vecdot(g.flatten(), product.flatten())
             d_bias += g.sum()
             d_image[part] += g @ visiting[0]
@@ -269,7 +279,7 @@ def _backward(
             visiting = following.wait()
     assert text_grad_shift is not None
     (d_text,) = text_grad_shift.wait()
-    # Once at the end: the scale is the same for all tiles.
+    # Once at the end, because the scale is the same for all tiles.
     spread = factor * scale
     return d_image.mul_(spread), d_text.mul_(spread), d_scale * factor, d_bias * factor
 
@@ -299,6 +309,6 @@ class SigmoidLoss(ContrastiveLoss):
     kind: Literal["sigmoid"] = field("sigmoid", "Entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        # One number per logit: targets of 1 and -1 need no second matrix.
+        # One value per logit: targets of 1 and -1 need no second matrix.
         sign = torch.full_like(logits, -1.0).scatter_(1, targets[:, None], 1.0)
         return -F.logsigmoid(sign * logits).sum() / len(logits)

@@ -27,7 +27,13 @@ from .method import Method
 
 
 class Distilled(NamedTuple):
-    """`loss`: 0-d, with graph. `entropy`: of the teacher's targets, mean, in nats. `kl`: of the student from the teacher, mean."""
+    """Result of the distillation loss.
+
+    Attributes:
+        loss: 0-d, with graph.
+        entropy: mean entropy of the teacher's targets, in nats.
+        kl: mean divergence of the student from the teacher.
+    """
 
     loss: Tensor
     entropy: Tensor
@@ -39,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, student: Tensor, targets: Tensor, temperature: float) -> Tensor:
         teachers, batch, _ = targets.shape
         crops = len(student) // batch
-        # Local crops have all teachers as targets, so their sum is taken once.
+        # All teachers are targets of local crops, so their sum is computed once.
         total = targets.sum(0) if crops > teachers else None
         pairs = teachers * (crops - 1)
         gradient = torch.empty_like(student)
@@ -48,14 +54,14 @@ class _CrossEntropy(torch.autograd.Function):
             zip(student.view(crops, batch, -1), gradient.view(crops, batch, -1), strict=True)
         ):
             count, target = teachers, total
-            if v < teachers:  # a crop does not teach itself
-                # Of two teachers the other one is the sum without itself, to the bit.
+            if v < teachers:  # a crop is not its own target
+                # With two teachers, the other one is exactly the sum without itself.
                 count, target = teachers - 1, targets.sum(0) - targets[v] if teachers > 2 else targets[1 - v]
             assert target is not None
             scaled = logits.to(targets.dtype) / temperature
             top = scaled.logsumexp(-1, keepdim=True)
             loss = loss + count * top.sum() - (target * scaled).sum()
-            # Written over the logits' own copy: softmax, target and scale without a fourth tensor.
+            # Write into the copy of the logits: softmax, target and scale without a fourth tensor.
             out.copy_(scaled.sub_(top).exp_().mul_(count).sub_(target).div_(temperature * pairs * batch))
         ctx.save_for_backward(gradient)
         return loss / (pairs * batch)
@@ -70,19 +76,20 @@ class _CrossEntropy(torch.autograd.Function):
 def distillation(
     student: Tensor, teacher: Tensor, center: Tensor, teachers: int, student_temp: float, teacher_temp: float
 ) -> Distilled:
-    """DINO's loss of a batch.
+    """Compute DINO's loss of a batch.
 
     Args:
         student: logits (V * B, K), crop after crop, the global ones first.
-        teacher: logits (teachers * B, K) of the global crops; no gradient goes into it.
+        teacher: logits (teachers * B, K) of the global crops; they get no gradient.
         center: (1, K), fp32.
         teachers: number of global crops (two in DINO).
+        student_temp, teacher_temp: temperatures of the softmaxes.
 
     Returns:
-        the mean over the batch and the `teachers * (V - 1)` pairs of different crops; computed in fp32 (fp64 stays).
+        The mean over the batch and the `teachers * (V - 1)` pairs of different crops, computed in fp32 (fp64 stays).
     """
     with torch.no_grad(), torch.autocast(student.device.type, enabled=False):
-        # Centred before it is sharpened, as published: the temperature must not scale the centre's noise.
+        # Center before sharpening, as published, so that the temperature does not scale the centre's noise.
         scaled = (teacher.to(center.dtype) - center) / teacher_temp
         logs = scaled.log_softmax(-1)
         targets = logs.exp()
@@ -94,7 +101,7 @@ def distillation(
 
 
 class CollapseConfig(Frozen):
-    """When the loop warns of a collapse; both are shares of log(out_dim)."""
+    """Thresholds of collapse warnings, as shares of log(out_dim)."""
 
     entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
         (0.005, 0.999), "Range of the teacher's entropy, relative to its maximum. A warning follows outside of it."
@@ -103,7 +110,7 @@ class CollapseConfig(Frozen):
 
 
 class DinoObjectiveConfig(Frozen):
-    """`main_dino.py`'s options by their names; epochs are `samples_per_epoch` (or the data) over the batch, rounded down."""
+    """Options of `main_dino.py` under their names; an epoch has `samples_per_epoch` (or the data's size) / batch size steps, rounded down."""
 
     kind: Literal["dino"] = field("dino", "Entry of sparo.methods.")
     model: VitConfig = field(VitConfig(), "Backbone of student and teacher.")
@@ -138,11 +145,11 @@ class DinoObjectiveConfig(Frozen):
 
 
 class DinoObjective(Objective):
-    """`student` learns to predict what `teacher`, its average over steps, says of other crops of the same image.
+    """DINO: `student` learns to predict the output of `teacher`, its moving average, for other crops of the same image.
 
-    Batches hold `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 where there are any, and under
-    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE. The centre moves once per step, by the mean over the global batch
-    of the teacher's raw logits, however many micro-batches and ranks it was cut into.
+    Batches contain `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 if there are any, and with
+    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE. The centre moves once per step, by the mean of the
+    teacher's raw logits over the global batch, however many micro-batches and ranks it is split over.
     """
 
     # The teacher's heads update their own buffers.
@@ -157,7 +164,7 @@ class DinoObjective(Objective):
         super().__init__()
         self.config = config
         self.student = DinoNet(config.model, config.head)
-        # Without gradients from the start: neither optimizer nor exchange ever see it.
+        # Without gradients from the start, so that neither the optimizer nor the gradient exchange includes it.
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.register_buffer("center", torch.zeros(1, config.head.out_dim))
         self.register_buffer(
@@ -165,10 +172,10 @@ class DinoObjective(Objective):
         )  # sum of logits, and rows
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
-        self._step = -1  # that `_logit_sums` belongs to
+        self._step = -1  # progress that `_logit_sums` belongs to
 
     def pixels(self, image: Tensor) -> Tensor:
-        """(…, 3, H, W) uint8 -> normalised fp32, with torchvision's ToTensor + Normalize arithmetic."""
+        """Convert (…, 3, H, W) uint8 to normalised fp32, with the arithmetic of torchvision's ToTensor + Normalize."""
         return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
@@ -179,11 +186,11 @@ class DinoObjective(Objective):
             if key in batch:
                 crops.append(self.pixels(_by_crop(batch[key])))
         teachers = batch["global_crops"].shape[1]
-        # Teachers see undropped images; only the student's paths are dropped.
+        # The teacher has no drop path; only the student does.
         drops: list[Tensor | None] = [None] * len(crops)
         if "drop" in batch:
             drops = [_by_crop(batch["drop"][:, :teachers]), _by_crop(batch["drop"][:, teachers:])]
-        # Two global crops alone: what the student has to predict must be about the whole image.
+        # Only the two global crops, because targets must describe the whole image.
         with torch.no_grad():
             targets = self.teacher(crops[:1], [None])
         logits = self.student(crops, drops[: len(crops)])
@@ -199,19 +206,19 @@ class DinoObjective(Objective):
         )
 
     def teacher_temp(self, progress: Progress) -> float:
-        """The teacher's temperature: by epoch from `warmup_teacher_temp` to `teacher_temp`."""
+        """Return the teacher's temperature, which rises by epoch from `warmup_teacher_temp` to `teacher_temp`."""
         c, epoch = self.config, progress.epoch
         warm = c.warmup_teacher_temp_epochs
         return linear(c.warmup_teacher_temp, c.teacher_temp, epoch, warm) if epoch < warm else c.teacher_temp
 
     def momentum(self, progress: Progress) -> float:
-        """The teacher's momentum of a step."""
+        """Return the teacher's momentum at a step."""
         return cosine(self.config.momentum_teacher, 1.0, progress.step, progress.total_steps)
 
     @torch.no_grad()
     def _add_logits(self, targets: Tensor, step: int) -> None:
-        # Micro-batches of one step add up; the next step begins anew.
-        if step != self._step:  # a step that was skipped leaves its rows behind
+        # Micro-batches of one step add up; the next step begins at zero.
+        if step != self._step:  # a skipped step leaves its rows behind
             self._logit_sums.zero_()
             self._step = step
         self._logit_sums[:-1] += targets.sum(0, dtype=self._logit_sums.dtype)
@@ -219,21 +226,21 @@ class DinoObjective(Objective):
 
     @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
-        """Move the teacher towards the student, and the center towards the mean of the teacher's logits of this step (Eq. 4)."""
-        # Sums and counts: ranks may hold different numbers of rows.
+        """Update the teacher from the student, and the center from the mean of the teacher's logits of this step (Eq. 4)."""
+        # Sums and counts, because ranks may hold different numbers of rows.
         sums = sum_over_ranks(self._logit_sums)
         update_mean(self.center, (sums[:-1] / sums[-1])[None], self.config.center_momentum, applied)
         self._step = -1
         super().after_step(progress, applied)
 
     def frozen_this_step(self, progress: Progress) -> Sequence[nn.Parameter]:
-        """The prototypes, during the first `freeze_last_layer` epochs."""
+        """Return the prototypes during the first `freeze_last_layer` epochs."""
         frozen = progress.epoch < self.config.freeze_last_layer
-        # Early prototypes follow random features; held back, they do not collapse with them (Caron et al., App.).
+        # Early prototypes follow random features; freezing them prevents a collapse (Caron et al., App.).
         return list(self.student.head.last_layer.parameters()) if frozen else []
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        """Says so where the representation has collapsed: the same output for every image, uniform or one-hot."""
+        """Return a message if the representation has collapsed to the same output for every image, uniform or one-hot."""
         limits, most = self.config.collapse, math.log(self.config.head.out_dim)
         entropy, kl = facts["teacher_entropy"] / most, facts["teacher_kl"] / most
         low, high = limits.entropy
@@ -246,11 +253,11 @@ class DinoObjective(Objective):
         )
 
     def shard_units(self) -> Sequence[nn.Module]:
-        # The teacher's blocks first: its forward comes first, and FSDP2 fetches ahead in this order.
+        # The teacher's blocks first, because its forward comes first and FSDP2 prefetches in this order.
         return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a backbone: student and teacher begin alike."""
+        """Load a backbone into both student and teacher."""
         return {f"{net}.backbone.{name}": value for net in ("student", "teacher") for name, value in weights.items()}
 
     def param_groups(self) -> ParamGroups:
@@ -283,16 +290,16 @@ class DinoObjective(Objective):
             tokens,
             [((2 * large + crops.local_crops_number * small) * m.width, m.blocks)],
             m.out_width,
-            4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views),  # targets twice, logits and their gradient
+            4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views),  # twice the targets, logits and their gradient
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
-        # The teacher has no backward to recompute for.
+        # The teacher has no backward, so it needs no recomputation.
         self.student.backbone.set_grad_checkpointing(enable)
 
 
 def _by_crop(x: Tensor) -> Tensor:
-    """(B, crops, …) -> (crops * B, …), crop after crop."""
+    """Rearrange (B, crops, …) to (crops * B, …), crop after crop."""
     return x.transpose(0, 1).flatten(0, 1)
 
 

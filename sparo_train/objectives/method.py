@@ -1,4 +1,4 @@
-"""What a method is: one value, which `sparo.methods` names. Whoever needs something of a method asks it; nobody asks which one it is."""
+"""Methods: entries of `sparo.methods`. Code that needs something of a method asks its entry, and never compares names."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from ..data.read.sources import DataConfig
 
 
 def no_rules(run: Any) -> None:
-    """Any blocks go together."""
+    """Accept any combination of blocks."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of `sparo.methods`.
+    """Entry of `sparo.methods`.
+
+    Encoders of trained objectives are entries of the same name in `sparo.encoders`.
 
     Args:
         config: the recipe's `objective` block, with `kind: Literal[NAME] = NAME`.
-        objective: config to the objective, its modules initialised from torch's random stream.
-        examples: (config, the recipe's `data` block) to what batches are made of.
-        rules: told the whole recipe; raises `ValueError`, beginning with the dotted key, where blocks do not go together.
-        exports: rows of `sparo.exports` that write its runs, the default first.
-        loss_keys: of its block, dotted: what makes two runs' losses other numbers than each other's; None: all but `model`.
-
-    What encodes with a trained objective is the row of the same name in `sparo.encoders`.
+        objective: makes the objective from its config, with modules initialised from torch's random stream.
+        examples: makes the examples of a batch from (config, the recipe's `data` block).
+        rules: checks the whole recipe; raises `ValueError`, beginning with the dotted key, if blocks cannot be
+            combined.
+        exports: entries of `sparo.exports` that write its runs, the default first.
+        loss_keys: dotted keys of its block that must be equal for the losses of two runs to be comparable; None: all
+            except `model`.
     """
 
     config: type[Frozen]

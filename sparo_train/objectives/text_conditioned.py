@@ -1,10 +1,11 @@
 """FLAIR's loss (Xiao et al., CVPR 2025): every text of the global batch pools the patches of every image, scored by a sigmoid loss.
 
-    -1/B sum_ij log sigmoid(t_ij (scale * <v_ij, y_j / |y_j|> + bias)),  v_ij: image i pooled by text j, unit norm; t_ij as in SigLIP
+    -1/B sum_ij log sigmoid(t_ij (scale * <v_ij, y_j / |y_j|> + bias)),  v_ij: image i pooled by text j, unit norm; t_ij
+    as in SigLIP
 
-The query y_j is the projected text embedding before normalization, as in the official model: the LayerNorm of queries has an epsilon,
-so a unit-norm text would give another query. Each rank holds its own images and gathers all texts, so its share of the loss is exact.
-Texts are processed in tiles, whose pooling is recomputed in backward.
+The query y_j is the projected text embedding before normalization, as in the official model: the LayerNorm of queries
+has an epsilon, so a unit-norm text would give another query. Each rank holds its own images and gathers all texts, so
+its share of the loss is exact. Texts are processed in tiles, whose pooling is recomputed in backward.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ def conditioned_scores(patches: Tensor, queries: Tensor, pool: Sequence[Tensor],
     Args:
         patches: (B, N, D), projected patches of the images.
         queries: (T, D), projected text embeddings before normalization.
-        pool: the values of the pooling module's parameters, in order.
+        pool: values of the pooling module's parameters, in order.
+        heads: number of attention heads.
     """
     tile_size = max(1, _TILE_ELEMENTS // (len(patches) * patches.shape[-1]))
 
-    # All inputs are arguments: every checkpoint would keep a captured tensor alive.
+    # Pass all inputs as arguments, because every checkpoint would keep a captured tensor alive.
     def score_tile(queries: Tensor, patches: Tensor, *pool: Tensor) -> Tensor:
         pooled = F.normalize(pool_by_text(pool, heads, patches, queries), dim=-1)
         return torch.einsum("btd,td->bt", pooled, F.normalize(queries, dim=-1))
@@ -57,7 +59,10 @@ def conditioned_sigmoid(
     Args:
         patches: (b, N, D), projected patches of this rank's images.
         queries: (b, D), this rank's projected text embeddings before normalization.
-        pool: the values of the pooling module's parameters, in order.
+        pool: values of the pooling module's parameters, in order.
+        heads: number of attention heads.
+        scale, bias: 0-d.
+        ring: the ranks; default: those of the default process group.
     """
     ring = ring or Ring()
     logits = scale * conditioned_scores(patches, ring.gather(queries), pool, heads) + bias

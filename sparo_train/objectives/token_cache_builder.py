@@ -1,4 +1,4 @@
-"""What a frozen tower makes of a data set, part by part, for `objective.cache`: the same things together in a forward whoever computes it."""
+"""Tokens of frozen towers for a data set, computed in parts for `objective.cache`. Forwards have fixed contents, whichever rank computes them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from ..data.read.workers import iterate_in_workers
 from ..models.clip_towers import layer_of
 from ..models.weight_files.weights import weights_sha256
 
-_PART, _IMAGES, _TEXTS = 1024, 64, 256  # samples of a part; images and captions of a forward
+_PART, _IMAGES, _TEXTS = 1024, 64, 256  # samples per part; images and captions per forward
 
 Encode = Callable[[Tensor], Tensor]
 
 
 class Prepared(NamedTuple):
-    """Of one thing that has tokens: its digest, and what the tower takes, pixels (3, S, S) uint8 or ids (T,) int64."""
+    """Input of a tower: a digest, and pixels (3, S, S) uint8 or ids (T,) int64."""
 
     digest: bytes
     value: np.ndarray
 
 
-Prepare = Callable[[dict[str, bytes], Source], list[Prepared]]  # a sample's members to what of it has tokens
+Prepare = Callable[[dict[str, bytes], Source], list[Prepared]]  # returns the inputs in a sample's members
 
 
 class SampleRange(NamedTuple):
-    """Samples first..last-1 of a storage, which make one part of the kept tokens."""
+    """Samples first..last-1 of a storage, which form one part of the token cache."""
 
     source: Source
     storage: Storage
@@ -46,8 +46,8 @@ class SampleRange(NamedTuple):
     last: int
 
     def name(self, kind: str) -> str:
-        """Of its `image` or `text` part, by what was seen of the storage's content: a part of other data is not taken for this one's."""
-        # Also the members that are read: other captions of the same shard make another part.
+        """Return the name of its `image` or `text` part, derived from the content, so that it never matches a part of other data."""
+        # Include the members that are read, because other captions of the same shard make another part.
         s, c = self.storage, self.source.config
         read = c.image_keys if kind == "image" else (c.caption_key, c.captions)
         facts = (Path(s.url).name, len(s), s.digest(), s.sampled_hash(), s.content_hash(), read)
@@ -55,7 +55,7 @@ class SampleRange(NamedTuple):
 
 
 def sample_ranges(sources: Sequence[Source]) -> list[SampleRange]:
-    """All samples that are read, in parts."""
+    """Return all samples that are read, in parts."""
     return [
         SampleRange(source, storage, first, min(first + _PART, len(storage)))
         for source in sources
@@ -72,7 +72,7 @@ def cache_image_tokens(
     entries: dict[bytes, np.ndarray] = {}
     with closing(_prepared(sample_range, prepare, workers)) as batches:
         for batch in batches:
-            # The same picture twice in a part is computed once.
+            # Equal images in a part are computed once.
             fresh = {p.digest: p.value for p in batch if p.digest not in entries}
             if fresh:
                 entries |= dict(
@@ -84,11 +84,11 @@ def cache_image_tokens(
 def cache_text_tokens(
     token_cache: TokenCache, sample_range: SampleRange, prepare: Prepare, encode: Encode, workers: int
 ) -> None:
-    """Compute and write the tokens of a part's captions, up to and including their ends. Raises `DataError`."""
+    """Compute and write the tokens of a part's captions, up to and including EOS. Raises `DataError`."""
     with closing(_prepared(sample_range, prepare, workers)) as batches:
         ids = {p.digest: p.value for batch in batches for p in batch}
     entries: dict[bytes, np.ndarray] = {}
-    # Of about one length: under the causal mask padding behind the end changes nothing.
+    # Group captions of similar lengths: under the causal mask, padding after the end changes nothing.
     rest = iter(sorted(ids, key=lambda digest: (len(ids[digest]), digest)))
     while group := list(islice(rest, _TEXTS)):
         rows = torch.zeros(len(group), len(ids[group[-1]]), dtype=torch.int64)
@@ -101,13 +101,13 @@ def cache_text_tokens(
 
 @contextmanager
 def token_cache_builder(tower: nn.Module, device_context: DeviceContext) -> Iterator[Encode]:
-    """The tower's blocks on an engine's device, in its precision, as they encode; it goes back to where it was."""
+    """Return the tower's blocks on an engine's device, in its precision, as functions that encode; the tower moves back afterwards."""
     was, home = tower.training, next(tower.parameters()).device
     device_context.limit_threads()
     tower.to(device_context.device).eval()
 
     def encode(x: Tensor) -> Tensor:
-        # In fp32 on its way to the host: the caller's type is that of what is kept.
+        # fp32 on its way to the host; the caller chooses the stored dtype.
         with torch.no_grad(), device_context.autocast():
             return tower.hidden(x.to(device_context.device)).float().cpu()  # type: ignore[operator]
 
@@ -118,15 +118,15 @@ def token_cache_builder(tower: nn.Module, device_context: DeviceContext) -> Iter
 
 
 def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """What decides a tower's tokens: the weights of its blocks and what is before them, its sizes, the precision."""
+    """Return everything that determines a tower's tokens: weights of its blocks and what is before them, its sizes, the precision."""
     count = len(tower.resblocks)  # type: ignore[arg-type]
-    # Only what is before the tokens: a read-out may change, and its tokens stay good.
+    # Only what comes before the tokens, because another readout can use the same tokens.
     weights = weights_sha256(tower.state_dict(), lambda name: layer_of(name, count) <= count)
     return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
 
 
 class _SampleDataset(Dataset[list[Prepared]]):
-    """A run's samples; torch asks for several at once. A user's problem is delivered, not raised."""
+    """Samples of a run, of which torch requests several at once. Errors of samples are returned, not raised."""
 
     def __init__(self, sample_range: SampleRange, prepare: Prepare):
         self.sample_range, self.prepare = sample_range, prepare
@@ -140,9 +140,9 @@ class _SampleDataset(Dataset[list[Prepared]]):
                 continue
             except SparoError as error:
                 return error
-            except OSError as error:  # it may pass, and a part without this sample would stay
+            except OSError as error:  # the error may be temporary, and the part would stay without this sample
                 return DataError(
-                    f"{self.sample_range.storage.url}: sample number {number} cannot be read ({error}); start again"
+                    f"{self.sample_range.storage.url}: sample number {number} cannot be read ({error}). Start again."
                 )
         return prepared_items
 

@@ -1,4 +1,4 @@
-"""CLIP on kept tokens: what frozen blocks make of images and captions is computed once, and training reads it (`objective.cache`)."""
+"""CLIP on cached tokens: the output of frozen blocks is computed once, and training reads it (`objective.cache`)."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ from .token_cache_builder import (
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY = 64  # parts of a rank between two lines
+_LOG_EVERY = 64  # parts per rank between two log lines
 
 
 class TokenExamples(ImageTextExamples):
-    """Image-text pairs of which at least one side is read as tokens. Batches hold `image_tokens` (B, N, d) in place of `image`, and
-    `text_tokens` (B, T, d) beside `text`, fp16 or fp32, for the towers whose blocks are frozen.
+    """Image-text pairs of which at least one side is read as tokens.
+
+    Batches contain `image_tokens` (B, N, d) in place of `image`, and `text_tokens` (B, T, d) in addition to `text`,
+    fp16 or fp32, for the towers whose blocks are frozen.
 
     Args:
         cache: the recipe's `objective.cache`.
         images, texts: which towers are frozen.
-        others: of `ImageTextExamples`.
+        others: further arguments of `ImageTextExamples`.
     """
 
     reads_model = True
@@ -62,10 +64,10 @@ class TokenExamples(ImageTextExamples):
         device_context: DeviceContext,
         ranks: Ranks,
     ) -> None:
-        """Compute what is not kept yet, the parts dealt to the ranks, and open all of it.
+        """Compute missing tokens, in parts that are distributed over the ranks, and open the cache.
 
         Raises:
-            DataError: the folder cannot be written, or a tower gives numbers that are not finite.
+            DataError: the folder cannot be written, or a tower gives values that are not finite.
         """
         ranges = sample_ranges(sources)
         for kind in self._frozen:
@@ -86,7 +88,7 @@ class TokenExamples(ImageTextExamples):
                     f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {token_cache.folder}"
                 )
                 with token_cache_builder(tower, device_context) as encode:
-                    # A round ends for all ranks together, so that nobody waits longer than for one part.
+                    # A round ends for all ranks together, so that none waits longer than for one part.
                     for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
                         own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
                         ranks.call_on_all(
@@ -94,7 +96,7 @@ class TokenExamples(ImageTextExamples):
                         )
                         if number % _LOG_EVERY == 0:
                             logger.info(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
-            # Opened by this process, before workers are forked: they share the index instead of each having one.
+            # Open it in this process, before workers are forked, so that they share the index.
             ranks.call_on_all(lambda kept=token_cache, k=kind: kept.open([run.name(k) for run in ranges]))
             self.token_caches[kind] = token_cache
 
@@ -114,7 +116,7 @@ class TokenExamples(ImageTextExamples):
                 )
 
     def _sizes(self, config: Any, kind: str) -> dict[str, Any]:
-        """What a tower is beside its weights, and of images how they are seen."""
+        """Return what determines a tower's tokens besides its weights, including the preprocessing of images."""
         tower = config.model.vision if kind == "image" else config.model.text
         sizes = tower.model_dump(mode="json", exclude={"init_from", "freeze", "patch_dropout"})
         sizes["quick_gelu"] = config.model.quick_gelu
@@ -127,7 +129,7 @@ class TokenExamples(ImageTextExamples):
     def _image(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         data, size = image_bytes(fields, source.config.image_keys), self.image_size
         image = decode_image(data, 2 * size if self.config.scaled_decoding else None, self.config.pixel_range)
-        # The digest is of the file as it lies, so that finding tokens decodes no image.
+        # The digest is that of the file's bytes, so that finding tokens needs no image decoding.
         return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
 
     def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
@@ -137,7 +139,7 @@ class TokenExamples(ImageTextExamples):
     def prepare(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> dict[str, np.ndarray]:
-        """Find the tokens of a sample, with pixels where its image tower is trained; raises `BadSampleError` with the reason."""
+        """Return the tokens of a sample, with pixels if its image tower is trained; raises `BadSampleError` with the reason."""
         if len(self.token_caches) < len(self._frozen):
             raise ConfigError("objective.cache: tokens are computed during training only. Set objective.cache=null.")
         out: dict[str, np.ndarray] = {}
@@ -148,7 +150,7 @@ class TokenExamples(ImageTextExamples):
             if rows is None:
                 decode_image(
                     data, pixel_range=self.config.pixel_range
-                )  # of a broken picture there are none, and that is what is wrong with it
+                )  # there are none for a broken image, so report the image
             out["image_tokens"] = self._require_tokens("image", rows)
         else:
             pair = super().prepare(fields, source, rng, on_stage)
@@ -165,12 +167,12 @@ class TokenExamples(ImageTextExamples):
 
     @staticmethod
     def _require_tokens(kind: str, rows: np.ndarray | None) -> np.ndarray:
-        if rows is None:  # it could not be read when they were computed, or was written since
+        if rows is None:  # it could not be read when tokens were computed, or was written later
             raise BadSampleError(f"no {kind} tokens")
         return rows
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """Texts and their tokens are padded with zeros to the context length."""
+        """Stack examples; texts and their tokens are padded with zeros to the context length."""
         batch = {}
         for key, value in examples[0].items():
             if key.startswith("text"):
@@ -189,4 +191,4 @@ class TokenExamples(ImageTextExamples):
         return batch
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
-        return super().preview(batch, count) if "image" in batch else []  # pixels are not looked at
+        return super().preview(batch, count) if "image" in batch else []  # pixels are not used

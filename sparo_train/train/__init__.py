@@ -1,1 +1,1 @@
-"""The resolved run and the one loop."""
+"""The resolved recipe and the training loop."""

@@ -1,4 +1,4 @@
-"""From a recipe to objects: each block is built by the row that it names."""
+"""Builders: objective, data pipeline, ranks and engine from a recipe, each by its registry entry."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SINGLE_PROCESS = World()
 
 
 def build_objective(config: RunConfig) -> Objective:
-    """The objective with its modules initialised from the run's seed."""
-    # Every rank builds the same weights, so none has to be sent.
+    """Return the objective with its modules initialised from the run's seed."""
+    # Every rank builds the same weights, so they need not be broadcast.
     torch.manual_seed(torch_seed(config.seed, "init"))
     objective = METHODS.get(config.objective.kind).objective(config.objective)
-    # Patterns, not prefixes: what is frozen is often one kind of parameter in every block.
+    # Patterns instead of prefixes, because often one kind of parameter is frozen in every block.
     for pattern in config.freeze:
-        # By all of its names: what two towers share has one in each.
+        # Match all names of a parameter: one that two towers share has a name in each.
         matches = [p for name, p in objective.named_parameters(remove_duplicate=False) if fnmatchcase(name, pattern)]
         if not matches:
             names = [name for name, _ in objective.named_parameters()]
@@ -38,8 +38,8 @@ def build_objective(config: RunConfig) -> Objective:
 
 
 def build_pipeline(config: RunConfig, world: World = _SINGLE_PROCESS) -> Pipeline:
-    """The training data of a run, as one of its ranks reads it."""
-    # Examples are the method's: only it knows what a sample has to become.
+    """Return the training data of a run, as this rank reads it."""
+    # The method defines its examples, because only it knows which inputs it needs.
     examples = METHODS.get(config.objective.kind).examples(config.objective, config.data)
     return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
 
@@ -54,10 +54,13 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
     """Join the other ranks.
 
     Args:
-        engine: the recipe's `engine` block.  world_size: the recipe's; None: any.
+        engine: the recipe's `engine` block.
+        world_size: the recipe's required number of ranks; None: any.
+        world: what the launcher started; None: read it from the environment.
 
     Raises:
-        ConfigError: an engine of one process among several, or not the recipe's world size.
+        ConfigError: an engine of one process was started on several ranks, or the number of ranks differs from
+            `world_size`.
     """
     if world_size not in (None, world.size):
         raise ConfigError(
@@ -70,7 +73,7 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
             )
         return Ranks(world, "gloo", 0.0)
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
-    # Gloo beside nccl: what the loop says to other ranks must not wait for a GPU.
+    # Gloo in addition to nccl: messages of the loop between ranks must not wait for a GPU.
     return Ranks(world, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", engine.timeout)
 
 

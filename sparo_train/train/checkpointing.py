@@ -1,4 +1,4 @@
-"""Checkpoints of a run: staged and written by a thread while training continues, and read again to resume."""
+"""Checkpoints of a run: staged and written by a thread while training continues, and loaded to resume."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-# A moment whose square is no fp32 number is lost. A weight is long before: a few products of such numbers overflow.
+# A second moment that overflows in fp32 is lost. A weight is lost long before, because products of a few such values
+# overflow.
 _LARGEST = {"model": 1e9, "optimizer": 1e19}
 
 
 def _is_sound(pieces: Pieces) -> bool:
-    """Whether weights and moments are numbers that can be trained on."""
+    """Return whether weights and moments are finite and small enough to train on."""
     for part, part_pieces in pieces.items():
         largest = _LARGEST.get(part, 1e19)
         for piece in part_pieces.values():
             if piece.data.is_floating_point() and piece.data.numel():
-                # numpy's one thread: torch's team of threads would wait for the team that trains, and let it wait
+                # numpy uses one thread; torch's threads would compete with those of training.
                 data = (piece.data if piece.data.element_size() >= 4 else piece.data.float()).numpy()
                 if not (data.min() >= -largest and data.max() <= largest):  # False for NaN, too
                     return False
@@ -46,34 +47,35 @@ def _is_sound(pieces: Pieces) -> bool:
 
 
 class Saver:
-    """Writes and finds checkpoints, one at a time; the next save, the end of the run and an error of it wait for the one under way.
+    """Writer of checkpoints, one at a time. The next save, the end of the run and an error of the run wait for the pending one.
 
-    The threads of the ranks talk through a process group of their own: on training's they would mix with its collectives.
+    The writer threads of the ranks use their own process group: on that of training, their messages would mix with its
+    collectives.
 
     Args:
-        store: where to.
-        ranks: who writes together.
-        background: False waits for every checkpoint before training goes on.
+        store: checkpoints of the run folder.
+        ranks: ranks that write together.
+        background: False: training waits until each checkpoint is complete.
     """
 
     def __init__(self, store: CheckpointStore, ranks: Ranks, background: bool = True):
         self.store, self.ranks, self.background = store, ranks, background
-        # One thread: two checkpoints at once would read the same staged copies.
+        # A single thread: two saves at once would use the same staged copies.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[Path] | None = None
         self._staged: dict[tuple[str, str], Tensor] = {}
         self._waited = 0.0
 
     def save(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> None:
-        """Write this rank's pieces and, all ranks together, make the checkpoint of `step`.
+        """Write this rank's pieces and, together with all ranks, complete the checkpoint of `step`.
 
         Raises:
-            CheckpointError: the one before could not be written, or this one where it is not written in the background.
+            CheckpointError: the previous checkpoint could not be written, or this one if `background` is False.
         """
         begin = time.monotonic()
-        # The one before first: its staged copies are the memory that this one writes into.
+        # Finish the previous save first, because this one reuses the memory of its staged copies.
         self.wait()
-        # The next step writes into these very tensors; only a copy stands still.
+        # The next step writes to the original tensors, so the thread needs a copy.
         staged = {
             part: {name: self._stage_copy(part, name, p) for name, p in part_pieces.items()}
             for part, part_pieces in pieces.items()
@@ -84,15 +86,15 @@ class Saver:
         self._waited += time.monotonic() - begin
 
     def last_good(self) -> str:
-        """The newest checkpoint from before a run diverged, in words."""
+        """Describe the newest checkpoint from before a run diverged."""
         self.wait()
         sound = self.store.latest_valid()
         if sound is None:
-            return "no checkpoint is from before that"
-        return f"the last good checkpoint is {sound}; remove those behind it to go back there"
+            return "no earlier checkpoint exists"
+        return f"the last good checkpoint is {sound}; remove later ones to resume from it"
 
     def wait(self) -> Path | None:
-        """Until the checkpoint under way is complete; raises on every rank what it failed with on any."""
+        """Wait until the pending checkpoint is complete; if it failed on any rank, raise the error on every rank."""
         if self._under_way is None:
             return None
         under_way, self._under_way = self._under_way, None
@@ -102,20 +104,21 @@ class Saver:
     def newest(
         self, check: Callable[[dict[str, Any], str], None], fall_back: bool
     ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
-        """The newest complete checkpoint, its meta, and its tensors, every rank having verified its share of the files.
+        """Return the newest complete checkpoint, its meta, and its tensors, after every rank verified its share of the files.
 
         Args:
-            check: raises where a meta does not fit; called by rank 0 with the path before tensors are looked at.
-            fall_back: take the one before where the newest is damaged, which is renamed; what that loses is said.
+            check: raises if a meta does not fit; called on rank 0 with the path before tensors are read.
+            fall_back: if the newest checkpoint is damaged, rename it and use the one before; a message says what that
+                loses.
 
         Raises:
-            CheckpointError: a file is missing or damaged; on every rank, whoever found it.
+            CheckpointError: a file is missing or damaged; raised on every rank, whichever found it.
         """
         while True:
             try:
                 return self._open_newest(check)
             except CheckpointError as error:
-                # Asked of rank 0: the folder of another may lag behind on a network disk.
+                # Ask rank 0 only, because other ranks may see an older state of a network disk.
                 older = self.ranks.rank0_broadcast(lambda: len(self.store.steps()) > 1)
                 if not (fall_back and older):
                     raise
@@ -134,7 +137,7 @@ class Saver:
     ) -> tuple[Path, dict[str, Any], CheckpointReader] | None:
 
         def find_newest() -> tuple[Path, dict[str, Any]] | None:
-            # What a killed start left would be counted as disk that is in use.
+            # Files of a killed start would otherwise keep using disk space.
             self.store.sweep()
             path = self.store.latest()
             if path is None:
@@ -146,13 +149,13 @@ class Saver:
         newest = self.ranks.rank0_broadcast(find_newest)
         if newest is None:
             return None
-        # Kept, not raised: a rank that left here would leave the others in the exchange below.
+        # Store the error instead of raising it, because the other ranks wait in the exchange below.
         reader: CheckpointReader | SparoError
         try:
             reader = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
         except SparoError as error:
             reader = error
-        # Damage on one rank ends all of them, or the others would train on without it.
+        # Damage found by one rank ends all of them; otherwise the others would train without it.
         errors = [text for text in self.ranks.gather(str(reader) if isinstance(reader, SparoError) else None) if text]
         with self.ranks.raise_on_all():
             if errors or isinstance(reader, SparoError):
@@ -161,25 +164,25 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """True where the checkpoint under way has ended with an error, which `wait` raises."""
+        """Return True if the pending checkpoint has ended with an error, which `wait` raises."""
         under_way = self._under_way
         return under_way is not None and under_way.done() and under_way.exception() is not None
 
     def take_wait_seconds(self) -> float:
-        """Seconds that training stood still for saving since the last call."""
+        """Return the seconds since the last call for which saving blocked training."""
         seconds, self._waited = self._waited, 0.0
         return seconds
 
     def close(self) -> None:
-        """End the thread after what it is writing. Nobody waits for it: it may be waiting for a rank that is gone."""
+        """End the thread after its current write. Nothing waits for it, because it may be waiting for a rank that is gone."""
         self._thread.shutdown(wait=False)
 
     def _stage_copy(self, part: str, name: str, piece: Piece) -> Piece:
-        """The piece in memory that the next steps do not write to; the same memory for every save."""
+        """Return a copy in memory that the next steps do not change; every save reuses the same memory."""
         data = piece.data
         buffer = self._staged.get((part, name))
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
-            # Pinned: only then does the copy from a GPU run beside what it computes.
+            # Pinned memory, so that the copy from a GPU overlaps with computation.
             buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._staged[part, name] = buffer
         return piece._replace(data=buffer.copy_(data))
@@ -192,10 +195,10 @@ class Saver:
         done = self._try(step, lambda: self._complete(step, results, meta)) if self.ranks.rank == 0 else None
         if isinstance(done, CheckpointError):
             self.store.abandon(step)
-        # Nobody calls it saved before rank 0 has renamed the folder.
+        # Report it as saved only after rank 0 has renamed the folder.
         done = self.ranks.gather(done, saving=True)[0]
         if isinstance(done, CheckpointError):
-            # One of the ranks tells the human.
+            # One rank tells the user.
             done.repeated = self.ranks.rank > 0
             raise done
         assert done is not None
@@ -205,7 +208,7 @@ class Saver:
         self, step: int, results: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]
     ) -> Path:
         files: Files = {}
-        # A step in which gradients were not finite may have left nothing wrong, or everything: it is no step to go back to.
+        # A step with gradients that are not finite may have damaged the state, so its checkpoint is marked as suspect.
         suspect, sound = meta.get("skipped_in_a_row", 0) > 0, True
         for rank, part in enumerate(results):
             if isinstance(part, CheckpointError):
@@ -214,15 +217,15 @@ class Saver:
         return self.store.complete(step, files, {**meta, "suspect": suspect or not sound, "sound": sound})
 
     def _try(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
-        """Whatever goes wrong on one rank has to be told to the others, which wait for it."""
+        """Return the error of `call` instead of raising it, because the other ranks wait for this rank's result."""
         try:
             return call()
-        except SupersededError:  # the others belong to the same lost start
+        except SupersededError:  # the others belong to the same abandoned start
             raise
         except CheckpointError as error:
             return error
         except Exception as error:
-            # Anything at all: an error that stays in this thread would leave the other ranks waiting.
+            # Catch everything: an error that stays in this thread would leave the other ranks waiting.
             return CheckpointError(f"{self.store.folder(step)}: could not be written ({type(error).__name__}: {error})")
 
 
@@ -235,13 +238,17 @@ def resume(
     pipeline: DataPipeline,
     bad: BadSampleBudget,
 ) -> State:
-    """Load a run's newest checkpoint into the engine, or that of the run it branches off; return the state to continue from.
+    """Load a run's newest checkpoint into the engine, or the checkpoint that it branches from; return the state to continue from.
 
     Args:
-        start: the recipe's `start_from` block.  fall_back: `checkpoint.fall_back`.
+        start: the recipe's `start_from` block.
+        fall_back: `checkpoint.fall_back`.
+        saver: checkpoints of this run.
+        ranks, engine, pipeline: of this training.
+        bad: receives the counts of skipped samples.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be read or does not fit.
+        CheckpointError: a checkpoint cannot be read or does not fit.
         DataError: the data changed since the checkpoint.
     """
     newest = saver.newest(
@@ -258,10 +265,10 @@ def resume(
         engine.load(source)
     if ranks.size == 1 and (line := engine.device_context.choose_threads(meta.get("threads", torch.get_num_threads()))):
         logger.info(line)
-    # Another form of attention adds up in another order: the run would not end with the same bits.
+    # Another attention kernel sums in another order, so the run would not end with the same bits.
     if warning := engine.device_context.restore_kernel(
         meta.get("attention", "plain")
-    ):  # older versions took plain on CPUs
+    ):  # older versions used the plain kernel on CPUs
         logger.warning(warning)
     state = State.of(meta)
     bad.load(meta["bad_samples"])
@@ -272,11 +279,13 @@ def resume(
 
 
 def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
-    """Load a run, or one of its steps, into an engine; returns a first step that knows how many lie behind it, and where its data stands,
-    which is nowhere if this run's are others.
+    """Load another run, or one of its steps, into an engine. Return the state that a branch starts from.
+
+    The branch starts at step 0 and records the steps before it. It continues in the data at the same position if both
+    runs have the same data.
 
     Raises:
-        CheckpointError: no checkpoint of a run of ours, or of another model.
+        CheckpointError: not a checkpoint of a training run, or of another model.
     """
     step = store.newest_step(path)
     if step is None:
@@ -286,7 +295,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     if doubt := store.checkpoint_warnings(path, step):
         logger.warning(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
-    # Before the data are compared: other data are no reason not to take the weights.
+    # Before comparing the data: other data are no reason to refuse the weights.
     try:
         engine.load(store.open_checkpoint(step, ("model", "optimizer")))
     except CheckpointError as error:

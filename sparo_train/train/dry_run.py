@@ -1,4 +1,4 @@
-"""`sparo train --dry-run`: what a recipe amounts to, without touching pixels or allocating weights."""
+"""`sparo train --dry-run`: parameters, memory and data of a recipe, without reading pixels or allocating weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK_ACTIVATIONS = 34  # bytes per token and channel that a pre-norm block kee
 
 
 class SourceFacts(NamedTuple):
-    """One source; samples are None where its shards are not on this machine, with the reason."""
+    """One source. `samples` is None, with a reason, if its shards are not on this machine."""
 
     name: str
     shards: int | None
@@ -33,8 +33,10 @@ class SourceFacts(NamedTuple):
 
 
 class DryRun(NamedTuple):
-    """Everything `--dry-run` prints; bytes are estimates, counts are exact. `encoding` is None, and estimates that need it are
-    missing, where the objective does not say what a sample amounts to."""
+    """Everything that `--dry-run` prints: bytes are estimates, counts are exact.
+
+    `encoding`, and the estimates that need it, are None if the objective has no `footprint`.
+    """
 
     parameters: dict[str, int]
     trained: int
@@ -49,10 +51,10 @@ class DryRun(NamedTuple):
 
 
 def meta_objective(config: RunConfig) -> Objective:
-    """A recipe's objective on the meta device, where a model of any size takes no memory.
+    """Return a recipe's objective on the meta device, where a model of any size takes no memory.
 
     Raises:
-        ConfigError: nothing of it would be trained, or a group of parameters fits none.
+        ConfigError: nothing would be trained, or a parameter group matches no parameter.
     """
     with torch.device("meta"):
         objective = build_objective(config)
@@ -68,12 +70,12 @@ def dry_run(config: RunConfig) -> DryRun:
     facts = [_source(name, source) for name, source in config.data.sources.items()]
     available = [f for f in facts if f.samples is not None]
     whole = sum(epoch_sizes([f.samples or 0 for f in available], [f.weight for f in available]))
-    # A sum over the sources that are here would be a wrong epoch, not an estimate.
+    # A sum over the available sources only would be a wrong epoch, not an estimate.
     epoch = whole if len(available) == len(facts) else config.samples_per_epoch
     try:
         steps = config.total_steps(epoch or 0) if config.epochs is None or epoch else None
     except ConfigError:
-        # With shards elsewhere the length cannot be told yet; that is no mistake of the recipe.
+        # If shards are elsewhere, the length is unknown, which is not a mistake in the recipe.
         if all(f.samples is not None for f in facts):
             raise
         steps = None
@@ -103,8 +105,8 @@ def dry_run(config: RunConfig) -> DryRun:
 
 
 def parameters_by_module(objective: Objective) -> dict[str, int]:
-    """Parameters per part; the entries add up to the whole."""
-    # Three levels of names: with fewer, towers could not be told apart; with more, the table is longer than a screen.
+    """Return the number of parameters per part; the entries sum to the total."""
+    # Three levels of names: fewer would merge the towers, more would fill more than a screen.
     out: dict[str, int] = {}
     for name, p in objective.named_parameters():
         key = ".".join(name.split(".")[:3]).removeprefix("model.")
@@ -120,10 +122,14 @@ def memory_estimate(
     objective: Objective,
     footprint: Footprint | None,
 ) -> dict[str, int]:
-    """Return the bytes that one rank needs: what the engine keeps, activations of a micro-batch, and the loss.
+    """Return the bytes that one rank needs: state kept by the engine, activations of a micro-batch, and the loss.
 
     Args:
-        engine, optim: blocks of the recipe.  micro_batch: samples per forward and rank.
+        engine, optim: blocks of the recipe.
+        world_size: number of ranks.
+        micro_batch: samples per forward and rank.
+        objective: on the meta device.
+        footprint: size of one sample.
     """
     sizes = Sizes.of(objective, len(set(optim.state_names) - {"step"}))
     engine_costs = ENGINES.get(engine.kind).costs(engine, sizes, world_size)
@@ -132,9 +138,9 @@ def memory_estimate(
         return states
     half, towers = engine.precision == "bf16", footprint.towers
     block = _BLOCK_ACTIVATIONS * (1 if half else 2)
-    if engine.grad_checkpointing:  # every block's input, and one block at a time recomputed whole
+    if engine.grad_checkpointing:  # the input of every block, and one whole block that is recomputed at a time
         block_inputs = sum((2 if half else 4) * size * blocks for size, blocks in towers)
-        # The largest block: while one is computed again, the others keep their inputs alone.
+        # The largest block counts: while it is recomputed, the others keep only their inputs.
         activations = block_inputs + block * max((size for size, _ in towers), default=0)
     else:
         activations = sum(block * size * blocks for size, blocks in towers)
@@ -147,8 +153,8 @@ def _source(name: str, source: SourceConfig) -> SourceFacts:
         source_data = open_source(name, source)
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
-    # Shards that are cut off are told, not fatal here: a dry run is where one wants to know.
-    broken = f"{len(source_data.broken())} shard(s) not whole" if source_data.broken() else None
+    # Truncated shards are reported but not fatal here, because this is what a dry run is for.
+    broken = f"{len(source_data.broken())} incomplete shard(s)" if source_data.broken() else None
     return SourceFacts(name, len(source_data.storages), source_data.samples, source.weight, None, None, broken)
 
 

@@ -1,4 +1,4 @@
-"""`fit`: from a recipe to a finished run, on all ranks together."""
+"""`fit`: train a recipe to the end, on all ranks together."""
 
 from __future__ import annotations
 
@@ -32,29 +32,30 @@ _NAMED = 5
 
 
 def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
-    """A line per source: its share of all that is read, its size, how often each sample comes; and what is lost of it.
+    """Return one line per source with its share, size and passes, and lines for what is lost.
 
     Args:
-        samples: how many the whole run reads.
+        sources: sources with their weights.
+        samples: number of samples that the whole run reads.
     """
-    # By the plan's own arithmetic: what is told is what will be read.
+    # Use the plan's own arithmetic, so that the lines match what will be read.
     read = source_shares([source.samples for source in sources], [source.config.weight for source in sources], samples)
     for source, (share, passes) in zip(sources, read, strict=True):
-        yield f"data {source.name}: {share:.1%} of what is read; {source.samples:,} samples, {passes:.2f} passes"
+        yield f"data {source.name}: {share:.1%} of the samples read; {source.samples:,} samples, {passes:.2f} passes"
         if left_out := getattr(source.storages[0], "left_out", {}):
-            yield f"data {source.name}: left out, as no pictures that can be read: {left_out_text(left_out)}"
+            yield f"data {source.name}: skipped files that are not readable images: {left_out_text(left_out)}"
         broken = source.broken()
         for damage in broken[:_NAMED]:
             yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost_samples:,} samples lost"
         if len(broken) > _NAMED:
-            yield f"data {source.name}: {len(broken) - _NAMED} more shards are not whole; `sparo data check` lists them"
+            yield f"data {source.name}: {len(broken) - _NAMED} more shards are incomplete; `sparo data check` lists them"
 
 
 logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """A training on one rank, before its first step. `rundir` is not written to yet."""
+    """A training on one rank, before its first step. Nothing is written to `rundir` yet."""
 
     config: RunConfig
     ranks: Ranks
@@ -65,12 +66,13 @@ class Run(NamedTuple):
     total_steps: int
 
 
-# Returns what scores the objective at evaluations, or None; raises `ConfigError` for tasks that cannot be scored.
+# Makes the function that scores the objective at evaluations, or returns None. Raises `ConfigError` for tasks that
+# cannot be scored.
 MakeEvaluate = Callable[[Run, Display], Evaluate | None]
 
 
 def refuse_initial_weights(config: Any, start: StartConfig | None, objective: Objective) -> None:
-    """Initialise from the seed alone. Raises `ConfigError` if the recipe names weights, which only `sparo.fit` and `sparo train` load."""
+    """Initialise from the seed only. Raises `ConfigError` if the recipe names weights, which only `sparo.fit` and `sparo train` load."""
     if start is not None and not start.optimizer:
         raise ConfigError("start_from: needs callbacks.initial_weights. Call sparo.fit.")
     for key in ("vision", "text"):
@@ -81,11 +83,14 @@ def refuse_initial_weights(config: Any, start: StartConfig | None, objective: Ob
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a program adds to a training.
+    """Functions that a program adds to a training.
 
-    display: from the run's name and whether this rank is silent to a context with a `Display`.
-    initial_weights: (the blocks `objective` and `start_from`, the objective) loads the weights that a recipe names; called for new runs only.
-    identity: facts that must be equal on all ranks in addition to recipe, package versions and data, such as a hash of the code.
+    Attributes:
+        display: (name of the run, whether this rank is silent) -> a context with a `Display`.
+        initial_weights: (blocks `objective` and `start_from`, the objective) loads the weights that a recipe names;
+            called for new runs only.
+        identity: values that must be equal on all ranks in addition to recipe, package versions and data, such as a
+            hash of the code.
     """
 
     display: Callable[[str, bool], AbstractContextManager[Display]] = NoDisplay
@@ -99,14 +104,17 @@ def fit(
     callbacks: Callbacks | None = None,
     ranks: Ranks | None = None,
 ) -> Outcome:
-    """Train a recipe into its run folder, from its newest checkpoint if it has one.
+    """Train a recipe in its run folder, from its newest checkpoint if it has one.
 
     Args:
-        evaluate: makes the function that scores the objective every `eval.every_steps` and at the end; None: no evaluation.
-        ranks: the processes that train together, already joined; None: those that the environment describes (torchrun, SLURM).
+        config: the resolved recipe.
+        evaluate: makes the function that scores the objective every `eval.every_steps` and at the end; None: no
+            evaluation.
+        callbacks: functions of the calling program.
+        ranks: the processes that train together, already joined; None: those in the environment (torchrun, SLURM).
 
     Raises:
-        ConfigError, DataError, CheckpointError, TrainingError: what is wrong, by key or file. Nothing is lost.
+        ConfigError, DataError, CheckpointError, TrainingError: by key or file. Nothing is lost.
     """
     callbacks = callbacks or Callbacks()
     own_ranks = build_ranks(config.engine, config.world_size, find_world()) if ranks is None else ranks
@@ -118,7 +126,7 @@ def fit(
 
 
 def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str, Any]]) -> Run:
-    """Build engine, objective and data; raise for what cannot be trained, on all ranks together."""
+    """Build engine, objective and data. If something prevents training, raise on all ranks together."""
     # Ranks with another seed, learning rate or checkout would otherwise train together silently.
     if ranks.size > 1:
         facts = {"recipe": config.model_dump(mode="json"), "versions": environment()["packages"], **identity()}
@@ -128,7 +136,7 @@ def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str
     total_steps = config.total_steps(pipeline.plan.epoch_size)
     engine, objective = build_engine(config.engine, config.optim, ranks), build_objective(config)
     objective.refuse_length(total_steps)
-    # The optimizer would refuse the same, after the run folder was made.
+    # The optimizer would refuse this, too, but only after the run folder was created.
     group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
     return Run(config, ranks, engine, objective, pipeline, RunDir(config.folder), total_steps)
 
@@ -139,23 +147,23 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
         stack.callback(rundir.close)
         log_file = stack.enter_context(_run_log(ranks))
         display = stack.enter_context(callbacks.display(config.name, ranks.rank > 0))
-        # What refuses a start comes before the folder is written to: it may hold a run that goes on being read.
+        # Refuse before writing to the folder, because it may contain a run that is still in use.
         evaluate = None if make_evaluate is None else make_evaluate(run, display)
-        # By one rank: two that list a folder of a network disk may see two different newest ones.
+        # Ask one rank only: two ranks that list a folder on a network disk may see different newest checkpoints.
         newest = ranks.rank0_broadcast(lambda: CheckpointStore(rundir.checkpoints).latest())
         if newest is None:
             callbacks.initial_weights(config.objective, config.start_from, run.objective)
-        # Before tokens of a whole data set are computed for a run that is then refused; it writes nothing.
+        # Before computing tokens of a whole data set for a run that would be refused; it writes nothing.
         ranks.call_on_all(lambda: rundir.refuse_changes(config))
         if run.pipeline.examples.reads_model:
-            # Examples that look at the model need the weights that it continues with, before the trainer reads them.
+            # Examples that read the model need the weights that training continues with, before the trainer loads them.
             _load_weights_to_continue(run, newest)
             run.pipeline.examples.ready(run.objective, run.pipeline.sources, run.engine.device_context, ranks)
         rundir.join(ranks.rank0_broadcast(lambda: _open_run_folder(run)))
         log_file.open(rundir.path / "log.txt")
         _log_start(run, newest)
         try:
-            # A second objective on the meta device: counting must not touch the one that is trained.
+            # Count on a second objective on the meta device, so that the trained one is not touched.
             flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
             steps_per_epoch = config.steps_per_epoch(run.pipeline.plan.epoch_size)
             trainer = Trainer(
@@ -163,12 +171,12 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
                 display, evaluate, flops,
             )  # fmt: skip
             outcome = trainer.fit()
-        except SupersededError:  # not even into its log
+        except SupersededError:  # not even to its log
             raise
         except SparoError as error:
             logger.error(f"error: {error}", extra=FILE_ONLY)
             raise
-        # At the end as well as on the way: the sum is what a reader of the log looks for.
+        # Log the total at the end, too, because readers of the log look for it there.
         if unusable := trainer.bad.by_reason():
             counts_text = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
             logger.warning(f"skipped samples: {counts_text}")
@@ -179,7 +187,7 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
 
 @contextmanager
 def _run_log(ranks: Ranks) -> Iterator[RunLog]:
-    """Keep what rank 0 logs, for RUN/log.txt. Other ranks log nowhere: without a handler Python would print their warnings."""
+    """Collect what rank 0 logs, for RUN/log.txt. Other ranks log nothing; without a handler, Python would print their warnings."""
     with closing(RunLog()) as handler:
         used = handler if ranks.rank == 0 else logging.NullHandler()
         with logging_to(used):
@@ -187,7 +195,7 @@ def _run_log(ranks: Ranks) -> Iterator[RunLog]:
 
 
 def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
-    """Load those that training continues with, where it reads them from a checkpoint later."""
+    """Load the weights that training continues with before the trainer does, for examples that read them."""
     start = run.config.start_from
     if newest is None and start is not None and start.optimizer:
         newest = newest_step(Path(start.checkpoint))
@@ -200,12 +208,14 @@ def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
 
 
 def _open_run_folder(run: Run) -> str:
-    """Claim the run folder, unless its newest checkpoint is from other data; return the claim's token."""
+    """Claim the run folder, unless its newest checkpoint is from other data; return the token of the claim."""
     rundir, config = run.rundir, run.config
-    rundir.refuse_changes(config)  # first: another batch is another plan, which the data would be blamed for
+    rundir.refuse_changes(
+        config
+    )  # first, because another batch size is another plan, and the error would blame the data
     newest = CheckpointStore(rundir.checkpoints).latest()
     if newest is not None:
-        with suppress(CheckpointError):  # a damaged one is reported, or passed over, by the trainer
+        with suppress(CheckpointError):  # the trainer reports or skips a damaged one
             refuse_changed(read_run_meta(newest)["fingerprint"], run.pipeline.fingerprint, str(newest))
     return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
 
@@ -220,11 +230,11 @@ def _log_start(run: Run, newest: Path | None) -> None:
         logger.info(line)
     for line in config.optim.unused_keys():
         logger.warning(line)
-    # With several ranks per machine the launcher sets the threads; a resumed run takes them from its checkpoint.
+    # With several ranks per machine, the launcher sets the threads; a resumed run takes them from its checkpoint.
     if newest is None and ranks.size == 1 and (line := run.engine.device_context.choose_threads()):
         logger.info(line)
     for source in run.pipeline.sources if ranks.rank == 0 else ():
         for key in missing_caption_keys(source):
             logger.warning(
-                f"data.sources.{source.name}.captions: {key} is in none of 64 samples; its probability goes to the others"
+                f"data.sources.{source.name}.captions: {key} is missing in all of 64 samples; its probability goes to the other keys"
             )

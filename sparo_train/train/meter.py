@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.contracts import Batch, CoupledObjective, Objective, Progress
 
-# Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets; a name that holds another ("H100 PCIe") comes before it.
+# Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets. A longer name ("H100 PCIe") comes before the
+# name that it contains.
 PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -31,7 +32,7 @@ PEAKS = {
 
 
 class FlopCounter:
-    """Model FLOPs of a sample: three times the forward's matrix products and attentions (recomputation is not counted).
+    """Model FLOPs of a sample: three times the matrix products and attentions of the forward (recomputation does not count).
 
     Args:
         build: makes the objective; called once, without allocating or computing anything.
@@ -39,35 +40,35 @@ class FlopCounter:
 
     def __init__(self, build: Callable[[], Objective]):
         self._build, self._objective = build, None
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # the meta tensors that it is built of
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)  # meta tensors of the objective
         self._flops_by_shape: dict[tuple[torch.Size, ...], float] = {}
 
     def per_sample(self, batch: Batch) -> float:
-        """FLOPs of forward and backward of one sample of this batch's shapes."""
-        # Captions are cut to the batch's longest, so lengths change; each is traced once.
+        """Return the FLOPs of forward and backward of one sample with this batch's shapes."""
+        # Captions are cut to the longest in the batch, so lengths vary; each length is traced once.
         shapes = tuple(value.shape[1:] for value in batch.values())
         if shapes not in self._flops_by_shape:
             if self._objective is None:
                 with torch.device("meta"):
                     objective = self._build()
                 with self._fake:
-                    # without gradients: the counter's hooks stumble over a parameter that is a module's input
+                    # Without gradients: the counter's hooks fail on a parameter that is an input of a module
                     self._objective = objective.to_empty(device="cpu").requires_grad_(False)
             with self._fake, FlopCounterMode(display=False) as counter, torch.no_grad():
-                # One sample: counts are linear in the batch, and traces of small tensors are cheap.
+                # One sample, because counts are linear in the batch and traces of small tensors are fast.
                 one = {k: torch.empty((1, *v.shape[1:]), dtype=v.dtype) for k, v in batch.items()}
                 if isinstance(self._objective, CoupledObjective):
-                    # Not its loss: that grows with the square of the batch, and no published figure counts it.
+                    # Without the loss, which grows with the square of the batch and which no published figure counts.
                     self._objective.embed(one)
                 else:
                     self._objective(one, Progress(0, 1, 0))
-            # Backward takes two products for each of the forward.
+            # Backward needs two products for each product of the forward.
             self._flops_by_shape[shapes] = 3.0 * counter.get_total_flops()
         return self._flops_by_shape[shapes]
 
 
 def utilisation(flops_per_second: float, device: torch.device) -> float | None:
-    """Share of one device's peak; None where the peak is not known (CPUs, other GPUs)."""
+    """Return the share of one device's peak; None if the peak is not known (CPUs, other GPUs)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -76,10 +77,10 @@ def utilisation(flops_per_second: float, device: torch.device) -> float | None:
 
 
 def memory(device: torch.device) -> float:
-    """GiB: the most this process held on its GPU since the last call; on a CPU, the most it ever held resident."""
+    """Return the peak memory in GiB: on a GPU since the last call, on a CPU the largest resident size so far."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        # From here anew, so that a record shows its own steps' peak.
+        # Reset the peak, so that a record shows the peak of its own steps.
         torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
     # Linux counts KiB.
@@ -87,39 +88,39 @@ def memory(device: torch.device) -> float:
 
 
 class RunClock:
-    """Counts from the start of this sitting, on top of what earlier sittings took.
+    """Clock of this start, in addition to the time of earlier starts.
 
     Args:
-        before: seconds that earlier sittings took, from the checkpoint.
+        before: seconds of earlier starts, from the checkpoint.
     """
 
     def __init__(self, before: float = 0.0):
-        # Monotonic: a machine's clock may be set back while it trains.
+        # Monotonic, because the system clock may be set back during training.
         self._before, self._start_time = before, time.monotonic()
-        self._first: tuple[int, float] | None = None  # this sitting's first finished step, and when
+        self._first: tuple[int, float] | None = None  # first finished step of this start, and its time
         self._away = 0.0  # seconds of evaluations and checkpoints since then
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training so far, all sittings included."""
+        """Return the seconds of training so far, over all starts."""
         return self._before + time.monotonic() - self._start_time
 
     def step(self, step: int) -> bool:
-        """Note a finished step; return whether it is the first of this sitting."""
+        """Record a finished step; return whether it is the first of this start."""
         if self._first is not None:
             return False
         self._first = (step, time.monotonic())
         return True
 
     def pause(self, seconds: float) -> None:
-        """Leave seconds out of the estimate, which is for steps alone."""
+        """Exclude seconds from the estimate, which covers steps only."""
         if self._first is not None:
             self._away += seconds
 
     def left(self, step: int, total: int) -> float | None:
-        """Return an estimate of the seconds to the last step; None before two steps of this sitting are done.
+        """Return an estimate of the seconds to the last step; None before two steps of this start are done.
 
-        The first step is left out: it compiles, fills caches and waits for the loader's workers.
+        The first step is excluded, because it compiles, fills caches and waits for the loader's workers.
         """
         if self._first is None or step <= self._first[0]:
             return None
@@ -135,7 +136,7 @@ class Meter:
         self._beat = 0.0
 
     def start(self) -> None:
-        # Monotonic: the clock of a machine may be set back while it trains.
+        # Monotonic, because the system clock may be set back.
         self._since, self._waited, self._samples, self._steps = time.monotonic(), 0.0, 0, 0
 
     @contextmanager
@@ -150,8 +151,8 @@ class Meter:
         self._samples, self._steps = self._samples + samples, self._steps + 1
 
     def take(self) -> dict[str, float]:
-        """`samples_per_second`, `data_wait` (share) and `step_seconds`, from here on anew."""
-        # Two log steps within a clock tick must not divide by zero.
+        """Return `samples_per_second`, `data_wait` (share) and `step_seconds` since the last call."""
+        # Avoid a division by zero if two log steps fall within one clock tick.
         spent = max(time.monotonic() - self._since, 1e-9)
         out = {
             "samples_per_second": self._samples / spent,
@@ -170,16 +171,16 @@ class Meter:
 
 
 def average_over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over ranks, and `step_spread`: how much longer the slowest rank's forward takes than the fastest's, as a share.
+    """Return the means over ranks, and `step_spread`: the share by which the slowest rank's forward takes longer than the fastest's.
 
-    Forwards are compared because nothing in them waits for other ranks; whole steps take equally long on all of them.
+    Forwards are compared because they do not wait for other ranks; whole steps take equally long on all ranks.
     """
-    # A metric that a rank's batch has nothing of is the mean of those that have it.
+    # A metric that some ranks' batches lack is averaged over the ranks that have it.
     values_by_name = {
         name: [f[name] for f in facts if name in f] for name in dict.fromkeys(name for f in facts for name in f)
     }
     out = {name: sum(values) / len(values) for name, values in values_by_name.items()}
-    # Not whole steps: whoever is faster waits in the exchange, and all would look alike.
+    # Not whole steps: faster ranks wait in the exchange, so all would look alike.
     own = [f["forward_seconds"] for f in facts]
     if len(facts) > 1:
         out["step_spread"] = max(own) / max(min(own), 1e-9) - 1

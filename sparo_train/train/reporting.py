@@ -1,4 +1,4 @@
-"""What a run reports: metrics, a line for the terminal, the heartbeat, and the scores of evaluated steps."""
+"""Reports of a run: metrics, terminal lines, the heartbeat, and scores of evaluated steps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _RESERVED = {"kind", "step", "loss", "lr", "grad_norm"}  # keys of every record 
 
 
 class Reporter:
-    """Averages over ranks what there is to tell at a log step, and tells it.
+    """Writer of metrics at log steps, averaged over ranks.
 
     Args:
-        flops: counts a sample's model FLOPs; None leaves them out.
+        flops: counts a sample's model FLOPs; None: they are not logged.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Reporter:
         self.flops, self.meter = flops, Meter()
         self._log: MetricsLog | None = None
         self._unhealthy = False
-        self._odd: set[str] = set()  # metrics that are no numbers, which was said
+        self._odd: set[str] = set()  # metrics that are not numbers, which were reported once
 
     def open(self, after_step: int) -> set[int]:
-        """On rank 0: continue metrics.jsonl behind this step; returns the steps that are evaluated already."""
+        """On rank 0, continue metrics.jsonl after this step; return the steps that are already evaluated."""
         c = self.config
         self._log = MetricsLog(self.rundir.path, after_step, c.wandb, c.tensorboard, self.rundir.lease.check)
         return {record["step"] for record in read(self._log.path, "eval")}
@@ -57,9 +57,9 @@ class Reporter:
     def step(
         self, step: int, total_steps: int, loss: Loss, report: StepReport, batch: Batch, objective: Objective
     ) -> dict[str, Any]:
-        """The facts of a log step, the same on every rank, shown; this is where the host waits for the device."""
+        """Log the metrics of a step, equal on every rank; the host waits for the device here."""
         own = self._numbers(loss.metrics) | {"loss": float(loss.total)}
-        # Behind the float() above: only now is the device done with what is timed.
+        # After the float() above, because only then has the device finished what is timed.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
         facts = average_over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
@@ -70,7 +70,7 @@ class Reporter:
         return facts
 
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Metrics as numbers; one that is none (a vector) is said once and left out: what only reports ends no run."""
+        """Return metrics as numbers. One that is not a number (a vector) is reported once and skipped, so that reporting never ends a run."""
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             if name in _RESERVED:
@@ -87,24 +87,24 @@ class Reporter:
         return numbers
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
-        """Show what the model is given first, and what its pixels are."""
+        """Show the first batch as the model receives it, and statistics of its pixels."""
         if self.ranks.rank == 0 and (text := pixel_statistics(batch)):
             logger.info(text)
         if self._log is not None and self.config.samples:
             self._log.samples(lambda: pipeline.preview(batch, self.config.samples))
 
     def done(self, step: int, total_steps: int, clock: RunClock, report: StepReport) -> None:
-        """Note a finished step; the first of a sitting is shown at once."""
+        """Record a finished step; the first of a start is shown at once."""
         self.without_gradient(report.without_gradient)
         if clock.step(step):
             self.show_progress(step, total_steps, clock)
 
     def show_progress(self, step: int, total_steps: int, clock: RunClock) -> None:
-        """Show where the run stands, without waiting for the device."""
+        """Show the progress without waiting for the device."""
         self.display.show_progress(step, total_steps, clock.elapsed, clock.left(step, total_steps))
 
     def without_gradient(self, names: Sequence[str]) -> None:
-        """Name trainable parameters that the loss does not reach: they keep their initial values."""
+        """Report trainable parameters that the loss does not reach, which keep their initial values."""
         if names and self.ranks.rank == 0:
             listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             logger.warning(
@@ -112,12 +112,12 @@ class Reporter:
             )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """A record of metrics.jsonl, on rank 0."""
+        """Write a record to metrics.jsonl, on rank 0."""
         if self._log is not None:
             self._log.write(kind, step, values)
 
     def beat(self, step: int, total_steps: int, phase: str) -> None:
-        """What the run is doing, for those who watch its folder."""
+        """Update the heartbeat with the activity of the run, for observers of its folder."""
         if self.ranks.rank == 0:
             self.rundir.write_heartbeat(step=step, total=total_steps, phase=phase)
 
@@ -126,38 +126,38 @@ class Reporter:
             self._log.close()
 
     def _check_health(self, objective: Objective, step: int, facts: dict[str, float]) -> None:
-        """Say what the objective finds alarming, once until it is over; `alarm` in the metrics is 1 as long as it lasts."""
+        """Log a health problem of the objective once until it is over; `alarm` in the metrics is 1 while it lasts."""
         try:
             problem = objective.check_health(facts)
-        except Exception as error:  # a stranger's objective: what only reports ends no run
+        except Exception as error:  # errors of a plug-in's objective must not end the run while it is only reporting
             problem = f"its alarm failed ({type(error).__name__}: {error})"
         if problem is not None and not self._unhealthy:
             logger.warning(f"step {step}: {problem}")
         self._unhealthy = problem is not None
-        # In every record while it lasts: a curve shows when it began.
+        # In every record while it lasts, so that a curve shows when it began.
         if self._unhealthy:
             facts["alarm"] = 1.0
 
     def _speed(self, batch: Batch, samples_per_second: float) -> dict[str, float]:
-        """Model FLOP/s of one rank, and their share of its device's peak where that is known."""
+        """Return model FLOP/s of one rank, and their share of its device's peak if known."""
         if self.flops is None:
             return {}
         try:
             rate = self.flops.per_sample(batch) * samples_per_second / self.ranks.size
-        except Exception as error:  # some operations cannot be traced without data, each fails in its own way
+        except Exception as error:  # some operations cannot be traced without data, and fail in various ways
             self.flops = None
             first = str(error).partition("\n")[0][:200]
             logger.warning(
                 f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are omitted. Set log.flops=false"
             )
             return {}
-        # Of one rank's device, as published figures are.
+        # Per device, as in published figures.
         share = utilisation(rate, self.engine.device)
         return {"tflops": rate / 1e12} | ({} if share is None else {"mfu": share})
 
 
 def pixel_statistics(batch: Batch) -> str:
-    """Return a line about the pixels of a batch's images, uint8; empty without any. A range far from 0 to 255 is the commonest mistake."""
+    """Return a line about the pixels (uint8) of a batch's images, empty without images. A wrong range is the most common mistake."""
     image = batch.get("image")
     if not isinstance(image, torch.Tensor) or image.dtype != torch.uint8 or not image.numel():
         return ""
@@ -165,26 +165,26 @@ def pixel_statistics(batch: Batch) -> str:
     line = f"first batch: pixels from {low} to {high}, mean {mean:.1f}"
     if high < 64:
         return f"{line}. Nearly black: are these 16-bit pictures of a small range? Set data.pixel_range."
-    return f"{line}. Nearly white: look at data.pixel_range." if low > 192 else line
+    return f"{line}. Nearly white: check data.pixel_range." if low > 192 else line
 
 
 class Collector:
-    """Python's garbage collection at steps of our choosing: by itself it stops one rank at a time, and the others wait for it."""
+    """Garbage collection at chosen steps. Automatic collection stops one rank at a time, and the others wait for it."""
 
     def __enter__(self) -> Collector:
-        # A test or a notebook may have switched it off already.
+        # A test or notebook may have disabled it already.
         self._before = gc.isenabled()
         gc.collect()
         gc.disable()
         return self
 
     def step(self, step: int) -> None:
-        """Collect what is young, on every rank behind the same step."""
+        """Collect young objects, on every rank after the same step."""
         if step % _COLLECT_EVERY == 0:
             gc.collect(1)
 
     def everything(self) -> None:
-        """Behind what makes much of it and takes its time anyway (an evaluation)."""
+        """Collect everything, after work that creates many objects and takes long anyway (an evaluation)."""
         gc.collect()
 
     def __exit__(self, *_: object) -> None:
@@ -193,7 +193,7 @@ class Collector:
 
 
 class Profile:
-    """A trace of some steps of rank 0, for chrome://tracing or Perfetto, in RUN/profile."""
+    """Trace of some steps of rank 0 in RUN/profile, for chrome://tracing or Perfetto."""
 
     def __init__(self, config: ProfileConfig | None, folder: Path):
         self._folder, self._running = folder, None
@@ -201,7 +201,7 @@ class Profile:
             self._guarded(lambda: self._start(config))
 
     def _start(self, config: ProfileConfig) -> None:
-        # One step of warm-up is thrown away: the profiler's own start would be in it.
+        # Discard one warm-up step, which contains the start of the profiler itself.
         schedule = torch.profiler.schedule(wait=config.wait, warmup=1, active=config.steps, repeat=1)
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -215,7 +215,7 @@ class Profile:
         logger.info(f"log.profile: {path}")
 
     def step(self) -> None:
-        """Behind every step."""
+        """Advance the profiler after a step."""
         if self._running is not None:
             self._guarded(self._running.step)
 
@@ -224,10 +224,10 @@ class Profile:
             self._guarded(self._running.stop)
 
     def _guarded(self, call: Callable[[], Any]) -> None:
-        # Whatever it raises: a trace is worth less than the run.
+        # Catch everything, because a trace must not end the run.
         try:
             call()
-        except Exception as error:  # a profiler only reports
+        except Exception as error:  # a failing profiler must not end the run
             self._running = None
             logger.warning(f"log.profile: failed ({type(error).__name__}: {error}). The run continues without it.")
 
@@ -236,11 +236,11 @@ _SINGLE_RANK = Ranks(World(), "gloo", 0.0)
 
 
 class Evaluation:
-    """Steps are scored once, however often the run is stopped and goes on.
+    """Evaluation of steps, once each, however often the run is stopped and resumed.
 
     Args:
-        evaluate: scores the objective; None: nothing does.
-        every: steps between two; 0: only when asked.
+        evaluate: scores the objective; None: nothing is evaluated.
+        every: steps between evaluations; 0: only on request.
     """
 
     def __init__(self, evaluate: Evaluate | None, every: int, engine: Engine, ranks: Ranks, reporter: Reporter):
@@ -248,22 +248,22 @@ class Evaluation:
         self.scored: set[int] = set()
 
     def due(self, step: int) -> bool:
-        """Whether it is this step's turn, and it has no scores yet."""
+        """Return whether this step is to be evaluated and has no scores yet."""
         return bool(self.every and step and step % self.every == 0) and self.missing(step)
 
     def missing(self, step: int) -> bool:
         return self.evaluate is not None and step not in self.scored
 
     def run(self, step: int) -> str | None:
-        """Score this step; returns the signal for which it was left: without a record, so that the resumed run begins with it."""
+        """Evaluate this step. If a signal interrupts it, return the signal and write no record, so that the resumed run begins with it."""
         evaluate = self.evaluate
         assert evaluate is not None
         with self.engine.full_model() as model:
             objective = cast(Objective, model)
             try:
-                on_all_ranks = self.engine.replicated  # or the others have no model, and wait
+                on_all_ranks = self.engine.replicated  # otherwise the others have no model, and wait
                 scores = (
-                    # Each its share where all hold the model, so that no GPU waits for rank 0.
+                    # If all ranks have the model, each scores its share, so that no GPU waits for rank 0.
                     evaluate(objective, step, self.ranks)
                     if on_all_ranks
                     else self.ranks.rank0_broadcast(lambda: evaluate(objective, step, _SINGLE_RANK))
@@ -271,6 +271,6 @@ class Evaluation:
             except StoppedError as stopped:
                 return stopped.signal
         self.reporter.write("eval", step, scores)
-        # Behind the record: a step that was left half scored is scored again.
+        # After the record: a step whose evaluation was interrupted is evaluated again.
         self.scored.add(step)
         return None

@@ -1,4 +1,4 @@
-"""The recipe: every key a run has, and what follows from it, computed once."""
+"""The recipe: all keys of a run, and values derived from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `ev
 
 
 class CheckpointConfig(Frozen):
-    """A checkpoint is written every so many steps, every so many minutes (whichever comes first), on a signal, and at the end."""
+    """Checkpoints are written at step and time intervals (whichever comes first), on a signal, and at the end."""
 
     every_steps: int = field(1000, "Steps between checkpoints. 0: not by steps.", ge=0)
     every_minutes: float = field(30.0, "Minutes between checkpoints. 0: not by time.", ge=0)
@@ -32,14 +32,14 @@ class CheckpointConfig(Frozen):
 
 
 class ProfileConfig(Frozen):
-    """Steps whose trace goes to RUN/profile, counted from this start; the first of a process are not like the others."""
+    """Steps whose trace goes to RUN/profile, counted from this start."""
 
     wait: int = field(5, "Steps before the profile.", ge=0)
     steps: int = field(3, "Steps to profile.", gt=0)
 
 
 class LogConfig(Frozen):
-    """What a run says of itself. Nothing here changes what it computes."""
+    """Logging. These keys do not change what is computed."""
 
     every_steps: int = field(20, "Steps between records of metrics.jsonl.", gt=0)
     tensorboard: bool = field(True, "Also write metrics to RUN/tensorboard.")
@@ -60,7 +60,7 @@ class LogConfig(Frozen):
 
 
 class EvalJobConfig(Frozen):
-    """Tasks too long to wait for: a job of its own scores the weights of every evaluated step."""
+    """Long tasks that run in a separate job, which scores the weights of every evaluated step."""
 
     cluster: str = field(..., "Cluster name, as in `sparo launch --cluster`.", examples=["slurm"])
     tasks: dict[str, TaskConfig] = field(..., "Tasks by name; each is an entry of sparo.tasks.", min_length=1)
@@ -68,7 +68,7 @@ class EvalJobConfig(Frozen):
 
 
 class EvalConfig(Frozen):
-    """What is scored, and when."""
+    """Evaluation tasks and their schedule."""
 
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     tasks: dict[str, TaskConfig] = Field(
@@ -82,7 +82,7 @@ def _default(table: Registry, name: str) -> Any:
 
 
 class StartConfig(Frozen):
-    """What a run begins with in place of random weights. Once it has a checkpoint of its own, it goes on from that."""
+    """Initial weights of a run. Once the run has its own checkpoint, it continues from that."""
 
     checkpoint: str = field(
         ...,
@@ -107,7 +107,7 @@ def _as_block(value: Any) -> Any:
 
 
 class RunConfig(Frozen):
-    """A whole recipe. Exactly one of `steps`, `epochs`, `samples` says how long it trains."""
+    """A whole recipe. Exactly one of `steps`, `epochs`, `samples` gives the length of training."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
 
@@ -161,7 +161,7 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_length(self) -> RunConfig:
-        # Three ways to say one thing would have to agree; one is asked for.
+        # Three keys for one quantity would have to agree, so exactly one is required.
         lengths = [k for k in self.alternatives if getattr(self, k) is not None]
         if len(lengths) != 1:
             raise ValueError(f"set exactly one of steps, epochs, samples (set: {', '.join(lengths) or 'none'})")
@@ -169,14 +169,14 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_method_rules(self) -> RunConfig:
-        # A method knows which keys of other blocks it reads; the recipe does not.
+        # A method knows which keys of other blocks it needs; the recipe does not.
         METHODS.get(self.objective.kind).rules(self)
         return self
 
     def micro_batch(self, world_size: int) -> int:
-        """Samples per forward and rank."""
+        """Return the samples per forward and rank."""
         own = self.batch_size // world_size
-        # A micro-batch larger than what the rank has is the rank's whole batch.
+        # A micro-batch larger than the rank's batch is the whole batch.
         return min(self.micro_batch_size or own, own)
 
     @property
@@ -184,13 +184,13 @@ class RunConfig(Frozen):
         return Path(self.out) / self.name
 
     def total_steps(self, epoch_size: int) -> int:
-        """Optimizer steps of the run; `epoch_size` is what the sources hold, weights counted."""
+        """Return the optimizer steps of the run; `epoch_size` is the size of the sources with their weights."""
         if self.steps is not None:
             total = self.steps
         elif self.samples is not None:
             total = self.samples // self.batch_size
         else:
-            # Rounded down, as both papers' code does.
+            # Rounded down, as in the code of both papers.
             total = int((self.epochs or 0) * (self.samples_per_epoch or epoch_size)) // self.batch_size
         if total < 1:
             raise ConfigError(f"steps/epochs/samples: shorter than one batch of {self.batch_size}")
@@ -205,7 +205,7 @@ class RunConfig(Frozen):
         return total
 
     def steps_per_epoch(self, epoch_size: int) -> int:
-        """Whole batches in an epoch, at least one; what schedules by epoch count in."""
+        """Return the whole batches in an epoch (at least one), the unit of schedules by epoch."""
         return max(1, (self.samples_per_epoch or epoch_size) // self.batch_size)
 
 
@@ -217,7 +217,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
             f"{path}: is a sweep of {len(tree['runs'])} runs. Train them with `sparo launch train {path} --cluster local`."
         )
     tree = override(tree, overrides or [], RunConfig)
-    # The file's name, unless it says another: two recipes in one folder do not share a run.
+    # Default to the file's name, so that two recipes in one folder do not share a run.
     tree.setdefault("name", Path(path).stem)
     origin = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     # The recipe of a run folder may have the key names of the version that wrote it.

@@ -1,4 +1,4 @@
-"""What the loop carries, shows and ends with."""
+"""State of the loop, displays, and outcomes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Protocol
 from ..core.contracts import Cursor, Objective
 from ..core.distributed import Ranks
 
-# Scores by task, for metrics.jsonl; the ranks are those that score together.
+# Scores by task, for metrics.jsonl; the ranks are those that evaluate together.
 Evaluate = Callable[[Objective, int, Ranks], dict[str, Any]]
 
 
 class Display(Protocol):
-    """Shows a human what happens."""
+    """Display of progress for a user."""
 
     def show_progress(self, step: int, total: int, elapsed: float, left: float | None) -> None:
-        """Show the step, the seconds of training so far over all sittings, and an estimate of those left."""
+        """Show the step, the seconds of training so far over all starts, and an estimate of those left."""
 
     def update(self, step: int, total: int, facts: dict[str, float]) -> None:
         """Show the metrics of a log step."""
@@ -28,7 +28,7 @@ class Display(Protocol):
 
 
 class NoDisplay:
-    """A display that shows nothing, as a context: for a training whose log is enough."""
+    """Display that shows nothing, as a context: for trainings whose log is enough."""
 
     def __init__(self, name: str, silent: bool):
         pass
@@ -51,15 +51,15 @@ class NoDisplay:
 
 @dataclass
 class State:
-    """What the loop carries from step to step, beside the engine's own state."""
+    """State that the loop carries from step to step, in addition to the engine's own state."""
 
     step: int = 0
     samples: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     cursor: Cursor | None = None
-    steps_before: int = 0  # of the runs that this one is a branch of
-    seconds: float = 0.0  # of training, all sittings included, at the newest checkpoint
+    steps_before: int = 0  # of the run that this one branched from
+    seconds: float = 0.0  # seconds of training over all starts, at the newest checkpoint
 
     def counts(self) -> dict[str, float]:
         """Return the entries of a checkpoint's meta other than the step and the cursors."""
@@ -73,9 +73,9 @@ class State:
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> State:
-        """As it was when a checkpoint was written."""
+        """Return the state that a checkpoint's meta records."""
         cursor = Cursor(tuple(meta["cursor"]))
-        # Older versions wrote no steps_before, and their branches went on as if there were none.
+        # Older versions wrote no steps_before, and their branches continued as if it were zero.
         before, seconds = meta.get("steps_before", 0), float(meta.get("seconds", 0.0))
         counts = (meta["step"], meta["samples"], meta["skipped_steps"], meta["skipped_in_a_row"])
         return State(*counts, cursor, before, seconds)
@@ -83,7 +83,7 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why the loop ended: `finished`, `stop_after_steps`, or a signal's name; and where."""
+    """Reason for the end of the loop (`finished`, `stop_after_steps`, or a signal's name) and its step."""
 
     reason: str
     step: int

@@ -1,4 +1,4 @@
-"""One optimizer step: what all ranks agree on before it, its gradients from micro-batches, and steps that are skipped."""
+"""One optimizer step: agreement of all ranks before it, gradients from micro-batches, and skipped steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .state import State
 
 logger = logging.getLogger(__name__)
 
-_LAST = 2  # steps that may be skipped at the end: a single overflow in bf16 does not mean that the run diverged
+_LAST = 2  # skipped steps that are allowed at the end: a single overflow in bf16 does not mean that the run diverged
 
 
 def refuse_diverged(state: State, total_steps: int, checkpoint: Path | None, last_good: str) -> None:
@@ -45,14 +45,14 @@ def refuse_diverged(state: State, total_steps: int, checkpoint: Path | None, las
 
 
 class SkippedSteps:
-    """What became of the steps since the host last looked.
+    """Results of the steps since the host last checked.
 
-    On a CPU it looks after every step. A GPU would have to be waited for: there it looks where it waits anyway (log steps, saves,
-    the end), so a run may take a few steps more before it ends.
+    On a CPU, the host checks after every step. On a GPU, checking waits for the device, so the host checks where it
+    waits anyway (log steps, saves, the end), and a run may take a few more steps before it ends.
 
     Args:
         limit: `optim.max_consecutive_skips`.
-        last_good: returns the last good checkpoint in words, for the error.
+        last_good: returns a description of the last good checkpoint, for the error.
     """
 
     def __init__(self, limit: int, last_good: Callable[[], str]):
@@ -64,11 +64,11 @@ class SkippedSteps:
         self._pending.append((step, report.applied, report.grad_norm))
 
     def needs_no_sync(self) -> bool:
-        """Whether looking waits for nothing."""
+        """Return whether `look` would not wait for the device."""
         return all(isinstance(applied, bool) for _, applied, _ in self._pending)
 
     def look(self, state: State) -> None:
-        """Count what happened into `state`. Raises `TrainingError` over the limit."""
+        """Count applied and skipped steps in `state`. Raises `TrainingError` over the limit."""
         pending, self._pending = self._pending, []
         for step, applied, norm in pending:
             if bool(applied):
@@ -76,7 +76,7 @@ class SkippedSteps:
                 continue
             state.skipped_steps += 1
             state.skipped_in_a_row += 1
-            # At once, not at the end: whoever watches can still lower the rate.
+            # Log at once, not at the end, while a user can still lower the rate.
             logger.warning(
                 f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)"
             )
@@ -91,10 +91,10 @@ def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Prog
     """Run forward and backward over this rank's batch, at most `micro_batch_size` samples at a time.
 
     Returns:
-        the loss of the whole batch, detached.
+        The loss of the whole batch, detached.
     """
     parts = split(batch, micro_batch_size)
-    # The plain way where it will do: no second forward, no sums whose order could change a bit.
+    # One forward if possible: no second forward, and no sums in another order.
     if len(parts) == 1:
         loss = engine.forward(batch, progress, last=True)
         engine.backward(loss.total, last=True)
@@ -105,8 +105,8 @@ def gradients(engine: Engine, objective: Objective, batch: Batch, progress: Prog
 
 
 def split(batch: Batch, size: int) -> list[dict[str, Tensor]]:
-    """The batch in pieces of `size` samples, the last one perhaps smaller."""
-    # Any entry will do: all of a batch have the same number of rows.
+    """Split a batch into pieces of `size` samples; the last one may be smaller."""
+    # All entries of a batch have the same number of rows.
     total = len(next(iter(batch.values())))
     return [{key: value[begin : begin + size] for key, value in batch.items()} for begin in range(0, total, size)]
 
@@ -117,18 +117,19 @@ def _weighted_backward(engine: Engine, parts: list[dict[str, Tensor]], progress:
     metrics: dict[str, Tensor] = {}
     shares: dict[str, float] = {}
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-        # By size, not by number: the last micro-batch may be smaller.
+        # Weigh by size, because the last micro-batch may be smaller.
         weight = size / sum(sizes)
         last = number == len(parts) - 1
         loss = engine.forward(part, progress, last=last)
         engine.backward(loss.total * weight, last=last)
         total = loss.total.detach() * weight + (0 if total is None else total)
-        # Weighed like the loss: what is logged does not depend on how the batch was cut.
+        # Weigh metrics like the loss, so that logs do not depend on the micro-batch size.
         for name, value in loss.metrics.items():
             metrics[name] = value * weight + metrics.get(name, 0)
             shares[name] = weight + shares.get(name, 0.0)
     assert total is not None
-    # Of those that have it: a part without a metric is no zero. Shares of all parts are one but for rounding.
+    # Average over the parts that have the metric: a missing one is not zero. Shares of all parts sum to one up to
+    # rounding.
     whole = {name: value if shares[name] > 1 - 1e-9 else value / shares[name] for name, value in metrics.items()}
     return Loss(total, whole)
 
@@ -138,15 +139,15 @@ def _cached_backward(
 ) -> Loss:
     states, cached = [], []
     for part in parts:
-        # Dropout must fall alike in both forwards, or the cached gradient would belong to other embeddings.
+        # Both forwards need the same dropout, or the cached gradient would belong to other embeddings.
         states.append(engine.device_context.random_state())
         with torch.no_grad():
             cached.append(engine.embed(part, last=False))
     leaves = tuple(torch.cat(pieces).requires_grad_() for pieces in zip(*(c.features for c in cached), strict=True))
-    # Copies: a gradient left on the parameters themselves would be exchanged with the first backward.
+    # Copies, because a gradient left on the parameters would be exchanged in the first backward.
     own = tuple(p.detach().clone().requires_grad_() for p in cached[0].loss_params)
     loss = objective.loss(leaves, own, progress)
-    # Once for all micro-batches: this is where a coupled loss talks to the other ranks.
+    # Once for all micro-batches, because a coupled loss communicates with the other ranks here.
     grads = torch.autograd.grad(loss.total, [*leaves, *own])
     embedding_grads, param_grads = grads[: len(leaves)], grads[len(leaves) :]
     begin = 0
@@ -155,9 +156,9 @@ def _cached_backward(
         engine.device_context.set_random_state(state)
         rows, parameters = engine.embed(part, last=last)
         end = begin + len(rows[0])
-        # Its gradient with respect to the embeddings is the cached one, so an ordinary backward carries it on.
+        # Its gradient with respect to the embeddings is the cached one, so an ordinary backward continues from it.
         carrier = torch.stack([(e * g[begin:end]).sum() for e, g in zip(rows, embedding_grads, strict=True)]).sum()
-        if last:  # the loss's own parameters join the last backward, where ranks exchange gradients
+        if last:  # parameters of the loss take part in the last backward, in which ranks exchange gradients
             carrier = carrier + sum(
                 ((p * g).sum() for p, g in zip(parameters, param_grads, strict=True)), carrier.new_zeros(())
             )
@@ -178,7 +179,7 @@ class RankSync:
         self.restart_timer()
 
     def restart_timer(self) -> None:
-        """Count the minutes to the next checkpoint from now."""
+        """Restart the count of minutes to the next checkpoint."""
         self._last_save = time.monotonic()
 
     def synchronize(
@@ -215,8 +216,8 @@ class RankSync:
                 raise (WorkerLostError if isinstance(first, WorkerLostError) else DataError)(f"rank {rank}: {first}")
         if (
             any_skipped and not signal and loader_batch is not None
-        ):  # after a signal the resumed run reads the batch again
-            # Skipped samples are rare, so their reasons get an exchange of their own.
+        ):  # after a signal, the resumed run reads the batch again
+            # Skipped samples are rare, so their reasons are exchanged only when there are any.
             skip_counts, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
             for skips, first_keys in self.ranks.gather((loader_batch.skipped, dict(loader_batch.first_keys))):
                 skip_counts, keys = skip_counts + Counter(skips), first_keys | keys

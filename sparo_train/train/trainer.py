@@ -1,4 +1,4 @@
-"""The loop: data, forward, backward, step, log, evaluate, save. It knows no method, no engine and no format by name."""
+"""The training loop: data, forward, backward, step, log, evaluate, save. It depends on no particular method, engine or format."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Trainer:
         config: the resolved recipe.
         rundir: opened for training (by rank 0).
         ranks: this process among those that train together.
-        engine, objective, pipeline: what to train with.
-        total_steps, steps_per_epoch: the length of the schedules.
-        display: where progress is shown.
+        engine, objective, pipeline: parts of the training.
+        total_steps, steps_per_epoch: length of the schedules.
+        display: shows the progress.
         evaluate: called every `eval.every_steps` and at the end; None: no evaluation.
-        flops: counts a step's model FLOPs, for the metrics; None: they are left out.
+        flops: counts a step's model FLOPs for the metrics; None: they are not logged.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Trainer:
         self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
 
     def fit(self) -> Outcome:
-        """Train from the newest complete checkpoint (or the start) to the end, a signal, or an error, which keeps the step.
+        """Train from the newest complete checkpoint (or the start) to the end, a signal, or an error; the state is saved in all cases.
 
         Raises:
             TrainingError: too many non-finite steps in a row.
-            DataError: too many bad samples, or a data set that changed since the checkpoint.
-            CheckpointError: a checkpoint that cannot be read or written.
+            DataError: too many bad samples, or the data set changed since the checkpoint.
+            CheckpointError: a checkpoint cannot be read or written.
         """
-        # Before the checkpoint is read: it goes straight into the pieces that this rank will hold.
+        # Before the checkpoint is loaded, because it is read directly into this rank's shards.
         self.engine.prepare(self.objective)
         self.clock = RunClock()
         config = self.config
@@ -83,17 +83,18 @@ class Trainer:
             config.start_from, config.checkpoint.fall_back, self.saver, self.ranks, self.engine, self.pipeline, self.bad
         )
         self.clock = RunClock(self.state.seconds + self.clock.elapsed)
-        # One rank reads the records; others could find them half written.
+        # One rank reads the records; others could read them while they are being written.
         self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.reporter.open(self.state.step))
-        # Asked for fewer steps, the schedule is still that of the whole run: a trial's steps are the run's first ones.
+        # With fewer steps requested, the schedule is still that of the whole run, so the steps of a trial are the run's
+        # first ones.
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         self.profile = Profile(*self._profile)
         try:
             with StopFlag() as stop, Collector() as self.garbage:
-                # The collector goes with the loop: outside of it nobody calls for it at steps.
+                # Manual garbage collection ends with the loop, because nothing calls for it at steps afterwards.
                 return self._end(self._loop(end, stop))
         except (LostRankError, SupersededError, CheckpointError):
-            raise  # nobody to save with, no right to, or no way to
+            raise  # no other rank to save with, no right to write, or no way to
         except SparoError as error:
             if self.ranks.size == 1 or error.on_all_ranks:  # all ranks have to save together
                 self._ensure_saved()
@@ -104,41 +105,42 @@ class Trainer:
             self.reporter.close()
 
     def _loop(self, end: int, stop: StopFlag) -> str | None:
-        """Train up to step `end`; returns the signal that came before it, or None."""
+        """Train up to step `end`; return the signal that stopped it before, or None."""
         state, every_steps = self.state, self.config.checkpoint.every_steps
         sync = RankSync(self.ranks, self.saver, self.bad, self.config.checkpoint.every_minutes)
-        with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers behind
+        with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers running
             self.reporter.meter.start()
             while True:
-                # Before the end is looked at, so that a run that was stopped between the two evaluates this step when it resumes.
+                # Before comparing with `end`, so that a run that was stopped before its evaluation evaluates this step
+                # when it resumes.
                 if self.evaluation.due(state.step) and (signal := self._evaluate()):
                     return signal
                 if state.step >= end:
                     return None
-                # A GPU is still busy with the step before: its next batch is read, and copied to it, meanwhile.
+                # While a GPU is busy with the previous step, read the next batch and copy it to the device.
                 loader_batch, error = self._next(batches)
-                # Before the batch is used, so that what a signal leaves unread is read first by the resumed run.
+                # Before using the batch, so that the resumed run begins with the batch that a signal left unused.
                 samples = state.samples + self.config.batch_size
                 signal, checkpoint_due = sync.synchronize(stop, loader_batch, error, samples)
                 if signal is not None or loader_batch is None:
                     return signal
                 self._step(loader_batch)
                 checkpoint_due |= every_steps > 0 and state.step % every_steps == 0
-                if checkpoint_due and state.step < end:  # the last step is saved by `_end`
+                if checkpoint_due and state.step < end:  # `_end` saves the last step
                     self.save()
                     sync.restart_timer()
                 self.garbage.step(state.step)
                 self.profile.step()
 
     def _next(self, batches: Iterator[LoaderBatch]) -> tuple[LoaderBatch | None, SparoError | None]:
-        """The next batch, or what is wrong with it: an error of one rank has to be told to the others first."""
+        """Return the next batch, or the error that prevented it, because the other ranks must learn of it first."""
         with self.reporter.meter.waiting():
             try:
                 loader_batch = next(batches)
             except SparoError as error:
                 return None, error
         if self.config.micro_batch(self.ranks.size) * self.ranks.size < self.config.batch_size:
-            return loader_batch, None  # micro-batches go to the device one by one
+            return loader_batch, None  # micro-batches are copied to the device one by one
         return loader_batch._replace(
             batch=dict(self.engine.device_context.prefetch_to_device(loader_batch.batch))
         ), None
@@ -147,16 +149,17 @@ class Trainer:
         state, log = self.state, self.config.log
         if state.step == 0:
             self.reporter.first_batch(self.pipeline, loader_batch.batch)
-        # Named, not carried on: neither the past nor the number of ranks before counts; a branch goes on where the run was that it left.
+        # Seed from (seed, step, rank), so results do not depend on the history or on an earlier world size; a branch
+        # continues where its run was.
         torch.manual_seed(torch_seed(self.config.seed, "step", state.steps_before + state.step, self.ranks.rank))
         progress = Progress(state.step, self.total_steps, state.samples, self.steps_per_epoch, state.steps_before)
         micro = self.config.micro_batch(self.ranks.size)
-        # The method may change what it sees with progress (growing images); the data plan knows nothing of it.
+        # The method may change its inputs with progress (growing images), which the data plan does not know.
         batch = self.objective.preprocess_batch(loader_batch.batch, progress)
         with self.ranks.error_context(f"step {state.step + 1}"):
             loss = gradients(self.engine, self.objective, batch, progress, micro)
             report = self.engine.step(progress)
-        # Counted before anything can fail that looks at it: what is saved then is this step, with its cursor.
+        # Count the step before anything that inspects it can fail: a save then contains this step with its cursor.
         state.step, state.samples = state.step + 1, state.samples + self.config.batch_size
         state.cursor = loader_batch.cursor
         self.skips.add(state.step, report)
@@ -181,19 +184,19 @@ class Trainer:
             self.reporter.write("train", state.step, facts)
 
     def _look(self) -> None:
-        with self.ranks.raise_on_all():  # the gradient's norm is the same on all of them
+        with self.ranks.raise_on_all():  # the gradient norm is equal on all ranks
             self.skips.look(self.state)
 
     def _beat(self, phase: str) -> None:
         self.reporter.beat(self.state.step, self.total_steps, phase)
 
     def _evaluate(self) -> str | None:
-        """Score this step; returns the signal for which that was left."""
+        """Evaluate this step; return the signal that interrupted it, or None."""
         self._beat("evaluating")
         start_seconds = self.clock.elapsed
         signal = self.evaluation.run(self.state.step)
         self.clock.pause(self.clock.elapsed - start_seconds)
-        self.garbage.everything()  # there is a lot, and here nobody waits for a step
+        self.garbage.everything()  # an evaluation leaves much garbage, and no rank waits for a step here
         self.reporter.meter.start()
         return signal
 
@@ -210,10 +213,10 @@ class Trainer:
         return Outcome(reason, step, path)
 
     def _ensure_saved(self) -> Path | None:
-        """The checkpoint of this very step, complete, written now if need be; None before the first."""
+        """Return the complete checkpoint of this step, writing it now if necessary; None before the first step."""
         if not self.state.step:
             return None
-        # The one under way may be this very step's.
+        # The pending one may be of this step.
         self.saver.wait()
         written = self.ranks.rank0_broadcast(lambda: self.store.steps().get(self.state.step))
         if written is None:
@@ -222,12 +225,12 @@ class Trainer:
         return self.store.folder(self.state.step)
 
     def save(self) -> None:
-        """Begin to write a checkpoint of everything that training depends on."""
+        """Start writing a checkpoint of everything that training depends on."""
         state, start_seconds = self.state, self.clock.elapsed
         self._look()
         self._beat("saving")
         state.seconds = start_seconds
-        # Every rank's own place: loaders run ahead by different numbers of batches.
+        # Each rank's own position, because loaders read ahead by different numbers of batches.
         cursors = self.ranks.gather(state.cursor)
         meta = {
             **state.counts(),
@@ -236,7 +239,7 @@ class Trainer:
             "fingerprint": self.pipeline.fingerprint,
             "bad_samples": self.bad.state(),
             "total_steps": self.total_steps,
-            # What a resumed run has to go on with, to add up in the same order.
+            # Needed by a resumed run to sum in the same order.
             "attention": self.engine.device_context.kernel,
             "threads": torch.get_num_threads(),
             **self._origin,

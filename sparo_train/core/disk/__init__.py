@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder and who owns it, metrics, checkpoints in pieces."""
+"""Files of a run: its folder and lease, metrics, and sharded checkpoints."""

@@ -1,12 +1,13 @@
-"""Checkpoints: folders of safetensors files and a meta.json, which get their name `step-N` when they are complete.
+"""Checkpoints: folders of safetensors files and a meta.json, named `step-N` once they are complete.
 
     checkpoints/step-00012000/
         model.safetensors  optimizer.safetensors             one rank
-        model-00003-of-00008.safetensors …                   several: each writes its pieces (pieces.py)
-        meta.json          step, samples, cursor, fingerprint, recipe, versions; size + sha256 of every file, and its own
+        model-00003-of-00008.safetensors …                   several ranks: each writes its pieces (pieces.py)
+        meta.json          step, samples, cursor, fingerprint, recipe, versions; size and SHA-256 of every file, and its
+        own checksum
 
-Everything is written into a hidden temporary folder, flushed to disk, and renamed. A killed writer or a full
-disk leaves the previous checkpoint as it was and a temporary folder that the next start removes.
+Everything is written to a hidden temporary folder, flushed to disk, and renamed. If the writer is killed or the disk is
+full, the previous checkpoint is unchanged, and the next start removes the temporary folder.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from .pieces import Pieces, PiecesReader
 
 FORMAT = 3
-_READABLE = (2, 3)  # before 3, some parameters of slot models had other names (core/recipe/renamed.py)
+_READABLE = (2, 3)  # format 2 has other names for some parameters of slot models (core/recipe/renamed.py)
 Files = dict[str, dict[str, Any]]  # name -> {"part", "bytes", "sha256"}
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. A save is `write` on every rank, then `complete` or `abandon` on one.
+    """Checkpoints of one run folder. To save, call `write` on every rank, then `complete` or `abandon` on one rank.
 
     Args:
         root: the `checkpoints/` folder.
-        keep_last: how many of the newest to keep.
-        keep_every: besides those, keep each whose step is a multiple of this (0: none).
-        guard: called before a checkpoint is begun and before it is renamed; raises where this process may not write.
-        writer: names the temporary folders, alike on all ranks: two starts must not write into each other's.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep every checkpoint whose step is a multiple of this (0: none).
+        guard: called before a checkpoint is begun and before it is renamed; raises if this process may not write.
+        writer: suffix of temporary folders, equal on all ranks, so that two starts do not write to the same folder.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class CheckpointStore:
         self.guard, self.writer = guard, writer
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is, once it is complete."""
+        """Return the folder of a step's checkpoint, which exists once it is complete."""
         return self.root / f"step-{step:08d}"
 
     def _temporary(self, step: int) -> Path:
         return self.root / f".tmp-{self.writer}step-{step:08d}"
 
     def write(self, step: int, pieces: Pieces, rank: int = 0, size: int = 1) -> Files:
-        """Write one rank's pieces into the temporary folder; returns what is to be told to `complete`.
+        """Write one rank's pieces to the temporary folder; returns what `complete` needs to know about them.
 
         Raises:
-            CheckpointError: the disk is full or read-only; older checkpoints are untouched.
+            CheckpointError: the disk is full or read-only; older checkpoints are unchanged.
         """
-        from .pieces import write_pieces  # not above: what a checkpoint says of itself is read without torch
+        from .pieces import write_pieces  # imported here so that checkpoint metadata can be read without torch
 
         temporary = self._temporary(step)
         files: Files = {}
@@ -85,16 +86,16 @@ class CheckpointStore:
         return files
 
     def complete(self, step: int, files: Files, meta: Mapping[str, Any]) -> Path:
-        """Make the checkpoint exist, with everything that the ranks wrote; then remove what is not to be kept.
+        """Publish the checkpoint with everything that the ranks wrote, then remove old checkpoints.
 
         Raises:
-            CheckpointError: the disk is full or read-only, or a rank's file is not to be seen from here.
+            CheckpointError: the disk is full or read-only, or a rank's file is not visible from this node.
         """
         temporary, target = self._temporary(step), self.folder(step)
         content = {**meta, "format": FORMAT, "step": step, "files": files}
         try:
             for name, facts in files.items():
-                # A network file system may show another machine's file late, or never.
+                # A network file system may show a file of another machine late, or never.
                 if not (temporary / name).is_file() or (temporary / name).stat().st_size != facts["bytes"]:
                     raise OSError(
                         f"{name} of another rank is not visible on this node. `out` must be a folder that all nodes share"
@@ -104,7 +105,7 @@ class CheckpointStore:
             _flush(path)
             _flush(temporary)
             self.guard()
-            # The same step again, after a signal at it: the old one stays until the new one is whole.
+            # After a signal, the same step can be saved twice: the old checkpoint stays until the new one is complete.
             if target.exists():
                 target.rename(self.root / f".tmp-old-{target.name}")
             temporary.rename(target)
@@ -116,20 +117,20 @@ class CheckpointStore:
         return target
 
     def abandon(self, step: int) -> None:
-        """Remove what `write` left; nobody may be writing any more."""
+        """Remove the files of an unfinished `write`; no rank may be writing any more."""
         shutil.rmtree(self._temporary(step), ignore_errors=True)
 
     def sweep(self) -> None:
-        """Remove what killed writers left; to be called before training starts."""
+        """Remove the files of killed writers; call it before training starts."""
         for leftover in self.root.glob(".tmp-*"):
             replaced = self.root / leftover.name.removeprefix(".tmp-old-")
             if replaced.name.startswith("step-") and not replaced.exists():
-                leftover.rename(replaced)  # killed between the two renames of a checkpoint written again
+                leftover.rename(replaced)  # killed between the two renames that replace a checkpoint
             else:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def steps(self) -> dict[int, Path]:
-        """Complete checkpoints by step, oldest first."""
+        """Return complete checkpoints by step, oldest first."""
         checkpoints = {}
         for path in self.root.glob("step-*"):
             if path.name[5:].isdigit() and (path / "meta.json").is_file():
@@ -137,15 +138,15 @@ class CheckpointStore:
         return dict(sorted(checkpoints.items()))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """Return the newest complete checkpoint, or None."""
         return next(reversed(list(self.steps().values())), None)
 
     def latest_valid(self) -> Path | None:
-        """The newest that is not marked as of a run that had diverged, or None."""
+        """Return the newest checkpoint that is not marked as diverged, or None."""
         return next((path for path in reversed(self.steps().values()) if not is_suspect(path)), None)
 
     def unfinished(self) -> Path | None:
-        """Return the newest incomplete checkpoint folder of a later step than all complete ones, or None."""
+        """Return the newest incomplete checkpoint folder that is later than every complete one, or None."""
         done = max(self.steps(), default=-1)
         folders = {
             int(path.name.rpartition("step-")[2]): path
@@ -156,7 +157,7 @@ class CheckpointStore:
         return folders[max(later)] if later else None
 
     def quarantine(self, path: Path) -> Path:
-        """Rename a damaged checkpoint, so that it is no checkpoint any more and nothing of it is lost; returns where it is."""
+        """Rename a damaged checkpoint so that it is ignored but not lost; returns its new path."""
         aside = path.with_name(f"damaged-{path.name}")
         if aside.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -172,7 +173,7 @@ class CheckpointStore:
         return CheckpointError(f"{self.folder(step)}: could not be written ({error}). {remedy}")
 
     def _prune(self) -> None:
-        # Behind the rename: what is removed has a successor on disk.
+        # After the rename, so that a removed checkpoint always has a successor on disk.
         steps, sound = self.steps(), self.latest_valid()
         for step in list(steps)[: -self.keep_last]:
             if not (self.keep_every and step % self.keep_every == 0) and steps[step] != sound:
@@ -181,7 +182,7 @@ class CheckpointStore:
 
 
 def is_suspect(path: Path) -> bool:
-    """Whether a checkpoint says that it was written while steps were skipped, or that what it holds is not finite (or cannot say)."""
+    """Return whether a checkpoint was written while steps were being skipped, or has values that are not finite (or does not say)."""
     try:
         return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get("suspect", False))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -196,7 +197,7 @@ _FILE = {"part": str, "bytes": int, "sha256": str}
 
 
 def has_sound_weights(path: Path) -> bool:
-    """Return whether a checkpoint says that all of its numbers are finite; older checkpoints do not say and count as sound."""
+    """Return whether a checkpoint records that all of its values are finite. Older checkpoints do not record it and count as sound."""
     try:
         return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get("sound", True))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -204,10 +205,11 @@ def has_sound_weights(path: Path) -> bool:
 
 
 def checkpoint_warnings(path: Path, step: Path) -> str:
-    """Return a warning that the checkpoint that was read may not be the intended one; empty without a reason for it.
+    """Return a warning if the checkpoint that was read may not be the intended one, otherwise an empty string.
 
     Args:
-        path: the run or checkpoint that the user named.  step: the checkpoint that was read for it.
+        path: the run or checkpoint that the user named.
+        step: the checkpoint that was read for it.
     """
     remarks = []
     if step != path and (unfinished := CheckpointStore(path / "checkpoints").unfinished()):
@@ -220,7 +222,7 @@ def checkpoint_warnings(path: Path, step: Path) -> str:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint folder; its checksum, its format and the sizes of its files are verified."""
+    """Return the meta.json of a checkpoint folder, after verifying its checksum, its format and the sizes of its files."""
     remedy = f"Remove {path} to resume from the checkpoint before it."
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
@@ -267,12 +269,12 @@ def _refuse_fields(meta: Mapping[str, Any], fields: Mapping[str, type | tuple[ty
 
 
 def newest_step(path: Path) -> Path | None:
-    """Return a checkpoint folder itself, or the newest complete one of a run folder; None if there is none."""
+    """Return a checkpoint folder itself, or the newest complete checkpoint of a run folder; None if there is none."""
     return path if (path / "meta.json").is_file() else CheckpointStore(path / "checkpoints").latest()
 
 
 def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (0, 1)) -> PiecesReader:
-    """A reader of a checkpoint's parts, after the checksums of this rank's share (rank, of how many) of the files.
+    """Return a reader of a checkpoint's parts, after verifying the checksums of this rank's share (rank, of how many) of the files.
 
     Raises:
         CheckpointError: a file is missing or damaged, or there is no such part.
@@ -303,7 +305,7 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
 
 
 def read_part(path: Path, part: str) -> dict[str, Tensor]:
-    """One part (`model`, `optimizer`, …) of a checkpoint folder, its checksums verified."""
+    """Return one part (`model`, `optimizer`, …) of a checkpoint folder, after verifying its checksums."""
     return open_checkpoint(path, [part]).part(part)
 
 

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl first, tensorboard and wandb beside it."""
+"""Metrics of a run: metrics.jsonl, copied to tensorboard and wandb."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SCORES = ("task", "metric", "score")
 
 
 class Sample(NamedTuple):
-    """An image (H, W, 3) uint8 as the model gets it, and its caption, empty where it has none."""
+    """An image (H, W, 3) uint8 as the model receives it, and its caption (empty if it has none)."""
 
     pixels: np.ndarray
     caption: str
 
 
 class Mirror(Protocol):
-    """Shows what metrics.jsonl holds."""
+    """Destination that copies the content of metrics.jsonl."""
 
     def add(self, numbers: Mapping[str, float], step: int) -> None: ...
     def samples(self, samples: Sequence[Sample], step: int) -> None: ...
@@ -34,10 +34,10 @@ class Mirror(Protocol):
 
 
 class Tensorboard:
-    """RUN/tensorboard: numbers, images by `samples/…`, scores as a table among the texts."""
+    """Tensorboard files in RUN/tensorboard: scalars, images under `samples/…`, and a text table of scores."""
 
     def __init__(self, folder: Path, after_step: int):
-        from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
+        from torch.utils.tensorboard.writer import SummaryWriter  # imports in a second, so only where it is used
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
 
@@ -62,7 +62,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """A run of Weights & Biases, which goes on under its name when the run does."""
+    """Run of Weights & Biases, which is continued under its name when the run is resumed."""
 
     def __init__(self, project: str, folder: Path):
         try:
@@ -98,14 +98,13 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends records to `metrics.jsonl` and mirrors their numbers to tensorboard (and wandb, where asked).
+    """Writer of `metrics.jsonl` that copies numbers to tensorboard (and to wandb, if configured).
 
     Args:
         folder: the run folder.
-        after_step: records of later steps are dropped first (a resumed run replays them).
+        after_step: drop records of later steps first, because a resumed run repeats them.
         wandb: a project name, or None; needs the `wandb` extra.
-        guard: called before every write; raises where this process may not write any more.
-        say: told once where tensorboard or wandb fails; the run goes on without it.
+        guard: called before every write; raises if this process may not write any more.
     """
 
     def __init__(
@@ -128,26 +127,26 @@ class MetricsLog:
     def _start_logger(self, name: str, make: Callable[[], Mirror]) -> None:
         try:
             self._loggers[name] = make()
-        except ConfigError:  # not installed: a mistake of the recipe
+        except ConfigError:  # not installed: a mistake in the recipe
             raise
-        except Exception as error:  # a library that only reports may fail in any way, and may not end a run
+        except Exception as error:  # third-party loggers can fail in many ways, which must not end the run
             logger.warning(
                 f"log.{name}: cannot be started ({type(error).__name__}: {error}). The run continues without it."
             )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record: `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
+        """Write one record, `{"kind": kind, "step": step, **values}`; non-finite numbers become strings."""
         record = {"kind": kind, "step": step, **values}
         self._guard()
         try:
             self._file.write(json.dumps(_plain(record)) + "\n")
-            # Others follow the file while the run goes on.
+            # Flush, because other programs follow the file during the run.
             self._file.flush()
         except OSError as error:
             raise TrainingError(
                 f"{self.path}: cannot be written ({error}). Free space, then run the same command again."
             ) from None
-        # Only now: what only mirrors must not cost the record.
+        # Last, so that a failing copy cannot cost the record.
         numbers = {f"{kind}/{k}": v for k, v in _flat(values) if isinstance(v, int | float)}
         self._for_each_logger(lambda mirror: mirror.add(numbers, step))
         if kind == "eval":
@@ -160,12 +159,12 @@ class MetricsLog:
             self._for_each_logger(lambda mirror: mirror.scores(rows, step))
 
     def samples(self, make: Callable[[], Sequence[Sample]]) -> None:
-        """Show what the model is given first, where there is anything to show it in; `make` may fail."""
+        """Show what the model receives first, if there is a destination for images; `make` may fail."""
         if not self._loggers:
             return
         try:
             found = make()
-        except Exception as error:  # a plug-in's batches may hold anything; the mirrors have done nothing wrong
+        except Exception as error:  # batches of plug-ins may have any form; the destinations stay in use
             logger.warning(
                 f"log.samples: cannot be shown ({type(error).__name__}: {error}). The run continues without them."
             )
@@ -180,7 +179,7 @@ class MetricsLog:
         for name, mirror in list(self._loggers.items()):
             try:
                 call(mirror)
-            except Exception as error:  # as above
+            except Exception as error:  # as in `__init__`
                 del self._loggers[name]
                 logger.warning(
                     f"log.{name}: cannot be written ({type(error).__name__}: {error}). The run continues without it."
@@ -188,7 +187,7 @@ class MetricsLog:
 
 
 def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Records of a file with a JSON object per line, of one kind if given; a line torn by a full disk is left out."""
+    """Return the records of a JSON-lines file, of one kind if given; a line cut off by a full disk is skipped."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
@@ -210,7 +209,7 @@ def rewind(path: Path, step: int) -> None:
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Values and those one level below; what is deeper (bad samples by shard) makes no curves."""
+    """Flatten values by one level; deeper ones (bad samples by shard) are not plotted."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}/{inner}", v) for inner, v in value.items())

@@ -1,7 +1,8 @@
-"""Tensors in pieces: runs of elements in row-major order, so that any rank can write or read any part of any tensor.
+"""Sharded tensors: ranges of elements in row-major order, so that any rank can write or read any part of any tensor.
 
-FSDP2's shards are runs of rows, ZeRO's are runs of elements, a replica's are whole tensors. A checkpoint says of each
-tensor which files hold which runs, and a reader asks for the run that it needs; so what wrote it does not matter.
+FSDP2 shards are ranges of rows, ZeRO shards are ranges of elements, replicas are whole tensors. A checkpoint records
+which file holds which range of each tensor, and a reader asks for the range that it needs. The engine that wrote a
+checkpoint therefore does not matter.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from torch import Tensor
 from ..errors import CheckpointError
 
 _CHUNK = 8 << 20
-_ALIGNED = 4096  # what any disk's sectors divide
-_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # how disks and servers say that they have no such way
+_ALIGNED = 4096  # a multiple of every disk's sector size
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)  # error codes of disks and servers without direct I/O
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # not on every system
 
 
-# Files are written past the page cache and hashed on the way: a checkpoint is not read soon, and training needs the processors. Writing 94 MB to
-# the page cache took 0.26 s of a core that also trains (on a virtual machine, where every new page faults on the host), and reading it back for
-# the hash 0.06 s. Direct writes cost neither.
+# Files bypass the page cache and are hashed while they are written, because checkpoints are rarely read soon and
+# training needs the CPU. Writing 94 MB through the page cache took 0.26 s of a core that also trains (on a virtual
+# machine, where every new page faults on the host), and reading it back for the hash took 0.06 s. Direct writes avoid
+# both.
 class DirectFile:
-    """Context manager: a new file, complete and on disk behind it.
+    """Context manager for a new file that is complete and on disk when the context ends.
 
     Attributes:
-        size: bytes written so far.  sha256: their hash.
+        size: bytes written so far.
+        sha256: their hash.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk rejects a write.
     """
 
     def __init__(self, path: Path):
@@ -51,15 +54,15 @@ class DirectFile:
             if error.errno not in _UNSUPPORTED:
                 raise
             self._file = os.open(path, flags, 0o666)
-        self._buffer, self._pending = mmap.mmap(-1, _CHUNK), 0  # anonymous memory begins at a page
+        self._buffer, self._pending = mmap.mmap(-1, _CHUNK), 0  # anonymous memory is page-aligned
         self._bytes = np.frombuffer(self._buffer, np.uint8)
         self.size, self.sha256 = 0, hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append; of a memoryview its bytes, in one dimension."""
+        """Append data; a memoryview is appended as flat bytes."""
         self.sha256.update(data)
         self.size += len(data)
-        view = np.frombuffer(data, np.uint8)  # whose copies let other threads go on
+        view = np.frombuffer(data, np.uint8)  # copies that release the GIL
         while len(view):
             take = min(len(view), _CHUNK - self._pending)
             self._bytes[self._pending : self._pending + take] = view[:take]
@@ -68,7 +71,7 @@ class DirectFile:
                 self._flush(_CHUNK)
 
     def _flush(self, count: int) -> None:
-        """Write what is held, `count` bytes of it."""
+        """Write the first `count` bytes of the buffer."""
         with memoryview(self._buffer) as view:
             done = 0
             while done < count:
@@ -77,15 +80,15 @@ class DirectFile:
                 except OSError as error:
                     if error.errno not in _UNSUPPORTED or not _DIRECT:
                         raise
-                    self._disable_direct_io()  # opened so, and not written so: a disk of larger sectors, a server
+                    self._disable_direct_io()  # opening worked but writing did not: a disk with larger sectors, or a server
         self._pending = 0
 
     def _disable_direct_io(self) -> None:
-        import fcntl  # where there is O_DIRECT, there is this
+        import fcntl  # always available where O_DIRECT is
 
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         if not flags & _DIRECT:
-            raise OSError(errno.EINVAL, "the file takes no data")
+            raise OSError(errno.EINVAL, "the file accepts no data")
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)
 
     def __enter__(self) -> DirectFile:
@@ -97,18 +100,18 @@ class DirectFile:
         try:
             if kind is None:
                 if self._pending:
-                    self._flush(-(-self._pending // _ALIGNED) * _ALIGNED)  # whole sectors; what is too much is cut off
+                    self._flush(-(-self._pending // _ALIGNED) * _ALIGNED)  # whole sectors; the excess is cut off below
                 os.ftruncate(self._file, self.size)
                 os.fsync(self._file)
         finally:
             os.close(self._file)
 
 
-_HEADER = "pieces"  # where a file's header says what is not a whole tensor: {name: [begin, shape]}
+_HEADER = "pieces"  # key of the safetensors header that describes partial tensors: {name: [begin, shape]}
 
 
 class Piece(NamedTuple):
-    """`data`: elements `begin` … of a tensor of `shape`, in row-major order; whole tensors and whole rows keep their shape."""
+    """Elements of a tensor of `shape` from `begin` on, in row-major order; whole tensors and whole rows keep their shape."""
 
     data: Tensor
     shape: tuple[int, ...]
@@ -127,7 +130,7 @@ Pieces = dict[str, dict[str, Piece]]  # part -> name -> what this rank writes
 
 
 class CheckpointReader(Protocol):
-    """Where an engine reads its state from."""
+    """Reader from which an engine loads its state."""
 
     def names(self, part: str) -> Sequence[str]: ...
     def shape(self, part: str, name: str) -> tuple[int, ...]: ...
@@ -135,7 +138,7 @@ class CheckpointReader(Protocol):
 
 
 def assign_writers(sizes: Iterable[int], ranks: int) -> list[int]:
-    """Which rank writes each of the tensors that all of them hold: the largest first, each to who has least."""
+    """Assign each replicated tensor to the rank that writes it: largest tensors first, each to the rank with the least to write."""
     sizes = list(sizes)
     loads, writers = [0] * ranks, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -145,7 +148,7 @@ def assign_writers(sizes: Iterable[int], ranks: int) -> list[int]:
     return writers
 
 
-# By alignment, the widest first, as the safetensors library orders them: its file and ours are the same bytes.
+# Sort by alignment, widest first, as the safetensors library does, so that its files and ours are the same bytes.
 _TYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -153,12 +156,12 @@ _TYPES = {
 
 
 def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> tuple[int, str]:
-    """One safetensors file, complete and on disk; returns its bytes and their SHA-256.
+    """Write one safetensors file to disk; returns its size in bytes and its SHA-256.
 
-    The tensors are written from where they lie: the library's `save_file` copies each of them first.
+    Tensors are written from their own memory, whereas `save_file` of the library copies each of them first.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk rejects a write.
     """
     order = list(_TYPES)
     named = sorted(pieces, key=lambda name: (order.index(pieces[name].data.dtype), name))
@@ -170,7 +173,7 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> tuple[int, str]:
         header[name] = {"dtype": _TYPES[data.dtype], "shape": list(data.shape), "data_offsets": [at, at + data.nbytes]}
         at += data.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
     with DirectFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in named:
@@ -187,14 +190,14 @@ class _Run(NamedTuple):
 
 
 class PiecesReader:
-    """Reads tensors from the files of a part, whatever pieces they hold.
+    """Reader of tensors from the files of a part, however they are sharded.
 
     Args:
         files: paths by part.
-        rename: a name in the files to the name by which the tensor is read.
+        rename: maps a name in the files to the name under which the tensor is read.
 
     Raises:
-        CheckpointError: a file is not readable, or the files together do not hold a tensor completely.
+        CheckpointError: a file is not readable, or the files together do not contain all of a tensor.
     """
 
     def __init__(self, files: Mapping[str, Sequence[Path]], rename: Callable[[str], str] = str):
@@ -240,18 +243,18 @@ class PiecesReader:
             )
 
     def names(self, part: str) -> list[str]:
-        """Tensors of a part; none where the checkpoint does not have it."""
+        """Return the names of the tensors of a part; empty if the checkpoint does not have the part."""
         return list(self._runs.get(part, {}))
 
     def shape(self, part: str, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape. Raises CheckpointError where the part does not hold it."""
+        """Return the shape of a whole tensor. Raises CheckpointError if the part does not contain it."""
         try:
             return self._shapes[part][name]
         except KeyError:
             raise CheckpointError(f"checkpoint: {part} has no {name!r}") from None
 
     def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Elements `begin` … `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
+        """Return elements `begin` to `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
         whole = math.prod(self.shape(part, name))
         end = whole if end is None else end
         runs = self._runs[part][name]
@@ -274,5 +277,5 @@ class PiecesReader:
         return tensor_slice[first:last].flatten()[begin - offset : end - offset]
 
     def part(self, part: str) -> dict[str, Tensor]:
-        """All tensors of a part, whole."""
+        """Return all tensors of a part, whole."""
         return {name: self.read(part, name).reshape(self.shape(part, name)) for name in self.names(part)}

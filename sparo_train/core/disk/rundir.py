@@ -1,4 +1,4 @@
-"""The run folder: resolved recipe, command, environment and metrics, and the lease that allows one writer at a time."""
+"""Run folder: resolved recipe, command, environment and metrics, and the lease that allows one writer at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TRIES = 10
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of training: its SLURM job and how often that was restarted, where there is one."""
+    """One start of training: its SLURM job and how often that job was restarted, if there is one."""
 
     token: str
     job: str | None = None
@@ -38,40 +38,40 @@ class Attempt:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Attempt:
-        """The start that this process is."""
+        """Return the attempt that this process belongs to."""
         env = os.environ if environment is None else environment
         return cls(uuid.uuid4().hex[:12], env.get("SLURM_JOB_ID"), whole_number(env, "SLURM_RESTART_COUNT", 0))
 
     def supersedes(self, other: Mapping[str, Any]) -> bool:
-        """True where SLURM started the same job anew: whatever is left of `other` has lost its right to write."""
+        """Return True if SLURM restarted the same job: processes of `other` may then write no more."""
         return self.job is not None and self.job == other.get("job") and self.restart > other.get("restart", 0)
 
 
 class RunLease:
-    """A start's right to write into a folder.
+    """Right of one start to write to a folder.
 
     Args:
         folder: the run folder.
-        token: of the start, on every rank.
+        token: identifies the start, on every rank.
     """
 
     def __init__(self, folder: Path, token: str):
         self.path, self.token = folder / "owner.json", token
 
     def acquire(self, start: Attempt) -> None:
-        """Make `start` the owner, whoever was it before."""
+        """Make `start` the owner, whoever was the owner before."""
         facts = {"token": start.token, "job": start.job, "restart": start.restart}
         facts |= {"host": os.environ.get("SLURMD_NODENAME", platform.node()), "pid": os.getpid(), "time": time.time()}
         write_whole(self.path, json.dumps(facts))
 
     def check(self) -> None:
-        """Raise SupersededError where another start has claimed the folder since."""
+        """Raise SupersededError if another start has claimed the folder since."""
         owner = self.owner()
         if not owner:
             raise SupersededError(
                 f"{self.path}: does not exist any more, so this process stops writing. Was the run folder removed?"
             )
-        # By token, not by process: after a node failure the same number may be another process.
+        # Compare tokens, not processes: after a node failure, another process may have the same number.
         if owner["token"] != self.token:
             by = f"job {owner['job']}, restart {owner['restart']}" if owner.get("job") else f"pid {owner.get('pid')}"
             raise SupersededError(
@@ -80,7 +80,7 @@ class RunLease:
             )
 
     def owner(self) -> dict[str, Any]:
-        """What owner.json says; empty where there is none.
+        """Return the content of owner.json; empty if it does not exist.
 
         Raises:
             TrainingError: it could not be read for some seconds.
@@ -93,7 +93,7 @@ class RunLease:
                 return found
             except FileNotFoundError:
                 return {}
-            except (OSError, ValueError) as error:  # a file server in trouble
+            except (OSError, ValueError) as error:  # a file server with problems
                 if not left:
                     raise TrainingError(f"{self.path}: cannot be read ({error})") from None
                 time.sleep(1)
@@ -111,14 +111,14 @@ class RunDir:
         self._lock: IO[str] | None = None
 
     def open_for_training(self, config: Frozen, patience: float = 20.0) -> str:
-        """Create the folder, or check that it belongs to the same recipe, and claim it. Returns the claim's token.
+        """Create the folder, or check that it belongs to the same recipe, and claim it. Returns the token of the claim.
 
         Args:
             config: the resolved recipe.
-            patience: seconds that the remains of an earlier start of the same SLURM job get to notice this one.
+            patience: seconds that processes of an earlier start of the same SLURM job get to notice this one.
 
         Raises:
-            ConfigError: the folder holds a run of another recipe; the message lists the differences.
+            ConfigError: the folder contains a run of another recipe; the message lists the differences.
             TrainingError: another process is training in it.
         """
         try:
@@ -136,10 +136,10 @@ class RunDir:
         return attempt.token
 
     def describe(self, config: Frozen) -> None:
-        """Write the recipe, the command and the environment into a folder that is there."""
+        """Write the recipe, the command and the environment to an existing folder."""
         self._write("config.yaml", dump(config))
         with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
-            # Appended: every start has its line.
+            # Append, so that every start has its line.
             stream.write(shlex.join(sys.argv) + "\n")
         self._write("environment.json", json.dumps(environment(), indent=1))
 
@@ -148,7 +148,7 @@ class RunDir:
         self.lease = RunLease(self.path, token)
 
     def write_heartbeat(self, **facts: Any) -> None:
-        """Rewrite heartbeat.json: when, which process, and what it was doing; a full disk is told by what matters more.
+        """Rewrite heartbeat.json with the time, the process and its activity. A full disk is ignored, as other writes report it.
 
         Raises:
             SupersededError: another start owns the folder.
@@ -172,14 +172,14 @@ class RunDir:
         self._lock = (self.path / ".lock").open("w")
         if self._try_lock():
             return
-        # Only the scheduler knows that the other one is gone; a person who starts twice does not.
+        # The scheduler knows that the other process is gone; a user who starts twice does not.
         if not attempt.supersedes(self.lease.owner()):
             self.close()
             raise TrainingError(
                 f"{self.path}: another process is training in this folder. Wait for it, or set another name=."
             )
-        # SLURM started this job anew, so what still holds the lock is cut off. It stops when it sees the claim; if it
-        # stands still it cannot see it, and will be refused when it goes on.
+        # SLURM restarted this job, so the process that still holds the lock is disconnected. It stops when it sees the
+        # claim. If it is suspended, it cannot see it, but its next write is refused.
         self.lease.acquire(attempt)
         end = time.monotonic() + patience
         while not self._try_lock() and time.monotonic() < end:
@@ -187,28 +187,28 @@ class RunDir:
 
     def _try_lock(self) -> bool:
         assert self._lock is not None
-        try:  # not flock: loader workers would inherit it, and outlive a kill
+        try:  # not flock, because loader workers would inherit it and outlive a kill
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
         return True
 
     def _has_no_progress(self) -> bool:
-        """Whether a start was made that ended before its first record, and no job waits to make another: nothing is lost with it."""
+        """Return whether a start ended before its first record and no job is pending, so that nothing is lost by starting over."""
         if not self.lease.owner() or (self.path / "jobs").exists() or read(self.path / "metrics.jsonl"):
             return False
         return not any(self.checkpoints.glob("step-*"))
 
     def refuse_changes(self, config: Frozen) -> None:
-        """Raise ConfigError, with the differences, where the folder holds a run of another recipe."""
+        """Raise ConfigError, with the differences, if the folder contains a run of another recipe."""
         if not self.config.exists() or self._has_no_progress():
             return
         old: Tree = parse_yaml(read_text(self.config), str(self.config))
         new: Tree = parse_yaml(dump(config), "the recipe")
-        try:  # as this version writes it: what the recipe left open then has the defaults of now
+        try:  # in the form of this version, with today's defaults for missing keys
             before = resolve(type(config), old, str(self.config), stored=True)
         except ConfigError:
-            before = config  # of a version whose keys are gone: what differs is shown as it is
+            before = config  # written by a version whose keys no longer exist: compare it as it is
         else:
             old = parse_yaml(dump(before), str(self.config))
         diff_lines = differences(old, new)
@@ -234,7 +234,7 @@ class RunDir:
 
 
 def _is_shorter(change: str) -> bool:
-    """Return whether a line of `differences` has two numbers, the second below the first."""
+    """Return whether a line of `differences` has two numbers, the second less than the first."""
     before, _, after = change.partition(": ")[2].partition(" -> ")
     try:
         return float(after) < float(before)
@@ -243,12 +243,12 @@ def _is_shorter(change: str) -> bool:
 
 
 def _is_under(key: str, prefixes: Collection[str]) -> bool:
-    """Whether a key is one of these, or below one."""
+    """Return whether a key is one of these, or below one."""
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, as written beside a run and into results."""
+    """Return versions and machine, as recorded for runs and results."""
     packages = (
         "torch",
         "torchvision",
@@ -266,7 +266,7 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
-    import torch  # not above: `sparo launch status` reads run folders, and torch takes two seconds
+    import torch  # imported here: `sparo launch status` reads run folders, and torch imports in two seconds
 
     return {
         "python": platform.python_version(),
@@ -277,7 +277,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine_name() -> str:
-    """`NVIDIA H200` or `Intel(R) Xeon(R) Processor, 2 cores`."""
+    """Return the machine's name, such as `NVIDIA H200` or `Intel(R) Xeon(R) Processor, 2 cores`."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,1 +1,1 @@
-"""What a recipe is written as: its YAML, the layers that it is put together from, and which keys there are."""
+"""Recipes as files: YAML, the layers that they are assembled from, and the list of valid keys."""

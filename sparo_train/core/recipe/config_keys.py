@@ -1,4 +1,4 @@
-"""Which keys a recipe may have: pydantic models walked as dotted keys, through open tables and mappings of named blocks."""
+"""List of the keys that a recipe may have: pydantic models walked as dotted keys, through registries and mappings of named blocks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pydantic.fields import FieldInfo
 
 from ..registry import FromRegistry
 
-_NO_BOUND = 100_000_000  # a limit that protects a counter says nothing to a reader
-NAME = "NAME"  # stands for what the user calls an entry of `data.sources`, `eval.tasks`
+_NO_BOUND = 100_000_000  # a limit that protects a counter means nothing to a reader
+NAME = "NAME"  # placeholder for user-chosen names, such as those of `data.sources` and `eval.tasks`
 
 
 class RegistryBlock(NamedTuple):
-    """A block that a row of an open table checks."""
+    """A block that a registry entry validates."""
 
     from_registry: FromRegistry
 
 
 class Entries(NamedTuple):
-    """A mapping whose keys the user chooses; `value_shape` is what each entry is."""
+    """A mapping whose keys the user chooses; `value_shape` is the shape of each value."""
 
     value_shape: Any
 
@@ -39,7 +39,7 @@ Shape = type[BaseModel] | RegistryBlock | Entries | Items | None
 
 
 class Key(NamedTuple):
-    """A key: `entry_label` says of which row of a table it is (`kind=sparo`), empty where it is in every recipe."""
+    """A recipe key. `entry_label` names the registry entry that it belongs to (`kind=sparo`), and is empty if every recipe has the key."""
 
     dotted: str
     owner: type[BaseModel]
@@ -53,8 +53,8 @@ class Key(NamedTuple):
 
 
 def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
-    """What stands below a key of this annotation; None: a plain value."""
-    # The mark first: to Python a block of an open table is just Any.
+    """Return the shape of values with this annotation, or None for a plain value."""
+    # Check the marker first: for Python, the block of a registry is just Any.
     for mark in metadata:
         if isinstance(mark, FromRegistry):
             return RegistryBlock(mark)
@@ -71,7 +71,7 @@ def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
 
 
 def child_shape(shape: Shape, name: str, block: Any) -> Shape:
-    """The shape of key `name` of a block that holds `block`."""
+    """Return the shape of key `name` of a block with the content `block`."""
     if isinstance(shape, Entries):
         return shape.value_shape
     if isinstance(shape, RegistryBlock):
@@ -81,10 +81,14 @@ def child_shape(shape: Shape, name: str, block: Any) -> Shape:
 
 
 def keys_of(shape: Shape, block: Any = None, prefix: str = "", entry_label: str = "") -> Iterator[Key]:
-    """Every key below a shape, in order.
+    """Return every key below a shape, in order.
 
     Args:
-        block: what a recipe has there: its rows and its entries are walked. None: every own row of every table, and NAME for entries.
+        shape: shape of the block.
+        block: content of a recipe there, whose registry entries and named blocks are followed. None: every built-in
+            entry of every registry, and NAME for named blocks.
+        prefix: dotted key of the block.
+        entry_label: see `Key`.
     """
     if isinstance(shape, Entries):
         for name in [NAME] if block is None else list(block):
@@ -92,11 +96,11 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", entry_label: str 
                 shape.value_shape, None if block is None else block[name], f"{prefix}{name}.", entry_label
             )
     elif isinstance(shape, Items):
-        if block is None:  # a recipe gives the list whole
+        if block is None:  # a recipe gives the whole list
             yield from keys_of(shape.item_shape, None, f"{prefix.removesuffix('.')}[].", entry_label)
     elif isinstance(shape, RegistryBlock):
         for model, label in _models_of(shape.from_registry, block, entry_label):
-            # the key that names the row is told where the block is
+            # The key that names the entry is listed with its block.
             yield from (
                 k for k in keys_of(model, block, prefix, label) if k.dotted != f"{prefix}{shape.from_registry.key}"
             )
@@ -113,9 +117,10 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", entry_label: str 
 def _models_of(
     from_registry: FromRegistry, block: Any, entry_label: str
 ) -> Iterator[tuple[type[BaseModel] | None, str]]:
-    """The model of the block's own row, or of every row of ours, and what to call it."""
+    """Return the model of the block's entry, or of every built-in entry, with labels."""
     if block is not None:
-        # Of a recipe its own row alone; of all recipes our rows, as a stranger's are not here to be listed.
+        # Follow the named entry of a recipe; for the list of all recipes, only built-in entries, because others depend
+        # on installed packages.
         yield (from_registry.model_of(block) if isinstance(block, Mapping) else None), entry_label
         return
     for name in from_registry.registry.builtin:
@@ -124,12 +129,12 @@ def _models_of(
 
 
 def keys_named(model: type[BaseModel], tree: Mapping[str, Any], name: str) -> list[str]:
-    """Dotted keys of a recipe that end in `name`."""
+    """Return the dotted keys of a recipe that end in `name`."""
     return [key.dotted for key in keys_of(model, tree) if key.name == name]
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """An annotation in words: `int > 0`, `float or null`, `cosine | constant`, `list of text`."""
+    """Describe an annotation in words: `int > 0`, `float or null`, `cosine | constant`, `list of text`."""
     shape, origin, arguments = (
         shape_of(annotation, metadata),
         typing.get_origin(annotation),
@@ -168,7 +173,7 @@ def _constraint_text(mark: Any) -> str:
 
 
 def default_text(key: Key) -> str:
-    """What a key is where a recipe leaves it away: a YAML value, `required`, or nothing for a block."""
+    """Return the default of a key: a YAML value, `required`, or an empty string for a block."""
     if key.field.is_required():
         return "required"
     value = key.field.get_default(call_default_factory=True)
@@ -178,8 +183,8 @@ def default_text(key: Key) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as YAML on one line."""
-    # YAML has no tuples, and writes a Python tag for one.
+    """Return a value as YAML on one line."""
+    # YAML has no tuples, and PyYAML writes a Python tag for them.
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, width=1 << 20, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -1,7 +1,7 @@
-"""What a recipe is put together from: its parents, itself, the words of the command line, in this order.
+"""Layers of a recipe: its parents, itself, and the overrides of the command line, in this order.
 
-Files are merged key by key. A word of the command line replaces what stands at its key, mappings too, so that nobody trains on
-sources that he did not name; a word with `+` in front adds.
+Files are merged key by key. An override of the command line replaces the value at its key, even a mapping, so that a
+run never trains on sources that its user did not name. An override that begins with `+` adds to the value.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from .config_keys import Entries, RegistryBlock, child_shape, keys_named, value_
 from .recipe_yaml import parse_yaml
 
 Tree = dict[str, Any]
-_OPTIONS = ("--dry-run", "--print", "--help")  # of `sparo train`, for near misses
-_ROW_KEYS = ("kind", "task")  # name an entry of a registry; another entry has other keys
-_KEEPS_KEYS = "optim"  # a block most of whose keys belong to every kind: it keeps them when its kind changes
+_OPTIONS = ("--dry-run", "--print", "--help")  # options of `sparo train`, for suggestions
+_ROW_KEYS = ("kind", "task")  # keys that name an entry of a registry; other entries have other keys
+_KEEPS_KEYS = "optim"  # blocks most of whose keys belong to every kind, which they keep when the kind changes
 
 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """Merge `over` into a copy of `base`. An empty mapping, or one whose `kind` (or `task`) changes, replaces the old one whole.
+    """Merge `over` into a copy of `base`. An empty mapping, or one with another `kind` (or `task`), replaces the whole old mapping.
 
-    `optim` keeps its keys when its kind changes: most of them belong to every optimizer, and a dropped rate would go unnoticed.
+    `optim` keeps its keys when its kind changes: most of them apply to every optimizer, and a dropped learning rate
+    would go unnoticed.
     """
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping):
-            # Keys of one kind would be errors of another.
+            # Keys of the old kind would be errors under the new kind.
             switched = key != _KEEPS_KEYS and any(k in value and k in old and value[k] != old[k] for k in _ROW_KEYS)
             out[key] = dict(value) if switched or not value else merge(old, value)
         else:
@@ -41,9 +42,9 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 
 def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
-    """(file, what it says itself) of a recipe and all that it extends, in the order in which they are merged.
+    """Return (file, its own content) for a recipe and all that it extends, in the order in which they are merged.
 
-    Raises `ConfigError` for a missing file, a cycle, or a file that is no mapping.
+    Raises `ConfigError` for a missing file, a cycle, or a file that is not a mapping.
     """
     path = Path(path)
     if not path.is_file():
@@ -54,7 +55,7 @@ def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[t
         )
         raise ConfigError(f"{path}: no such recipe; {near}")
     resolved = path.resolve()
-    # By where it really lies: two names of one file are a circle, too.
+    # Compare resolved paths, because two names of one file are a cycle, too.
     if resolved in _ancestors:
         raise ConfigError(f"{path}: `extends:` is circular: {' -> '.join(str(p) for p in (*_ancestors, resolved))}")
     tree = parse_yaml(read_text(path), str(path))
@@ -69,7 +70,7 @@ def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[t
 
 
 def load_recipe(path: str | Path) -> Tree:
-    """A recipe and what it extends (a path or list of paths, relative to the file) as one tree. Raises as `recipe_layers`."""
+    """Load a recipe and what it extends (a path or a list of paths, relative to the file) as one tree. Raises like `recipe_layers`."""
     tree: Tree = {}
     for _, own in recipe_layers(path):
         tree = merge(tree, own)
@@ -77,7 +78,7 @@ def load_recipe(path: str | Path) -> Tree:
 
 
 def is_sweep(tree: Mapping[str, Any]) -> bool:
-    """Whether a file names runs, and is no recipe of one."""
+    """Return whether a file describes several runs instead of one recipe."""
     return isinstance(tree.get("runs"), Mapping)
 
 
@@ -85,7 +86,7 @@ _MAX_DEPTH = 64  # levels of a key; recipes have fewer than ten
 
 
 class Assignment(NamedTuple):
-    """A word `key.path=value` of the command line; `adds`: it begins with `+`."""
+    """An override `key.path=value` of the command line; `adds` is True if it begins with `+`."""
 
     text: str
     keys: tuple[str, ...]
@@ -101,7 +102,7 @@ class Assignment(NamedTuple):
 
 
 def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
-    """Parse one word; the value is YAML. Raises `ConfigError`."""
+    """Parse one override; the value is YAML. Raises `ConfigError`."""
     dotted, equals, value = text.removeprefix("+").partition("=")
     keys = tuple(dotted.strip().split("."))
     if len(keys) > _MAX_DEPTH:
@@ -120,19 +121,22 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
 
 
 def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | None = None) -> Tree:
-    """Apply words of the command line.
+    """Apply overrides of the command line.
 
-    `a.b=value` replaces, a mapping whole; a new `kind` drops the block's other keys, unless its config derives from that of the old
-    kind; `+a.b=value` adds to what stands there;
-    `a.b=null` takes an entry of a mapping of named blocks away. One of the model's `alternatives` (`epochs=3`) drops the
-    others that a recipe gave; those of the command line itself stay, and are refused when the recipe is resolved. A name that
-    fills other keys (`objective.model.arch=vit_base`) drops those that a recipe gave, which would win over the name.
+    `a.b=value` replaces the value, even a mapping. A new `kind` drops the block's other keys, unless its config derives
+    from that of the old kind. `+a.b=value` adds to the value. `a.b=null` removes an entry from a mapping of named
+    blocks. One of the model's `alternatives` (`epochs=3`) drops the alternatives in the recipe; if the command line
+    gives two of them, resolving the recipe fails. A name that fills other keys (`objective.model.arch=vit_base`) drops
+    those keys in the recipe, which would otherwise win over the name.
 
     Args:
-        model: what the tree is checked against later; tells such mappings (`data.sources`, `eval.tasks`) from other blocks.
+        tree: the recipe.
+        assignments: overrides, in order.
+        model: the configuration class of the recipe; it identifies mappings of named blocks (`data.sources`,
+            `eval.tasks`).
 
     Raises:
-        ConfigError: a word that is no assignment, goes through a value, or names an entry that is not there without `+`.
+        ConfigError: an override is not an assignment, goes through a value, or names a missing entry without `+`.
     """
     alternatives: tuple[str, ...] = getattr(model, "alternatives", ())
     parsed = [assignment(text, model) for text in assignments]
@@ -144,7 +148,7 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     for given in parsed:
         tree = _drop_filled_keys(model, tree, given)
     for text, given in zip(assignments, parsed, strict=True):
-        # Before anything is put: `optim.lr.x=1` would make a block of a number.
+        # Check before assigning: `optim.lr.x=1` would replace a number by a block.
         for depth in range(1, len(given.keys)):
             at = _get_at(tree, given.keys[:depth])
             if not isinstance(at, dict) and at is not None:
@@ -154,7 +158,7 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
 
 
 def _drop_filled_keys(model: type[BaseModel] | None, tree: Tree, change: Assignment) -> Tree:
-    """The tree without the keys that a name of the command line fills: its model says which in `fills`."""
+    """Return the tree without the keys that a name of the command line fills (`fills` of its model)."""
     *above, last = change.keys
     shape: Any = model
     at: Any = tree
@@ -168,7 +172,7 @@ def _drop_filled_keys(model: type[BaseModel] | None, tree: Tree, change: Assignm
 
 
 def _without_keys(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
-    """A tree without the leaves of `keys`."""
+    """Return a tree without the leaves of `keys`."""
     remaining = {}
     for key, value in tree.items():
         if key not in keys:
@@ -181,7 +185,7 @@ def _without_keys(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
 def _apply_change(tree: Tree, change: Assignment, places: Sequence[int], model: type[BaseModel] | None) -> Tree:
     for place in places:
         entries = _get_at(tree, change.keys[:place])
-        # What a parent's null took away is not there to be named.
+        # An entry that null removed from a parent cannot be named.
         entries = (
             {name: entry for name, entry in entries.items() if entry is not None}
             if isinstance(entries, Mapping)
@@ -193,7 +197,7 @@ def _apply_change(tree: Tree, change: Assignment, places: Sequence[int], model: 
         return merge(tree, change.patch)
     *above, last = change.keys
     block = _get_at(tree, above)
-    # A new kind alone: what the old one had below it is none of its keys.
+    # Only the new kind: keys below the old kind are not its keys.
     is_switched = isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, change.value)
     if is_switched and above != [_KEEPS_KEYS] and not _derives(model, tree, above, {**block, last: change.value}):
         return _set_at(tree, above, {last: change.value})
@@ -222,13 +226,13 @@ def _no_entry_message(change: Assignment, place: int, entries: Mapping[str, Any]
     for key in reversed(change.keys[place:]):
         new_block = {key: new_block}
     return (
-        f"override {change.text!r}: {where} has {', '.join(entries)} and no {name!r}; write +{change.text} to add it beside, "
-        f"or {where}='{value_text(new_block)}' to have it alone"
+        f"override {change.text!r}: {where} has {', '.join(entries)} and no {name!r}. Write +{change.text} to add it, "
+        f"or {where}='{value_text(new_block)}' to replace the others"
     )
 
 
 def without_null_entries(shape: Any, tree: Any) -> Any:
-    """The tree without entries of named blocks that are null: so a recipe takes away what a parent has."""
+    """Return the tree without null entries of named blocks. A recipe removes an entry of its parent this way."""
     if not isinstance(tree, Mapping) or shape is None:
         return tree
     entries = {k: v for k, v in tree.items() if not (v is None and isinstance(shape, Entries))}
@@ -236,13 +240,13 @@ def without_null_entries(shape: Any, tree: Any) -> Any:
 
 
 def origins(path: str | Path, assignments: Sequence[str], model: type[BaseModel]) -> dict[tuple[str, ...], str]:
-    """Which file, or which word of the command line, said the value at each place of the finished tree."""
+    """Return the file or override that set the value at each key of the finished tree."""
     tree: Tree = {}
     origin_by_key: dict[tuple[str, ...], str] = {}
     steps: list[tuple[str, Tree]] = recipe_layers(path)
     for name, own in [*steps, *((text, assignment(text, model).patch) for text in assignments)]:
         tree = override(tree, [name], model) if name in assignments else merge(tree, own)
-        # What a later layer replaced is no origin of anything any more.
+        # A value that a later layer replaced has no origin any more.
         leaves = set(_leaves(tree))
         origin_by_key = {place: origin for place, origin in origin_by_key.items() if place in leaves}
         source = f"command line: {name}" if name in assignments else name
@@ -273,7 +277,7 @@ def _set_at(tree: Any, keys: Sequence[str], value: Any) -> Any:
 
 
 def _entry_places(model: type[BaseModel] | None, tree: Tree, keys: Sequence[str]) -> Iterator[int]:
-    """Where in `keys` stand names that users choose."""
+    """Return the positions in `keys` of names that users choose."""
     shape: Any = model
     at: Any = tree
     for place, key in enumerate(keys):

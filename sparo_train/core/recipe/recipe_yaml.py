@@ -1,4 +1,4 @@
-"""YAML as recipes have it: the safe loader with YAML 1.2's numbers, and nothing that means two things or grows without end."""
+"""YAML for recipes: the safe loader with YAML 1.2 numbers, no ambiguous syntax, and size limits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ import yaml
 from ..errors import ConfigError
 
 _MAX_CHARACTERS = 1 << 20
-_MAX_NODES = 100_000  # aliases counted as often as they stand: nine lines of nine aliases each are 3e8 values
+_MAX_NODES = (
+    100_000  # values, with each alias counted where it is used: nine lines of nine aliases each give 3e8 values
+)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML reads `5e-4` as a string, `24:00:00` as 86400, and of two equal keys the last one."""
+    """Loader with corrections: PyYAML reads `5e-4` as a string, `24:00:00` as 86400, and keeps the last of two equal keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         first_nodes: dict[tuple[str, Any], yaml.Node] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
-                # By what is written: PyYAML itself would take the last and say nothing.
+                # Check the written keys, because PyYAML silently keeps the last of two.
                 first = first_nodes.setdefault((key.tag, key.value), key)
                 if first is not key:
                     raise yaml.constructor.ConstructorError(
-                        f"key {key.value!r} is given here", first.start_mark, "and again here; keep one", key.start_mark
+                        f"key {key.value!r} is given here",
+                        first.start_mark,
+                        "and again here. Keep one.",
+                        key.start_mark,
                     )
         return super().construct_mapping(node, deep)
 
@@ -33,7 +38,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.yaml_implicit_resolvers = {
     first: resolvers
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    # dates are text here, as `24:00:00` is
+    # dates are strings here, like `24:00:00`
     if (resolvers := [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in ("null", "bool", "merge")])
 }
 _Loader.add_implicit_resolver(
@@ -52,8 +57,8 @@ def parse_yaml(text: str, origin: str) -> Any:
     """Parse one YAML document.
 
     Raises:
-        ConfigError: naming `origin` and the line: no YAML, a key twice, a circle, a tag that builds objects, a value that its tag
-            does not allow, more characters or nodes than any recipe has.
+        ConfigError: names `origin` and the line: invalid YAML, a duplicate key, a cycle, a tag that builds objects, a
+            value that does not match its tag, or more characters or nodes than a recipe can have.
     """
     if len(text) > _MAX_CHARACTERS:
         raise ConfigError(f"{origin}: has {len(text)} characters, more than {_MAX_CHARACTERS}. Is it a recipe?")
@@ -82,7 +87,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         OverflowError,
         AttributeError,
         KeyError,
-    ) as error:  # SafeLoader's own, from a tag that does not fit
+    ) as error:  # from SafeLoader, for a tag that does not fit
         raise ConfigError(f"{origin}: a value does not match its YAML tag or form ({error})") from None
     finally:
         if loader is not None:
@@ -90,11 +95,11 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 class _CircleError(Exception):
-    """A node that holds itself; the message is its line."""
+    """Raised for a node that contains itself; the message is its line."""
 
 
 def _count_nodes(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
-    """Values below a node, each alias counted where it stands."""
+    """Count the values below a node, with each alias counted where it is used."""
     if id(node) in above:
         raise _CircleError(node.start_mark.line + 1)
     if id(node) not in counts:

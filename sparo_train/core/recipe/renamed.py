@@ -1,7 +1,7 @@
-"""Recipe keys that were renamed, by the configuration class that holds them, and parameters of slot models that were.
+"""Renamed recipe keys, by configuration class, and renamed parameters of slot models.
 
-A recipe with an old key is refused, and the error names the new key. What sparo wrote itself (run folders, checkpoints, exports, submitted
-jobs) loads with its old keys and parameter names.
+A recipe with an old key is refused, and the error names the new key. Files that sparo wrote itself (run folders,
+checkpoints, exports, submitted jobs) load with their old keys and parameter names.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 }
 
 
-# Parameters of slot models that had other names before checkpoint format 3: a pattern of what comes before the name, and {old: present}.
+# Parameters of slot models that had other names before checkpoint format 3: a pattern for the prefix of the name, and
+# {old: present}.
 RENAMED_PARAMETERS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (r"^model\.", {"begin": "bos", "places": "pos_embed"}),
     (r"\.encoder\.", {"root": "stem", "places": "point_embed"}),
@@ -127,7 +128,8 @@ _SLOT_METHODS = (
 )  # fmt: skip
 _PATTERN_KEYS = ("match", "freeze", "allow_missing", "allow_unused", "adamw_patterns")
 
-# Keys of the `optim` block that held the keys of another optimizer; they are keys of the block itself now, with its `kind` set.
+# Keys of the `optim` block that contained the keys of another optimizer; these are now keys of the block itself, with
+# its `kind` set.
 _NESTED_KINDS = {"muon": "muon"}
 
 

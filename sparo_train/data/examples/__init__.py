@@ -1,1 +1,1 @@
-"""What a batch holds: image-text pairs, multi-crops, and how pixels and texts become them."""
+"""Content of batches: image-text pairs, multi-crops, and how pixels and texts are prepared."""

@@ -1,4 +1,4 @@
-"""Image-text pairs as CLIP trains on them: pixels, and token ids by CLIP's byte-pair tokenizer."""
+"""Image-text pairs for CLIP: pixels, and token ids of CLIP's byte-pair tokenizer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ VOCABULARY = EOT + 1
 
 @lru_cache(maxsize=1)
 def _bpe() -> SimpleTokenizer:
-    from open_clip.tokenizer import SimpleTokenizer  # with it comes all of open_clip, seconds before a recipe is shown
+    from open_clip.tokenizer import (
+        SimpleTokenizer,
+    )  # it imports all of open_clip, which would delay showing a recipe by seconds
 
     return SimpleTokenizer()
 
 
 class ClipTokenizer:
-    """Captions to ids, as `open_clip.get_tokenizer` gives them: SOT, byte pairs, EOT; a long caption is cut and keeps EOT last.
+    """Tokenizer that returns the ids of `open_clip.get_tokenizer`: SOT, byte pairs, EOT; a long caption is cut and keeps EOT last.
 
     Args:
         context_length: largest number of ids.
@@ -42,16 +44,16 @@ class ClipTokenizer:
         self.context_length = context_length
 
     def __call__(self, caption: str) -> list[int]:
-        """Ids of one caption, without padding.
+        """Return the ids of one caption, without padding.
 
         Raises:
-            BadSampleError: a caption, or a word that would be encoded, is longer than any of a language: merging byte pairs takes the
-                square of a word's length (10,000 letters: a minute).
+            BadSampleError: the caption, or a word of it, is longer than in any language. Merging byte pairs takes
+                quadratic time in a word's length (10,000 letters: a minute).
         """
         return [SOT, *self._ids(caption), EOT]
 
     def _ids(self, caption: str) -> list[int]:
-        """As `SimpleTokenizer.encode`, word by word, and no further than the context reaches."""
+        """Encode like `SimpleTokenizer.encode`, word by word, but only up to the context length."""
         bpe, ids, max_ids = _bpe(), list[int](), self.context_length - 2
         if len(caption) > MAX_CAPTION_CHARS:
             raise BadSampleError(f"a caption with more than {MAX_CAPTION_CHARS} characters")
@@ -66,7 +68,7 @@ class ClipTokenizer:
         return ids[:max_ids]
 
     def batch(self, captions: Sequence[str]) -> Tensor:
-        """(n, context_length) int64, padded with 0. Raises `DataError` naming a caption that cannot be encoded."""
+        """Return (n, context_length) int64, padded with 0. Raises `DataError` naming a caption that cannot be encoded."""
         out = torch.zeros(len(captions), self.context_length, dtype=torch.long)
         for row, text in zip(out, captions, strict=True):
             try:
@@ -78,11 +80,11 @@ class ClipTokenizer:
 
 
 def decode_words(ids: Sequence[int]) -> list[tuple[str, int]]:
-    """The words of a caption, each with the number of ids that it is made of; SOT and EOT as `[start]` and `[end]`."""
+    """Return the words of a caption, each with its number of ids; SOT and EOT are `[start]` and `[end]`."""
     words: list[tuple[str, int]] = []
     begin = 0
     for place, number in enumerate(ids, 1):
-        # the vocabulary marks the last piece of a word; a caption that was cut may end within one
+        # the vocabulary marks the last piece of a word; a truncated caption may end within a word
         if number in (SOT, EOT) or _bpe().decoder[number].endswith("</w>") or place == len(ids) or ids[place] == EOT:
             special = {SOT: "[start]", EOT: "[end]"}.get(number)
             words.append((special or _bpe().decode(list(ids[begin:place])).strip(), place - begin))
@@ -90,11 +92,11 @@ def decode_words(ids: Sequence[int]) -> list[tuple[str, int]]:
     return words
 
 
-Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, SOT and EOT included
+Tokenize = Callable[[str], Sequence[int]]  # caption -> token ids, including SOT and EOT
 
 
 class ImageText(NamedTuple):
-    """Pixels (3, S, S) uint8, token ids, and, under patch dropout, the patches that are kept."""
+    """Pixels (3, S, S) uint8, token ids, and, with patch dropout, the patches to keep."""
 
     pixels: np.ndarray
     tokens: Sequence[int]
@@ -104,15 +106,17 @@ class ImageText(NamedTuple):
 class ImageTextExamples(Examples):
     """Images with captions.
 
+    Batches contain `image` (B, 3, S, S) uint8 and `text` (B, T) int64, where T is context_length or, with `trim_text`,
+    the longest caption of the batch rounded up to a multiple of eight; and with `patches` the kept ones, (B, K) int64,
+    ascending.
+
     Args:
         config: the recipe's `data` block.
         image_size: pixels per side.
-        context_length: length of a token row; longer captions keep EOT at the last position.
+        context_length: length of a row of tokens; longer captions keep EOT at the last position.
         tokenize: caption -> ids; called in the workers.
-        patches: (P, K) under patch dropout: K of the P patches of each image are drawn with the sample's own stream.
-
-    Batches hold `image` (B, 3, S, S) uint8 and `text` (B, T) int64, T = context_length or, with `trim_text`, the
-    longest caption of the batch rounded up to eight; and with `patches` the kept ones, (B, K) int64, ascending.
+        patches: (P, K) with patch dropout: K of the P patches of each image are drawn from the sample's own random
+            stream.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class ImageTextExamples(Examples):
     def prepare(
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> ImageText:
-        """Decode, augment and tokenise; raises `BadSampleError` with the reason."""
+        """Decode, augment and tokenise a sample; raises `BadSampleError` with the reason."""
         c, size = self.config, self.image_size
         text = caption(fields, source.config, rng)
         image = decode_image(
@@ -145,7 +149,7 @@ class ImageTextExamples(Examples):
         return ImageText(pixels, tokens, patch_ids)
 
     def stack(self, examples: Sequence[ImageText]) -> dict[str, Tensor]:
-        """Images with captions to a batch: text padded with 0 to the context length, patches where there are any."""
+        """Stack images with captions to a batch: text padded with 0 to the context length, and patches if there are any."""
         batch = {"image": torch.from_numpy(np.stack([e.pixels for e in examples]))}
         text = np.zeros((len(examples), self.context_length), dtype=np.int64)
         for row, example in zip(text, examples, strict=True):
@@ -163,7 +167,7 @@ class ImageTextExamples(Examples):
         return as_samples(batch["image"][:count], captions)
 
     def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cut the rows behind the batch's longest caption."""
+        """Cut the rows after the batch's longest caption."""
         if self.config.trim_text:
             longest = int(batch["text"].argmax(dim=1).max()) + 1
             batch["text"] = batch["text"][:, : min(self.context_length, -(-longest // 8) * 8)].contiguous()

@@ -1,4 +1,4 @@
-"""Multi-crop (Caron et al. 2020): two large and several small views of an image, augmented as the official DINO code does."""
+"""Multi-crop (Caron et al. 2020): two large and several small views of an image, augmented as in the official DINO code."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .samples import decode_image, image_bytes
 Pixels = np.ndarray
 
 _LEVELS = np.arange(256)
-_INVERTED = np.where(_LEVELS < 128, _LEVELS, 255 - _LEVELS).astype(np.uint8)  # PIL's solarize at its default threshold
+_INVERTED = np.where(_LEVELS < 128, _LEVELS, 255 - _LEVELS).astype(np.uint8)  # PIL's default threshold of solarize
 
-cv2.setNumThreads(0)  # a pool of threads does not survive the fork of a loader worker
+cv2.setNumThreads(0)  # OpenCV's thread pool does not survive the fork of a loader worker
 
 
-# DINO's pixel augmentations on uint8 arrays (H, W, 3): operations and distributions of torchvision and PIL, with OpenCV's kernels. Draws come from
-# the sample's own generator. Against PIL, pixels differ by rounding in colour operations and by up to three levels in the blur, because PIL
-# approximates the Gaussian by boxes.
+# DINO's pixel augmentations on uint8 arrays (H, W, 3): operations and distributions of torchvision and PIL, with
+# OpenCV's kernels. Random numbers come from the sample's own generator. Compared with PIL, pixels differ by rounding in
+# colour operations and by up to three levels in the blur, because PIL approximates the Gaussian by boxes.
 def jitter(x: Pixels, strength: tuple[float, float, float, float], rng: np.random.Generator) -> Pixels:
-    """torchvision's ColorJitter(brightness, contrast, saturation, hue): factors uniform in 1 ± strength, in random order."""
-    # All factors first, used or not, as torchvision draws them.
+    """Apply torchvision's ColorJitter(brightness, contrast, saturation, hue): factors uniform in 1 ± strength, in random order."""
+    # Draw all factors first, used or not, as in torchvision.
     bright, contrast, saturation = (rng.uniform(max(0.0, 1 - s), 1 + s) for s in strength[:3])
     shift = rng.uniform(-strength[3], strength[3])
     for number in rng.permutation(4):
         if number == 0 and strength[0]:
             x = _levels(x, bright, 0.0)
         elif number == 1 and strength[1]:
-            # Rounded as PIL rounds the mean that contrast turns around.
+            # Round the mean like PIL's contrast enhancement does.
             mean = float(int(cv2.cvtColor(x, cv2.COLOR_RGB2GRAY).mean() + 0.5))
             x = _levels(x, contrast, mean)
         elif number == 2 and strength[2]:
@@ -50,20 +50,20 @@ def jitter(x: Pixels, strength: tuple[float, float, float, float], rng: np.rando
 
 
 def gray(x: Pixels) -> Pixels:
-    """Luma in three equal channels (RandomGrayscale)."""
+    """Return the luma in three equal channels (RandomGrayscale)."""
     return cv2.cvtColor(cv2.cvtColor(x, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
 
 
 def hue(x: Pixels, shift: float) -> Pixels:
-    """Rotate the hue by `shift` of the whole circle."""
+    """Rotate the hue by `shift` of a full circle."""
     hsv = cv2.cvtColor(x, cv2.COLOR_RGB2HSV_FULL)
-    # Eight bits wrap around, which is what a circle wants.
+    # Eight-bit arithmetic wraps around, as hue does.
     hsv[..., 0] += np.uint8(int(shift * 255) % 256)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 
 
 def blur(x: Pixels, radius: tuple[float, float], rng: np.random.Generator) -> Pixels:
-    """A Gaussian blur whose sigma is uniform in `radius` (pixels)."""
+    """Blur with a Gaussian whose sigma is uniform in `radius` (pixels)."""
     return cv2.GaussianBlur(x, (0, 0), float(rng.uniform(*radius)))
 
 
@@ -73,12 +73,12 @@ def solarize(x: Pixels) -> Pixels:
 
 
 def flip(x: Pixels) -> Pixels:
-    """Left to right."""
+    """Flip left to right."""
     return cv2.flip(x, 1)
 
 
 def _levels(x: Pixels, factor: float, around: float) -> Pixels:
-    """PIL's enhancement: around + factor * (x - around), cut to 0..255."""
+    """Apply PIL's enhancement: around + factor * (x - around), clipped to 0..255."""
     table = np.clip(around + factor * (_LEVELS - around), 0, 255).astype(np.uint8)
     return cv2.LUT(x, table)
 
@@ -90,7 +90,7 @@ def _jitter(value: tuple[float, float, float, float]) -> tuple[float, float, flo
 
 
 class CropsConfig(Frozen):
-    """`main_dino.py`'s crops and its DataAugmentationDINO. Global crops have the model's `image_size`."""
+    """Crops of `main_dino.py` and its DataAugmentationDINO. Global crops have the model's `image_size`."""
 
     local_crops_number: int = field(
         8, "Number of local crops per image, in addition to the two global crops.", ge=0, le=1000
@@ -118,7 +118,7 @@ class CropsConfig(Frozen):
 
 
 def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:
-    """View `number` of an image (0, 1: the global ones), (size, size, 3) uint8."""
+    """Return view `number` of an image (0, 1: global crops), (size, size, 3) uint8."""
     c = config
     pixels = resized_crop(
         image,
@@ -131,7 +131,7 @@ def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: n
         pixels = jitter(pixels, c.jitter, rng)
     if rng.random() < c.gray_prob:
         pixels = gray(pixels)
-    # Three rates for three kinds of view: global crops are not blurred alike (BYOL's asymmetry).
+    # Three rates for three kinds of view, because the two global crops are blurred differently (BYOL's asymmetry).
     if rng.random() < c.blur_probs[min(number, 2)]:
         pixels = blur(pixels, c.blur_radius, rng)
     if number == 1 and rng.random() < c.solarize_prob:
@@ -142,10 +142,10 @@ def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: n
 def multi_crop(
     image: Image.Image, size: int, config: CropsConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
+    """Return global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
     views = []
     for first, count, side in ((0, 2, size), (2, config.local_crops_number, config.local_size)):
-        # One block for a kind of view: workers hand over two arrays per image, not ten.
+        # One array per kind of view, so that workers transfer two arrays per image instead of ten.
         out = np.empty((count, 3, side, side), dtype=np.uint8)
         for number in range(count):
             out[number] = crop(image, side, first + number, config, rng).transpose(2, 0, 1)
@@ -156,15 +156,15 @@ def multi_crop(
 class CropExamples(Examples):
     """Images as multi-crops; captions are not read.
 
+    Batches contain `global_crops` (B, 2, 3, S, S) and `local_crops` (B, n, 3, s, s) uint8, and `drop` (B, 2 + n, paths)
+    int32, drawn from the sample's own random stream, so that it does not depend on how the batch is split.
+
     Args:
         config: the recipe's `data` block.
         crops: the recipe's `objective.crops`.
         image_size: pixels per side of the global crops.
-        paths: residual branches that drop path draws for (2 * blocks); 0: no drop path.
-        drop_range: numbers are drawn below it.
-
-    Batches hold `global_crops` (B, 2, 3, S, S) and `local_crops` (B, n, 3, s, s) uint8, and `drop` (B, 2 + n, paths)
-    int32, drawn with the sample's own stream, so that no partition of the batch changes it.
+        paths: residual branches for which drop path draws (2 * blocks); 0: no drop path.
+        drop_range: exclusive upper bound of the random integers.
     """
 
     def __init__(
@@ -177,7 +177,8 @@ class CropExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         data = image_bytes(fields, source.config.image_keys)
-        # JPEG's own halving stops at twice the crop: a global crop of 40 % of the area still has its pixels.
+        # JPEG decoding may halve the size until twice the crop: a global crop of 40 % of the area still has enough
+        # pixels.
         image = decode_image(
             data, 2 * self.image_size if self.config.scaled_decoding else None, self.config.pixel_range
         )
@@ -187,7 +188,7 @@ class CropExamples(Examples):
         if len(small):
             example["local_crops"] = small
         if self.paths:
-            # By the sample's stream: dropped paths are the same whatever rank the sample lands on.
+            # From the sample's stream, so that dropped paths do not depend on the rank that reads the sample.
             example["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
         on_stage("augment")
         return example

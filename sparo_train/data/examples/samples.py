@@ -1,4 +1,4 @@
-"""One sample's bytes to pixels and caption; what is wrong with a bad one is a short reason, counted by the loader."""
+"""Members of one sample as pixels and a caption. A bad sample raises a short reason, which the loader counts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from ...core.errors import BadSampleError
 from ..read.decoding import TRAINING, PixelRange, decode, suffixes
 from ..read.sources import Source, SourceConfig
 
-MAX_WORD_CHARS, MAX_CAPTION_CHARS = 400, 100_000  # of a word, within which byte pairs are merged; of a caption
+MAX_WORD_CHARS, MAX_CAPTION_CHARS = (
+    400,
+    100_000,
+)  # limits for a word, within which byte pairs are merged, and for a caption
 _PLANES = (
     *"0123456789",
     "mask.",
     "semantic.",
     "depth.",
     "flow.",
-)  # members with a dot: frames, and planes of a picture
+)  # extensions with a dot: frames, and planes of an image
 
 
 def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
-    """Return the image member: the first of `keys`, else one of another picture format. Raises `BadSampleError('missing image')`."""
+    """Return the image member: the first of `keys`, otherwise one of another image format. Raises `BadSampleError('missing image')`."""
     for key in keys:
         if key in fields:
             return fields[key]
@@ -38,7 +41,7 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
 
 
 def _missing(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> BadSampleError:
-    """Return the error for a member that is missing, or that has another name because the file's name has a dot too many."""
+    """Return the error for a member that is missing, or has another extension because the file's name contains an additional dot."""
     names = [name for name in fields if "." in name and not name.startswith(_PLANES)]
     dotted = next((name for name in names if name.rpartition(".")[2] in keys), None)
     if dotted is None:
@@ -52,14 +55,16 @@ def decode_image(data: bytes, shrink_to: int | None = None, pixel_range: PixelRa
 
 
 def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Generator | None = None) -> str:
-    """A sample's caption of this visit: of `caption_key`, or drawn among `captions` that it has, and among those of a list.
+    """Return a sample's caption for this visit: that of `caption_key`, or a random one among `captions` and among the entries of a list.
 
     Args:
-        rng: of the visit; what is drawn here takes nothing of its stream, so that crops are the same however many captions
-            there are. None: the first of them.
+        fields: members of the sample.
+        config: the recipe's `data` block.
+        rng: random stream of the visit, which is not advanced, so that crops do not depend on the number of captions.
+            None: return the first caption.
 
     Raises:
-        BadSampleError: there is none, or not as UTF-8, or nothing but white space.
+        BadSampleError: there is none, or it is not UTF-8 or only white space.
     """
     caption_rng = None if rng is None else rng.spawn(1)[0]
     if config.captions is None:
@@ -81,7 +86,7 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
 
 
 def list_captions(fields: Mapping[str, bytes], config: SourceConfig) -> list[str]:
-    """All captions that visits of a sample may draw. Raises `BadSampleError` where there is none."""
+    """Return all captions that visits of a sample may draw. Raises `BadSampleError` if there is none."""
     if config.captions is None:
         return _texts(fields, config.caption_key)
     texts = [text for key, share in config.captions.items() if share for text in _texts_or_empty(fields, key)]
@@ -91,7 +96,7 @@ def list_captions(fields: Mapping[str, bytes], config: SourceConfig) -> list[str
 
 
 def missing_caption_keys(source: Source, num_samples: int = 64) -> list[str]:
-    """Keys of `captions` that none of so many samples has, evenly spaced: a mistyped one takes no part, and its share is the others'."""
+    """Return keys of `captions` that are missing in all of `num_samples` evenly spaced samples. A mistyped key gives its share to the others."""
     missing_keys = {key for key, share in (source.config.captions or {}).items() if share}
     total, begins = source.samples, [0, *accumulate(map(len, source.storages))]
     for at in sorted({i * total // num_samples for i in range(num_samples)}):
@@ -105,7 +110,7 @@ def missing_caption_keys(source: Source, num_samples: int = 64) -> list[str]:
 
 
 def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
-    """The captions at a key: one, or those of a json's list that are not empty. Raises `BadSampleError` where there is none."""
+    """Return the captions at a key: one, or the non-empty entries of a JSON list. Raises `BadSampleError` if there is none."""
     member, _, field = key.partition(":")
     if member not in fields:
         raise _missing("missing caption", fields, [member])

@@ -1,1 +1,1 @@
-"""Who reads what: sources, shards, the plan, the cursor and the loader."""
+"""Reading of data: sources, shards, the plan, the cursor and the loader."""

@@ -1,4 +1,4 @@
-"""How much of a data set may be broken before a run stops."""
+"""Limits on the share of a data set that may be broken before a run stops."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
 _MAX_LOGGED = 100
-_SHARDS = {"truncated tar", "unreadable tar"}  # judged before the first step, against the whole source
-_REMEDY = "`sparo data check` lists them; repair or remove these shards, or raise data.max_bad_share."
+_SHARDS = {"truncated tar", "unreadable tar"}  # judged before the first step, relative to the whole source
+_REMEDY = "Repair or remove these shards (`sparo data check` lists them), or raise data.max_bad_share."
 
 
 def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[DamagedShard]:
-    """The shards that are not whole. Raises `DataError` naming them where they lose more than `data.max_bad_share`."""
+    """Return the incomplete shards. Raises `DataError` naming them if they lose more than `data.max_bad_share`."""
     damaged = [damage for source in sources for damage in source.broken()]
     lost = sum(damage.lost_samples for damage in damaged)
     total = lost + sum(source.samples for source in sources)
-    # Judged only where there is enough to judge: of ten samples one broken is no share.
+    # Only judge large sources: one broken sample of ten is no meaningful share.
     if damaged and total >= config.max_bad_share_min_samples and lost > config.max_bad_share * total:
         worst = "\n  ".join(
             f"{d.url}: {d.reason}, about {d.lost_samples} lost"
@@ -37,11 +37,11 @@ def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[Damaged
 
 
 class BadSampleBudget:
-    """Counts skipped samples by (shard, reason) and stops a run whose data is too broken.
+    """Counter of skipped samples by (shard, reason), which stops a run if too much data is broken.
 
     Args:
-        max_share: largest tolerated share of skipped among tried samples.
-        minimum: samples tried before the share is judged.
+        max_share: largest tolerated share of skipped samples among those tried.
+        minimum: number of samples tried before the share is judged.
     """
 
     def __init__(self, max_share: float, minimum: int = 1000):
@@ -51,14 +51,14 @@ class BadSampleBudget:
     def add(
         self, skipped: Mapping[tuple[str, str], int], used: int, keys: Mapping[tuple[str, str], str] | None = None
     ) -> None:
-        """Add a batch's skips; `used` is the number of good samples so far, `keys` has a sample of each. Raises `DataError` over the limit."""
+        """Add the skipped samples of a batch; `used` counts good samples so far, `keys` has one example of each. Raises `DataError` over the limit."""
         for (url, reason), key in (keys or {}).items():
             if (url, reason) not in self.counts and self._num_logged < _MAX_LOGGED:
                 self._num_logged += 1
                 more = "; further ones are in metrics.jsonl alone" if self._num_logged == _MAX_LOGGED else ""
                 logger.warning(f"skipped a sample: {url}, {key}: {reason}{more}")
         counts = self.counts + Counter(skipped)
-        # Broken shards were judged before the first step; counted twice they would end runs that go on.
+        # Broken shards were judged before the first step; counting them twice would end resumed runs.
         total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)
         tried = used + total
         if tried >= self.minimum and total > self.max_share * tried:
@@ -67,17 +67,17 @@ class BadSampleBudget:
                 f"data: {total} of {tried} samples were unusable, more than data.max_bad_share={self.max_share}:\n"
                 f"  {worst}\n{_REMEDY}"
             )
-        self.counts = counts  # only now: a run that stops here saves itself without this batch
+        self.counts = counts  # last, because a run that stops here saves itself without this batch
 
     def by_reason(self) -> dict[str, int]:
-        """Counts by reason, for the metrics."""
+        """Return counts by reason, for the metrics."""
         out: Counter[str] = Counter()
         for (_, reason), n in self.counts.items():
             out[reason] += n
         return dict(out)
 
     def by_shard(self) -> dict[str, dict[str, int]]:
-        """Counts by shard and reason, the worst ten shards first."""
+        """Return counts by shard and reason, the worst ten shards first."""
         out: dict[str, Counter[str]] = defaultdict(Counter)
         for (url, reason), n in self.counts.items():
             out[url][reason] += n

@@ -1,4 +1,4 @@
-"""The one decoder of pictures, for training, conversion, checks, evaluation and pages: which files are read, and what becomes of their pixels."""
+"""The single decoder of images, for training, conversion, checks, evaluation and pages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pydantic import AfterValidator
 
 from ...core.errors import BadSampleError
 
-ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image, not a grey one
+ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image instead of a partly grey one
 
-# Raster formats that Pillow recognizes by their content. EPS would start Ghostscript; formats without a signature would take any bytes.
+# Raster formats that Pillow recognizes by content. EPS would start Ghostscript, and formats without a signature would
+# accept any bytes.
 _FORMATS = (
     "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "HEIF", "JPEG2000", "ICO", "ICNS", "DDS", "QOI", "SGI",
     "PCX", "PSD", "XBM", "XPM",
 )  # fmt: skip
 _MORE_SUFFIXES = {".jfif": "jpg", ".jpe": "jpg", ".pjpeg": "jpg", ".mpo": "jpg"}
-_FILE = "sparo file"  # key of an image's `info`: the encoded file, where Pillow itself reduces 16 bits to eight
-_ORIENTATION, _SUBFILE_TYPE, _REDUCED_OR_MASK = 0x0112, 254, 0b101  # tags of EXIF and TIFF, and two bits of the latter
+_FILE = "sparo file"  # key of an image's `info`: the encoded file, if Pillow itself reduces 16 bits to eight
+_ORIENTATION, _SUBFILE_TYPE, _REDUCED_OR_MASK = 0x0112, 254, 0b101  # tags of EXIF and TIFF, and two flags of TIFF's
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 
 
@@ -39,8 +40,11 @@ PixelRange = Annotated[Literal["by_type", "percentiles"] | tuple[float, float], 
 class Decoding(NamedTuple):
     """Options of the decoder.
 
-    upright: turn it as its EXIF orientation says.  on_white: show transparency on white.  rgb: convert to RGB; False keeps the file's mode.
-    pixel_range: how 16-bit, 32-bit and float pixels become 8 bits; None: as Pillow converts them.
+    Attributes:
+        upright: apply the EXIF orientation.
+        on_white: composite transparent images on white.
+        rgb: convert to RGB; False keeps the file's mode.
+        pixel_range: how 16-bit, 32-bit and float pixels become 8 bits; None: as Pillow converts them.
     """
 
     upright: bool = True
@@ -50,13 +54,13 @@ class Decoding(NamedTuple):
 
 
 TRAINING = Decoding()
-# What open_clip's evaluation is shown: the file as Pillow opens it, which its transform resizes in the file's own mode.
+# Input of open_clip's evaluation: the file as opened by Pillow, which the transform resizes in the file's own mode.
 PUBLISHED = Decoding(upright=False, on_white=False, rgb=False, pixel_range=None)
 
 
 @cache
 def formats() -> tuple[str, ...]:
-    """Return Pillow's names of the formats that can be read here; HEIC files need the package pillow-heif."""
+    """Return Pillow's names of the formats that can be read; HEIC files need the package pillow-heif."""
     with suppress(ImportError):
         from pillow_heif import register_heif_opener  # pyright: ignore[reportMissingImports]
 
@@ -67,7 +71,7 @@ def formats() -> tuple[str, ...]:
 
 @cache
 def suffixes() -> dict[str, str]:
-    """Return the suffixes of readable files, lower case, and what a sample calls a file with each: jpg, png or webp."""
+    """Return the suffixes of readable files, lower case, and the extension of each in a sample: jpg, png or webp."""
     names = {"JPEG": "jpg", "MPO": "jpg", "WEBP": "webp"}
     pillow_suffixes = {
         suffix: names.get(kind, "png") for suffix, kind in Image.registered_extensions().items() if kind in formats()
@@ -76,13 +80,15 @@ def suffixes() -> dict[str, str]:
 
 
 def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> Image.Image:
-    """Decode a picture.
+    """Decode an image.
 
     Args:
-        shrink_to: a JPEG may be decoded at 1/2, 1/4 or 1/8, with at least this many pixels a side (pixels differ).
+        data: the file's bytes.
+        how: options.
+        shrink_to: allow decoding a JPEG at 1/2, 1/4 or 1/8, with at least this many pixels per side (pixels differ).
 
     Raises:
-        BadSampleError: damaged, truncated, too large, or of pixels that `how` does not map; `detail` says which.
+        BadSampleError: damaged, truncated, too large, or with pixels that `how` does not map; `detail` has the values.
     """
     image = open_picture(data)
     try:
@@ -98,12 +104,12 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
         return postprocess(image, how)
     except BadSampleError:
         raise
-    except Exception as error:  # decoders of damaged files fail in their own ways
+    except Exception as error:  # decoders of damaged files raise many kinds of errors
         raise BadSampleError("bad image", detail=_first_line(error)) from None
 
 
 def open_picture(data: bytes) -> Image.Image:
-    """Identify a picture by its content and check its size, before pixels are decoded. Raises `BadSampleError`."""
+    """Identify an image by its content and check its size before pixels are decoded. Raises `BadSampleError`."""
     try:
         image = Image.open(io.BytesIO(data), formats=formats())
     except Image.DecompressionBombError:
@@ -119,7 +125,7 @@ def open_picture(data: bytes) -> Image.Image:
 
 
 def postprocess(image: Image.Image, how: Decoding) -> Image.Image:
-    """Turn, composite and convert an image that is decoded, as `how` says."""
+    """Rotate, composite and convert a decoded image according to `how`."""
     if how.upright:
         image = ImageOps.exif_transpose(image)
     if how.on_white and _has_alpha(image):
@@ -130,9 +136,9 @@ def postprocess(image: Image.Image, how: Decoding) -> Image.Image:
 
 
 def notes(image: Image.Image) -> frozenset[str]:
-    """Return what is unusual about an opened picture: turned by EXIF, transparent, 16 bits, float, animated, several pages."""
+    """Return unusual properties of an opened image: rotated by EXIF, transparent, 16 bits, float, animated, several pages."""
     conditions = {
-        "turned by EXIF": image.getexif().get(_ORIENTATION, 1) not in (0, 1),
+        "rotated by EXIF": image.getexif().get(_ORIENTATION, 1) not in (0, 1),
         "transparent": _has_alpha(image),
         "more than 8 bits": image.mode in _DEEP[:-1] or has_16bit_channels(image),
         "float": image.mode == "F",
@@ -147,13 +153,13 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def has_16bit_channels(image: Image.Image) -> bool:
-    """Return whether a picture that is not decoded yet has 16 bits per channel of several; Pillow keeps the upper eight."""
+    """Return whether an image that is not decoded yet has several channels of 16 bits, of which Pillow keeps the upper eight."""
     tiles = getattr(image, "tile", None)
     return image.mode not in _DEEP and bool(tiles) and ";16" in str(tiles[0].args)
 
 
 def _refuse_pages(image: Image.Image) -> None:
-    """Raise `BadSampleError` for a TIFF of several pages; reduced copies, masks and thumbnails of the first do not count."""
+    """Raise `BadSampleError` for a TIFF with several pages, not counting reduced copies, masks and thumbnails of the first."""
     if not isinstance(image, TiffImagePlugin.TiffImageFile) or image.n_frames == 1:
         return
     width, height = image.size
@@ -166,9 +172,9 @@ def _refuse_pages(image: Image.Image) -> None:
 
 
 def to_8bit(image: Image.Image, how: PixelRange) -> Image.Image:
-    """Map an opened picture of 16-bit, 32-bit or float pixels to 8 bits; others stay.
+    """Map an opened image with 16-bit, 32-bit or float pixels to 8 bits; others are unchanged.
 
-    Orientation and transparency are kept. Raises `BadSampleError` as `decode` does.
+    Orientation and transparency are kept. Raises `BadSampleError` like `decode`.
     """
     if image.mode in _DEEP:
         values, alpha = np.asarray(image), None
@@ -191,10 +197,10 @@ def to_8bit(image: Image.Image, how: PixelRange) -> Image.Image:
 
 
 def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
-    """Make a picture of an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8, uint16 or floats.
+    """Return an image from an array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) of uint8, uint16 or floats.
 
     Raises:
-        BadSampleError: another shape or dtype, or numbers that `how` does not map.
+        BadSampleError: another shape or dtype, or values that `how` does not map.
     """
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[..., 0]
@@ -208,11 +214,11 @@ def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
 
 
 def _to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.ndarray:
-    """Map numbers to uint8. `real`: they are floats, which by_type expects from 0 to 1."""
+    """Map values to uint8. `real`: they are floats, which by_type expects from 0 to 1."""
     low, high = float(np.min(values)), float(np.max(values))
     if how == "by_type":
         expected_range = (0.0, 1.0) if real else (0.0, 65535.0)
-        if not expected_range[0] <= low <= high <= expected_range[1]:  # also where they are not finite
+        if not expected_range[0] <= low <= high <= expected_range[1]:  # also for values that are not finite
             kind = "float pixels" if real else "32-bit pixels"
             raise BadSampleError(
                 "pixel range",
@@ -228,7 +234,7 @@ def _to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.n
 
 
 def _unidentified(data: bytes) -> str:
-    """Say why Pillow does not know a TIFF: how many bands of how many bits it has."""
+    """Explain why Pillow cannot identify a TIFF, with its number of bands and bits."""
     if data[:4] not in (b"II*\0", b"MM\0*"):
         return ""
     try:

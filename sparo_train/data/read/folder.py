@@ -1,10 +1,11 @@
-"""Image folders, `CLASS/…/name.jpg` as torchvision's ImageFolder has them, read by position like shards.
+"""Image folders, `CLASS/…/name.jpg` as in torchvision's ImageFolder, read by position like shards.
 
-One rule for training, conversion and evaluation: the class is the first folder below the root, however deep the file lies; classes are in
-the order of their numbers if all names are integers, else of their names; hidden files and folders are left out, links are followed.
+Training, conversion and evaluation share one rule: the class is the first folder below the root, however deep the file
+is. Classes are ordered by number if all names are integers, otherwise by name. Hidden files and folders are skipped,
+links are followed.
 
-Files are put in an order that only their names decide and that mixes the classes, then cut into parts of 1,000: the plan treats a part as
-a shard.
+Files are put in an order that mixes the classes and depends on names only, then cut into parts of 1,000. The plan
+treats a part as a shard.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .remote import remedy
 from .sources import SourceConfig, SourceKind, Storage
 
 _PART = 1000
-# Captions and annotations, and files of file managers: not counted as left-out pictures.
+# Captions, annotations, and files of file managers, which do not count as skipped images.
 _SIDECARS = {".txt", ".json", ".csv", ".tsv", ".md", ".xml", ".yaml", ".yml", ".html"}
 _SYSTEM_FILES = {"thumbs.db", "desktop.ini"}
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev"}
@@ -40,18 +41,18 @@ _WRAPPERS = {
     "photos",
     "data",
     "dataset",
-}  # names of folders that hold the class folders
+}  # names of folders that contain the class folders
 
 
 class PictureFiles(NamedTuple):
-    """names: readable pictures as sorted paths below the root.  left_out: how many other files there are, by suffix."""
+    """Readable images (`names`, sorted paths below the root), and the number of skipped files by suffix (`left_out`)."""
 
     names: list[str]
     left_out: dict[str, int]
 
 
 class FolderConfig(SourceConfig):
-    """Images in class folders or not, for objectives that read no captions."""
+    """Images, in class folders or not, for objectives that read no captions."""
 
     kind: Literal["folder"] = field("folder", "Entry of sparo.sources.")
     folder: str = resumable_field(..., "Folder of images, or of one folder per class, as in imagenet/train.")
@@ -59,7 +60,7 @@ class FolderConfig(SourceConfig):
 
 
 class FolderPart(Storage):
-    """Some files of an image folder. A sample has the image, by its suffix, and `cls`, the class's number, where there are classes."""
+    """Some files of an image folder. A sample has the image, by its suffix, and `cls`, the class's number, if there are classes."""
 
     def __init__(self, url: str, root: Path, names: np.ndarray, classes: list[str], left_out: Mapping[str, int]):
         self.url, self.root, self._names, self._numbers = url, root, names, {name: i for i, name in enumerate(classes)}
@@ -69,7 +70,7 @@ class FolderPart(Storage):
         return len(self._names)
 
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
-        """Key and fields of a file. Raises `BadSampleError` where it cannot be read."""
+        """Return the key and members of a file. Raises `BadSampleError` if it cannot be read."""
         name = os.fsdecode(self._names[number])
         try:
             data = read_bytes(self.root / name, DataError)
@@ -81,31 +82,33 @@ class FolderPart(Storage):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the class folders, in the order of their numbers."""
+        """Return the names of the class folders, in the order of their numbers."""
         return list(self._numbers)
 
     def set_class_numbers(self, classes: Sequence[str]) -> None:
-        """Take the numbers of another set's classes, of which these have to be some."""
+        """Use the class numbers of another set, which must contain these classes."""
         self._numbers = {name: i for i, name in enumerate(classes)}
 
     def names(self) -> list[str]:
-        """The files' paths below the folder, in order."""
+        """Return the files' paths below the folder, in order."""
         return [os.fsdecode(name) for name in self._names]
 
     def digest(self) -> str:
-        """Return a digest of the names, and of the classes where they are not numbered in the order of their names."""
+        """Return a digest of the names, and of the classes if they are not numbered in the order of their names."""
         order = [] if self.classes == sorted(self.classes) else [os.fsencode("/".join(self.classes))]
         return hashlib.sha256(b"\n".join([*self._names, *order])).hexdigest()[:16]
 
 
 def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> list[FolderPart]:
-    """The images below a folder, in parts.
+    """Return the images below a folder, in parts.
 
     Args:
-        mixed: in a pseudo-random order of the names; false sorts them.
+        path: the folder.
+        key: dotted key for errors.
+        mixed: use a pseudo-random order of the names; False: sort them.
 
     Raises:
-        DataError: no such folder, or no image in it; `key` is named.
+        DataError: no such folder, or no image in it.
     """
     root = Path(path)
     if not root.is_dir():
@@ -116,9 +119,9 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
         raise DataError(f"{key}: {root}: no readable image in this folder{others}.")
     classes = class_order(label for name in names if (label := class_of(name)) is not None)
     if mixed:
-        # By a hash of the name: the same on every machine, and neighbours are of different classes.
+        # Order by a hash of the name: equal on every machine, and neighbours have different classes.
         names.sort(key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest())
-    table = np.asarray([os.fsencode(name) for name in names])  # one block of memory, which forked workers share
+    table = np.asarray([os.fsencode(name) for name in names])  # one block of memory, shared by forked workers
     return [
         FolderPart(f"{path}#{number}", root, table[begin : begin + _PART], classes, left_out)
         for number, begin in enumerate(range(0, len(table), _PART))
@@ -126,7 +129,7 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
 
 
 def list_pictures(root: Path) -> PictureFiles:
-    """List the pictures below a folder, and count what is left out. Links to folders are followed, but not in a circle."""
+    """List the images below a folder, and count skipped files. Links to folders are followed, except in a cycle."""
     names: list[str] = []
     left_out: Counter[str] = Counter()
     waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
@@ -138,7 +141,7 @@ def list_pictures(root: Path) -> PictureFiles:
         with os.scandir(root / below) as entries:
             for entry in entries:
                 name = f"{below}{entry.name}"
-                if entry.name.startswith("."):  # macOS writes `._NAME.jpg` for every picture
+                if entry.name.startswith("."):  # macOS writes `._NAME.jpg` for every image
                     continue
                 if entry.is_dir():
                     waiting.append((f"{name}/", above | {here}))
@@ -156,16 +159,16 @@ def left_out_text(left_out: Mapping[str, int]) -> str:
 
 
 def class_of(name: str) -> str | None:
-    """Return the first folder of a path below the root; None for a file beside the class folders."""
+    """Return the first folder of a path below the root; None for a file next to the class folders."""
     first, slash, _ = name.partition("/")
     return first if slash else None
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """Return distinct class names in the order of their labels: by number if all are integers, else by name.
+    """Return distinct class names in the order of their labels: by number if all are integers, otherwise by name.
 
     Raises:
-        DataError: two names are one number, as 1 and 01.
+        DataError: two names are the same number, such as 1 and 01.
     """
     classes = sorted(set(names))
     if not all(re.fullmatch("[0-9]{1,18}", name) for name in classes):
@@ -178,7 +181,7 @@ def class_order(names: Iterable[str]) -> list[str]:
 
 
 def refuse_splits(root: Path, classes: Sequence[str]) -> None:
-    """Raise `DataError` where the first folders are splits, or one that holds all classes: labels and captions would name them."""
+    """Raise `DataError` if the first folders are splits, or if one contains all classes: labels and captions would be their names."""
 
     def below(name: str) -> int:
         return sum(entry.is_dir() and not entry.name.startswith(".") for entry in (root / name).iterdir())

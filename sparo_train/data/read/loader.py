@@ -1,4 +1,4 @@
-"""The training pipeline: plan -> read -> prepare -> batches that carry their cursor."""
+"""The training pipeline: plan -> read -> prepare -> batches with a cursor."""
 
 from __future__ import annotations
 
@@ -27,69 +27,74 @@ from .shards import close_reader
 from .sources import DataConfig, Source, fingerprint, open_source
 from .workers import iterate_in_workers
 
-OnStage = Callable[[str], object]  # called behind a stage of the work on a sample, with its name
+OnStage = Callable[[str], object]  # called after each stage of the work on a sample, with the stage's name
 
 
 def ignore_stage(_stage: str) -> None:
-    """Nobody is timing."""
+    """Ignore a stage, if nothing measures time."""
 
 
 class Examples(ABC):
-    """What the batches of a pipeline are made of; runs in the loader's workers, all but `finish`."""
+    """Content of the batches of a pipeline; everything except `finish` runs in the loader's workers."""
 
     image_size: int
-    reads_model = False  # examples are made with the objective's weights: `ready` comes first
+    reads_model = False  # examples depend on the objective's weights: `ready` is called first
 
-    def ready(  # noqa: B027  most are made of what was read alone
+    def ready(  # noqa: B027  most examples do not depend on the model
         self,
         objective: Objective,
         sources: Sequence[Source],
         device_context: DeviceContext,
         ranks: Ranks,
     ) -> None:
-        """Called on all ranks together before the first batch, where `reads_model`; `objective` has the weights that it begins with.
+        """Prepare on all ranks together before the first batch, if `reads_model`; `objective` has its initial weights.
 
         Args:
+            objective: the objective.
+            sources: opened sources.
             device_context: the engine's device and precision.
+            ranks: this process among the ranks.
         """
 
     @abstractmethod
     def prepare(
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
-        """One example from a sample's members, with the random stream of this visit; raises `BadSampleError` with the reason."""
+        """Return one example from a sample's members, with the random stream of this visit; raises `BadSampleError` with the reason."""
 
     @abstractmethod
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """Examples to a batch: tensors with one row each."""
+        """Stack examples to a batch of tensors with one row each."""
 
     def finish(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What can only be done to a rank's whole batch."""
+        """Finish a rank's whole batch with operations that need all of it."""
         return batch
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
-        """The first images of a batch as a person sees them; default: of `image` (B, 3, S, S) uint8, without captions."""
+        """Return the first images of a batch for display; default: from `image` (B, 3, S, S) uint8, without captions."""
         return as_samples(batch["image"][:count]) if "image" in batch else []
 
 
 def as_samples(images: Tensor, captions: Sequence[str] = ()) -> list[Sample]:
-    """(n, 3, S, S) uint8, with captions where there are any."""
+    """Return samples for display from (n, 3, S, S) uint8, with captions if there are any."""
     rows = images.permute(0, 2, 3, 1).cpu().numpy()
     return [Sample(row, captions[i] if captions else "") for i, row in enumerate(rows)]
 
 
 class WorkerBatch(NamedTuple):
-    """A worker's share of a batch: of its streams, `per_stream` examples each, and where the streams stand now."""
+    """One worker's part of a batch: `per_stream` examples of each of its streams, and the positions of the streams."""
 
     batch: dict[str, Tensor]
     positions: list[int]
     skipped: dict[tuple[str, str], int]
-    first_keys: dict[tuple[str, str], str]  # of what was skipped: one sample for each shard and reason
+    first_keys: dict[tuple[str, str], str]  # of skipped samples: one key per shard and reason
 
 
 class _Workers(IterableDataset[WorkerBatch | SparoError]):
-    """Runs inside a loader worker: its streams, one after another, for ever. A user's problem is delivered, not raised:
-    torch would bury its message in the worker's traceback."""
+    """Iterator inside a loader worker over its streams in turn, without end.
+
+    User errors are returned instead of raised, because torch would bury their message in the worker's traceback.
+    """
 
     def __init__(self, pipeline: Pipeline, positions: Sequence[int]):
         self.pipeline, self.positions = pipeline, positions
@@ -98,7 +103,7 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         info = get_worker_info()
         number, of = (info.id, info.num_workers) if info else (0, 1)
         p = self.pipeline
-        # Whole streams to each worker: a stream is read by one process, so its place is one number.
+        # Whole streams per worker: a single process reads a stream, so its position is one number.
         streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
         at = {stream: self.positions[stream] for stream in streams}
         try:
@@ -116,15 +121,15 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
     ) -> Iterator[Any]:
         p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
         for _ in range(p.per_stream):
-            # Two passes: every window is met whole once, wherever the stream stood.
+            # Two passes, because every window is read as a whole once, wherever the stream started.
             for _tries in range(2 * length + 1):
                 position = at[stream]
-                # At a window's first sample: its order is random, and all of it is needed soon.
+                # At the first sample of a window: its order is random, and all of it is needed soon.
                 if position % length % p.plan.window == 0:
                     for source, shard, first, last in p.plan.window_chunks(stream, position):
                         p.sources[source].storages[shard].read_ahead(first, last)
                 ref = p.plan.at(stream, position)
-                # Before the read: a sample that fails is behind us, too.
+                # Before reading, so that a failing sample counts as read.
                 at[stream] = position + 1
                 try:
                     yield p.example(ref)
@@ -142,10 +147,10 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
 
 
 def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
-    """How many streams the data is cut into.
+    """Return the number of streams that the data is divided into.
 
     Raises:
-        ConfigError: they do not divide the batch, or the ranks do not divide them.
+        ConfigError: the number does not divide the batch size, or is not divisible by the number of ranks.
     """
     streams = config.streams or default_streams(batch_size)
     if batch_size % streams:
@@ -164,13 +169,14 @@ class Pipeline:
     Args:
         config: the recipe's `data` block.
         batch_size: examples per global batch.
-        examples: what they are and how they are made.
+        examples: content of the batches.
         seed: the run's seed.
-        rank, world_size: this process reads its contiguous block of the streams; the global batch is the ranks' batches in order.
+        rank, world_size: this process reads its contiguous block of streams; the global batch consists of the ranks'
+            batches in order.
 
     Raises:
-        ConfigError: `data.streams` does not divide the batch.
-        DataError: a source has no samples; from `start`: too many shards are not whole.
+        ConfigError: `data.streams` does not divide the batch size.
+        DataError: a source has no samples; from `start`: too many shards are incomplete.
     """
 
     def __init__(
@@ -189,24 +195,23 @@ class Pipeline:
             config.shuffle_window,
         )
         self.per_stream = batch_size // streams
-        # A worker without a stream would have nothing to deliver.
+        # A worker without a stream would have nothing to return.
         self.workers = min(config.workers, len(self.own))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.shuffle_window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
-        """The first images of a batch of this rank's, as a person sees them."""
+        """Return the first images of this rank's batch, for display."""
         return self.examples.preview(batch, count)
 
     def start(self, cursor: Cursor | None = None) -> Generator[LoaderBatch, None, None]:
-        """This rank's batches from the beginning or behind `cursor` (of all streams), without end.
+        """Yield this rank's batches from the beginning or after `cursor` (of all streams), without end.
 
-        A delivery's cursor holds this rank's streams; the ranks' positions in order are the whole cursor.
+        A batch's cursor contains this rank's streams; the positions of all ranks in order are the whole cursor.
         """
         positions = cursor.positions if cursor else (0,) * self.plan.streams
         broken = refuse_broken(self.sources, self.config)
-        # The rest of its life a run carries these counts in its checkpoints.
-        # Told once in the life of a run, and by one rank.
+        # A run's checkpoints carry these counts from then on, so they are added once in its life, on one rank.
         news = cursor is None and self.rank == 0
         first = Counter({(d.url, d.reason): d.lost_samples for d in broken} if news else {})
         with closing(
@@ -221,8 +226,8 @@ class Pipeline:
         """Read and prepare one visit of a sample, with the random stream of that visit.
 
         Raises:
-            BadSampleError: whatever this sample made fail, named by its type and place where it is no error of ours: one sample
-                must not end a run, and a mistake in the code that prepares all of them soon has no usable one.
+            BadSampleError: for any error that the sample causes, named by type and location if it is not ours. One
+                sample must not end a run, and if the code fails on all samples, the limit on bad samples ends it soon.
         """
         source, key = self.sources[ref.source], ""
         try:
@@ -234,13 +239,13 @@ class Pipeline:
         except BadSampleError as bad:
             bad.key = key
             raise
-        # Whatever a decoder raises belongs to the sample; an error of ours belongs to the recipe.
+        # Any error of a decoder concerns the sample; an error of sparo's concerns the recipe.
         except Exception as error:
             raise BadSampleError(_where(error), key) from error
 
     def _assemble(self, parts: Sequence[WorkerBatch]) -> LoaderBatch:
         batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
-        if torch.cuda.is_available():  # here, because what is concatenated or cut is not pinned any more
+        if torch.cuda.is_available():  # here, because concatenating or cutting loses pinned memory
             batch = {key: value.pin_memory() for key, value in batch.items()}
         positions = tuple(at for p in parts for at in p.positions)
         return LoaderBatch(
@@ -252,25 +257,25 @@ class Pipeline:
 
 
 def default_streams(batch_size: int) -> int:
-    """16 streams, and more for batches over 256 (up to 512), so that many ranks and workers can share them; a divisor of the batch."""
+    """Return the default number of streams: 16, or more for batches over 256 (up to 512), so that many ranks and workers can share them."""
     target = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
-    # A divisor of the batch, or a batch could not take the same number from each.
+    # It must divide the batch, because a batch takes the same number of samples from each stream.
     return math.gcd(batch_size, target)
 
 
 def _identity(part: WorkerBatch | SparoError) -> WorkerBatch | SparoError:
-    """In place of torch's default_convert: a part holds tensors already."""
+    """Replace torch's default_convert: a part contains tensors already."""
     return part
 
 
 def _where(error: Exception) -> str:
-    """A reason to count under: the text of an error may hold the sample's own, and would be a reason of its own for each."""
+    """Return the location of an error as a countable reason: its text may contain the sample's own values and would differ for each."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
 
 
 def _advice(reasons: str) -> str:
-    """Return what to do where all samples of a stream are unusable for a reason that a key removes."""
+    """Return advice if all samples of a stream are unusable for a reason that a key can fix."""
     if "pixel range" in reasons:
         return ". Set data.pixel_range; `sparo data check` lists the values of each picture."
     return ""

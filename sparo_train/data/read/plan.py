@@ -1,15 +1,16 @@
-"""The data plan: which sample comes next is a pure function of (seed, stream, position).
+"""The data plan: the next sample is a pure function of (seed, stream, position).
 
-An epoch visits `round(weight * n)` samples of every source (at least one if the weight is above zero), always finishing a pass over the source before the next
-one begins. The pass is cut into chunks of neighbouring samples at a random offset, the chunks of all sources are
-permuted, their concatenation is cut into C streams of equal length, and each stream is shuffled inside windows:
+An epoch visits `round(weight * n)` samples of every source (at least one if the weight is above zero) and always
+finishes a pass over a source before it begins the next. A pass is cut into chunks of neighbouring samples at a random
+offset. The chunks of all sources are permuted and concatenated, the result is cut into C streams of equal length, and
+each stream is shuffled inside windows:
 
     pass       (seed, source, pass)            order and offset of a source's chunks
     epoch      (seed, epoch)                   order of all chunks
     window     (seed, epoch, stream, window)   order inside a window of a stream
 
-A global batch takes batch/C samples from each stream. Streams are dealt to ranks and workers, so any number of them
-reads the same global batches, and a cursor is C integers.
+A global batch takes batch/C samples from each stream. Streams are distributed over ranks and workers. Any number of
+ranks and workers therefore reads the same global batches, and a cursor consists of C integers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ...core.rng import generator
 
 
 class SampleRef(NamedTuple):
-    """One visit of a sample: which source, shard and ordinal in it, and on which pass over the source (each visits it once)."""
+    """One visit of a sample: its source, shard, ordinal in the shard, and the pass over the source, which visits each sample once."""
 
     pass_index: int
     source: int
@@ -36,7 +37,7 @@ class SampleRef(NamedTuple):
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Chunks of an epoch in order: the pass they belong to, source, shard, start, and the running end of each."""
+    """Chunks of an epoch in order: pass, source, shard, start, and the cumulative end of each."""
 
     pass_index: np.ndarray
     source: np.ndarray
@@ -53,27 +54,27 @@ class _Epoch:
 
 
 def epoch_sizes(totals: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Samples that an epoch takes from each source."""
-    # A weight above zero takes at least one: a tiny source must not vanish by rounding.
+    """Return the number of samples that an epoch takes from each source."""
+    # At least one for a weight above zero, so that rounding cannot drop a tiny source.
     return [max(1, round(w * n)) if n and w else 0 for w, n in zip(weights, totals, strict=True)]
 
 
 def source_shares(totals: Sequence[int], weights: Sequence[float], read: int) -> list[tuple[float, float]]:
-    """Per source its share of `read` samples, and how many passes over it they are."""
+    """Return each source's share of `read` samples, and how many passes over the source they are."""
     counts = epoch_sizes(totals, weights)
     return [(n / sum(counts), read * n / sum(counts) / total) for n, total in zip(counts, totals, strict=True)]
 
 
 class Plan:
-    """The order of all samples, for ever.
+    """Order of all samples, without end.
 
     Args:
         counts: samples per shard, per source.
         weights: passes over each source per epoch (2.0: every sample twice, 0.5: every other epoch).
         seed: the run's seed.
-        streams: C, how many streams the epoch is cut into.
-        chunk: neighbouring samples kept together on disk.
-        window: samples of a stream shuffled together.
+        streams: C, number of streams that the epoch is cut into.
+        chunk: neighbouring samples that stay together.
+        window: samples of a stream that are shuffled together.
 
     Raises:
         ConfigError: no samples, or fewer samples per epoch than streams.
@@ -101,22 +102,23 @@ class Plan:
         self._windows: OrderedDict[tuple[int, int, int], np.ndarray] = OrderedDict()
 
     def stream_length(self, stream: int) -> int:
-        """Samples of a stream per epoch; streams differ by at most one."""
-        # Borders by multiplication, not by adding lengths: streams differ by one at most, and together they are the epoch.
+        """Return the samples of a stream per epoch; streams differ by at most one."""
+        # Compute borders by multiplication instead of adding lengths: streams differ by one at most, and together they
+        # are the epoch.
         return (stream + 1) * self.epoch_size // self.streams - stream * self.epoch_size // self.streams
 
     def at(self, stream: int, position: int) -> SampleRef:
-        """The sample at `position` (0, 1, … without end) of `stream`."""
+        """Return the sample at `position` (0, 1, … without end) of `stream`."""
         length = self.stream_length(stream)
         epoch, offset = divmod(position, length)
         window, inside = divmod(offset, self.window)
-        # The last window is shorter; its order is a permutation of what it has.
+        # The last window is shorter; its order is a permutation of its samples.
         order = self._window_order(epoch, stream, window, min(self.window, length - window * self.window))
         begin = stream * self.epoch_size // self.streams + window * self.window
         return self._epoch(epoch).at(begin + int(order[inside]))
 
     def window_chunks(self, stream: int, position: int) -> Iterator[tuple[int, int, int, int]]:
-        """(source, shard, first, last+1) of the runs on disk that the window at `position` reads; for read-ahead."""
+        """Return (source, shard, first, last+1) of the ranges that the window at `position` reads, for read-ahead."""
         length = self.stream_length(stream)
         epoch, offset = divmod(position, length)
         window = offset // self.window
@@ -134,19 +136,19 @@ class Plan:
         if epoch not in self._epochs:
             parts = [self._epoch_chunks(source, epoch) for source, size in enumerate(self.epoch_sizes) if size]
             table = np.concatenate(parts)
-            # Chunks of all sources together: a batch then has its sources in their shares.
+            # Permute the chunks of all sources together, so that a batch has its sources in proportion.
             table = table[generator(self.seed, "epoch", epoch).permutation(len(table))]
             self._epochs[epoch] = _Epoch(table[:, 0], table[:, 1], table[:, 2], table[:, 3], np.cumsum(table[:, 4]))
-            while len(self._epochs) > 2:  # streams cross an epoch's border within a few samples of each other
+            while len(self._epochs) > 2:  # streams reach the end of an epoch within a few samples of each other
                 self._epochs.popitem(last=False)
         self._epochs.move_to_end(epoch)
         return self._epochs[epoch]
 
     def _epoch_chunks(self, source: int, epoch: int) -> np.ndarray:
-        """Rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
+        """Return rows (pass, source, shard, start, length) that `epoch` takes from the endless sequence of passes over a source."""
         size, total = self.epoch_sizes[source], self.totals[source]
         begin, end = epoch * size, (epoch + 1) * size
-        # An epoch may end one pass and begin the next, or hold several.
+        # An epoch may end one pass and begin the next, or contain several.
         rows = []
         for number in range(begin // total, (end - 1) // total + 1):
             shard, start, length = self._pass(source, number)
@@ -160,16 +162,16 @@ class Plan:
         return np.concatenate(rows)
 
     def _pass(self, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A pass over a source: chunks (shard, start, length) in random order, cut at a random offset per shard."""
+        """Return a pass over a source: chunks (shard, start, length) in random order, cut at a random offset per shard."""
         rng, counts = generator(self.seed, "pass", source, number), self.counts[source]
-        # Another offset in every pass: neighbours that a chunk keeps together are not always the same.
+        # Another offset in every pass, so that chunks do not always join the same neighbours.
         offsets = rng.integers(0, self.chunk, size=len(counts))
         shard = np.repeat(np.arange(len(counts)), (counts + offsets + self.chunk - 1) // self.chunk)
         first = np.r_[0, np.flatnonzero(np.diff(shard)) + 1] if len(shard) else np.zeros(0, dtype=np.int64)
         nth = np.arange(len(shard)) - np.repeat(first, np.diff(np.r_[first, len(shard)]))
         start = np.maximum(nth * self.chunk - offsets[shard], 0)
         stop = np.minimum((nth + 1) * self.chunk - offsets[shard], counts[shard])
-        # The random offset may leave a shard's first or last chunk without samples.
+        # The random offset may leave a shard's first or last chunk empty.
         keep = np.flatnonzero(stop > start)
         keep = keep[rng.permutation(len(keep))]
         return shard[keep], start[keep], (stop - start)[keep]
@@ -177,7 +179,7 @@ class Plan:
     def _window_order(self, epoch: int, stream: int, window: int, size: int) -> np.ndarray:
         key = (epoch, stream, window)
         if key not in self._windows:
-            # By its name, not by what was drawn before: a resumed run asks for this window first.
+            # Seed by the window's name instead of previous draws, because a resumed run needs this window first.
             self._windows[key] = generator(self.seed, "window", epoch, stream, window).permutation(size)
             while len(self._windows) > 2 * self.streams:
                 self._windows.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Paths and URLs through fsspec, and the tars that a `shards` value means: folders, globs, brace ranges and URLs."""
+"""Paths and URLs through fsspec, and the tars of a `shards` value: folders, globs, brace ranges and URLs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ...core.errors import ConfigError, DataError, SparoError, did_you_mean
 
 T = TypeVar("T")
 _PAUSES = (1.0, 4.0, 15.0)  # seconds between tries
-_CONNECT, _SILENCE = 20.0, 30.0  # seconds until a connection stands, and between two packets of an answer
-_WHOLE = 600.0  # seconds of one answer: a few megabytes, which a server that sends byte by byte never finishes
+_CONNECT, _SILENCE = 20.0, 30.0  # seconds for connecting, and between two packets of an answer
+_WHOLE = 600.0  # seconds for one answer of a few megabytes, which a server that sends byte by byte never completes
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a path or URL, and the path in it. Raises `DataError` where the protocol cannot be used."""
+    """Return the fsspec file system of a path or URL, and the path in it. Raises `DataError` if the protocol cannot be used."""
     protocol = url.partition("://")[0]
     try:
         return fsspec.core.url_to_fs(url, **_limits(protocol))
-    except (ImportError, AttributeError) as error:  # fsspec names some classes that its own modules lack
+    except (ImportError, AttributeError) as error:  # fsspec lists classes that its own modules lack
         extra = _EXTRAS.get(protocol)
         remedy = f"pip install -e '.[{extra}]' in sparo's checkout" if extra else str(error)
         raise DataError(f"{url}: {protocol}:// needs a package that is not installed. {remedy}") from None
-    except (OSError, TypeError) as error:  # a protocol that wants a host or a file: `zip://`, `sftp://`
+    except (OSError, TypeError) as error:  # a protocol that needs a host or a file: `zip://`, `sftp://`
         raise DataError(f"{url}: cannot be opened ({error})") from None
     except ValueError:
         hint = did_you_mean(protocol, fsspec.available_protocols())
@@ -39,7 +39,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def _limits(protocol: str) -> dict[str, Any]:
-    """Time limits of a web server's answers; by default aiohttp waits five minutes, and for a body for ever."""
+    """Return time limits for a web server; by default, aiohttp waits five minutes for a header and forever for a body."""
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout  # from the extra `http`; the caller reports its absence
@@ -48,10 +48,10 @@ def _limits(protocol: str) -> dict[str, Any]:
 
 
 def with_retries(url: str, work: Callable[[], T]) -> T:
-    """Return `work()`, with growing pauses and further tries where `url` is on a server and the error may be temporary.
+    """Return `work()`, retried with growing pauses if `url` is on a server and the error may be temporary.
 
     Raises:
-        DataError: it failed at last, or in a way that no pause mends.
+        DataError: all tries failed, or the error is permanent.
     """
     pauses = iter(_PAUSES if "://" in url else ())
     tries = 0
@@ -61,7 +61,7 @@ def with_retries(url: str, work: Callable[[], T]) -> T:
             return work()
         except SparoError:
             raise
-        except Exception as error:  # protocols are libraries of others, with errors of their own
+        except Exception as error:  # protocols come from other libraries, with their own errors
             pause = None if _is_final(error) else next(pauses, None)
             if pause is None:
                 counted = f" in {tries} tries" if tries > 1 else ""
@@ -70,10 +70,10 @@ def with_retries(url: str, work: Callable[[], T]) -> T:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file of a server, read by position; every read is tried again on a new connection.
+    """A file on a server, read by position; a failed read is retried on a new connection.
 
     Raises:
-        DataError: where a read fails at last.
+        DataError: a read failed after all tries.
     """
 
     def __init__(self, url: str, size: int):
@@ -146,8 +146,8 @@ def _remedy(url: str, error: Exception) -> str:
     return "Check the address, the server and the network, then run the same command again."
 
 
-# The folder below data/ that a command fills by default. Recipes for published data use other folders, so that a hint never names a
-# command that makes another data set than the recipe's.
+# Folders below data/ that a command fills by default. Recipes for published data use other folders, so that a hint
+# never names a command that creates another data set.
 _COMMANDS = {
     "emoji": "sparo data emoji",
     "scenes": "sparo data scenes",
@@ -167,26 +167,26 @@ _COMMANDS = {
 
 
 def remedy(place: str | Path) -> str:
-    """Return `; COMMAND makes it` for a relative path data/NAME/… that a command fills, else an empty string."""
+    """Return `; COMMAND makes it` for a relative path data/NAME/… that a command fills, otherwise an empty string."""
     folder, *below = Path(place).parts or ("",)
     command = _COMMANDS.get(below[0]) if folder == "data" and below else None
     return f"; `{command}` makes it" if command else ""
 
 
-_MAX_SHARDS = 1_000_000  # shards of one pattern; LAION-5B has 230,000
+_MAX_SHARDS = 1_000_000  # limit on shards of one pattern; LAION-5B has 230,000
 
 
 def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str]:
     """Expand a `shards` value to a sorted list of paths and URLs.
 
     Raises:
-        ConfigError: a `pipe:` command, or a pattern that matches nothing; `key` is named.
+        ConfigError: a `pipe:` command, or a pattern without a match; names `key`.
     """
     shard_urls: list[str] = []
     for part in (pattern,) if isinstance(pattern, str) else pattern:
         if part.startswith("pipe:"):
             raise ConfigError(
-                f"{key}: {part!r} runs a shell command and cannot be read by position; use an fsspec URL (s3://, gs://, https://)"
+                f"{key}: {part!r} runs a shell command and cannot be read by position. Use an fsspec URL (s3://, gs://, https://)."
             )
         if part.startswith("data:"):
             raise ConfigError(
@@ -195,7 +195,7 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
         if _count(part) > _MAX_SHARDS:
             raise ConfigError(f"{key}: {part!r} expands to more than {_MAX_SHARDS} shards. Is a brace range too long?")
         try:
-            # A folder that is there is meant itself, whatever braces its name has.
+            # An existing folder is used literally, even with braces in its name.
             urls = [part] if "://" not in part and Path(part).exists() else expand_urls(part)
         except ValueError:  # braceexpand's
             raise ConfigError(f"{key}: {part!r} has an unmatched brace. Write {{00000..00331}}.") from None
@@ -207,15 +207,15 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
 
 
 def _count(pattern: str) -> int:
-    """At most how many names a pattern's braces make, without making them."""
+    """Return an upper bound on the number of names that a pattern's braces make, without making them."""
     total = 1
     for inner in re.findall(r"\{([^{}]*)\}", pattern):
         ends = re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.\d+)?", inner)
-        # Longer numbers than fit into one would take for ever to be counted.
+        # Counting longer numbers than these would take forever.
         if ends and max(map(len, ends.groups())) > 18:
             return _MAX_SHARDS + 1
         total *= abs(int(ends[2]) - int(ends[1])) + 1 if ends else 1 + inner.count(",")
-    # fsspec chains several addresses with `::`, each with braces of its own.
+    # fsspec chains addresses with `::`, each with its own braces.
     return total * (1 + pattern.count("::"))
 
 
@@ -223,13 +223,11 @@ def _expand(url: str, key: str) -> list[str]:
     filesystem, path = filesystem_of(url)
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
     if protocol in ("http://", "https://") and path.endswith(".tar") and not any(c in path for c in "*?["):
-        return [
-            url
-        ]  # fsspec takes a web server's every error for a file that is not there; opening it says which it is
+        return [url]  # fsspec treats every error of a web server as a missing file; opening the file reveals the error
     if any(c in path for c in "*?[") and not filesystem.exists(path):
         hits = sorted(filesystem.glob(path))
     elif filesystem.isdir(path):
-        # Listed, not globbed: the folder's own name may hold what patterns are made of.
+        # List instead of glob, because the folder's own name may contain glob characters.
         hits = sorted(hit for hit in filesystem.ls(path, detail=False) if str(hit).endswith(".tar"))
     elif filesystem.exists(path):
         return [url]
@@ -241,7 +239,7 @@ def _expand(url: str, key: str) -> list[str]:
 
 
 def _keep_relative(url: str, hit: str) -> str:
-    """fsspec answers with absolute paths; keep relative ones relative, so that a run folder can move with its data."""
+    """Make fsspec's absolute paths relative again if the pattern is, so that a run folder can move with its data."""
     if Path(url).is_absolute():
         return hit
     try:
@@ -259,5 +257,5 @@ def _nearest(url: str) -> str:
     if Path(url).is_dir():
         return f"the folder has no .tar files; `sparo data convert {url} OUT` writes shards of its images"
     if "://" in url or not folder.is_dir():
-        return f"{folder} is no folder" if "://" not in url else "check the address and your credentials"
+        return f"{folder} is not a folder" if "://" not in url else "check the address and your credentials"
     return did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == ".tar"][:200])

@@ -1,8 +1,9 @@
-"""Reading webdataset tars by position: an index of byte offsets per shard, and one read per sample.
+"""Webdataset tars read by position: an index of byte offsets per shard, and one read per sample.
 
-A sample is a run of members that share a key (`000001.jpg`, `000001.txt`, `000001.json`). The index holds the byte
-offset of every sample, so that any sample of any shard is one read, and resuming replays nothing. It is built by
-scanning headers once, and kept beside the shard (`NAME.tar.idx.npy`, from `sparo data index`) or in the user's cache.
+A sample is a sequence of members that share a key (`000001.jpg`, `000001.txt`, `000001.json`). The index contains the
+byte offset of every sample, so any sample of any shard is one read, and resuming replays nothing. The index is built
+once by scanning headers and stored next to the shard (`NAME.tar.idx.npy`, from `sparo data index`) or in the user's
+cache.
 """
 
 from __future__ import annotations
@@ -42,23 +43,25 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-_LAYOUT, _HEADER_LENGTH = -2, 7  # of an index file; the first one began with a size, which is never negative
+_LAYOUT, _HEADER_LENGTH = -2, 7  # layout of index files; the first one began with a size, which is never negative
 
 
 def load_index(url: str, write_index: bool = False) -> ShardIndex:
-    """The index of a shard: from beside it (where not older than the shard), from the cache, or by scanning it now.
+    """Return the index of a shard: stored next to it (if not older than the shard), from the cache, or from a new scan.
 
     Args:
-        write_index: scan in any case, and keep the index beside the shard.
+        url: the shard.
+        write_index: scan in any case, and store the index next to the shard.
 
     Raises:
-        DataError: the shard cannot be opened, or is compressed. One that is no tar file has no samples and is not intact.
+        DataError: the shard cannot be opened, or is compressed. A file that is not a tar has no samples and is not
+            intact.
     """
     filesystem, path = filesystem_of(url)
     info = with_retries(url, lambda: filesystem.info(path))
     if info["size"] is None:
         raise DataError(f"{url}: the server does not report its size, which random access needs. Copy it to a disk.")
-    # A web server has no time of writing, but an ETag.
+    # A web server reports no modification time, but an ETag.
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
     if local and not stat.S_ISREG(info["mode"]):
@@ -66,7 +69,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
     cached = _cache_file(url, size, stamp)
     sidecar = Path(path + ".idx.npy") if local else cached
     fresh = sidecar.exists() and (not local or sidecar.stat().st_mtime >= info["mtime"])
-    # An index that is asked for is made anew: the old one may be what is wrong.
+    # An index that is requested is made anew, because the old one may be wrong.
     for candidate in [] if write_index else ([sidecar] if fresh else []) + [cached]:
         if candidate.exists() and (index := _read_index(candidate, size)) is not None:
             break
@@ -75,7 +78,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
             index = with_retries(url, lambda: scan(stream, size))  # type: ignore[arg-type]
         try:
             _write_index(sidecar if write_index else cached, index, size)
-        except OSError as error:  # a cache that cannot be written costs a scan per start, no more
+        except OSError as error:  # without a writable cache, each start scans again
             if write_index:
                 raise DataError(
                     f"{sidecar}: cannot be written ({error}). Index it where you have write access, or let training do it."
@@ -86,7 +89,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
 
 
 def _refuse_compressed(url: str, size: int) -> None:
-    """Raise `DataError` for a file that begins as compressed ones do: a tar in it cannot be read by position."""
+    """Raise `DataError` for a compressed file, in which a tar cannot be read by position."""
     with with_retries(url, lambda: _open_stream(url, size)) as stream:
         begin = with_retries(url, lambda: stream.read(6))
     for magic, (name, tool) in _COMPRESSED.items():
@@ -97,22 +100,25 @@ def _refuse_compressed(url: str, size: int) -> None:
 
 
 def _open_stream(url: str, size: int) -> BinaryIO:
-    """A shard's stream; that of a server tries again where a read fails."""
+    """Open a shard's stream; that of a server retries failed reads."""
     filesystem, path = filesystem_of(url)
     local = isinstance(filesystem, LocalFileSystem)
     return io.FileIO(path) if local else RemoteFile(url, size)  # type: ignore[return-value]
 
 
 class ShardReader:
-    """Random access to the samples of many shards. Local files are read with `pread` through a small set of handles;
-    other file systems through fsspec, which fetches and keeps blocks."""
+    """Random access to the samples of many shards.
+
+    Local files are read with `pread` through a small set of handles, other file systems through fsspec, which caches
+    blocks.
+    """
 
     def __init__(self) -> None:
         self._handles: OrderedDict[str, BinaryIO] = OrderedDict()
         self._indexes: OrderedDict[str, ShardIndex] = OrderedDict()
 
     def read(self, url: str, ordinal: int) -> tuple[str, dict[str, bytes]]:
-        """Key and fields of a sample.
+        """Return the key and members of a sample.
 
         Raises:
             BadSampleError: these bytes are not the members of one sample.
@@ -126,8 +132,8 @@ class ShardReader:
         else:
             stream.seek(start)
             data = stream.read(end - start)
-        # The file was cut behind its index's back; every later sample of it would be wrong, too.
-        # Also where it was replaced by a shorter one while training reads it.
+        # The file was truncated or replaced by a shorter one after it was indexed, so later samples would be wrong,
+        # too.
         if len(data) < end - start:
             raise DataError(
                 f"{url}: is shorter than its index, so the file changed. Remove its .idx.npy and start again."
@@ -138,7 +144,7 @@ class ShardReader:
             raise BadSampleError("damaged tar or stale index") from None
 
     def read_ahead(self, url: str, first: int, last: int) -> None:
-        """Tell the system that samples first..last-1 of a local shard come soon."""
+        """Tell the system that samples first..last-1 of a local shard will be read soon."""
         stream = self._handle(url)
         if isinstance(stream, io.FileIO) and hasattr(os, "posix_fadvise"):
             offsets = self.index(url).offsets
@@ -158,8 +164,8 @@ class ShardReader:
             offsets = self.index(url).offsets
             self._handles[url] = with_retries(url, lambda: _open_stream(url, int(offsets[-1]) if len(offsets) else 0))
             while len(self._handles) > _OPEN_SHARDS:
-                # Thousands of shards and a limit of 1,024 open files.
-                # The least recently used one: streams come back to the shards that they are in.
+                # Thousands of shards and a limit of 1,024 open files: close the least recently used one, because
+                # streams return to their shards.
                 self._handles.popitem(last=False)[1].close()
         self._handles.move_to_end(url)
         return self._handles[url]
@@ -180,16 +186,16 @@ def _cache_file(url: str, size: int, stamp: str) -> Path:
 
 
 def _read_index(path: Path, size: int) -> ShardIndex | None:
-    """An index file is int64: [_LAYOUT, bytes of the shard, intact, the digest as four numbers, offsets …].
+    """Return the index in a file: int64 [_LAYOUT, bytes of the shard, intact, the digest as four numbers, offsets …].
 
-    None where it belongs to another file, is of an older layout, or is nothing that a scan could have found: it is made again.
+    None if it belongs to another file, has an older layout, or cannot be the result of a scan; it is then made again.
     """
     try:
-        # More bytes than a shard of so many samples could have: it is no index, and would fill memory.
-        if path.stat().st_size > size + 4096:  # a sample takes two blocks of its shard, and eight bytes here
+        # More bytes than a shard with so many samples could have: not an index, and it would fill memory.
+        if path.stat().st_size > size + 4096:  # a sample takes two blocks in its shard and eight bytes here
             return None
         table = np.load(path, allow_pickle=False)
-    except Exception:  # a damaged header is read as Python's own words, and raises whatever these may be
+    except Exception:  # numpy evaluates a damaged header as a Python literal, which may raise anything
         return None
     if (
         table.ndim != 1
@@ -210,7 +216,7 @@ def _write_index(path: Path, index: ShardIndex, size: int) -> None:
     digest = np.frombuffer(index.digest, dtype=np.int64)
     table = np.concatenate([np.asarray([_LAYOUT, size, index.intact], dtype=np.int64), digest, index.offsets])
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    # A name of its own, then a rename: several processes may scan the same shard at once.
+    # Write under a unique name, then rename, because several processes may scan the same shard at once.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as stream:
@@ -243,7 +249,7 @@ class Shard(Storage):
 
 
 def recorded_hash(url: str) -> str | None:
-    """The SHA-256 of a local shard's content that `sparo data check --hash` wrote beside it, where the shard was not written since."""
+    """Return the SHA-256 of a local shard that `sparo data check --hash` stored next to it, if the shard was not modified since."""
     path = Path(url)
     sidecar = path.with_name(f"{path.name}.sha256")
     try:
@@ -256,10 +262,10 @@ def recorded_hash(url: str) -> str | None:
 
 
 def record_hash(url: str) -> str:
-    """Hash a shard's content, and keep it beside it in sha256sum's form where the shard is a local file.
+    """Hash a shard's content, and store the hash next to a local file in the format of sha256sum.
 
     Raises:
-        DataError: it cannot be read, or nothing can be written there.
+        DataError: the shard cannot be read, or its folder cannot be written.
     """
     filesystem, path = filesystem_of(url)
 
@@ -276,24 +282,24 @@ def record_hash(url: str) -> str:
     return sha256
 
 
-_readers: dict[int, ShardReader] = {}  # by process: a fork must not move the places of its parent's streams
+_readers: dict[int, ShardReader] = {}  # by process, because a forked process must not move its parent's file positions
 
 
 def process_reader() -> ShardReader:
-    """This process's own reader, made when it first reads."""
+    """Return this process's own reader, which is created at its first read."""
     return _readers.setdefault(os.getpid(), ShardReader())
 
 
 def close_reader() -> None:
-    """Close the handles that this process has open; what is read later opens them again."""
+    """Close this process's open handles; later reads open them again."""
     if reader := _readers.pop(os.getpid(), None):
         reader.close()
 
 
 def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
-    """All shards, indexed 16 at a time."""
+    """Return all shards, indexed 16 at a time."""
     urls = find_shards(config.shards, f"{key}.shards")
-    # Threads wait for disks and servers; the scan itself is short.
+    # Threads, because indexing mostly waits for disks and servers.
     with ThreadPoolExecutor(16) as pool:
         return [
             Shard(url, i) for url, i in zip(urls, pool.map(lambda u: load_index(u, write_index), urls), strict=True)

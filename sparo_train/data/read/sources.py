@@ -1,4 +1,4 @@
-"""The data of a recipe: weighted sources, each a storage of samples by number, and the fingerprint by which a resumed run recognises them."""
+"""The data of a recipe: weighted sources, their storages of numbered samples, and the fingerprint that a resumed run compares."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from .decoding import PixelRange
 
 
 class Storage(ABC):
-    """A run of samples that are read by number: a shard, a part of an image folder. The plan treats it as a shard.
+    """Storage of numbered samples: a shard, or a part of an image folder, which the plan treats as a shard.
 
-    `url`: what errors and counts call it.  `intact`: False where it breaks off or cannot be read.
+    Attributes:
+        url: name for errors and counts.
+        intact: False if it is truncated or cannot be read.
     """
 
     url: str
@@ -31,33 +33,33 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
-        """Key of a sample, and its members by extension.
+        """Return the key of a sample, and its members by extension.
 
         Raises:
             BadSampleError: this sample cannot be used; the message is the reason under which it is counted.
-            DataError: the storage is not what it was.
+            DataError: the storage has changed.
         """
 
     def read_ahead(self, first: int, last: int) -> None:  # noqa: B027  a storage that cannot need not
-        """Samples first..last-1 come soon."""
+        """Announce that samples first..last-1 will be read soon."""
 
     def digest(self) -> str:
-        """What the data's fingerprint depends on beside name and length."""
+        """Return the bytes that the data's fingerprint uses in addition to name and length."""
         return ""
 
     def sampled_hash(self) -> str:
-        """What was looked at of the content on the way to the index, hashed; empty where nothing was."""
+        """Return a hash of the content that indexing read; empty if it read none."""
         return ""
 
     def content_hash(self) -> str | None:
-        """Hash of all of it, where one was recorded; the fingerprint then holds it, too."""
+        """Return a hash of the whole content if one is recorded, which the fingerprint then includes."""
         return None
 
 
 class SourceConfig(Frozen):
-    """What the block of every source has, whatever it is stored in (`sparo.sources`)."""
+    """Keys of every source block, whatever its kind (`sparo.sources`)."""
 
-    kind: Any = field(..., "Entry of sparo.sources.")  # a Literal of one name, in each of them
+    kind: Any = field(..., "Entry of sparo.sources.")  # each entry has a Literal with one name
     weight: float = field(1.0, "Passes over this source per epoch.", ge=0, le=1e6)
     image_keys: tuple[str, ...] = field(
         ("jpg", "jpeg", "png", "webp"), "File extensions of images. The first one that a sample has is used."
@@ -87,14 +89,14 @@ class SourceConfig(Frozen):
 
 
 class SourceKind(NamedTuple):
-    """A row of `sparo.sources`. `open`: (config, its dotted key, whether indexes are written beside the data) to storages."""
+    """Entry of `sparo.sources`. `open` maps (config, its dotted key, whether to write indexes next to the data) to storages."""
 
     config: type[SourceConfig]
     open: Callable[[Any, str, bool], Sequence[Storage]]
 
 
 def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A block that names no kind is told by its `shards` or `folder`; resolved recipes of older versions have both, one of them null."""
+    """Infer the kind of a block from its `shards` or `folder`; resolved recipes of older versions have both, one of them null."""
     present_keys = [key for key in ("shards", "folder") if block.get(key) is not None]
     if len(present_keys) != 1:
         raise ValueError("set exactly one of shards and folder")
@@ -104,11 +106,11 @@ def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # of `DataConfig`, read for image-text pairs alone
+PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
 
 
 class DataConfig(Frozen):
-    """What is read, in which order, and how it is treated."""
+    """Sources, order and treatment of the data."""
 
     sources: dict[str, Annotated[Any, FromRegistry(SOURCES, default=infer_kind)]] = field(
         ..., "Sources by name; each is an entry of sparo.sources.", min_length=1
@@ -144,7 +146,7 @@ class DataConfig(Frozen):
 
 
 class DamagedShard(NamedTuple):
-    """A shard that breaks off or cannot be read, and about how many samples that loses (others of the source are whole)."""
+    """A shard that is truncated or cannot be read, and an estimate of the lost samples."""
 
     url: str
     reason: str
@@ -152,7 +154,7 @@ class DamagedShard(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source with its storages found and indexed."""
+    """A source with its indexed storages."""
 
     name: str
     config: SourceConfig
@@ -163,8 +165,8 @@ class Source(NamedTuple):
         return sum(map(len, self.storages))
 
     def broken(self) -> list[DamagedShard]:
-        """Storages that are not whole. What they lost is estimated from the median of those that are; where none is, as much as is left."""
-        # The median: one shard that is short by design does not make the others look damaged.
+        """Return incomplete storages. Losses are estimated from the median size of complete ones; without any, as much as is left."""
+        # The median, so that one shard that is short by design does not make the others look damaged.
         whole = sorted(len(storage) for storage in self.storages if storage.intact)
         usual = whole[len(whole) // 2] if whole else 0
         return [
@@ -177,8 +179,16 @@ class Source(NamedTuple):
 
 
 def open_source(name: str, config: SourceConfig, write_index: bool = False, block: str = "data.sources") -> Source:
-    """Find and index what a source holds; `block` is where a recipe names it, empty where none does. Raises `DataError` where there is no
-    sample."""
+    """Find and index the storages of a source.
+
+    Args:
+        name, config: the source.
+        write_index: store indexes next to the data.
+        block: dotted key of the source in a recipe, or empty.
+
+    Raises:
+        DataError: it has no sample.
+    """
     key = f"{block}.{name}" if block else name
     source = Source(name, config, SOURCES.get(config.kind).open(config, key, write_index))
     if not source.samples:
@@ -189,11 +199,11 @@ def open_source(name: str, config: SourceConfig, write_index: bool = False, bloc
 
 
 def fingerprint(sources: list[Source]) -> dict[str, Any]:
-    """What a cursor belongs to: per source its shard names and counts, what was seen of their content, with readable totals.
+    """Return what a cursor depends on: per source its shard names and counts, hashes of sampled content, and readable totals.
 
-    `sampled_hashes`: names, sizes, small members and a piece of large ones; where a file lies and when it was written is no part of it. A
-    large member that differs elsewhere in the same length is not noticed, but by `content`: hashes of all of it, where every
-    storage has one on record (`sparo data check --hash`).
+    `sampled_hashes` cover names, sizes, small members and a piece of large ones, but not locations or times. They do
+    not notice a large member that changed elsewhere with the same length. `content`, hashes of everything, does; it
+    exists if every storage has one on record (`sparo data check --hash`).
     """
     out: dict[str, Any] = {}
     for source in sources:
@@ -202,7 +212,7 @@ def fingerprint(sources: list[Source]) -> dict[str, Any]:
             "shards": len(source.storages),
             "samples": source.samples,
             "weight": source.config.weight,
-            # Names without their folder: data may be moved between two starts.
+            # Names without their folder, because data may be moved between two starts.
             "sha256": _hash(f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages),
         }
         if any(sampled_hashes := [s.sampled_hash() for s in source.storages]):
@@ -217,12 +227,13 @@ def _hash(lines: Iterable[str]) -> str:
 
 
 def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -> None:
-    """Raise `DataError` saying what changed between two fingerprints."""
+    """Raise `DataError` that lists the differences between two fingerprints."""
     changed = []
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            # `seen` and `content` are compared where both have them: checkpoints of older versions, hashes recorded since
+            # Compare `seen` and `content` only if both have them, because older checkpoints lack them and hashes may be
+            # recorded later.
             both = [
                 k for k in dict.fromkeys([*before, *now]) if k not in ("seen", "content") or (k in before and k in now)
             ]

@@ -1,7 +1,8 @@
-"""The tar format as far as shards need it: where samples begin, and the members of one. The standard library reads the headers.
+"""The tar format as needed for shards: offsets of samples, and the members of a sample. The standard library parses headers.
 
-Others' tars are hostile as often as they are damaged. What tarfile leaves open is closed here: every header moves on by at least a
-block, nothing that a header announces is read beyond the file or beyond a sane length, and whatever else it stumbles over is damage.
+Foreign tars are damaged or hostile. This module adds the checks that tarfile lacks: every header advances by at least a
+block, nothing that a header announces is read beyond the file or beyond a sane length, and any other error counts as
+damage.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import IO, NamedTuple
 import numpy as np
 
 BLOCK = 512
-_SMALL, _SAMPLE = 4096, 64  # bytes: of a member that is looked at whole, and of what is looked at in others
-_MAX_EXTENDED_BYTES = 1 << 20  # bytes of a long name or a pax header; real ones have some hundred
+_SMALL, _SAMPLE = (
+    4096,
+    64,
+)  # bytes: limits for members that are read whole, and for the piece that is read of larger ones
+_MAX_EXTENDED_BYTES = 1 << 20  # limit in bytes for a long name or pax header; real ones have some hundred
 _EXTENDED = (
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -26,14 +30,14 @@ _EXTENDED = (
     tarfile.GNUTYPE_LONGLINK,
 )
 _OCTAL = re.compile(rb"([0-7]+)[\0 ]*")
-# What tarfile raises on headers that are none; a nest of extended headers is a recursion, a size of `inf` an overflow.
+# Errors of tarfile for invalid headers; nested extended headers cause a recursion error, a size of `inf` an overflow.
 DAMAGE = (tarfile.TarError, ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError, EOFError)
 
 
 class ShardIndex(NamedTuple):
-    """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False where the tar breaks off or is none at all.
+    """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False if the tar is truncated or not a tar.
 
-    `digest`: 32 bytes over all names and sizes, and over what was read of the members (`_content_sample`).
+    `digest`: 32 bytes over all names and sizes, and over the parts of members that were read (`_content_sample`).
     """
 
     offsets: np.ndarray
@@ -45,19 +49,19 @@ class ShardIndex(NamedTuple):
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose size is a size: tarfile takes `-1` for a number, and would go back, or read all there is."""
+    """A header with a valid size: tarfile accepts `-1` as a size, and would go back or read everything."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         header = super().frombuf(buf, encoding, errors)
-        # Hostile headers announce terabytes of name; tarfile would ask for them.
+        # Hostile headers announce names of terabytes, which tarfile would read.
         if header.size < 0 or (header.type in _EXTENDED and header.size > _MAX_EXTENDED_BYTES):
             raise tarfile.InvalidHeaderError(f"a size of {header.size}")  # pyright: ignore[reportAttributeAccessIssue]
         return header
 
 
 class _BoundedStream(io.RawIOBase):
-    """`size` bytes of a stream; what lies behind them cannot be asked for."""
+    """`size` bytes of a stream; later bytes cannot be read."""
 
     def __init__(self, stream: IO[bytes], size: int):
         self._stream, self._size = stream, size
@@ -77,16 +81,16 @@ class _BoundedStream(io.RawIOBase):
 
 
 def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | None, int]]:
-    """Every member and the byte behind it; last (None, where the headers end).
+    """Yield every member and the offset after it; finally (None, end of the headers).
 
     Raises:
-        DAMAGE: these are no headers.
+        DAMAGE: invalid headers.
     """
     with tarfile.TarFile(fileobj=_BoundedStream(stream, size), tarinfo=_Header, errors="surrogateescape") as tar:
         end = 0
         while (member := tar.next()) is not None:
             tar.members = []  # tarfile would keep them all  # pyright: ignore[reportAttributeAccessIssue]
-            # What leads back would be walked for ever.
+            # A header that leads back would be an endless loop.
             if tar.offset <= end:
                 raise tarfile.ReadError(f"a header at byte {member.offset} leads back to {tar.offset}")
             end = tar.offset
@@ -95,14 +99,14 @@ def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | N
 
 
 def scan(stream: IO[bytes], size: int) -> ShardIndex:
-    """Walk the headers of a tar of `size` bytes and note where each sample begins; never raises for what it finds there."""
+    """Scan the headers of a tar of `size` bytes and return the offset of each sample; never raises for invalid content."""
     offsets: list[int] = []
     key, at, intact, broken_at, hasher = None, 0, False, 0, hashlib.sha256()
     try:
         for member, end in _members(stream, size):
             if member is None:
                 stream.seek(end)
-                mark = stream.read(BLOCK)  # tarfile takes a header that is none for the end, too
+                mark = stream.read(BLOCK)  # tarfile treats an invalid header as the end, too
                 intact, broken_at = len(mark) == BLOCK and not mark.strip(b"\0"), end
                 break
             if end > size:
@@ -113,7 +117,7 @@ def scan(stream: IO[bytes], size: int) -> ShardIndex:
             if group is None:
                 continue
             if group[0] != key:
-                # A key that comes again later is another sample: the plan reads runs of members.
+                # A key that appears again later is another sample, because the plan reads contiguous members.
                 key = group[0]
                 offsets.append(member.offset)
             at = end
@@ -123,13 +127,13 @@ def scan(stream: IO[bytes], size: int) -> ShardIndex:
     except DAMAGE:
         intact = False
     if not intact and broken_at < size and offsets:
-        at = offsets.pop()  # the sample the file breaks off in is not whole
+        at = offsets.pop()  # the sample in which the file is truncated is incomplete
     return ShardIndex(np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact, hasher.digest())
 
 
 def _content_sample(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
-    """A small member whole (captions, labels); of a large one its middle, which no two pictures have alike."""
-    # The middle: the beginnings of pictures of one camera are alike.
+    """Return a small member (captions, labels), or the middle of a large one."""
+    # The middle, because images of one camera begin alike.
     if member.size > _SMALL:
         stream.seek(member.offset_data + member.size // 2)
         return stream.read(_SAMPLE)
@@ -138,8 +142,8 @@ def _content_sample(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
 
 
 def split_key(member: str) -> tuple[str, str] | None:
-    """(key, extension in lower case) as webdataset splits them: at the first dot of the file's name; None for others."""
-    # At the first dot, as webdataset: `000001.left.jpg` has the extension `left.jpg`.
+    """Return (key, extension in lower case) split as in webdataset, at the first dot of the file's name; None for other members."""
+    # At the first dot, as in webdataset: `000001.left.jpg` has the extension `left.jpg`.
     folder, slash, base = member.rpartition("/")
     stem, dot, extension = base.partition(".")
     if not dot or not stem or base.startswith("__"):
@@ -148,17 +152,17 @@ def split_key(member: str) -> tuple[str, str] | None:
 
 
 def unpack(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """The members of one sample's bytes: its key and extension -> content. Links and sparse members are no content.
+    """Return key and members (extension -> content) of one sample's bytes, without links and sparse members.
 
     Raises:
-        ValueError: these are not the whole members of one sample.
+        ValueError: the bytes are not the whole members of one sample.
     """
-    # An episode has a hundred members, and tarfile takes its time with each; whatever is not plain is left to it.
+    # A fast path, because an episode has a hundred members and tarfile is slow; anything unusual is left to tarfile.
     return _unpack_plain(data) or unpack_any(data)
 
 
 def _unpack_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
-    """The same of plain files with short names, whole and of one key; None where anything is otherwise."""
+    """Unpack plain files with short names and one key; None if the bytes contain anything else."""
     at, key, fields = 0, "", dict[str, bytes]()
     while at < len(data):
         head = data[at : at + BLOCK]
@@ -168,14 +172,14 @@ def _unpack_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
             size is None
             or checksum is None
             or head[156:157] not in (b"\0", b"0")
-            # Anything but the plainest form is left to tarfile, which knows all of them.
+            # Leave everything but the plainest form to tarfile, which supports all of them.
             or head[257:262] != b"ustar"
             or any(head[345:500])
             or any(rest)
         ):
             return None
         group = split_key(name.decode(errors="surrogateescape"))
-        # The sum is of all bytes, with spaces in its own place.
+        # The checksum covers all bytes, with its own field as spaces.
         summed = sum(head) - sum(head[148:156]) + 8 * 32
         length = int(size[1], 8)
         if len(head) < BLOCK or summed != int(checksum[1], 8) or group is None or name.endswith(b"/"):
@@ -189,7 +193,7 @@ def _unpack_plain(data: bytes) -> tuple[str, dict[str, bytes]] | None:
 
 
 def unpack_any(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """The same of whatever a tar may hold, by the standard library. Raises as `unpack` does."""
+    """Unpack any kind of tar members with the standard library. Raises like `unpack`."""
     key, fields = "", dict[str, bytes]()
     try:
         for member, _ in _members(io.BytesIO(data), len(data)):
@@ -202,7 +206,7 @@ def unpack_any(data: bytes) -> tuple[str, dict[str, bytes]]:
                 raise ValueError(f"two members {group[1]!r}")
             key, end = group[0], member.offset_data + member.size
             if end > len(data):
-                raise ValueError("a member runs on behind the sample")
+                raise ValueError("a member ends after the sample")
             fields[group[1]] = data[member.offset_data : end]
     except DAMAGE as damage:
         raise ValueError(str(damage)) from None

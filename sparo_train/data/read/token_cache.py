@@ -1,10 +1,10 @@
-"""Tokens of frozen towers, computed once: found by the content of what they are tokens of, whatever shard it lies in.
+"""Cache of frozen towers' tokens, looked up by the content of their image or caption, whatever shard it is in.
 
     FOLDER/KEY/manifest.json  PART.safetensors …
 
-KEY is a hash of everything that decides what the tokens are (weights, sizes, pixels, precision), PART of a run of samples.
-A part holds, for its n entries, `rows` (all their tokens, one entry after another), `starts` (n + 1), `digests` (n, 16) and
-`sums` (n), the XXH3 of each entry's rows, which is looked at whenever they are read.
+KEY is a hash of everything that determines the tokens (weights, sizes, pixels, precision), PART of a range of samples.
+A part with n entries contains `rows` (all tokens, one entry after another), `starts` (n + 1), `digests` (n, 16) and
+`sums` (n), the XXH3 of each entry's rows, which is verified at every read.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _TYPES = {"fp16": np.float16, "fp32": np.float32}
 
 
 def digest_of(content: bytes) -> bytes:
-    """Sixteen bytes that stand for an image's file, or for the ids of a caption."""
+    """Return sixteen bytes that identify an image file, or the ids of a caption."""
     return xxhash.xxh3_128_digest(content)
 
 
 class TokenCache:
-    """One tower's tokens.
+    """Tokens of one tower.
 
     Args:
-        folder: of all towers of all runs.
-        facts: what decides what the tokens are; plain values.
-        dtype: `fp16`, half the space, or `fp32`, what the tower gave.
+        folder: cache of all towers of all runs.
+        facts: everything that determines the tokens, as plain values.
+        dtype: `fp16` for half the space, or `fp32`, the towers' own output.
 
     Raises:
         DataError: the folder cannot be written.
@@ -53,16 +53,16 @@ class TokenCache:
         self._write(self.folder / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True).encode())
 
     def has(self, part: str) -> bool:
-        """Whether a part is there, as long as it was, its tables what was written."""
+        """Return whether a part exists with its full length and undamaged tables."""
         return self._tables(part) is not None
 
     def write(self, part: str, digests: Sequence[bytes], entries: Sequence[np.ndarray]) -> None:
-        """Keep the tokens (N, d) of a part's entries, whole or not at all.
+        """Write the tokens (N, d) of a part's entries atomically.
 
         Raises:
-            DataError: nothing can be written, or numbers are not finite in this type.
+            DataError: the folder cannot be written, or values are not finite in this dtype.
         """
-        # Overflow to infinity is looked for right below, and told with what mends it.
+        # Overflow is checked below, with an error that tells what to do.
         with np.errstate(over="ignore"):
             rows = np.concatenate(entries).astype(self._type) if entries else np.zeros((0, 1), self._type)
         if not np.isfinite(rows).all():
@@ -80,7 +80,7 @@ class TokenCache:
         self._write(self._path(part), save(tensors, metadata={"seal": _seal(tensors, rows.dtype.name, rows.shape)}))
 
     def open(self, parts: Sequence[str]) -> None:
-        """Find entries in these parts from now on. Workers that are forked behind this share the index."""
+        """Look up entries in these parts from now on. Workers that are forked later share the index."""
         self._names, columns, self._begin = list(parts), [], []
         for number, part in enumerate(parts):
             tables = self._tables(part)
@@ -93,19 +93,19 @@ class TokenCache:
             if len(halves):
                 self._width = tables["width"]
         joined = [np.concatenate(some) for some in zip(*columns, strict=True)]
-        # Sorted by half of the digest: a search in memory, and a run of equals is hardly ever longer than one.
+        # Sorted by half of the digest for a binary search; equal halves are very rare.
         order = np.argsort(joined[0], kind="stable")
         self._high, self._low, self._part, self._start, self._end, self._sums = (some[order] for some in joined)
 
     def __len__(self) -> int:
-        """Entries that can be found."""
+        """Return the number of entries."""
         return len(self._high)
 
     def read(self, digest: bytes) -> np.ndarray | None:
-        """Tokens (N, d) by the digest of what they are of; None where there are none.
+        """Return the tokens (N, d) for a digest; None if there are none.
 
         Raises:
-            DataError: they are not what was written.
+            DataError: the tokens are damaged.
         """
         high, low = np.frombuffer(digest, np.uint64)
         at = int(np.searchsorted(self._high, high))
@@ -118,9 +118,9 @@ class TokenCache:
     def _entry(self, at: int) -> np.ndarray:
         number, first, last = int(self._part[at]), int(self._start[at]), int(self._end[at])
         path, row = self._path(self._names[number]), self._width * np.dtype(self._type).itemsize
-        try:  # read, not mapped: a file that is cut off meanwhile would end the process
+        try:  # read instead of mapped, because truncating a mapped file would kill the process
             with path.open("rb", buffering=0) as file:
-                # By position on a handle of its own: forked workers would move each other's place.
+                # Read by position on its own handle, because forked workers share file positions.
                 content = os.pread(file.fileno(), (last - first) * row, self._begin[number] + first * row)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error}). Start again to compute it again.") from None
@@ -130,13 +130,13 @@ class TokenCache:
         return rows
 
     def _tables(self, part: str) -> dict[str, Any] | None:
-        """A part's tables, the width of its rows and where in the file they begin; None where it is not there, or not what was written."""
+        """Return a part's tables, the width of its rows and their offset in the file; None if the part is missing or damaged."""
         path = self._path(part)
         try:
             with path.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
                 header = json.loads(stream.read(length))
-            with safe_open(path, "np") as file:  # refuses a file that is not as long as its header says
+            with safe_open(path, "np") as file:  # refuses a file whose length differs from its header
                 tables: dict[str, Any] = {name: file.get_tensor(name) for name in ("starts", "digests", "sums")}
                 rows, seal = file.get_slice("rows"), (file.metadata() or {}).get("seal")
                 shape = tuple(rows.get_shape())
@@ -164,7 +164,7 @@ def _sum(rows: np.ndarray) -> int:
 
 
 def _seal(tables: Mapping[str, np.ndarray], dtype: str, shape: tuple[int, ...]) -> str:
-    """Of everything but the rows themselves, whose sums are among it."""
+    """Return a checksum of everything but the rows, whose own checksums it includes."""
     hasher = xxhash.xxh3_128(f"{dtype} {shape}".encode())
     for name in ("starts", "digests", "sums"):
         hasher.update(np.ascontiguousarray(tables[name]).tobytes())

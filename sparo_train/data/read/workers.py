@@ -1,4 +1,4 @@
-"""The one owner of loader workers: whatever happens, they end, and a death among them is an error that can be acted on."""
+"""Owner of loader workers: they always end, and if one dies, an error explains it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader, Dataset
 from ...core.errors import ConfigError, SparoError, WorkerLostError
 from ...core.world import ignore_in_worker
 
-_LONGEST_FOLDER = 107 - len("/listener-12345678")  # bytes; a socket's path has 107
-_LOOK = 5.0  # seconds without an item after which workers are looked at
-_LOOKS = {"T": 12, "D": 120}  # looks in a row: a minute where stopped, ten where a file system may come back
+_LONGEST_FOLDER = 107 - len("/listener-12345678")  # bytes; the path of a socket may have 107
+_LOOK = 5.0  # seconds without an item before workers are inspected
+_LOOKS = {"T": 12, "D": 120}  # consecutive inspections: one minute if stopped, ten if a file system may recover
 _STUCK = {
     "T": ("is stopped (SIGSTOP)", "Find out what stops it"),
     "D": ("waits for its file system", "Check the disk or the server that the data is on"),
 }
-_PATIENCE = 1.0  # seconds that the end of a worker may take to be known
+_PATIENCE = 1.0  # seconds to wait for the exit status of a worker
 
 
 def iterate_in_workers(
@@ -39,20 +39,24 @@ def iterate_in_workers(
     batches: Sequence[Sequence[int]] | None = None,
     prefetch: int = 2,
 ) -> Generator[Any, None, None]:
-    """What a dataset gives, prepared by `workers` processes (0: by this one).
+    """Yield items of a dataset, prepared by `workers` processes (0: by this one).
 
     Args:
-        batches: numbers of samples; None: the dataset is an iterable of what is delivered.
+        dataset: the dataset.
+        workers: number of processes.
+        collate: combines samples to an item.
+        batches: indices of samples per item; None: the dataset is an iterable of items.
         prefetch: items that each worker prepares ahead.
 
     Raises:
-        SparoError: one that a worker delivered in place of an item: torch would bury its message in the worker's traceback.
-        WorkerLostError: a worker was killed, most likely for memory; or it is stopped, or hangs in its file system.
-        ConfigError: the folder for temporary files has too long a path.
+        SparoError: an error that a worker returned as an item, because torch would bury its message in the worker's
+            traceback.
+        WorkerLostError: a worker was killed (most likely out of memory), is stopped, or hangs in its file system.
+        ConfigError: the path of the folder for temporary files is too long.
     """
     if workers:
-        # Workers share tensors through sockets in a folder of this process, which removes it at its end. A worker that made one
-        # itself would leave it behind, because workers are killed.
+        # Workers share tensors through sockets in a folder of this process, which removes it at its end. Workers would
+        # leave their own folders behind when they are killed.
         folder = get_temp_dir()
         if len(os.fsencode(folder)) > _LONGEST_FOLDER:
             raise ConfigError(
@@ -65,17 +69,17 @@ def iterate_in_workers(
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         timeout=_LOOK if workers else 0,
-        # Workers whose parent is a fork server do not notice that this process was killed, and stay.
-        # Forked: the index and the decoded tables of all shards are shared, not copied.
+        # With a fork server as parent, workers would not notice that this process was killed. Forked workers also share
+        # the index and the decoded tables of all shards.
         multiprocessing_context="fork" if workers else None,
         collate_fn=collate,
         worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # its own: a loader's start must not move the training's random stream
+        generator=torch.Generator(),  # its own, so that starting a loader does not change training's random numbers
     )
     with _restore_sigchld_handler():
         parts = iter(loader)
-    # Workers ignore SIGTERM, which is how multiprocessing would end those of a process that exits without closing us.
-    # By a weak reference: this function must not keep the loader alive that it ends.
+    # Workers ignore SIGTERM, with which multiprocessing would end them if this process exits without closing the
+    # loader. A weak reference, so that this function does not keep the loader alive.
     end = functools.partial(_kill, weakref.ref(parts))
     if workers:
         parts._workers_done_event = _KillWorkersEvent(end)  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,7 +93,7 @@ def iterate_in_workers(
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                if str(error).startswith("DataLoader timed out"):  # which leaves it as it was
+                if str(error).startswith("DataLoader timed out"):  # and leaves it unchanged
                     _refuse_stuck(parts, stuck)
                     continue
                 if (lost := _worker_lost_error(parts)) is not None:
@@ -98,28 +102,28 @@ def iterate_in_workers(
             if isinstance(item, SparoError):
                 raise item
             yield item
-    finally:  # at once: an exception's traceback may keep this frame, and with it the workers, alive
-        end()  # they hold nothing that could be lost, and one in a long sample would have to be waited for
+    finally:  # at once, because a traceback may keep this frame and the workers alive
+        end()  # they have no state to lose, and one might be in a long sample
         if workers:
             parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
         atexit.unregister(end)
 
 
 class _KillWorkersEvent(threading.Event):
-    """In place of the event that torch shares with workers, whose lock is never given back by one that is killed while it asks."""
+    """Replaces the event that torch shares with workers, whose lock is lost if a worker is killed while it holds it."""
 
     def __init__(self, kill: Callable[[], None]):
         super().__init__()
         self._kill = kill
 
     def set(self) -> None:
-        """They are not told to end, but ended: they hold nothing that could be lost."""
+        """Kill the workers instead of telling them to end, because they have no state to lose."""
         self._kill()
         super().set()
 
 
 def _worker_lost_error(parts: Iterator[Any]) -> WorkerLostError | None:
-    """What became of the workers, where one of them has ended by itself; its connection may break before its end is known."""
+    """Return an error if a worker has ended by itself; its connection may break before its exit status is known."""
     workers, dead, end = getattr(parts, "_workers", []), [], time.monotonic() + _PATIENCE
     while workers and not dead and time.monotonic() < end:
         dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
@@ -129,17 +133,18 @@ def _worker_lost_error(parts: Iterator[Any]) -> WorkerLostError | None:
     code = dead[0].exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return WorkerLostError(
-        f"a loader worker (process {dead[0].pid}) {how}, most likely because memory ran out; start again with fewer workers or a "
+        f"a loader worker (process {dead[0].pid}) {how}, probably out of memory. Start again with fewer workers or a "
         "smaller data.prefetch (of tasks: their `workers`)"
     )
 
 
 def _refuse_stuck(parts: Iterator[Any], stuck: Counter[tuple[int, str]]) -> None:
-    """Raise `WorkerLostError` for a worker that was found stopped, or waiting for its file system, at every look for too long.
+    """Raise `WorkerLostError` for a worker that was stopped, or waiting for its file system, at too many consecutive inspections.
 
     Args:
-        stuck: by process and state, at how many looks in a row; kept between calls. Looks are counted, not seconds: Ctrl-Z stops
-            this process as well, and looks at nothing meanwhile.
+        parts: the workers.
+        stuck: number of consecutive inspections by process and state; kept between calls. Inspections are counted
+            instead of seconds, because Ctrl-Z stops this process as well.
     """
     now = {(worker.pid, state_of(worker.pid)) for worker in getattr(parts, "_workers", [])}
     for key in [*stuck]:
@@ -165,9 +170,9 @@ def state_of(pid: int) -> str:
 
 @contextmanager
 def _restore_sigchld_handler() -> Iterator[None]:
-    """Undo the handler of SIGCHLD that torch sets: it raises wherever the program stands, in the middle of a step, too.
+    """Restore the handler of SIGCHLD that torch replaces, because torch's handler raises anywhere, even in the middle of a step.
 
-    A death is noticed all the same, within five seconds, by whoever waits for the next item.
+    A death is still noticed within five seconds by the process that waits for the next item.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -186,6 +191,6 @@ def _kill(loader: weakref.ref[Any]) -> None:
 
 
 def _start_worker(_number: int) -> None:
-    # A worker is one core; threads of its own would take those of the others.
+    # A worker uses one core; additional threads would compete with the other workers.
     torch.set_num_threads(1)
     ignore_in_worker()

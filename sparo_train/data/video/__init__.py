@@ -1,1 +1,1 @@
-"""Videos as samples: the format of an episode, and which of its frames a clip takes."""
+"""Videos as samples: the format of an episode, and the choice of frames of a clip."""

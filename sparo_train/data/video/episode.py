@@ -1,4 +1,4 @@
-"""An episode in a shard: a member per frame and plane, so that a clip decodes only its own frames; and the choice of a clip's frames."""
+"""Episodes in shards: one member per frame and plane, so that a clip only decodes its own frames; and the choice of a clip's frames."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..read.decoding import TRAINING, PixelRange, decode
 
 
 class FramesConfig(Frozen):
-    """Of an episode's frames a clip takes so many, at equal steps."""
+    """Number and spacing of the frames that a clip takes from an episode."""
 
     count: int = field(6, "Number of frames of a clip, T.", gt=0, le=10_000)
     stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
@@ -31,7 +31,7 @@ class FramesConfig(Frozen):
     )
 
     def window(self, length: int, rng: np.random.Generator) -> range:
-        """Frames of a clip of an episode of `length`.
+        """Return the frames of a clip from an episode of `length`.
 
         Raises:
             BadSampleError: the episode is too short.
@@ -39,7 +39,7 @@ class FramesConfig(Frozen):
         low, high = self.stride
         if self.reach(low) > length:
             raise BadSampleError(f"shorter than frames.count={self.count}" + (f" at stride {low}" if low > 1 else ""))
-        # The largest stride that still fits: short episodes give slow clips, not none.
+        # The largest stride that fits, so that short episodes give slow clips instead of none.
         most = min(high, (length - 1) // (self.count - 1)) if self.count > 1 else high
         stride = int(rng.integers(low, most + 1))
         last, step = length - self.reach(stride), self.reach(stride) if self.starts == "tiles" else 1
@@ -47,36 +47,38 @@ class FramesConfig(Frozen):
         return range(start, start + self.reach(stride), stride)
 
     def reach(self, stride: int) -> int:
-        """Frames from a clip's first to its last, both counted."""
+        """Return the number of frames from a clip's first to its last, inclusive."""
         return (self.count - 1) * stride + 1
 
 
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
 _FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
-_MAX_RANGE = 1e30  # of a range: an fp32 with room for arithmetic
-_MAX_NPY_BYTES = 1 << 30  # bytes that a gzipped array may unpack to
+_MAX_RANGE = 1e30  # limit of a range: fp32 with headroom for arithmetic
+_MAX_NPY_BYTES = 1 << 30  # limit in bytes for an unpacked gzip array
 
 
 def member(frame: int, plane: str = "") -> str:
-    """The extension of a frame's member: of its picture, or of a plane of `PLANES`."""
+    """Return the extension of a frame's member: of its image, or of a plane of `PLANES`."""
     return f"{frame:03d}.{plane}.png" if plane else f"{frame:03d}.png"
 
 
 def is_episode(fields: Mapping[str, bytes]) -> bool:
-    """Whether these members are a video's."""
+    """Return whether these members are those of a video."""
     return any(name in fields for name in ("video.npy", "video.npy.gz", *(f"000.{key}" for key in IMAGE_KEYS)))
 
 
 class Episode:
-    """The members of a video.
+    """Members of a video.
 
     Args:
-        fields: by extension.  image_keys: of frames; the first that a video has counts.
-        pixel_range: how frames of more than 8 bits become 8 bits; None: `picture` leaves them as they are.
+        fields: members by extension.
+        image_keys: extensions of frames; the first that a video has is used.
+        pixel_range: how frames with more than 8 bits become 8 bits; None: `picture` keeps them.
 
     Raises:
-        BadSampleError: no frames, or one of them is missing; from its methods: a plane that is missing, damaged, or of another size.
+        BadSampleError: no frames, or a missing one; from its methods: a plane that is missing, damaged, or of another
+            size.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Episode:
         self.fields, self._key = fields, ""
         self._decoding = TRAINING._replace(pixel_range=pixel_range, rgb=pixel_range is not None)
         self._arrays: dict[str, np.ndarray] = {}
-        # An array's own header says its length; single frames have to be counted.
+        # An array's header has its length; single frames must be counted.
         if (video := self._array("video")) is not None:
             if video.ndim != 4 or video.shape[-1] != 3 or video.dtype != np.uint8 or not len(video):
                 raise BadSampleError("video.npy is not (T, H, W, 3) uint8")
@@ -102,7 +104,7 @@ class Episode:
         if not self._key:
             raise BadSampleError("missing frames")
         self._length = len(frame_ids[self._key])
-        # A gap would shift every frame behind it against its planes.
+        # A gap would shift later frames against their planes.
         if sorted(frame_ids[self._key]) != list(range(self._length)):
             raise BadSampleError("a frame is missing")
 
@@ -110,13 +112,13 @@ class Episode:
         return self._length
 
     def picture(self, t: int) -> Image.Image:
-        """Return a frame, in RGB where `pixel_range` is set."""
+        """Return a frame, in RGB if `pixel_range` is set."""
         if not self._key:
             return Image.fromarray(self._arrays["video"][t])
         return decode(self.fields[f"{t:03d}.{self._key}"], self._decoding)
 
     def image(self, t: int) -> np.ndarray:
-        """(H, W, 3) uint8."""
+        """Return frame `t` (H, W, 3) uint8."""
         return np.asarray(self.picture(t))
 
     @cached_property
@@ -125,11 +127,11 @@ class Episode:
         return frozenset(planes | ({"mask"} if self._array("segmentations") is not None else set()))
 
     def has(self, plane: str) -> bool:
-        """Whether one of its frames has a plane of `PLANES`: then all have to."""
+        """Return whether one of its frames has a plane of `PLANES`; then all must have it."""
         return plane in self._planes
 
     def check_structure(self) -> None:
-        """Raise `BadSampleError` where the json tells of more frames than there are, or boxes are none."""
+        """Raise `BadSampleError` if the JSON describes more frames than there are, or boxes are invalid."""
         declared_length = self.metadata.get("frames", self._length)
         if declared_length != self._length:
             raise BadSampleError("the json has another number of frames")
@@ -137,7 +139,7 @@ class Episode:
             _ = self.boxes
 
     def check(self, t: int) -> None:
-        """Decode all that there is of a frame. Raises `BadSampleError` where a plane is damaged, or of another size than the picture."""
+        """Decode all planes of a frame. Raises `BadSampleError` if one is damaged, or has another size than the image."""
         size = self.image(t).shape[:2]
         planes = {
             "depth": self.depth,
@@ -146,7 +148,7 @@ class Episode:
             "mask": self.labels,
         }
         for name, read in planes.items():
-            # Flows may lack at their end, where there is no frame to come from or to go to.
+            # The first or last frame may lack a flow, because it has no neighbour there.
             end = {"flow": 0, "forward": self._length - 1}.get(name)
             if t == end and member(t, name) not in self.fields:
                 continue
@@ -154,7 +156,7 @@ class Episode:
                 raise BadSampleError(f"{name} of another size than its frame")
 
     def labels(self, t: int) -> np.ndarray:
-        """(H, W) integers: an object's number per pixel, 0 for none."""
+        """Return (H, W) integers: the object's number per pixel, 0 for none."""
         if (table := self._array("segmentations")) is not None:
             table = table[..., 0] if table.ndim == 4 else table
             if len(table) != self._length or table.ndim != 3 or table.dtype.kind not in "iub":
@@ -162,17 +164,17 @@ class Episode:
             plane = table[t]
         else:
             plane = self._plane(t, "mask")
-        # Beyond them they would wrap around to other objects, or to the ground.
+        # Larger numbers would wrap around to other objects, or to the background.
         if plane.size and not (int(plane.min()) >= 0 and int(plane.max()) < 1 << 31):
             raise BadSampleError("labels must be from 0 to 2^31 - 1; number objects from 1")
         return plane
 
     def depth(self, t: int) -> np.ndarray:
-        """(H, W) fp32, world units."""
+        """Return (H, W) fp32, world units."""
         return self._dequantize(t, "depth")
 
     def flow(self, t: int, forward: bool = False) -> np.ndarray:
-        """(H, W, 2) fp32: rows and columns from a pixel to where its point was a frame before, or will be a frame later."""
+        """Return (H, W, 2) fp32: rows and columns from a pixel to its position in the previous frame, or in the next if `forward`."""
         stacked = self._dequantize(t, "forward" if forward else "flow")
         if len(stacked) % 2:
             raise BadSampleError("a flow has no rows above columns")
@@ -180,7 +182,7 @@ class Episode:
 
     @property
     def boxes(self) -> np.ndarray:
-        """(T, K, 4) fp32: top, left, bottom, right in 0..1; zeros where an object is not seen."""
+        """Return (T, K, 4) fp32: top, left, bottom, right in 0..1; zeros if an object is not visible."""
         table = self._array("boxes")
         if table is None:
             raise BadSampleError("missing boxes.npy")
@@ -192,7 +194,7 @@ class Episode:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The episode's json; empty where it has none."""
+        """Return the episode's JSON; empty if it has none."""
         try:
             parsed = json.loads(self.fields.get("json", b"{}"))
         except (ValueError, RecursionError):
@@ -202,16 +204,16 @@ class Episode:
         return parsed
 
     def _dequantize(self, t: int, plane: str) -> np.ndarray:
-        """A plane of 16 bits in its units."""
+        """Convert a 16-bit plane to its units."""
         ranges = self.metadata.get("ranges")
         bounds = ranges.get(plane) if isinstance(ranges, dict) else None
         if not (isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(b, int | float) for b in bounds)):
             raise BadSampleError(f"json has no ranges.{plane}")
-        # NaN is a number to json, and every pixel would be one.
+        # JSON allows NaN, which would make every pixel NaN.
         if not all(-_MAX_RANGE < b < _MAX_RANGE for b in bounds):
             raise BadSampleError(f"json has ranges.{plane} that are not finite")
         low, high = np.float32(bounds[0]), np.float32(bounds[1])
-        # In fp32 all along: the same pixels on every machine.
+        # fp32 throughout, so that pixels are the same on every machine.
         return self._plane(t, plane).astype(np.float32) / np.float32(65535) * (high - low) + low
 
     def _plane(self, t: int, plane: str) -> np.ndarray:
@@ -221,30 +223,30 @@ class Episode:
         try:
             with Image.open(io.BytesIO(data), formats=("PNG",)) as picture:
                 table = np.asarray(picture)
-        except Exception:  # decoders fail in their own ways
+        except Exception:  # decoders raise many kinds of errors
             raise BadSampleError(f"bad {plane}") from None
         if table.ndim != 2 or table.dtype.kind not in "iub":
             raise BadSampleError(f"{plane} is not a plane of numbers")
         return table
 
     def _array(self, name: str) -> np.ndarray | None:
-        """The array in NAME.npy, without a copy of it; or in NAME.npy.gz, unpacked once."""
+        """Return the array in NAME.npy without copying it, or in NAME.npy.gz, unpacked once."""
         if name not in self._arrays:
             data = self.fields.get(f"{name}.npy")
             try:
                 if data is None and f"{name}.npy.gz" in self.fields:
-                    # Up to a bound: a gzip of kilobytes may unpack to terabytes.
+                    # Limited, because a gzip of kilobytes may unpack to terabytes.
                     data = gzip.GzipFile(fileobj=io.BytesIO(self.fields[f"{name}.npy.gz"])).read(_MAX_NPY_BYTES)
                 if data is None:
                     return None
                 self._arrays[name] = _array_view(data)
-            except Exception:  # gzip and numpy's headers raise anything
+            except Exception:  # gzip and numpy's header parser may raise anything
                 raise BadSampleError(f"bad {name}.npy") from None
         return self._arrays[name]
 
 
 def _array_view(data: bytes) -> np.ndarray:
-    """A .npy file's array as it lies in its bytes. Raises `ValueError` where it is none, or holds objects."""
+    """Return a .npy file's array as a view of its bytes. Raises `ValueError` if it is not one, or contains objects."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     if version not in ((1, 0), (2, 0)):
@@ -253,6 +255,6 @@ def _array_view(data: bytes) -> np.ndarray:
     shape, fortran, dtype = read(stream)
     if dtype.hasobject:
         raise ValueError("objects")
-    # Without a copy: a clip takes a few frames of hundreds.
+    # Without a copy, because a clip takes a few frames of hundreds.
     flat = np.frombuffer(data, dtype, int(np.prod(shape)), stream.tell())
     return flat.reshape(shape[::-1]).transpose() if fortran else flat.reshape(shape)

@@ -1,11 +1,13 @@
-"""A scene that several cameras see, in a shard: an episode per camera, and a json that says where the cameras stand.
+"""Scenes seen by several cameras, in shards: one episode per camera, and a JSON with the cameras.
 
-    c0.000.png, c0.000.mask.png, c0.000.depth.png …   camera 0, frame 0: the members of an episode (episode.py), a camera's number before them
+    c0.000.png, c0.000.mask.png, c0.000.depth.png …   camera 0, frame 0: the members of an episode (episode.py) after
+    the camera's number
     c1.000.png …                                      camera 1
-    json    `cameras`: for each `poses` (T, or one for all frames; 4 x 4, camera to world) and its lens (`fov`, or `fl_x` …; cameras.py);
-            `convention` (opengl, opencv); `near`, `far` in world units; `frames`, `ranges`, `objects` as an episode's
+    json    `cameras`: for each `poses` (T, or one for all frames; 4 x 4, camera to world) and its lens (`fov`, or
+        `fl_x` …; cameras.py); `convention` (opengl, opencv); `near`, `far` in world units; `frames`, `ranges`,
+            `objects` as in an episode
 
-A still scene has one frame.
+A static scene has one frame.
 """
 
 from __future__ import annotations
@@ -26,24 +28,26 @@ _VIEW = re.compile(r"c(\d{1,4})\.(.+)")
 
 
 def view_member(view: int, name: str) -> str:
-    """The extension of an episode's member as a camera of several has it."""
+    """Return the extension of an episode's member for one of several cameras."""
     return f"c{view}.{name}"
 
 
 def is_scene(fields: Mapping[str, bytes]) -> bool:
-    """Whether these members are a scene's of several cameras."""
+    """Return whether these members are a scene with several cameras."""
     return any(name.startswith("c0.000.") for name in fields)
 
 
 class MultiViewScene:
-    """The members of a scene.
+    """Members of a scene.
 
     Args:
-        fields: by extension.  image_keys: of frames.  pixel_range: as of an `Episode`.
+        fields: members by extension.
+        image_keys: extensions of frames.
+        pixel_range: as in `Episode`.
 
     Raises:
-        BadSampleError: no cameras, or one of them is missing; cameras with different numbers of frames; from its methods: a plane that is
-            missing or damaged, a camera without a pose.
+        BadSampleError: no cameras, a missing one, or cameras with different numbers of frames; from its methods: a
+            plane that is missing or damaged, a camera without a pose.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class MultiViewScene:
                 fields_by_view.setdefault(int(match[1]), {})[match[2]] = data
         if not fields_by_view:
             raise BadSampleError("missing views")
-        # A view that is missing would give every later one the wrong camera.
+        # A missing view would assign the wrong camera to later ones.
         if sorted(fields_by_view) != list(range(len(fields_by_view))):
             raise BadSampleError("a view is missing")
         shared_fields = {"json": fields["json"]} if "json" in fields else {}
@@ -71,20 +75,20 @@ class MultiViewScene:
 
     @property
     def frames(self) -> int:
-        """T."""
+        """Return T."""
         return len(self.views[0])
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The scene's json."""
+        """Return the scene's JSON."""
         return self.views[0].metadata
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Nearest and farthest of what cameras see, world units; None where the json says neither.
+        """Return the nearest and farthest distance, world units; None if the JSON has neither.
 
         Raises:
-            BadSampleError: it says one alone, or what are no two distances in this order.
+            BadSampleError: only one of them, or not 0 < near < far.
         """
         near_far = [self.metadata.get("near"), self.metadata.get("far")]
         if near_far == [None, None]:
@@ -97,9 +101,9 @@ class MultiViewScene:
         return distances[0], distances[1]
 
     def pose(self, view: int, t: int) -> np.ndarray:
-        """(4, 4) fp64, camera to world, OpenGL's."""
+        """Return (4, 4) fp64, camera to world, in OpenGL's convention."""
         poses = self._camera(view).get("poses")
-        # A camera that stands still may say so once.
+        # A static camera may give its pose once.
         if not isinstance(poses, list) or len(poses) not in (1, self.frames):
             raise BadSampleError("a camera without a pose for each frame")
         convention = self.metadata.get("convention", "opengl")
@@ -108,11 +112,11 @@ class MultiViewScene:
         return parse_pose(poses[0 if len(poses) == 1 else t], convention)
 
     def lens(self, view: int, width: int, height: int) -> np.ndarray:
-        """(4,) fp64: fx, fy, cx, cy in pixels of its pictures."""
+        """Return (4,) fp64 fx, fy, cx, cy in pixels of its images."""
         return parse_lens(self._camera(view), width, height)
 
     def check(self) -> None:
-        """Look at all cameras, and at whether their pictures are of one size. Raises `BadSampleError` where training could not use them."""
+        """Check all cameras, and that their images have one size. Raises `BadSampleError` if training could not use them."""
         sizes = {view.image(0).shape[:2] for view in self.views}
         if len(sizes) > 1:
             raise BadSampleError("views of unequal size")

@@ -1,1 +1,1 @@
-"""Read-outs beside the paper's own (models/sparo.py): each a row of `sparo.readouts`."""
+"""Readouts other than the paper's own (models/sparo.py), each an entry of `sparo.readouts`."""

@@ -1,13 +1,13 @@
-"""What stands between the attentional pooler and SPARO: the paper's ablation (Sec. 5.3, Table 6), whose code was not released.
+"""Steps between the attentional pooler and SPARO: the ablation of the paper's Table 6 (Sec. 5.3), whose code was not released.
 
-L queries of V numbers attend with a head each (keys and values of their own). Then, in this order:
+L queries of V values attend with one head each (with their own keys and values). Then, in this order:
 
-    multi-head      heads are mixed by a matrix over all L*V numbers; separate heads are not
-    LayerNorm       over all L*V numbers, or over the V of every slot with the same parameters for all
-    projection      a matrix over all L*V numbers, or over the V of every slot with the same parameters for all
+    multi-head      heads are mixed by a matrix over all L*V values; separate heads are not
+    LayerNorm       over all L*V values, or over the V values of every slot with shared parameters
+    projection      a matrix over all L*V values, or over the V values of every slot with shared parameters
 
-Multi-head without a slot-wise operation is the table's AttPool; it has no projection of queries: the table's numbers of parameters
-leave no room for one.
+Multi-head without a slot-wise operation is the table's AttPool. It has no projection of queries, because the table's
+numbers of parameters leave no room for one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
     kind: Literal["attpool"] = field("attpool", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "norms as without readout.normalize, which shapes do not tell"
+    inference_note: ClassVar[str] = "norms as without readout.normalize, which shapes do not show"
     slots: int = field(64, "Number of queries, L, each with its own head.", gt=0)
     slot_width: int = field(64, "Width of a slot and of a head, V.", gt=0)
     cross_attention: Literal["multi_head", "separate_head"] = field(
@@ -48,7 +48,7 @@ class AttPoolReadOut(TwinReadOut):
     def resolved(self, normalize: bool) -> Self:
         if self.normalize is not None:
             return self
-        # What is normalised slot by slot may be compared slot by slot; a mixed encoding may not (Sec. 5.3).
+        # Slot-wise normalized encodings may be compared slot by slot; mixed encodings may not (Sec. 5.3).
         slot_wise = self.slot_layer_norm and self.slot_projection
         return self.model_copy(update={"normalize": normalize and slot_wise})
 
@@ -73,13 +73,13 @@ class AttPoolReadOut(TwinReadOut):
 
 
 class AttPool(SeparateHeads):
-    """L heads, mixed or not, LayerNorm and projection, each of slots or of all numbers.
+    """L heads, mixed or not, then LayerNorm and projection, each slot-wise or over all values.
 
     Args:
         dim: d, width of the tokens.
         slots, width: L and V.
         mixed: multi-head attention's `out_proj` follows.
-        slot_norm, slot_proj: LayerNorm and projection are of V numbers, not of L*V.
+        slot_norm, slot_proj: LayerNorm and projection act on V values instead of L*V.
     """
 
     def __init__(self, dim: int, slots: int, width: int, mixed: bool, slot_norm: bool, slot_proj: bool):
@@ -95,18 +95,18 @@ class AttPool(SeparateHeads):
                 nn.init.zeros_(linear.bias)
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d) to slots (B, L, V); attention is each head's, before they are mixed."""
+        """Read slots (B, L, V) from tokens (B, N, d); attention is that of each head, before mixing."""
         read, attention = self.attend(tokens, keep)
         return Slots(self._after(read), optional_attention(attention, need_attention))
 
     def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
-        """With keys and values of every token. Same parameters, same result, slower."""
+        """Compute the same result with keys and values of every token; slower."""
         read, attention = self.attend_plain(tokens, keep)
         return Slots(self._after(read), attention)
 
     def _after(self, read: Tensor) -> Tensor:
         if self.out_proj is not None:
-            # Over all L * V numbers: this matrix is what separate heads do without.
+            # This matrix over all L * V values is what separate heads omit.
             read = self.out_proj(read.flatten(1)).view_as(read)
         for step in (self.norm, self.proj):
             per_slot = step.weight.shape[-1] == self.width

@@ -1,4 +1,4 @@
-"""CoCa's attentional pooler as open_clip has it (Yu et al. 2022, Sec. 3.2): learned queries, multi-head attention, norm, projection."""
+"""CoCa's attentional pooler as in open_clip (Yu et al. 2022, Sec. 3.2): learned queries, multi-head attention, norm, projection."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
 
 class CocaReadOut(TwinReadOut):
-    """open_clip's `attentional_pool` on the image tower, and on the text tower where asked. `embed_dim` is a multiple of `heads`."""
+    """open_clip's `attentional_pool` on the image tower, and optionally on the text tower. `embed_dim` must be a multiple of `heads`."""
 
     kind: Literal["coca"] = field("coca", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
+    inference_note: ClassVar[str] = "8 attention heads, which shapes do not show"
     queries: int = field(
         1, "Number of learned queries (open_clip's CoCa: 256, for a decoder that reads all but one).", gt=0
     )
@@ -44,7 +44,7 @@ class CocaReadOut(TwinReadOut):
 
 
 class CocaPool(ReadOut):
-    """One slot of `embed_dim` numbers. Parameters are named as in open_clip's image tower: `attn_pool.*`, `ln_post.*`, `proj`."""
+    """One slot of `embed_dim` values. Parameters are named as in open_clip's image tower: `attn_pool.*`, `ln_post.*`, `proj`."""
 
     def __init__(self, dim: int, embed_dim: int, queries: int, heads: int):
         super().__init__()
@@ -54,15 +54,15 @@ class CocaPool(ReadOut):
         self.proj = nn.Parameter(dim**-0.5 * torch.randn(embed_dim, embed_dim))
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d), not normed, to one slot; attention (B, 1, N) is the mean over heads."""
+        """Read one slot from tokens (B, N, d), not normed; attention (B, 1, N) is the mean over heads."""
         pooler = self.attn_pool
         x = pooler.ln_k(tokens)
-        query = pooler.ln_q(pooler.query)[:1]  # nobody reads the others' outputs
+        query = pooler.ln_q(pooler.query)[:1]  # outputs of other queries are not used
         read, attention = pooler.attn(
             query.expand(len(x), -1, -1).to(x.dtype),
             x,
             x,
-            # torch masks what is not to be read; `keep` says what is.
+            # torch masks tokens that are not to be read; `keep` marks those that are.
             key_padding_mask=None if keep is None else ~keep,
             need_weights=need_attention,
         )

@@ -1,8 +1,9 @@
-"""Efficient probing, multi-query cross-attention without projections of queries and keys (Psomas et al., ICLR 2026).
+"""Efficient probing: multi-query cross-attention without projections of queries and keys (Psomas et al., ICLR 2026).
 
     a_j = softmax_n(x_n . q_j / sqrt(d))        y_j = V_j sum_n a_jn x_n
 
-Every query attends to the tokens as they are and reads its own rows of one value projection. It is SPARO without K_l and W.
+Every query attends to the tokens themselves and reads its own rows of one value projection. It is SPARO without K_l and
+W.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
 
 class EfficientReadOut(TwinReadOut):
-    """EP on every tower. As published an encoding is one vector: its slots get no norm of their own."""
+    """EP on every tower. As published, an encoding is one vector, so slots are not normalized individually."""
 
     kind: Literal["ep"] = field("ep", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "class token not attended, which shapes do not tell"
+    inference_note: ClassVar[str] = "class token not attended, which shapes do not show"
     slots: int = field(32, "Number of learned queries.", gt=0)
     slot_width: int = field(24, "Width of a query's output (published: width / slots).", gt=0)
     attend_cls: bool = field(False, "Let queries attend to the image's class token, too.")
@@ -45,7 +46,7 @@ class EfficientReadOut(TwinReadOut):
 
 
 class EfficientPool(ReadOut):
-    """L slots of V numbers: `query` (1, L, d), `v.weight` (L*V, d)."""
+    """L slots of V values: `query` (1, L, d), `v.weight` (L*V, d)."""
 
     adamw_only_parameters = ("v.weight",)
 
@@ -56,18 +57,18 @@ class EfficientPool(ReadOut):
         self.v = nn.Linear(dim, slots * width, bias=False)
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d) to slots (B, L, V)."""
+        """Read slots (B, L, V) from tokens (B, N, d)."""
         mask = None if keep is None else keep[:, None, :]
-        # Queries are the parameters themselves: one set for all samples, expanded without a copy.
+        # The parameters themselves are the queries: one set for all samples, expanded without a copy.
         query = self.query.expand(len(tokens), -1, -1).to(tokens.dtype)
-        # Tokens are pooled before they are projected: V_j of a mean is the mean of V_j.
+        # Pool tokens before projecting them: V_j of a mean is the mean of V_j.
         pooled = F.scaled_dot_product_attention(query, tokens, tokens, attn_mask=mask)
         value = self.v.weight.view(self.slots, self.width, -1).to(pooled.dtype)
         values = torch.einsum("bld,lvd->blv", pooled, value)
         return Slots(values, self._attention(tokens, mask) if need_attention else None)
 
     def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
-        """As published: values of every token, of which each query reads its own. Same parameters, same result, slower."""
+        """Compute the same result as published, with values of every token, of which each query reads its own; slower."""
         scores = self.query @ tokens.transpose(1, 2) * tokens.shape[-1] ** -0.5
         scores = scores if keep is None else scores.masked_fill(~keep[:, None, :], -torch.inf)
         attention = scores.softmax(-1)

@@ -1,9 +1,9 @@
-"""The discrete bottleneck of the paper (App. B.2): Finite Discrete Tokens (Chen et al. 2023), as the sparo-clip repository has them.
+"""Discrete bottleneck of the paper (App. B.2): Finite Discrete Tokens (Chen et al. 2023), as in the sparo-clip repository.
 
-Both towers' tokens ask one codebook: a code's score is its highest over the tokens, sparsemax makes weights of the scores, and the
-encoding is the codes' weighted sum. Images ask with patches alone. A text's positions behind EOS score zero (the repository
-multiplies, it does not mask), so no code of a text scores less; here that holds for a caption without such positions, too, which
-is what makes its encoding the same in every batch.
+The tokens of both towers query one codebook. A code's score is its maximum over the tokens, sparsemax turns scores into
+weights, and the encoding is the weighted sum of codes. Images use patches only. Text positions after EOS score zero
+(the repository multiplies instead of masking), so no code of a text scores less. Here this also holds for captions
+without such positions, so that their encoding is the same in every batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FdtReadOut(TwinReadOut):
     """FDT on both towers with one codebook."""
 
     kind: Literal["fdt"] = field("fdt", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "scores over a temperature of 1000, which shapes do not tell"
+    inference_note: ClassVar[str] = "scores over a temperature of 1000, which shapes do not show"
     codes: int = field(16384, "Number of codes in the codebook.", gt=0)
     width: int = field(512, "Width of a code and of an encoding.", gt=0)
     temperature: float = field(1000.0, "Divisor of the scores before sparsemax.", gt=0)
@@ -63,9 +63,9 @@ class Fdt(ReadOut):
         )
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d), not normed, to one slot. Its tokens are chosen per code: there is no one map of attention (None)."""
+        """Read one slot from tokens (B, N, d), not normed. Each code selects its own tokens, so there is no single attention map (None)."""
         scores = self.q_map(tokens) @ self.space_dict.T * self.width**-0.5  # (B, N, codes)
-        # Multiplied, not masked, as published: see above.
+        # Multiplied instead of masked, as published; see the module's docstring.
         best = scores.amax(dim=1) if keep is None else (scores * keep[..., None]).amax(dim=1).clamp(min=0)
         weights = sparsemax(best / self.temperature)
         return Slots((weights.to(self.space_dict.dtype) @ self.space_dict)[:, None])
@@ -74,13 +74,14 @@ class Fdt(ReadOut):
 def sparsemax(scores: Tensor) -> Tensor:
     """Return the nearest point of the simplex (Martins and Astudillo 2016, Alg. 1) over the last dimension, in fp32 at least.
 
-    entmax's sparsemax stays in the dtype of its input: in bf16, weights over 16,384 words add up to 1 within 8e-3 (here: 7e-7).
+    entmax's sparsemax stays in the dtype of its input: in bf16, weights over 16,384 words sum to 1 within 8e-3 (here:
+    7e-7).
     """
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     falling, _ = scores.sort(dim=-1, descending=True)
     count = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
     sums = falling.cumsum(dim=-1)
-    # How many of the largest scores are above the threshold that they themselves define.
+    # Number of largest scores that are above the threshold which they define.
     support_size = (1 + count * falling > sums).sum(dim=-1, keepdim=True)
     threshold = (sums.gather(-1, support_size - 1) - 1) / support_size
     return (scores - threshold).clamp(min=0)

@@ -1,7 +1,8 @@
-"""FLAIR's text-conditioned pooling (Xiao et al., CVPR 2025): an image as seen by a text, beside its class token.
+"""FLAIR's text-conditioned pooling (Xiao et al., CVPR 2025): an image pooled by a text, in addition to its class token.
 
-The class token and all patches go through the tower's one projection. A text's encoding is the query of a multi-head attention over
-the patches, which may also look at nothing (a key and a value of zeros), with a LayerNorm each for queries, keys and values.
+The class token and all patches go through the tower's projection. The encoding of a text is the query of multi-head
+attention over the patches, which may also attend to nothing (a key and a value of zeros), with one LayerNorm each for
+queries, keys and values.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from ..readout import Placement, ReadOut, ReadOutConfig, ReadOutPair, Slots
 
 
 class FlairReadOut(ReadOutConfig):
-    """The image's class token, whose patches a text can pool; texts keep EOS. CLIP with loss.kind=sigmoid alone. `embed_dim` is a multiple of `heads`."""
+    """Class token of the image, whose patches texts can pool; texts keep EOS. Requires CLIP with loss.kind=sigmoid.
+
+    `embed_dim` must be a multiple of `heads`.
+    """
 
     kind: Literal["flair"] = field("flair", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "8 attention heads, which shapes do not tell"
+    inference_note: ClassVar[str] = "8 attention heads, which shapes do not show"
     reads_cls: ClassVar[bool] = True
     conditioned: ClassVar[bool] = True
     heads: int = field(8, "Attention heads. Must divide embed_dim.", gt=0)
@@ -40,7 +44,7 @@ class FlairReadOut(ReadOutConfig):
 
 
 class FlairPool(ReadOut):
-    """The class token (B, 1, d) as it is; `conditioned` pools projected patches for texts."""
+    """The class token (B, 1, d) unchanged; `conditioned` pools projected patches by texts."""
 
     def __init__(self, dim: int, embed_dim: int, heads: int):
         super().__init__()
@@ -59,12 +63,12 @@ class FlairPool(ReadOut):
 
 
 def pool_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Tensor) -> Tensor:
-    """`FlairPool.conditioned` with the values of its parameters, in their order, given apart: an engine may keep them elsewhere."""
+    """Compute `FlairPool.conditioned` with parameter values passed in order, because an engine may keep the parameters elsewhere."""
     in_weight, in_bias, out_weight, out_bias, *norms = own
     width = patches.shape[-1]
     q, k, v = (
         F.linear(F.layer_norm(x, (width,), norms[2 * i], norms[2 * i + 1]), weight, bias).unflatten(-1, (heads, -1))
-        # Cut in three as torch's module keeps them, so that its weights load by their names.
+        # Split in three as in torch's module, so that its weights load by name.
         for i, (x, weight, bias) in enumerate(
             zip((texts, patches, patches), in_weight.chunk(3), in_bias.chunk(3), strict=True)
         )

@@ -1,4 +1,4 @@
-"""The linear information bottleneck of the paper (App. B.2): standard CLIP of few numbers, and an affine map to more."""
+"""Linear information bottleneck of the paper (App. B.2): standard CLIP with few values, and an affine map to more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LinearBottleneckReadOut(TwinReadOut):
 
 
 class LinearBottleneck(ReadOut):
-    """One slot: the image's class token, or a text's last token that may be read, through `proj` (d, m) and `bottleproj` (M, m)."""
+    """One slot: the image's class token, or a text's last readable token, through `proj` (d, m) and `bottleproj` (M, m)."""
 
     def __init__(self, dim: int, narrow: int, width: int):
         super().__init__()
@@ -46,9 +46,9 @@ class LinearBottleneck(ReadOut):
         self.bottleproj = nn.Linear(narrow, width)
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d) to one slot; attention is one at the token that is read."""
+        """Read one slot from tokens (B, N, d); attention is one at the token that is read."""
         batch, length, _ = tokens.shape
-        # A text's last token that may be read is EOS; an image's first is its class token.
+        # The last readable token of a text is EOS; the first of an image is its class token.
         at = torch.zeros(batch, dtype=torch.int64, device=tokens.device) if keep is None else keep.sum(dim=1) - 1
         read = tokens[torch.arange(batch, device=tokens.device), at]
         attention = nn.functional.one_hot(at, length)[:, None].float() if need_attention else None

@@ -1,4 +1,4 @@
-"""The class token and EOS, as CLIP and DINO were published, and the mean of the paper's GAP baseline."""
+"""Class token and EOS, as in the published CLIP and DINO, and the mean of the paper's GAP baseline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class TokenReadOut(NoReadOut):
 
 
 class ClsReadOut(NoReadOut):
-    """DINO as published: the CLS token behind the last block and `norm`."""
+    """DINO as published: the CLS token after the last block and `norm`."""
 
     kind: Literal["cls"] = field("cls", "Entry of sparo.readouts.")
 
 
 class GapReadOut(TwinReadOut):
-    """CLIP+GAP of the paper: mean over all image tokens, CLS included, then the norm and the projection. Text keeps EOS."""
+    """CLIP+GAP of the paper: mean over all image tokens, including CLS, then norm and projection. Texts keep EOS."""
 
     kind: Literal["gap"] = field("gap", "Entry of sparo.readouts.")
     patches_only: bool = field(False, "Exclude the class token from the mean (the paper's code includes it).")
@@ -41,7 +41,7 @@ class GapReadOut(TwinReadOut):
 
 
 class MeanPool(ReadOut):
-    """One slot: the mean of the tokens that may be read."""
+    """One slot: the mean of the readable tokens."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -52,7 +52,7 @@ class MeanPool(ReadOut):
         if keep is None:
             mean, weight = tokens.mean(dim=1, keepdim=True), tokens.new_full((batch, 1, length), 1 / length)
         else:
-            # A product, not a masked sum: padding that is not finite would still be multiplied, so callers pass tokens that are.
+            # A product instead of a masked sum: padding must be finite, because it is multiplied by zero.
             weight = (keep / keep.sum(dim=1, keepdim=True)).to(tokens.dtype)[:, None]
             mean = weight @ tokens
         return Slots(mean, weight if need_attention else None)

@@ -1,4 +1,4 @@
-"""SigLIP's pooling head, MAP (Zhai et al. 2023; big_vision's MAPHead), by timm's module."""
+"""SigLIP's pooling head, MAP (Zhai et al. 2023; big_vision's MAPHead), with timm's module."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 
 
 class MapReadOut(TwinReadOut):
-    """One learned query, multi-head attention over normed tokens, and an MLP beside it; then the tower's projection.
+    """One learned query, multi-head attention over normed tokens, and a residual MLP; then the tower's projection.
 
-    SigLIP's image tower has no class token and no projection behind the head; ours has both, so that any two towers go together.
+    SigLIP's image tower has no class token and no projection after the head. Ours has both, so that any two towers can
+    be combined.
     """
 
     kind: Literal["map"] = field("map", "Entry of sparo.readouts.")
-    inference_note: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not tell"
+    inference_note: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not show"
     head_width: int = field(64, "Width of an attention head. Must divide a tower's width.", gt=0)
     mlp_ratio: float = field(4.0, "Width of the MLP relative to the tower's width.", gt=0)
     attend_cls: bool = field(True, "Let the query attend to the image's class token, too.")
@@ -47,7 +48,7 @@ class MapReadOut(TwinReadOut):
 
 
 class MapHead(ReadOut):
-    """One slot of as many numbers as a token has. Parameters are named as in timm's SigLIP below `attn_pool`."""
+    """One slot with as many values as a token. Parameters are named as in timm's SigLIP below `attn_pool`."""
 
     def __init__(self, dim: int, heads: int, mlp_ratio: float):
         super().__init__()
@@ -56,10 +57,10 @@ class MapHead(ReadOut):
         self.attn_pool = AttentionPoolLatent(dim, num_heads=heads, mlp_ratio=mlp_ratio, norm_layer=norm)  # type: ignore[arg-type]
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Tokens (B, N, d) to one slot; attention (B, 1, N) is the mean over heads."""
+        """Read one slot from tokens (B, N, d); attention (B, 1, N) is the mean over heads."""
         mask = None if keep is None else keep[:, None, None, :]
         values = self.attn_pool(tokens, attn_mask=mask)[:, None]
-        # timm's module gives no map; it is computed again only where it is asked for.
+        # timm's module returns no attention, so it is recomputed if it is needed.
         return Slots(values, self._attention(tokens, mask) if need_attention else None)
 
     def _attention(self, tokens: Tensor, mask: Tensor | None) -> Tensor:

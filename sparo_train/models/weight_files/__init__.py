@@ -1,1 +1,1 @@
-"""Weights as files: ours, open_clip's, DINO's, DeepSpeed's; and which model a set of weights belongs to."""
+"""Weight files: ours, open_clip's, DINO's, DeepSpeed's; and recognition of the model that weights belong to."""

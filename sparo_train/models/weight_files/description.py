@@ -1,4 +1,4 @@
-"""Which model a set of weights belongs to: by its description where there is one, by its shapes otherwise."""
+"""Recognition of the model that weights belong to: from its description if there is one, otherwise from shapes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from ...core.files import read_json
 from ...core.registries import READOUTS
 from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 
-# open_clip without our plug-in names the first key that it does not know, and nothing else: this one says what to do.
+# Without our plug-in, open_clip's error only names the first key that it does not know; this key tells the user what to
+# do.
 IMPORT_FIRST = "import sparo.openclip first (it comes with sparo)"
-# The keys of exports that stock open_clip's error shows: the present one, and the one of exports made before `sparo` was a package.
+# The keys of exports that open_clip's error shows: the present one, and that of exports from before `sparo` was a
+# package.
 IMPORT_KEYS = frozenset({IMPORT_FIRST, "import sparo_train.openclip first (it comes with sparo)"})
-CONFIG_KEY = "sparo_config"  # in a `.pt` of ours: the model's description as plain values
-# How images are shown to every CLIP here; open_clip's words for it.
+CONFIG_KEY = "sparo_config"  # key of our `.pt` files with the model's description as plain values
+# Preprocessing of every CLIP here, in open_clip's words.
 _PREPROCESS = {"mode": "RGB", "interpolation": "bicubic", "resize_mode": "shortest"}
 
 
 class ModelDescription(NamedTuple):
-    """A model, and what pixels in 0..1 are normalised with before it."""
+    """A model, and the mean and std that normalise its pixels in 0..1."""
 
     config: ClipConfig
     mean: tuple[float, ...] = OPENAI_MEAN
@@ -35,17 +37,19 @@ class ModelDescription(NamedTuple):
 
 
 def read_config(content: Any, path: Path) -> ModelDescription | None:
-    """Return the description in a file's content (`read_raw`) or in the `open_clip_config.json` beside the file; None without one.
+    """Return the description in a file's content (`read_raw`) or in the `open_clip_config.json` next to the file; None without one.
 
     Raises:
         CheckpointError: the described model preprocesses images in another way than ours.
-        ConfigError: the description is not one of ours.
+        ConfigError: the description is invalid.
     """
     if not isinstance(content, Mapping) or CONFIG_KEY not in content:
         config_path = path.parent / "open_clip_config.json"
         return read_export(config_path) if config_path.is_file() else None
     description, origin = content[CONFIG_KEY], f"{path}: {CONFIG_KEY}"
-    if not isinstance(description, dict) or "model" not in description:  # as it was written before it had mean and std
+    if (
+        not isinstance(description, dict) or "model" not in description
+    ):  # descriptions of older versions had no mean and std
         return ModelDescription(resolve(ClipConfig, description, origin, stored=True))
     return ModelDescription(
         resolve(ClipConfig, description["model"], origin, stored=True), *parse_mean_std(description, origin)
@@ -53,7 +57,7 @@ def read_config(content: Any, path: Path) -> ModelDescription | None:
 
 
 def parse_mean_std(description: Any, origin: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std of a description of ours. Raises `CheckpointError` where it says none of three colours."""
+    """Return mean and std of a description. Raises `CheckpointError` if they are not for three channels."""
     try:
         return _per_channel(description["mean"]), _per_channel(description["std"], above=0)
     except (KeyError, ValueError, TypeError) as error:
@@ -61,16 +65,16 @@ def parse_mean_std(description: Any, origin: str) -> tuple[tuple[float, ...], tu
 
 
 def read_export(path: Path) -> ModelDescription:
-    """What an `open_clip_config.json` says.
+    """Return the content of an `open_clip_config.json`.
 
     Raises:
-        CheckpointError: not such a file, or one of a model that is shown images otherwise than ours are.
-        ConfigError: a model with keys that ours do not have.
+        CheckpointError: not such a file, or its model preprocesses images in another way than ours.
+        ConfigError: the model has keys that ours do not have.
     """
     try:
         content = read_json(path, dict, CheckpointError)
         cfg, preprocess = content["model_cfg"], content.get("preprocess_cfg", {})
-        # Weights would load and scores be plausible: nothing else says that images were squashed.
+        # Weights would load and scores would look plausible, although images were squashed.
         odd = {k: v for k, v in preprocess.items() if k in _PREPROCESS and v not in (None, _PREPROCESS[k])}
         description = ModelDescription(
             from_model_cfg(cfg, str(path)),
@@ -88,7 +92,7 @@ def read_export(path: Path) -> ModelDescription:
 
 
 def _per_channel(value: Any, above: float = -math.inf) -> tuple[float, ...]:
-    """Three numbers; one alone is that of all, as open_clip has it. Raises `ValueError` or `TypeError`."""
+    """Return three numbers; a single one applies to all channels, as in open_clip. Raises `ValueError` or `TypeError`."""
     numbers = tuple(map(float, value if isinstance(value, list | tuple) else [value] * 3))
     if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):
         raise ValueError(f"{value!r} is not a number per colour")
@@ -96,7 +100,7 @@ def _per_channel(value: Any, above: float = -math.inf) -> tuple[float, ...]:
 
 
 def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
-    """Our description of an open_clip `model_cfg` with a ViT and a text transformer.
+    """Return our description for an open_clip `model_cfg` with a ViT and a text transformer.
 
     Raises:
         ConfigError: it has keys that our towers do not have.
@@ -116,13 +120,13 @@ def from_model_cfg(cfg: Mapping[str, Any], origin: str) -> ClipConfig:
 
 
 def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, quick_gelu: bool = False) -> ClipConfig:
-    """Return the model that a set of weights (in our layout) belongs to, from its shapes.
+    """Return the model that weights (in our layout) belong to, from their shapes.
 
-    Shapes do not show the number of heads: it is that of the published CLIP with the same widths and depths, ours included. The class
-    token rather than GAP is taken for granted.
+    Shapes do not show the number of heads, which is taken from the published CLIP with the same widths and depths. The
+    pooling is assumed to be the class token, not GAP.
 
     Raises:
-        CheckpointError: not a ViT CLIP with a text transformer, or not of the size of a published one.
+        CheckpointError: not a ViT CLIP with a text transformer, or not of a published size.
     """
     try:
         conv, position = state["visual.conv1.weight"], state["visual.positional_embedding"]
@@ -132,10 +136,10 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
             f"weights: {error} is missing. Only CLIP models with a ViT and a text transformer are recognised."
         ) from None
     width, text_width = len(conv), embedding.shape[1]
-    # The class token's position comes before the square of patches.
+    # The class token's position comes first, then the square of patches.
     grid = round((len(position) - 1) ** 0.5)
     layers, text_layers = (_blocks(state, tower) for tower in ("visual", "text"))
-    readout = _readout_of(state, 0)  # the blocks are counted as they are
+    readout = _readout_of(state, 0)  # blocks are counted as they are
     heads = _heads_by_size(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
     if heads is None:
         raise CheckpointError(
@@ -168,7 +172,7 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
 
 
 def with_readout_of(config: ClipConfig, state: Mapping[str, Tensor]) -> ClipConfig:
-    """Return a model that was named by its towers alone with the readout that a set of weights has."""
+    """Return a model that was named by its towers only, with the readout that the weights have."""
     readout = _readout_of(state, config.vision.layers - _blocks(state, "visual"))
     if config.readout.kind != "token" or readout["kind"] == "token":
         return config
@@ -182,7 +186,7 @@ def _blocks(state: Mapping[str, Tensor], tower: str) -> int:
 
 
 def _readout_of(state: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
-    """Return the `readout` block of a CLIP: of both towers where their head widths differ or texts have none."""
+    """Return the `readout` block of a CLIP: of both towers if their head widths differ or texts have none."""
     readout = infer_readout(state, "visual.", replaced) or {"kind": "token"}
     keys = READOUTS.get(readout["kind"]).model_fields
     if "text" in keys:
@@ -205,7 +209,8 @@ def _heads_by_size(width: int, layers: int, text_width: int, text_layers: int, m
     """Return the heads of the published CLIP of these sizes, or None.
 
     Args:
-        may_replace: the readout may have taken the place of the last block of the image tower, or of both.
+        width, layers, text_width, text_layers: sizes in the weights.
+        may_replace: the readout may have replaced the last block of the image tower, or of both.
     """
     published = _published_heads()
     for more, text_more in ((0, 0), (1, 1), (1, 0)) if may_replace else ((0, 0),):
@@ -216,9 +221,9 @@ def _heads_by_size(width: int, layers: int, text_width: int, text_layers: int, m
 
 @cache
 def _published_heads() -> dict[tuple[int, int, int, int], _Heads]:
-    """Return heads by (width, layers, text width, text layers) of every CLIP with a ViT that open_clip lists, and of our own small ones.
+    """Return heads by (width, layers, text width, text layers) of every ViT CLIP that open_clip lists, and of our own small ones.
 
-    Sizes that are listed with two numbers of heads are left out.
+    Sizes that are listed with two numbers of heads are excluded.
     """
     heads_by_size: dict[tuple[int, int, int, int], set[_Heads]] = {}
     configs = [open_clip.get_model_config(name) or {} for name in open_clip.list_models()]
@@ -232,10 +237,12 @@ def _published_heads() -> dict[tuple[int, int, int, int], _Heads]:
 
 
 def infer_readout(state: Mapping[str, Tensor], prefix: str, replaced: int) -> dict[str, Any] | None:
-    """The `readout` block of a tower whose weights are below `prefix`, from the names and shapes of its modules; None without one.
+    """Return the `readout` block of a tower whose weights are below `prefix`, from names and shapes of its modules; None without one.
 
     Args:
-        replaced: blocks that it takes the place of, where that is an option.
+        state: the weights.
+        prefix: prefix of the tower.
+        replaced: number of blocks that it replaces, if that is configurable.
     """
     parts = {name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}
     for kind in (kind for kind in READOUTS.names() if kind in parts):

@@ -1,7 +1,7 @@
-"""Official DINO checkpoints in and out.
+"""Official DINO checkpoints, read and written.
 
-The official trainer writes `student` (`module.backbone.*`, `module.head.*`), `teacher` (`backbone.*`, `head.*`), `optimizer`, `epoch`,
-`dino_loss` and `args`, an argparse.Namespace. Released backbones are flat state dicts.
+The official trainer writes `student` (`module.backbone.*`, `module.head.*`), `teacher` (`backbone.*`, `head.*`),
+`optimizer`, `epoch`, `dino_loss` and `args`, an argparse.Namespace. Released backbones are flat state dicts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .description import CONFIG_KEY, infer_readout, parse_mean_std
 from .state_dicts import state_of, strip_wrapper_prefixes
 
 _HEADS = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCHS.values()}
-_DINOV2 = ("mask_token", "register_tokens", "blocks.0.ls1.gamma")  # names that DINO's models do not have
+_DINOV2 = ("mask_token", "register_tokens", "blocks.0.ls1.gamma")  # parameter names that DINO's models do not have
 _HEAD_NAMES = ("head.", "dino_head.", "ibot_head.")
 _DINOV2_SIZES = {384: "small", 768: "base", 1024: "large", 1536: "giant"}
 
@@ -30,7 +30,7 @@ Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class DinoFile(NamedTuple):
-    """A backbone's weights under their own names, the file's description of the model where it is ours, and its normalisation."""
+    """Weights of a backbone under their own names, our description of the model if the file has one, and its normalisation."""
 
     backbone: dict[str, Tensor]
     config: VitConfig | None
@@ -39,7 +39,7 @@ class DinoFile(NamedTuple):
 
 
 def is_dino(raw: Any) -> bool:
-    """Whether a file's content is a DINO checkpoint or a backbone alone."""
+    """Return whether a file's content is a DINO checkpoint or a backbone."""
     if not isinstance(raw, Mapping):
         return False
     if "teacher" in raw or "student" in raw:
@@ -55,10 +55,10 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
     """Return the backbone in a file's content: the teacher's by default, or that of `key`.
 
     Raises:
-        CheckpointError: no backbone in it, or DINOv2's.
-        ConfigError: its description of the model is none of ours.
+        CheckpointError: there is no backbone, or it is DINOv2's.
+        ConfigError: its description of the model is invalid.
     """
-    # The teacher is what DINO evaluates and releases.
+    # DINO evaluates and releases the teacher.
     key = "teacher" if key is None and "teacher" in raw else key
     state = {_backbone_name(name): value for name, value in state_of(raw, origin, key).items()}
     backbone = {name: value for name, value in state.items() if not name.startswith(_HEAD_NAMES)}
@@ -76,14 +76,15 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
 
 
 def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]:
-    """The model that a file's weights belong to, and what was taken for granted to know it.
+    """Return the model that a file's weights belong to, and the assumptions made.
 
     Args:
-        name: `vit_tiny`, `vit_small` or `vit_base`; default: the file's own description, else by its shapes, with the
-            official number of heads at that width.
+        file: the weights.
+        name: `vit_tiny`, `vit_small` or `vit_base`; default: from the file's own description, otherwise from shapes,
+            with the official number of heads for the width.
 
     Raises:
-        CheckpointError: a width of none of them, and no name.
+        CheckpointError: the width is not that of a named model, and no name was given.
         ConfigError: an unknown name.
     """
     if file.config is not None and name is None:
@@ -114,7 +115,7 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
         "heads (for one of timm's write timm:NAME@FILE)"
     )
     if readout := infer_readout(weights, "", 1):
-        readout.pop("embed_dim", None)  # a backbone's is its width
+        readout.pop("embed_dim", None)  # a backbone's width
         replaced = READOUTS.get(readout["kind"]).model_validate(readout).placement.replaced
         tree |= {"depth": blocks + replaced, "readout": readout}
         note += f", {readout['kind'].upper()} in place of {replaced} more block(s), behind `norm`"
@@ -124,13 +125,14 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
 def write_dino(
     path: Path, objective: Mapping[str, Tensor], description: Mapping[str, Any], args: Mapping[str, Any], epoch: int
 ) -> Path:
-    """An objective's state in the official layout, `args` as a dict, which torch loads without being told to trust anything.
+    """Write an objective's state in the official layout, with `args` as a dict, which torch loads with `weights_only`.
 
     Args:
+        path: the file.
         objective: `student.*`, `teacher.*` and `center`.
         description: plain values: `model` (a VitConfig), `mean`, `std`; the official loader ignores it.
-        args: what the official code calls its options (`arch`, `patch_size`, …).
-        epoch: epochs done.
+        args: options under their official names (`arch`, `patch_size`, …).
+        epoch: completed epochs.
     """
     nets = {
         net: {n.removeprefix(f"{net}."): t for n, t in objective.items() if n.startswith(f"{net}.")}
@@ -167,9 +169,9 @@ def _refuse_dinov2(backbone: Mapping[str, Tensor], origin: str) -> None:
 
 
 def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a DINOv2 backbone's weights as timm's models have them; other weights stay as they are.
+    """Rename a DINOv2 backbone's weights to timm's names; other weights are unchanged.
 
-    timm adds the class token's position to the token where there are registers, and names SwiGLU's layers fc1 and fc2.
+    timm adds the class token's position to the token if there are registers, and names SwiGLU's layers fc1 and fc2.
     """
     if "mask_token" not in state and "register_tokens" not in state:
         return dict(state)
@@ -186,6 +188,6 @@ def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights below `backbone.` of a teacher's or student's state dict, or all where there is none."""
+    """Return the weights below `backbone.` of a teacher's or student's state dict, or all if there is no such prefix."""
     below = {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")}
     return below or dict(state)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...core.errors import CheckpointError
 
-_MAX_MODULES = 100_000  # of a model; more are modules nested in a circle
+_MAX_MODULES = 100_000  # levels of a model; more indicate modules nested in a cycle
 _DTYPES = {
     "HalfStorage": torch.float16,
     "FloatStorage": torch.float32,
@@ -46,10 +46,10 @@ def archive_root(path: Path) -> str | None:
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a TorchScript archive under their dotted names, as `torch.jit.load(path).state_dict()` does.
+    """Return the tensors of a TorchScript archive under their dotted names, like `torch.jit.load(path).state_dict()`.
 
     Raises:
-        CheckpointError: the archive holds anything but modules, tensors and plain values, or is damaged.
+        CheckpointError: the archive contains anything but modules, tensors and plain values, or is damaged.
     """
     root = archive_root(path)
     try:
@@ -84,7 +84,7 @@ class _Module:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds modules as `_Module`, tensors from the archive's storages, and nothing else."""
+    """Unpickler that builds modules as `_Module`, tensors from the archive's storages, and nothing else."""
 
     def __init__(self, archive: zipfile.ZipFile, root: str):
         super().__init__(archive.open(f"{root}/data.pkl"))
@@ -139,13 +139,13 @@ def _tensors(module: Any) -> dict[str, Tensor]:
     raise ValueError("modules nested in a circle")
 
 
-# Where trainers keep a model's state dict within a checkpoint, averages last.
+# Keys under which trainers keep a model's state dict in a checkpoint, averages last.
 _STATES = (
     "state_dict", "model", "model_state_dict", "module", "state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema",
 )  # fmt: skip
-# What torch.compile, FSDP, activation checkpointing and DeepSpeed insert anywhere in a name.
+# Inserted by torch.compile, FSDP, activation checkpointing and DeepSpeed anywhere in a name.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-_LEADING = ("module.", "model.")  # what DDP and trainers put in front; within a name they may be a module's own
+_LEADING = ("module.", "model.")  # prefixes added by DDP and trainers; inside a name, they may be names of modules
 
 
 def split_state(text: str) -> tuple[str, str | None]:
@@ -155,12 +155,12 @@ def split_state(text: str) -> tuple[str, str | None]:
 
 
 def read_raw(path: str | Path) -> Any:
-    """Read a .safetensors file, a torch checkpoint (`weights_only`) or a TorchScript archive, whose code is not run.
+    """Read a .safetensors file, a torch checkpoint (`weights_only`) or a TorchScript archive, without running code.
 
     argparse.Namespace (DINO's `args`) and NumPy numbers are read as plain data.
 
     Raises:
-        CheckpointError: missing, damaged, or holding anything but tensors and plain values.
+        CheckpointError: missing, damaged, or containing anything but tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
@@ -187,10 +187,13 @@ def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, 
     """Return the state dict in a file's content, under names without wrappers' prefixes.
 
     Args:
-        key: which of several, as `state_dict_ema`; default: the only one.
+        raw: the content.
+        origin: name for error messages.
+        key: which of several, such as `state_dict_ema`; default: the only one.
 
     Raises:
-        CheckpointError: none or several differing ones, or two tensors that have one name without prefixes.
+        CheckpointError: there is none, there are several different ones, or two tensors have the same name without
+            prefixes.
     """
     raw_state = _select_state(raw, str(origin), key)
     state: dict[str, Tensor] = {}
@@ -207,7 +210,7 @@ def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, 
 
 
 def strip_wrapper_prefixes(name: str) -> str:
-    """Return a parameter's name without what DDP, FSDP, torch.compile, checkpointing, DeepSpeed and trainers add to it."""
+    """Return a parameter's name without the prefixes of DDP, FSDP, torch.compile, checkpointing, DeepSpeed and trainers."""
     if not any(wrapper in name for wrapper in _WRAPPERS) and not name.startswith(_LEADING):
         return name
     name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -222,7 +225,7 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
             contents = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
             raise CheckpointError(f"{origin}: no state dict of that name, got state={key}. The file holds: {contents}.")
         return raw[key]
-    for _ in range(3):  # a trainer's checkpoint may hold a model's checkpoint
+    for _ in range(3):  # a trainer's checkpoint may contain a model's checkpoint
         if _is_state(raw):
             return raw
         if not isinstance(raw, Mapping):
@@ -257,7 +260,7 @@ def _all_equal(states: list[Mapping[str, Tensor]]) -> bool:
 
 
 class _Dtype:
-    """Stands for numpy.dtype while a pickle is read."""
+    """Replaces numpy.dtype while a pickle is read."""
 
     def __init__(self, code: str, *_rest: Any):
         self.code = str(code)
@@ -268,14 +271,14 @@ class _Dtype:
 
 
 def _number(dtype: Any, data: Any) -> Any:
-    """Stands for NumPy's scalar constructor: a Python number in place of a boolean, an integer, a float or a complex number."""
+    """Replaces NumPy's scalar constructor: returns a Python number for a boolean, integer, float or complex number."""
     if not isinstance(dtype, _Dtype) or dtype.code[:1] not in ("b", "i", "u", "f", "c"):
         raise pickle.UnpicklingError("GLOBAL numpy.object_")
     buffer = data if isinstance(data, bytes) else str(data).encode("latin1")
     return np.frombuffer(buffer, np.dtype(dtype.code).newbyteorder(dtype.order))[0].item()
 
 
-# Read by name as plain data: what optimizers, schedulers and argument parsers leave in checkpoints.
+# Types in checkpoints of optimizers, schedulers and argument parsers, which are read as plain data.
 PLAIN: list[Any] = [
     argparse.Namespace,
     (_number, "numpy._core.multiarray.scalar"),

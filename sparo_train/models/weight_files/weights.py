@@ -1,8 +1,8 @@
-"""Foreign CLIP checkpoints in and out: sparo-clip files, open_clip files, our own checkpoints.
+"""Foreign CLIP checkpoints, read and written: sparo-clip files, open_clip files, our own checkpoints.
 
-Our layout is open_clip's `CustomTextCLIP` with `visual.sparo.*` and `text.sparo.*`. The sparo-clip repository keeps the text tower's
-names without a prefix and its SPARO at `text_sparo.*`, saves tied values twice (`sparo.v.*` = `sparo.k.*`), names its LinearBotneck and
-FDT differently, and puts `module.` before everything.
+Our layout is open_clip's `CustomTextCLIP` with `visual.sparo.*` and `text.sparo.*`. The sparo-clip repository keeps the
+text tower's names without a prefix and its SPARO at `text_sparo.*`, saves tied values twice (`sparo.v.*` =
+`sparo.k.*`), names its LinearBotneck and FDT differently, and adds the prefix `module.` to everything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .state_dicts import read_raw, state_of, strip_wrapper_prefixes
 Weights = dict[str, Tensor]
 
 _TEXT_NAMES = ("positional_embedding", "token_embedding", "transformer", "ln_final", "text_projection")
-# sparo-clip's names of the readouts other than its SPARO.
+# sparo-clip's names of readouts other than SPARO.
 _BOTTLENECK = {"visual.proj": "visual.linear_bottleneck.proj", "text_projection": "text.linear_bottleneck.proj"}
 _MODULES = {
     "vision_bottleproj.": "visual.linear_bottleneck.bottleproj.",
@@ -30,7 +30,7 @@ _MODULES = {
     "txt_query_model.": "text.fdt.",
     "text_sparo.": "text.sparo.",
 }
-# OpenAI's files hold these as tensors; open_clip knows the files by them.
+# OpenAI's files store these as tensors, by which open_clip recognizes the files.
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 
 
@@ -38,7 +38,7 @@ def read_weights(path: str | Path, key: str | None = None) -> Weights:
     """Read a CLIP weight file into our layout.
 
     Raises:
-        CheckpointError: missing, damaged, of another kind, or holding anything but tensors and plain values.
+        CheckpointError: missing, damaged, of another kind, or containing anything but tensors and plain values.
     """
     return clip_weights(read_raw(path), path, key)
 
@@ -56,7 +56,7 @@ def clip_weights(raw: Any, path: str | Path, key: str | None = None) -> Weights:
 
 
 def to_ours(state: Mapping[str, Tensor]) -> Weights:
-    """Rename any known layout to ours; unknown names stay, so that loading can report them."""
+    """Rename any known layout to ours; unknown names are kept, so that loading can report them."""
     out = {strip_wrapper_prefixes(name): value for name, value in state.items() if name not in OPENAI_MARKS}
     # sparo-clip's and OpenAI's text towers have no prefix.
     if not any(name.startswith("text.") for name in out):
@@ -76,7 +76,7 @@ def to_ours(state: Mapping[str, Tensor]) -> Weights:
 
 
 def to_sparo_clip(state: Mapping[str, Tensor], module_prefix: bool = True) -> Weights:
-    """Our weights in the sparo-clip repository's layout, tied values written out."""
+    """Return our weights in the sparo-clip repository's layout, with tied values written twice."""
     out: Weights = {}
     for name, value in state.items():
         flat = name.removeprefix("text.") if name.startswith("text.") else name
@@ -88,7 +88,7 @@ def to_sparo_clip(state: Mapping[str, Tensor], module_prefix: bool = True) -> We
 
 
 def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
-    """Load weights strictly; raises `CheckpointError` naming what is missing, unexpected or of another shape."""
+    """Load weights strictly; raises `CheckpointError` naming missing, unexpected and mismatched ones."""
     own = model.state_dict()
     problems = [f"missing {n}" for n in own if n not in state] + [f"unexpected {n}" for n in state if n not in own]
     problems += [
@@ -103,10 +103,10 @@ def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> Non
 
 
 def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda name: True) -> str:
-    """Hex SHA-256 over names, dtypes, shapes and values."""
+    """Return the hex SHA-256 over names, dtypes, shapes and values."""
     digest = hashlib.sha256()
     for name in filter(keep, sorted(tensors)):
-        # Bytes as they lie: 0.0 and -0.0 are two weights, and a hash of values would say one.
+        # Hash bytes: 0.0 and -0.0 are different weights that compare equal.
         t = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
         digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
@@ -114,10 +114,9 @@ def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = 
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], origin: str, error: type[SparoError] = CheckpointError) -> None:
-    """Raise `error` for weights that are no numbers: of a run that diverged, or a file that was damaged.
+    """Raise `error` for weights that are not finite, from a run that diverged or a damaged file.
 
-    What a model gives does not tell: torch's fused attention takes a NaN among its scores for a masked place, and an argmax makes a number
-    of it.
+    Outputs do not reveal them: torch's fused attention treats a NaN score as masked, and an argmax returns a number.
     """
     lost = [name for name, t in weights.items() if t.is_floating_point() and not t.isfinite().all()]
     if lost:
@@ -126,7 +125,7 @@ def refuse_non_finite(weights: Mapping[str, Tensor], origin: str, error: type[Sp
 
 
 def _sizes(tensor: Tensor) -> list[int]:
-    """Without those of one: a scale is saved as a number or as a row of one, and a transposed matrix is another matrix."""
+    """Return the shape without dimensions of size one: a scale is saved as a scalar or as one row, whereas a transposed matrix differs."""
     return [size for size in tensor.shape if size != 1]
 
 

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed's own `save_checkpoint` wrote, read as fp32 weights through its own consolidation; never code."""
+"""Folders written by DeepSpeed's own `save_checkpoint`, read as fp32 weights through its consolidation, without running code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .weights import Weights, to_ours
 
 
 def is_zero_folder(path: Path) -> bool:
-    """True for a DeepSpeed checkpoint folder: one with a `latest` file, or one of its tags."""
+    """Return True for a DeepSpeed checkpoint folder: one with a `latest` file, or one of its tags."""
     return (path / "latest").is_file() or any(path.glob("*_optim_states.pt"))
 
 
 def read_zero_folder(path: Path) -> Weights:
-    """The fp32 master weights of a ZeRO-1, 2 or 3 folder, in our names.
+    """Return the fp32 master weights of a ZeRO-1, 2 or 3 folder, under our names.
 
-    DeepSpeed loads its files as pickles; here torch is told to refuse whatever is not on a list of four names (and how an enum is written).
+    DeepSpeed loads its files as pickles. Here, torch only allows four names (and the form of a pickled enum).
 
     Raises:
-        CheckpointError: a rank's file is missing or damaged, or holds something that could run code.
+        CheckpointError: a rank's file is missing or damaged, or contains something that could run code.
         ConfigError: DeepSpeed is not installed.
     """
     try:
@@ -42,13 +42,13 @@ def read_zero_folder(path: Path) -> Weights:
         ) from None
 
     def stage(kind: Any, name: Any) -> Any:
-        """In the place of `getattr`, by which Pythons before 3.11.4 write an enum's member: that, and nothing else."""
+        """Replace `getattr`, which Pythons before 3.11.4 use to pickle an enum member, and allow nothing else."""
         if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
             raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r} is refused")
         return ZeroStageEnum[name]
 
     safe_types = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr"), *PLAIN]
-    # A folder of one step was given, or the one that holds all steps and says which is the last.
+    # The path is the folder of one step, or the folder of all steps, which names the last one.
     tagged = any(path.glob("*_optim_states.pt"))
     folder, tag = (path.parent, path.name) if tagged else (path, None)
     try:
@@ -71,13 +71,13 @@ def read_zero_folder(path: Path) -> Weights:
         raise CheckpointError(
             f"{path}: not a whole DeepSpeed checkpoint ({error}); every rank's files have to be there, whatever the number of ranks now"
         ) from None
-    # Views of the ranks' flat buffers otherwise, which would keep all of them alive.
+    # Copy, because views of the ranks' flat buffers would keep all of them in memory.
     return to_ours({name: tensor.clone() for name, tensor in state.items()})
 
 
 @contextlib.contextmanager
 def _tensors_only() -> Iterator[None]:
-    """`torch.load` with `weights_only` whatever its caller says, and without the consolidation's own prints."""
+    """Force `weights_only` in `torch.load`, whatever the caller passes, and silence the consolidation."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
