@@ -1,1 +1,1 @@
-"""Data sets made here: scenes, emoji, conversions; and looking into shards. No trainer imports it."""
+"""Data sets: generated scenes, emoji, and conversions to shards; checks and benchmarks of shards. Training does not import it."""

@@ -1,4 +1,4 @@
-"""`sparo data bench`: samples per second of one worker, and where its time goes."""
+"""`sparo data bench`: samples per second of one worker, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparo_train.data.read.shards import close_reader
 
 
 class Timing(NamedTuple):
-    """Samples read, seconds by stage of one process, and samples/s of the whole pipeline with its workers."""
+    """Samples read, seconds by stage in one process, and samples/s of the whole pipeline with its workers."""
 
     samples: int
     seconds: dict[str, float]
@@ -33,15 +33,15 @@ class Timing(NamedTuple):
 def bench(pipeline: Pipeline, samples: int = 512) -> Timing:
     """Time the stages in this process on one thread, then the pipeline with its workers, each over `samples` in plan order."""
     threads = torch.get_num_threads()
-    # As a loader's worker runs: several threads would tell of a speed that no worker has.
+    # One thread, as in a loader's worker; several would overestimate a worker's speed.
     torch.set_num_threads(1)
     seconds: dict[str, float] = {}
     used = sum(_one(pipeline, number, seconds) for number in range(samples))
-    # The workers that follow open their own; a reader that is kept would be forked with its place in a file.
+    # Close the reader, because workers open their own, and a forked one would share its file positions.
     close_reader()
     torch.set_num_threads(threads)
     with closing(pipeline.start()) as batches:
-        # Not timed: until the first batch workers start and fill what is read ahead.
+        # Do not time the first batch, for which workers start and fill their prefetch queues.
         next(batches)
         begin, count = time.perf_counter(), 0
         while count < samples:
@@ -51,7 +51,7 @@ def bench(pipeline: Pipeline, samples: int = 512) -> Timing:
 
 
 def _one(pipeline: Pipeline, number: int, seconds: dict[str, float]) -> bool:
-    # Through the streams in turn, as batches are, so that shards are opened as often.
+    # Alternate between streams, as batches do, so that shards are opened as often.
     plan, before = pipeline.plan, time.perf_counter()
     spent: dict[str, float] = {}
 

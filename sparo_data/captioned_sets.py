@@ -1,4 +1,4 @@
-"""Captioned images to shards: training samples, and a test set that shares no image with them."""
+"""Shards of captioned images: training samples, and a test set that shares no image with them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from sparo_train.data.examples.samples import decode_image
 
 from .writer import Fields, write_shards, write_wds_layout
 
-Share = tuple[int, int]  # which, of how many
+Share = tuple[int, int]  # (index, number of parts)
 
 
 class CaptionedImage(NamedTuple):
-    """One image: its member's extension, its bytes, its caption; the class folder, where that gave the caption.
+    """One image: the member's extension, its bytes, its caption, and the class folder if the caption comes from it.
 
-    turned: the picture was stored turned, and is written upright.  refused: why no reader takes it, by its header; else empty.
+    Attributes:
+        turned: the image was stored rotated and is written upright.
+        refused: why no reader accepts the image, from its header; otherwise empty.
     """
 
     suffix: str
@@ -38,12 +40,16 @@ class CaptionedImage(NamedTuple):
 
 
 class ConversionResult(NamedTuple):
-    """Samples written to train on and to score; `task` is what the test set is for, None where there is none.
+    """Result of a conversion: samples written for training and for evaluation; `task` is the task of the test set, or None.
 
-    copies: of images to score, kept from training with them.  broken: images that cannot be decoded, told where there is a test set.
-    turned: pictures that were turned as their EXIF orientation says.  left_out: files that are no readable pictures, by suffix.
-    missing: rows of a table without a picture, which were skipped.  numbered: captions name classes by number.
-    refused: written pictures that no reader takes, by reason.
+    Attributes:
+        copies: copies of test images, which are not trained on.
+        broken: images that cannot be decoded, counted if there is a test set.
+        turned: images that were rotated according to their EXIF orientation.
+        left_out: number of files that are not readable images, by suffix.
+        missing: skipped rows of a table whose image is missing.
+        numbered: captions name classes by number.
+        refused: written images that no reader accepts, by reason.
     """
 
     train: int
@@ -102,7 +108,7 @@ def write_dataset(
         else:
             _write_captions(out / task, list(test_samples.values()))
     except BaseException:
-        # Without its test the set would be in the way of the next try.
+        # Without its test set, the training set would only block the next attempt.
         for path in shards:
             path.unlink(missing_ok=True)
         raise
@@ -112,9 +118,9 @@ def write_dataset(
 def _select_test_images(
     samples: Callable[[], Iterator[tuple[int, CaptionedImage]]], test: int
 ) -> tuple[set[bytes], int]:
-    """Contents of the images that are kept for the test, and how many images cannot be decoded, which no test takes.
+    """Return content hashes of the test images, and the number of images that cannot be decoded, which are never test images.
 
-    By a hash of their content, so that no copy of one of them is trained on.
+    Images are selected by a hash of their content, so that no copy of a test image is trained on.
     """
     contents: dict[bytes, bool] = {}
     broken = 0
@@ -125,13 +131,15 @@ def _select_test_images(
         broken += not contents[content]
     readable = sorted(content for content, decodes in contents.items() if decodes)
     if test > len(readable) // 2:
-        raise DataError(f"--test {test}: there are {len(readable)} different images; keep half of them or fewer")
+        raise DataError(f"--test {test}: got {len(readable)} different images. Keep half of them or fewer.")
     return set(readable[:test]), broken
 
 
 def _decodes(image: bytes) -> bool:
     try:
-        decode_image(image, pixel_range="percentiles")  # any range: the training's data.pixel_range is not known yet
+        decode_image(
+            image, pixel_range="percentiles"
+        )  # any range, because training's data.pixel_range is not known yet
     except BadSampleError:
         return False
     return True
@@ -157,7 +165,7 @@ def _write_classes(
 def _write_captions(out: Path, images: list[list[CaptionedImage]]) -> None:
     def samples() -> Iterator[tuple[str, Fields]]:
         for number, copies in enumerate(images):
-            # One caption per line: a line end within one would be two.
+            # One caption per line, so a line end within a caption would make two.
             texts = [" ".join(copy.fields["txt"].decode("utf-8", "replace").split()) for copy in copies]
             captions = "\n".join(dict.fromkeys(texts)).encode()
             yield f"{number:09d}", {copies[0].suffix: copies[0].image, "txt": captions}
@@ -166,12 +174,12 @@ def _write_captions(out: Path, images: list[list[CaptionedImage]]) -> None:
 
 
 def is_in_part(number: int, per_shard: int, part: Share | None) -> bool:
-    """Whether a sample is in a shard of this part."""
+    """Return whether a sample is in a shard of this part."""
     return part is None or number // per_shard % part[1] == part[0]
 
 
 def _refuse_nonempty_output(out: Path, settings: dict[str, object]) -> None:
-    """Raise DataError where `out` has shards of anything else than other parts of the same conversion."""
+    """Raise DataError if `out` has shards of anything but other parts of the same conversion."""
     part, mark = settings.pop("part"), out / ".parts.json"
     shards = sorted([*out.glob("*.tar"), *out.glob("train/*.tar")])
     if isinstance(part, tuple):
@@ -179,9 +187,9 @@ def _refuse_nonempty_output(out: Path, settings: dict[str, object]) -> None:
         if mark.exists() and read_json(mark, dict, DataError) == settings:
             return
         if not shards:
-            write_whole(mark, json.dumps(settings))  # other parts may do the same now
+            write_whole(mark, json.dumps(settings))  # other parts may be writing now
             return
     if shards:
         raise DataError(
-            f"{out}: holds {len(shards)} shard(s) already, which would mix with the new ones; name an empty folder"
+            f"{out}: contains {len(shards)} shard(s) already, which would mix with the new ones. Name an empty folder."
         )

@@ -1,4 +1,4 @@
-"""`sparo data check`: count, look for duplicates, decode everything once."""
+"""`sparo data check`: count samples, find duplicates, and decode everything once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from sparo_train.data.video.views import MultiViewScene, is_scene
 from .pool import process_pool
 
 _EXAMPLES = 20
-_CONTEXT = 77  # tokens of the longest captions that a recipe of ours reads
+_CONTEXT = 77  # tokens of the longest captions that a shipped recipe reads
 _LONG = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|^.{{{MAX_CAPTION_CHARS}}}", re.DOTALL)
 
 
 class ShardReport(NamedTuple):
-    """What one shard holds. `bad`: (key, reason) of unusable samples; 64-bit hashes of each key, image and caption, 0 where absent.
+    """Content of one shard.
 
-    notes: usable pictures that are unusual, by what is unusual about them.  details: causes of unusable samples, by key.
+    Attributes:
+        bad: (key, reason) of unusable samples.
+        keys, images, captions: 64-bit hashes, 0 if absent.
+        notes: number of usable images that are unusual, by property.
+        details: causes of unusable samples, by key.
     """
 
     url: str
@@ -43,14 +47,14 @@ class ShardReport(NamedTuple):
 
     @property
     def damage(self) -> str | None:
-        """What is wrong with the tar itself."""
+        """Return the problem of the tar itself, if any."""
         if self.intact:
             return None if self.samples else "no sample"
         return "truncated tar" if self.samples else "unreadable tar"
 
 
 class Duplicates(NamedTuple):
-    """Copies after the first, and the samples (shard, key) of the first groups of equal ones."""
+    """Number of copies after the first, and the samples (shard, key) of the first groups of equal ones."""
 
     copies: int
     examples: list[list[tuple[str, str]]]
@@ -69,14 +73,14 @@ class Report(NamedTuple):
         return sum(s.samples for s in self.shards)
 
     def notes(self) -> dict[str, int]:
-        """Count usable pictures that training treats in a special way: turned, put on white, mapped to 8 bits, first frame only."""
+        """Count usable images that training treats specially: rotated, composited on white, mapped to 8 bits, first frame only."""
         counts: Counter[str] = Counter()
         for shard in self.shards:
             counts.update(shard.notes)
         return dict(counts.most_common())
 
     def reasons(self) -> dict[str, int]:
-        """Unusable samples by reason, and shards that are not whole."""
+        """Count unusable samples by reason, and incomplete shards."""
         counts = Counter(reason for s in self.shards for _, reason in s.bad)
         counts.update(s.damage for s in self.shards if s.damage)
         return dict(counts)
@@ -92,8 +96,11 @@ def check(
     """Read, decode and hash every sample of the given shards.
 
     Args:
-        on_progress: called with the number of shards done.
-        pixel_range: the training's `data.pixel_range`.
+        urls: the shards.
+        config: the source.
+        processes: number of processes.
+        on_progress: called with the number of finished shards.
+        pixel_range: training's `data.pixel_range`.
     """
     shards = []
     with process_pool(processes, len(urls)) as pool:
@@ -108,7 +115,7 @@ def check(
 
 
 def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_type") -> ShardReport:
-    """One shard of `check`."""
+    """Check one shard."""
     reader = ShardReader()
     index = reader.index(url)
     bad: list[tuple[str, str]] = []
@@ -120,11 +127,11 @@ def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_ty
         key = f"number {ordinal}"
         try:
             key, fields = reader.read(url, ordinal)
-            # Eight bytes of each: a billion samples fit into memory.
+            # Eight bytes of each hash, so that a billion samples fit into memory.
             hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
             captioned = (
                 _needs_caption(fields, config) if captioned is None else captioned
-            )  # as the shard's first sample
+            )  # judged by the shard's first sample
             text, data = _check_sample(fields, config, captioned, note_counts, pixel_range)
             hashes[1, ordinal] = _hash(data)
             if text is not None:
@@ -139,7 +146,7 @@ def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_ty
 
 
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
-    """Whether samples like this one are there for their captions, or for labels, masks or objects."""
+    """Return whether samples like this one are used for their captions, rather than for labels, masks or objects."""
     if not config.caption_key:
         return False
     keys = [config.caption_key, *(config.captions or ())]
@@ -154,7 +161,7 @@ def _check_sample(
     note_counts: Counter[str],
     pixel_range: PixelRange,
 ) -> tuple[str | None, bytes]:
-    """A sample's caption, where it has to have one, and picture; of a video, or a scene of several cameras, all of its frames.
+    """Check a sample's caption, if it needs one, and its image, or all frames of a video or a scene with several cameras.
 
     Raises:
         BadSampleError: training could not use it.
@@ -181,7 +188,7 @@ def _check_sample(
 
 
 def _refuse_long(text: str) -> None:
-    """Raise `BadSampleError` where training would."""
+    """Raise `BadSampleError` for captions that training refuses."""
     from sparo_train.data.examples.image_text import ClipTokenizer
 
     ClipTokenizer(_CONTEXT)(text)
@@ -194,7 +201,7 @@ def _hash(data: bytes) -> int:
 def _duplicates(shards: Sequence[ShardReport], name: str, reader: ShardReader) -> Duplicates:
     parts = [getattr(shard, name) for shard in shards]
     joined, begins = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
-    # Of hashes, sorted: no table of all keys is held.
+    # Sorted hashes, so that no table of all keys is needed.
     values, counts = np.unique(joined[joined > 0], return_counts=True)
     examples = []
     for value in values[counts > 1][:_EXAMPLES]:

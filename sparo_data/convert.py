@@ -1,4 +1,4 @@
-"""Convert your own images to shards: folders and tables of images with captions, with a test set that shares no image with training."""
+"""Conversion of your own images to shards: folders and tables of images with captions, with a test set that shares no image with training."""
 
 from __future__ import annotations
 
@@ -19,55 +19,56 @@ from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part,
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
-_END_MARKER = "\x1e\x1d\x1e"  # a line behind the last one, which no table has
+_END_MARKER = "\x1e\x1d\x1e"  # a sentinel after the last line, which no table contains
 
 
 def table_rows(
     table: Path, image_column: str | None, caption_column: str | None, separator: str | None
 ) -> Iterator[tuple[int, str, str]]:
-    """The line that each row ends in, its image and its caption, either of them perhaps empty.
+    """Yield the line that each row ends in, its image and its caption, either of them possibly empty.
 
     Args:
+        table: the file.
         image_column, caption_column: None: the first of `IMAGE_COLUMNS` and `CAPTION_COLUMNS` that the table has.
-        separator: between columns; None: the one of tab, comma, semicolon that makes the image column a column.
+        separator: between columns; None: tab, comma or semicolon, whichever makes the image column a column.
 
     Raises:
         ConfigError: a separator of several characters.
         DataError: an empty table, a missing column, or a quote that is never closed.
     """
     if separator is not None and len(separator) != 1:
-        raise ConfigError(f"--separator {separator}: is one character, as in --separator ';'")
+        raise ConfigError(f"--separator: expected one character, as in --separator ';', got {separator}")
     column_candidates = (
         (image_column,) if image_column else IMAGE_COLUMNS,
         (caption_column,) if caption_column else CAPTION_COLUMNS,
     )
     _refuse_utf16(table)
     with table.open(newline="", encoding="utf-8-sig") as stream:
-        # A comma within a caption must not decide what separates columns.
+        # A comma within a caption must not determine the separator.
         delimiter = separator or _detect_delimiter(stream.readline(), column_candidates[0])
         stream.seek(0)
-        # A quote that is never closed takes all that follows for one caption, this last line of ours as well.
+        # A quote that is never closed turns everything after it into one caption, including the sentinel.
         reader = csv.DictReader(itertools.chain(stream, [_END_MARKER]), delimiter=delimiter)
         if (reader.fieldnames or [_END_MARKER])[0] == _END_MARKER:
-            raise DataError(f"{table}: is empty; its first line names the columns")
+            raise DataError(f"{table}: is empty. Its first line must name the columns.")
         image, caption = _columns(table, reader.fieldnames or (), column_candidates)
         begin = 2
         try:
             for row in reader:
-                # A list is what a row has beyond the header's columns.
+                # A row with more columns than the header has a list here.
                 cells = [cell or "" for cell in row.values() if not isinstance(cell, list)]
                 if cells[0] == _END_MARKER:
                     return
                 if any(_END_MARKER in cell for cell in cells):
                     raise csv.Error("a quote is opened and never closed")
-                if None in row:  # DictReader's key for what lies beyond the header: the rest of a caption, most likely
+                if None in row:  # DictReader's key for extra columns, which are most likely the rest of a caption
                     raise DataError(
-                        f"{table}, line {reader.line_num}: has more columns than the header; quote captions that hold {delimiter!r}"
+                        f"{table}, line {reader.line_num}: has more columns than the header. Quote captions that contain {delimiter!r}."
                     )
                 yield reader.line_num, row[image] or "", row[caption] or ""
                 begin = reader.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{table}, line {begin}: {error}; is a quote open? double it, or take it away") from None
+            raise DataError(f"{table}, line {begin}: {error}. If a quote was left open, double or remove it.") from None
 
 
 def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -76,7 +77,7 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
         column = next((name for name in names if name in header), None) or _match_column(names, header)
         if column is not None and header.count(column) > 1:
             raise DataError(
-                f"{table}: has {header.count(column)} columns {column!r}; {option} cannot tell which is meant"
+                f"{table}: has {header.count(column)} columns {column!r}. Rename all but the one that {option} means."
             )
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")
@@ -90,13 +91,13 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
 
 
 def _match_column(names: Iterable[str], header: Iterable[str]) -> str | None:
-    """Return the column that is one of `names` but for capitals and spaces around it."""
+    """Return the column that is one of `names`, ignoring case and surrounding spaces."""
     by_normalized_name = {name.strip().lower(): name for name in reversed(list(header))}
     return next((by_normalized_name[name] for name in names if name in by_normalized_name), None)
 
 
 def _refuse_utf16(table: Path) -> None:
-    """Raise `DataError` for a table in UTF-16, as spreadsheets export it."""
+    """Raise `DataError` for a table in UTF-16, as exported by spreadsheets."""
     with table.open("rb") as stream:
         head = stream.read(1024)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
@@ -106,11 +107,11 @@ def _refuse_utf16(table: Path) -> None:
 
 def _detect_delimiter(header: str, columns: Iterable[str]) -> str:
     names = {s: {name.strip().strip('"').lower() for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
-    # By the header's own names: a title may hold any of the three signs.
+    # Decide by the names of the header, because a title may contain any of the three characters.
     return next((s for s, header_names in names.items() if header_names & set(columns)), ",")
 
 
-_OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes that PNG holds without loss, of those that Pillow writes
+_OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes of Pillow that PNG stores without loss
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -122,18 +123,22 @@ def convert_folder(
     part: Share | None = None,
     test: int = 0,
 ) -> ConversionResult:
-    """Convert an image folder: `CLASS/…/name.jpg` captioned by `template`, or `name.jpg` beside `name.txt`.
+    """Convert an image folder: `CLASS/…/name.jpg` captioned by `template`, or `name.jpg` with `name.txt`.
 
-    Classes are those of `sparo_train.data.read.folder`; a `classnames.txt` in `source` names them, one per line in their order.
+    Classes are those of `sparo_train.data.read.folder`; a `classnames.txt` in `source` names them, one per line in
+    their order.
 
     Args:
-        part: write only the i-th of n parts; all of them together write the same bytes as one conversion.
-        test: images to keep from training; `out` then has `train/` and a set to score: `zeroshot/` where every caption is of a
-            class folder, `retrieval/` otherwise.
+        source, out: folders.
+        template: caption of images in class folders; `{c}` is the class.
+        per_shard: samples per shard.
+        part: write only the i-th of n parts; all parts together write the same bytes as one conversion.
+        test: number of images to keep from training; `out` then has `train/` and a set to score: `zeroshot/` if every
+            caption comes from a class folder, otherwise `retrieval/`.
 
     Raises:
-        DataError: no images, an image without class folder and caption file (it is named), fewer images than the test wants, or
-            shards in `out` already.
+        DataError: no images, an image without class folder and caption file (it is named), fewer images than the test
+            set needs, or shards in `out` already.
     """
     if "{c}" not in template:
         raise ConfigError(f"--template {template!r}: has no {{c}}, which stands for the class")
@@ -143,7 +148,7 @@ def convert_folder(
     if not images:
         _refuse_shards(source, "**/*.tar")
         others = f", got {left_out_text(left_out)}" if left_out else ""
-        raise DataError(f"{source}: no picture that can be read below this folder{others}.")
+        raise DataError(f"{source}: no readable image in this folder{others}.")
     class_names = _class_names(source, images)
 
     def samples() -> Iterator[tuple[int, CaptionedImage]]:
@@ -164,13 +169,13 @@ def _refuse_shards(source: Path, *patterns: str) -> None:
     if tars:
         folder = shlex.quote(str(tars[0].parent))
         raise DataError(
-            f"{source}: holds shards already, got {len(tars)} such as {tars[0].name}. Look at them with `sparo data check {folder}`, and "
+            f"{source}: contains shards already, got {len(tars)} such as {tars[0].name}. Check them with `sparo data check {folder}`, and "
             f"train with data.sources='{{mine: {{shards: {folder}}}}}'."
         )
 
 
 def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
-    """Return the name of each class folder, in the order of their labels: from classnames.txt, else the folder's own."""
+    """Return the name of each class folder, in the order of their labels: from classnames.txt, otherwise the folder's own name."""
     classes = class_order(label for name in images if (label := class_of(name)) is not None)
     refuse_splits(source, classes)
     listed = source / "classnames.txt"
@@ -191,30 +196,34 @@ def _load_folder_sample(source: Path, name: str, template: str, class_names: Map
     if caption_file.is_file():
         text = caption_file.read_bytes()
         if not text.strip():
-            raise DataError(f"{caption_file}: is empty, so {path.name} has no caption; write one, or take both away")
+            raise DataError(
+                f"{caption_file}: is empty, so {path.name} has no caption. Write one, or remove both files."
+            )
         if text[:2] in _UTF16:
-            raise DataError(f"{caption_file}: is UTF-16, captions are UTF-8. Convert it with: iconv -f utf-16 -t utf-8")
+            raise DataError(f"{caption_file}: expected UTF-8, got UTF-16. Convert it with: iconv -f utf-16 -t utf-8")
         return sample._replace(caption=text.removeprefix(b"\xef\xbb\xbf"))
     folder = class_of(name)
     if folder is None:
-        raise DataError(f"{path}: no class folder and no {caption_file.name} beside it, so it has no caption")
+        raise DataError(
+            f"{path}: has no caption, because there is neither a class folder nor {caption_file.name}. Add one of them."
+        )
     label = class_names[folder]
     if label.encode(errors="replace").decode() != label:  # a name that is not UTF-8
         raise DataError(
-            f"{escape_control_chars(str(source / folder))}: its name is not UTF-8 and would be the caption; rename the folder"
+            f"{escape_control_chars(str(source / folder))}: its name is not UTF-8 and would be the caption. Rename the folder."
         )
     return sample._replace(caption=template.replace("{c}", label), label=folder)
 
 
 def _apply_exif_orientation(image: bytes, suffix: str) -> CaptionedImage:
-    """Return a picture without a caption yet; one that is stored turned, as its EXIF says, is turned and encoded again.
+    """Return an image without a caption yet; one that is stored rotated, according to EXIF, is rotated and encoded again.
 
     Readers then show it upright even if they ignore EXIF.
     """
     try:
         picture = open_picture(image)
-        # Written by Pillow, 16-bit colours would lose their lower half; every reader of ours turns such a picture itself.
-        if "turned by EXIF" not in notes(picture) or has_16bit_channels(picture):
+        # Pillow would write 16-bit colours with 8 bits; our readers rotate such images themselves.
+        if "rotated by EXIF" not in notes(picture) or has_16bit_channels(picture):
             return CaptionedImage(suffix, image)
         upright = decode(image, PUBLISHED._replace(upright=True))
     except BadSampleError as bad:
@@ -225,7 +234,7 @@ def _apply_exif_orientation(image: bytes, suffix: str) -> CaptionedImage:
     elif suffix == "webp":
         upright.save(buffer, format="WEBP", lossless=True)
     else:
-        suffix = "png"  # the name of every other member; readers look at its content
+        suffix = "png"  # the extension of every other member; readers look at the content
         upright.save(buffer, format="PNG" if upright.mode in _OF_PNG else "TIFF")
     return CaptionedImage(suffix, buffer.getvalue(), turned=True)
 
@@ -241,16 +250,17 @@ def convert_csv(
     test: int = 0,
     skip_missing: bool = False,
 ) -> ConversionResult:
-    """A table with image paths (relative to it) and captions.
+    """Convert a table with image paths (relative to the table) and captions.
 
     Args:
-        image_column, caption_column, separator: as of `table_rows`.
-        part, test: as for `convert_folder`; the test set is one of retrieval, an image's captions together.
-        skip_missing: leave out rows whose picture is not there, and count them.
+        table, out: file and folder.
+        image_column, caption_column, separator: as in `table_rows`.
+        per_shard, part, test: as in `convert_folder`; the test set is for retrieval, with an image's captions together.
+        skip_missing: skip and count rows whose image is missing.
 
     Raises:
-        DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), fewer images
-            than the test wants, or shards in `out` already.
+        DataError: no such file, not UTF-8, a missing column, a row without image or caption (the line is named), fewer
+            images than the test set needs, or shards in `out` already.
     """
     if not table.is_file():
         raise DataError(f"{table}: no such file")
@@ -261,7 +271,7 @@ def convert_csv(
                 if (sample := _load_table_sample(table, line, *row, skip_missing=skip_missing)) is not None:
                     yield number, sample
                 else:
-                    missing.add(line)  # the table is read twice where a test set is kept
+                    missing.add(line)  # the table is read twice if a test set is kept
 
     missing: set[int] = set()
     settings: dict[str, object] = {"source": str(table), "columns": f"{image_column}, {caption_column}"}
@@ -270,7 +280,7 @@ def convert_csv(
     try:
         return write_dataset(samples, out, per_shard, part, test, settings)._replace(missing=len(missing))
     except UnicodeDecodeError as error:
-        raise DataError(f"{table}: not UTF-8 ({error}); convert it, e.g. with iconv -f latin1 -t utf-8") from None
+        raise DataError(f"{table}: not UTF-8 ({error}). Convert it, e.g. with iconv -f latin1 -t utf-8.") from None
 
 
 def _load_table_sample(table: Path, line: int, image: str, caption: str, skip_missing: bool) -> CaptionedImage | None:
@@ -282,16 +292,14 @@ def _load_table_sample(table: Path, line: int, image: str, caption: str, skip_mi
         if skip_missing:
             return None
         here = (
-            " It is there below the folder you are in; paths are relative to the table."
+            " The file exists in the current folder, but paths are relative to the table."
             if Path(image).is_file()
             else ""
         )
         raise DataError(
-            f"{table}, line {line}: no such picture, got {image!r}.{here} Correct the row, or leave such rows out with --skip-missing."
+            f"{table}, line {line}: no such image, got {image!r}.{here} Correct the row, or skip such rows with --skip-missing."
         )
     if suffix is None:
-        raise DataError(
-            f"{table}, line {line}: no picture that can be read, got {image!r}. Convert it, or remove the row."
-        )
-    # The file's own bytes where it is upright: decoded and written again, a JPEG would lose a little.
+        raise DataError(f"{table}, line {line}: not a readable image, got {image!r}. Convert it, or remove the row.")
+    # Keep the file's own bytes if it is upright, because encoding a JPEG again would lose quality.
     return _apply_exif_orientation(path.read_bytes(), suffix)._replace(caption=caption)

@@ -1,11 +1,11 @@
 """Real image-text pairs for small machines: emoji drawn by several vendors, with human labels and tags.
 
-The drawings are SVG sets from npm (`@iconify-json/*`), the texts `emojibase-data`; an ordinary `npm install` fetches
-21 MB. Nothing is redistributed: each set keeps its licence (Apache-2.0: noto, noto-v1, fxemoji; MIT: fluent-emoji-flat;
-CC BY 4.0: twemoji, emojione, streamline-emojis; CC BY-SA 4.0: openmoji, emojione-v1).
+The drawings are SVG sets from npm (`@iconify-json/*`), the texts come from `emojibase-data`; an ordinary `npm install`
+fetches 21 MB. Nothing is redistributed: each set keeps its licence (Apache-2.0: noto, noto-v1, fxemoji; MIT:
+fluent-emoji-flat; CC BY 4.0: twemoji, emojione, streamline-emojis; CC BY-SA 4.0: openmoji, emojione-v1).
 
-Splits: one vendor (twemoji) is held out whole, and a tenth of the concepts is held out for all vendors. A concept is a
-base label, so skin-tone variants and equal labels stay together. Flags look the same everywhere and are left out.
+Splits: one vendor (twemoji) is held out completely, and a tenth of the concepts is held out for all vendors. A concept
+is a base label, so skin-tone variants and equal labels stay together. Flags look the same everywhere and are excluded.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Drawing(NamedTuple):
 
 
 def install(folder: Path) -> Path:
-    """Fetch the pinned npm packages into `folder`; returns its node_modules. Nothing is fetched twice.
+    """Fetch the pinned npm packages into `folder`; return its node_modules. Nothing is fetched twice.
 
     Raises:
-        DataError: npm is missing or fails; its last words are repeated.
+        DataError: npm is missing or fails; the end of its output is repeated.
     """
     packages = [f"@iconify-json/{name}@{version}" for name, version in VENDORS.items()] + ["@".join(TEXTS)]
     modules = folder / "node_modules"
-    # Asked of the files: npm would ask its registry, and there may be no network the second time.
+    # Check the files, because npm would contact its registry, and the network may be absent the second time.
     if all((modules / name.rpartition("@")[0] / "package.json").is_file() for name in packages):
         return modules
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,11 +118,11 @@ def install(folder: Path) -> Path:
         process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     except subprocess.TimeoutExpired:
         raise DataError(
-            "sparo data emoji: npm took more than ten minutes; check the connection and run it again"
+            "sparo data emoji: npm took more than ten minutes. Check the connection and run it again."
         ) from None
     except FileNotFoundError:
         raise DataError(
-            "sparo data emoji: npm is not installed; install Node.js (Debian: apt-get install npm)"
+            "sparo data emoji: npm is not installed. Install Node.js (Debian: apt-get install npm)."
         ) from None
     if process.returncode:
         raise DataError(f"sparo data emoji: npm failed with code {process.returncode}: {process.stderr.strip()[-500:]}")
@@ -130,21 +130,21 @@ def install(folder: Path) -> Path:
 
 
 def read_emoji(modules: Path) -> list[Emoji]:
-    """All emoji with their texts, skin tones included; flags and bare components left out."""
+    """Return all emoji with their texts, including skin tones, without flags and bare components."""
     emoji = []
     for base in _json(modules / "emojibase-data/en/data.json"):
-        # Bare components (a skin's colour, a hair's) are no pictures of anything.
+        # Bare components (a skin colour, a hair style) are not pictures of anything.
         if base.get("group") in (None, FLAGS, COMPONENTS):
             continue
         tags, concept = tuple(base.get("tags", ())), normalize(base["label"])
-        # A skin's tags are its base's: emojibase gives it none.
+        # Skin tones get the tags of their base emoji, because emojibase has none for them.
         for entry in (base, *base.get("skins", ())):
             emoji.append(Emoji(entry["hexcode"], entry["label"], concept, tags, base["subgroup"]))
     return emoji
 
 
 def read_drawings(modules: Path, vendor: str, emoji: Sequence[Emoji]) -> list[Drawing]:
-    """A vendor's drawings, matched to the texts by label, then code point, then short code; one per emoji."""
+    """Return a vendor's drawings, matched to the texts by label, then code point, then short code; one per emoji."""
     folder = modules / "@iconify-json" / vendor
     icons = _json(folder / "icons.json")
     chars = _json(folder / "chars.json") if (folder / "chars.json").is_file() else {}
@@ -155,39 +155,39 @@ def read_drawings(modules: Path, vendor: str, emoji: Sequence[Emoji]) -> list[Dr
     for code, names in _json(modules / "emojibase-data/en/shortcodes/emojibase.json").items():
         for name in [names] if isinstance(names, str) else names:
             if code in by_code:
-                # The first: later emoji took short codes that were in use.
+                # Keep the first, because later emoji reused short codes.
                 by_short.setdefault(normalize(name), by_code[code])
     drawings: dict[str, Drawing] = {}
     for slug, icon in icons["icons"].items():
-        # The label first: code points of old sets mean what they meant then.
+        # Match labels first, because code points of old sets have their meaning of that time.
         match = by_label.get(normalize(slug)) or by_code.get(codes.get(slug, "")) or by_short.get(normalize(slug))
-        # Sets name one drawing several times; a concept counts once per vendor.
+        # Sets list one drawing under several names; a concept counts once per vendor.
         if match is not None and match.hexcode not in drawings:
             drawings[match.hexcode] = Drawing(vendor, match, _svg(icon, icons))
     return [drawings[code] for code in sorted(drawings)]
 
 
 def rasterise(svg: str, size: int) -> Image.Image:
-    """An SVG on white, fitted into a square of `size` pixels."""
-    import resvg_py  # only making the data set needs it
+    """Render an SVG on white, fitted into a square of `size` pixels."""
+    import resvg_py  # only needed to make the data set
 
     png = resvg_py.svg_to_bytes(svg_string=svg, width=size, dpi=90, skip_system_fonts=True)
     image = Image.open(io.BytesIO(bytes(png))).convert("RGBA")
-    # Down alone, in shape: a wide drawing fills the width and not the square.
+    # Only shrink, keeping the aspect ratio: a wide drawing fills the width of the square only.
     image.thumbnail((size, size), Image.Resampling.BICUBIC)
     square = Image.new("RGBA", (size, size), "white")
-    # On white and in the middle: vendors leave margins of their own.
+    # Centred on white, because vendors have different margins.
     square.alpha_composite(image, ((size - image.width) // 2, (size - image.height) // 2))
     return square.convert("RGB")
 
 
 def is_held_out(emoji: Emoji) -> bool:
-    """A tenth of the concepts, the same ones always."""
+    """Return whether the emoji belongs to the tenth of concepts that is held out, always the same."""
     return zlib.crc32(emoji.concept.encode()) % 10 == 0
 
 
 def training_caption(emoji: Emoji, vendor: str, seed: int) -> str:
-    """Label, sometimes with up to three tags, sometimes as `an emoji of …`; fixed per drawing."""
+    """Return the label, sometimes with up to three tags, sometimes as `an emoji of …`; fixed per drawing."""
     rng = generator(seed, "emoji", "caption", vendor, emoji.hexcode)
     tags: list[str] = []
     if emoji.tags and rng.random() < 0.5:
@@ -198,7 +198,7 @@ def training_caption(emoji: Emoji, vendor: str, seed: int) -> str:
 
 
 def sibling_pairs(emoji: Sequence[Emoji], rng: np.random.Generator) -> Iterator[tuple[Emoji, str]]:
-    """`replace_obj`: each base emoji with the label of another of its subgroup; every label is as often true as false."""
+    """Return `replace_obj` pairs: each base emoji with the label of another in its subgroup; every label is true as often as false."""
     groups: dict[int, list[Emoji]] = defaultdict(list)
     for e in emoji:
         if e.is_base:
@@ -211,7 +211,7 @@ def sibling_pairs(emoji: Sequence[Emoji], rng: np.random.Generator) -> Iterator[
 
 
 def attribute_pairs(emoji: Sequence[Emoji], rng: np.random.Generator) -> Iterator[tuple[Emoji, str]]:
-    """`replace_att`: labels that differ from another emoji's in one attribute word (a colour, a skin tone, man/woman …)."""
+    """Return `replace_att` pairs: labels that differ from another emoji's in one attribute word (a colour, a skin tone, man/woman …)."""
     labels = {e.label: e for e in emoji}
     families: dict[str, list[str]] = defaultdict(list)
     for label in labels:
@@ -229,7 +229,7 @@ def attribute_pairs(emoji: Sequence[Emoji], rng: np.random.Generator) -> Iterato
 
 
 def normalize(text: str) -> str:
-    """Letters and digits only, in lower case."""
+    """Keep letters and digits only, in lower case."""
     return re.sub("[^a-z0-9]", "", text.lower())
 
 
@@ -248,5 +248,5 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path}: not readable ({error}); remove {path.parents[1]} and run `sparo data emoji` again"
+            f"{path}: not readable ({error}). Remove {path.parents[1]} and run `sparo data emoji` again."
         ) from None

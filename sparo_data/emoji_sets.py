@@ -1,10 +1,11 @@
-"""Writing the emoji data set: training shards and five held-out tests.
+"""Writer of the emoji data set: training shards and five held-out tests.
 
 ROOT/train/00000.tar …       key.png key.txt key.json {"vendor", "hexcode", "label", "tags"}
-ROOT/zeroshot_vendor/        the held-out vendor's drawings of known concepts, among all their labels
-ROOT/zeroshot_concepts/      every vendor's drawings of held-out concepts, among the held-out labels
+ROOT/zeroshot_vendor/        the held-out vendor's drawings of known concepts, with all their labels as classes
+ROOT/zeroshot_concepts/      every vendor's drawings of held-out concepts, with the held-out labels as classes
 ROOT/retrieval/              held-out vendor, known concepts, caption = label and tags
-ROOT/pairs/                  held-out vendor: replace_obj (sibling of the subgroup), replace_att (one attribute word)
+ROOT/pairs/                  held-out vendor: replace_obj (another emoji of the subgroup), replace_att (one attribute
+word)
 """
 
 from __future__ import annotations
@@ -45,21 +46,25 @@ def make_emoji(
     processes: int = 2,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, int]:
-    """Rasterise all drawings and write the data set into `root`; returns how many samples each part has.
+    """Rasterise all drawings and write the data set to `root`; return the number of samples in each part.
 
     Args:
+        root: folder of the data set.
         modules: the node_modules folder that `emoji.install` filled.
-        on_progress: called with (drawings done, drawings in all).
+        size: pixels per side.
+        seed: random seed of captions and order.
+        processes: number of processes.
+        on_progress: called with (finished drawings, number of drawings).
     """
     emoji = read_emoji(modules)
     drawings = [d for vendor in VENDORS for d in read_drawings(modules, vendor, emoji)]
     if not drawings:
-        raise DataError(f"{modules}: no drawing could be matched to a text")
+        raise DataError(f"{modules}: no drawing matches a text. Remove the folder and run `sparo data emoji` again.")
     pixels = _rasterise_all(drawings, size, processes, on_progress)
-    # By vendor as well: one code point has a drawing of each.
+    # By vendor, too, because a code point has a drawing of each.
     png = {(d.vendor, d.emoji.hexcode): data for d, data in zip(drawings, pixels, strict=True)}
     train = [d for d in drawings if d.vendor != TEST_VENDOR and not is_held_out(d.emoji)]
-    # Shuffled once: a shard of one vendor's drawings would be a batch of one style.
+    # Shuffled once, because a shard with one vendor's drawings would make batches of one style.
     order = generator(seed, "emoji", "order").permutation(len(train))
     write_shards(root / "train", (_training(train[i], png, seed) for i in order), 1000)
     counts = {"train": len(train)}
@@ -74,14 +79,14 @@ def make_emoji(
 def _write_zeroshot(
     root: Path, drawings: Sequence[Drawing], train_concepts: Sequence[Emoji], png: dict[tuple[str, str], bytes]
 ) -> dict[str, int]:
-    # Without skin tones: their labels differ in a word that many models cannot know.
+    # Without skin tones, whose labels differ in a word that many models cannot know.
     base_emoji = [e for e in train_concepts if e.is_base]
     new = [d for d in drawings if is_held_out(d.emoji) and d.emoji.is_base]
     for name, pairs in (
         ("zeroshot_vendor", [(TEST_VENDOR, e) for e in base_emoji]),
         ("zeroshot_concepts", [(d.vendor, d.emoji) for d in new]),
     ):
-        # Sorted: a class's number must not depend on the order of drawings.
+        # Sorted, because a class's number must not depend on the order of drawings.
         labels = sorted({e.label for _, e in pairs})
         label_ids = {label: i for i, label in enumerate(labels)}
         samples = [
@@ -99,7 +104,7 @@ def _write_captioned(
         return png[TEST_VENDOR, e.hexcode]
 
     base = [e for e in train_concepts if e.is_base]
-    # Drawn, not the first: labels lie in the order of Unicode's groups, faces first.
+    # A random choice, because labels are in the order of Unicode's groups, faces first.
     picked = [base[i] for i in generator(seed, "emoji", "retrieval").permutation(len(base))[:_RETRIEVAL]]
     samples = [(e.hexcode, {"png": image(e), "txt": e.caption(e.tags[:3]).encode()}) for e in picked]
     write_wds_layout(root / "retrieval", samples, dataset_type="retrieval")
@@ -134,7 +139,7 @@ def _rasterise_all(
     drawings: Sequence[Drawing], size: int, processes: int, on_progress: Callable[[int, int], None] | None
 ) -> list[bytes]:
     out: list[bytes] = []
-    # Of two hundred, since a start of a process costs as much as some dozen drawings.
+    # Jobs of two hundred drawings, because starting a process costs as much as a few dozen.
     chunks = [list(drawings[i : i + 200]) for i in range(0, len(drawings), 200)]
     if on_progress:
         on_progress(0, len(drawings))

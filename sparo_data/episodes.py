@@ -1,4 +1,4 @@
-"""Writing videos in the format of `sparo_train/data/video/episode.py`: generated ones and those of published sets alike."""
+"""Writer of videos in the format of `sparo_train/data/video/episode.py`, for generated and published sets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sparo_train.data.video.views import view_member
 
 from .writer import encode_image
 
-MAX_LEVEL = 65535  # of 16 bits
-MAX_DEPTH = 100.0  # depth that is told apart from the sky
+MAX_LEVEL = 65535  # largest 16-bit value
+MAX_DEPTH = 100.0  # largest depth that differs from the sky
 
 
 class QuantizedArray(NamedTuple):
-    """Numbers of frames as 16 bits: levels (T, …) uint16, and the values of 0 and of 65535."""
+    """Per-frame values with 16 bits: levels (T, …) uint16, and the values of levels 0 and 65535."""
 
     levels: np.ndarray
     low: float
@@ -27,9 +27,15 @@ class QuantizedArray(NamedTuple):
 
 
 class Video(NamedTuple):
-    """frames: (T, H, W, 3) uint8, or files of pictures.  labels: (T, H, W) uint8.  boxes: (T, K, 4).
+    """A video.
 
-    depth: (T, H, W).  flow, forward: (T, H, W, 2), rows and columns.  metadata: for the json.
+    Attributes:
+        frames: (T, H, W, 3) uint8, or encoded images.
+        labels: (T, H, W) uint8.
+        boxes: (T, K, 4).
+        depth: (T, H, W).
+        flow, forward: (T, H, W, 2), rows and columns.
+        metadata: content of the JSON.
     """
 
     key: str
@@ -43,14 +49,14 @@ class Video(NamedTuple):
 
 
 def quantize(values: np.ndarray) -> QuantizedArray:
-    """fp32 numbers to 16 bits between the least and the largest of them (MOVi's way); what is all alike has a range of 1."""
+    """Quantize fp32 values to 16 bits between their minimum and maximum (as in MOVi); constant values get a range of 1."""
     low, high = float(values.min()), float(values.max())
     high = high if high > low else low + 1.0
     return QuantizedArray(np.round((values - low) / (high - low) * MAX_LEVEL).astype(np.uint16), low, high)
 
 
 def episode_fields(video: Video) -> dict[str, bytes]:
-    """The members of an episode's sample."""
+    """Return the members of an episode's sample."""
     fields: dict[str, bytes] = {}
     ranges: dict[str, list[float]] = {}
     for t, frame in enumerate(video.frames):
@@ -61,7 +67,7 @@ def episode_fields(video: Video) -> dict[str, bytes]:
             quantized: QuantizedArray | None = getattr(video, plane)
             if quantized is not None:
                 levels = quantized.levels[t]
-                # Rows above columns: a picture of one number per pixel, which every viewer opens.
+                # Rows above columns: a grey image, which every viewer opens.
                 fields[member(t, plane)] = encode_image(
                     np.concatenate(list(np.moveaxis(levels, -1, 0))) if levels.ndim == 3 else levels
                 )
@@ -75,16 +81,17 @@ def episode_fields(video: Video) -> dict[str, bytes]:
 
 
 def scene_fields(views: Sequence[Video], metadata: dict[str, Any]) -> dict[str, bytes]:
-    """The members of a scene that several cameras see (`sparo_train/data/video/views.py`), an episode of each.
+    """Return the members of a scene with several cameras (`sparo_train/data/video/views.py`), an episode of each.
 
     Args:
-        views: with depth between the same two numbers, which one json has room for.  metadata: for the json: cameras, objects, …
+        views: the cameras' videos, with one common range of depth, because there is one JSON.
+        metadata: content of the JSON: cameras, objects, …
     """
     fields: dict[str, bytes] = {}
     view_metadata: dict[str, Any] = {}
     for number, view in enumerate(views):
         own = episode_fields(view)
-        # Each view's says the same of times and ranges; one is kept.
+        # Every view has the same times and ranges, so one JSON is kept.
         view_metadata = json.loads(own.pop("json"))
         fields |= {view_member(number, name): data for name, data in own.items()}
     return {
@@ -94,7 +101,7 @@ def scene_fields(views: Sequence[Video], metadata: dict[str, Any]) -> dict[str, 
 
 
 def boxes_of(labels: np.ndarray, count: int) -> np.ndarray:
-    """(T, K, 4) fp32 of (T, H, W) labels 1..K: each object's box in 0..1, zeros where it is not seen."""
+    """Return (T, K, 4) fp32 boxes in 0..1 of (T, H, W) labels 1..K, with zeros if an object is not visible."""
     height, width = labels.shape[1:]
     boxes = np.zeros((len(labels), count, 4), np.float32)
     for t, plane in enumerate(labels):

@@ -30,12 +30,12 @@ FASHION_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
 def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]:
-    """Fashion-MNIST (Debian: `apt-get install dataset-fashion-mnist`) as captioned shards and a zero-shot test.
+    """Convert Fashion-MNIST (Debian: `apt-get install dataset-fashion-mnist`) to captioned shards and a zero-shot test.
 
     Raises:
-        DataError: files that are not there, damaged, or that do not fit each other.
+        DataError: files are missing, damaged, or inconsistent.
     """
-    # All of them before the first is written.
+    # Read all files before writing any.
     images, labels = _read_pair(raw, "train")
     tests, answers = _read_pair(raw, "t10k")
     write_shards(
@@ -53,9 +53,9 @@ def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
+    """Return an array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
     if not path.is_file():
-        raise DataError(f"{path}: missing; Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER")
+        raise DataError(f"{path}: missing. Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER.")
     try:
         with gzip.open(path) as stream:
             data = stream.read()
@@ -64,13 +64,13 @@ def read_idx(path: Path) -> np.ndarray:
         shape = struct.unpack(f">{data[3]}I", data[4 : 4 + 4 * data[3]])
         return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
     except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
-        raise DataError(f"{path}: is damaged ({error}); fetch it again") from None
+        raise DataError(f"{path}: is damaged ({error}). Fetch it again.") from None
 
 
 def _read_pair(raw: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     images, labels = read_idx(raw / f"{part}-images-idx3-ubyte.gz"), read_idx(raw / f"{part}-labels-idx1-ubyte.gz")
     if images.ndim != 3 or labels.shape != images.shape[:1] or (labels >= len(FASHION)).any():
         raise DataError(
-            f"{raw}/{part}-*: images {images.shape} and labels {labels.shape} below {len(FASHION)} are no Fashion-MNIST; fetch them again"
+            f"{raw}/{part}-*: images {images.shape} and labels {labels.shape} below {len(FASHION)} are not Fashion-MNIST. Fetch them again."
         )
     return images, labels

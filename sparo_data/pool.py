@@ -1,4 +1,4 @@
-"""Processes that make or check data; one of them that is killed is an error that can be acted on."""
+"""Processes that make or check data; if one is killed, an error explains it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from sparo_train.core.world import end_with_parent
 
 @contextmanager
 def _defer_sigint() -> Iterator[None]:
-    """What is started meanwhile does not hear SIGINT, from its first import on; this process hears it behind that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which is inherited
+    """Make processes that start in this context ignore SIGINT, even while importing; this process handles it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the processes
     received: list[int] = []
-    # A progress bar's thread may take it all the same, and Python would raise here, in the middle of telling a process its work.
-    main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+    # The thread of a progress bar may receive it all the same, and Python would raise here, while handing work to a
+    # process.
+    main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
     handler = signal.signal(signal.SIGINT, lambda number, _frame: received.append(number)) if main else None
     try:
         yield
@@ -34,7 +35,7 @@ def _defer_sigint() -> Iterator[None]:
 
 
 class _InProcessExecutor(Executor):
-    """This process itself, which does what was submitted when its result is asked for."""
+    """Executor that runs a job in this process when its result is requested."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return _LazyFuture(fn, args, kwargs)
@@ -54,13 +55,13 @@ class _LazyFuture(Future[Any]):
 
 @contextmanager
 def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
-    """So many processes, no more than there are jobs, started afresh: a fork would take torch's threads along, and leave them behind.
-    For one alone this process does the work: another would need seconds to start.
+    """Yield an executor of `processes` processes, at most one per job, started with spawn, because a fork would copy torch's threads in a broken state.
 
-    A Ctrl-C is this process's to hear; they are ended with what it interrupts.
+    A single process is this one, because starting another takes seconds. Ctrl-C is handled by this process, which then
+    ends the others.
 
     Raises:
-        WorkerLostError: one of them was killed.
+        WorkerLostError: a process was killed.
     """
     processes = min(processes, jobs)
     if processes < 2:
@@ -69,20 +70,20 @@ def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
     try:
         with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
             try:
-                # A Ctrl-C that waited is heard as this ends: the processes are there by then.
+                # A pending Ctrl-C is handled at the end of this context, when the processes exist.
                 with _defer_sigint():
-                    for _ in range(processes):  # each starts one
+                    for _ in range(processes):  # each starts a process
                         pool.submit(int)
                 yield pool
             except BaseException:
-                # They would finish all that was submitted; after a lost one the pool has none left.
+                # Otherwise they would finish all submitted jobs; after a loss, the pool has no processes left.
                 for process in list((getattr(pool, "_processes", None) or {}).values()):
                     process.kill()
                 raise
     except BrokenProcessPool:
         raise WorkerLostError(
-            "a process that works on the data was killed, most likely because memory ran out; use fewer --processes; what is "
-            "written is whole, and the same line goes on"
+            "a process that works on the data was killed, probably out of memory. Use fewer --processes. "
+            "Written files are complete, and the same command continues."
         ) from None
 
 
@@ -92,7 +93,7 @@ def run_jobs(
     total: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run functions that return how many samples they made; `on_progress` is called with (samples done, `total`) at once and behind each."""
+    """Run functions that return their number of samples; `on_progress` is called with (finished samples, `total`) at the start and after each."""
     done = 0
     if on_progress:
         on_progress(done, total)

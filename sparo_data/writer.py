@@ -1,4 +1,4 @@
-"""Writing shards: reproducible bytes, complete or absent."""
+"""Writer of shards: reproducible bytes, complete or absent."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ MANIFEST_NAMES = (
     "videos.json",
     "scenes3d.json",
     "converted.json",
-)  # what makers write down in a set's folder
+)  # manifest that generators write to a set's folder
 
 
 def write_manifest(root: Path, config: Frozen, name: str) -> None:
-    """Write down in ROOT/NAME how the set is made. Raises `DataError` where it holds one that was made otherwise."""
+    """Record in ROOT/NAME how the set is made. Raises `DataError` if it contains another set."""
     root.mkdir(parents=True, exist_ok=True)
     path, current = root / name, config.model_dump(mode="json")
     other = next((n for n in MANIFEST_NAMES if n != name and (root / n).exists()), None)
     if other or (not path.exists() and any((root / "train").glob("*.tar"))):
         raise DataError(
-            f"{root}: holds another set ({other or 'train/*.tar'}), which would mix with the new one; name an empty folder"
+            f"{root}: contains another set ({other or 'train/*.tar'}), which would mix with the new one. Name an empty folder."
         )
     if path.exists():
         changed = differences(_upgrade_config(read_json(path, dict, DataError), type(config)), current)
         if changed:
             raise DataError(
-                f"{root}: holds scenes made otherwise ({'; '.join(changed)}); remove it or choose another folder"
+                f"{root}: contains a set with other options ({'; '.join(changed)}). Remove it or choose another folder."
             )
     path.write_text(json.dumps(current), encoding="utf-8")
 
 
 def _upgrade_config(stored: dict[str, Any], kind: type[Frozen]) -> dict[str, Any]:
-    """What an older version wrote, with the defaults of keys that came since; as it stands where it is no such config."""
+    """Fill in defaults of keys that an older version did not write; other files are unchanged."""
     try:
         return kind.model_validate(with_new_names(kind, stored)).model_dump(mode="json")
     except ValueError:
@@ -55,7 +55,7 @@ def _upgrade_config(stored: dict[str, Any], kind: type[Frozen]) -> dict[str, Any
 
 
 def encode_image(pixels: np.ndarray, format: str = "PNG", **options: int) -> bytes:
-    """The file of an image: (H, W, 3) colours or (H, W) labels, uint8."""
+    """Encode an image: (H, W, 3) colours or (H, W) labels, uint8."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=format, **options)
     return buffer.getvalue()
@@ -67,18 +67,18 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
     Raises:
         DataError: a key that webdataset could not split again, or a disk that cannot be written.
     """
-    # Hidden until it is whole: a shard that a glob finds can be read.
+    # Hidden until it is complete, because a shard that a glob finds can be read.
     temporary = path.with_name(f".{path.name}.tmp")
     count = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No times and no names of ours: equal samples are equal bytes.
+        # Without times and user names, so that equal samples give equal bytes.
         with TarWriter(str(temporary), encoder=False, mtime=0, user="sparo", group="sparo") as tar:
             for key, fields in samples:
                 name = key.rpartition("/")[2]
                 if "." in name or not name or not key.isprintable():  # a NUL would end the name in the tar
                     raise DataError(
-                        f"{path}: key {key!r} holds a dot or what cannot be printed, or is empty; a dot ends the key in webdataset's layout"
+                        f"{path}: key {key!r} is empty or contains a dot or an unprintable character. A dot ends the key in webdataset's layout."
                     )
                 tar.write({"__key__": key, **fields})
                 count += 1
@@ -94,9 +94,10 @@ def write_shard(path: Path, samples: Iterable[tuple[str, Fields]]) -> int:
 def write_shards(
     folder: Path, samples: Iterable[tuple[str, Fields]], per_shard: int = 1000, part: tuple[int, int] = (0, 1)
 ) -> list[Path]:
-    """Write samples into `folder/00000.tar`, `00001.tar`, …; as `part` (i, n): into every n-th of them, from the i-th.
+    """Write samples to `folder/00000.tar`, `00001.tar`, …; as `part` (i, n): to every n-th of them, from the i-th.
 
-    Where samples or the disk end with an error the shards written here are taken away: half of a set would be taken for it.
+    If samples or the disk fail, the shards written here are removed, because half a set could be mistaken for a whole
+    one.
     """
     iterator = iter(samples)
     paths: list[Path] = []
@@ -105,7 +106,7 @@ def write_shards(
             paths.append(folder / f"{part[0] + part[1] * len(paths):05d}.tar")
             write_shard(paths[-1], chunk)
     except BaseException:
-        # By name: other parts write into the same folder.
+        # By name, because other parts write to the same folder.
         for path in paths:
             path.unlink(missing_ok=True)
         raise
@@ -128,4 +129,4 @@ def write_wds_layout(
             (root / name).write_text("\n".join(" ".join(line.splitlines()) for line in lines) + "\n", encoding="utf-8")
     if dataset_type is not None:
         (root / "dataset_type.txt").write_text(dataset_type + "\n", encoding="utf-8")
-    (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")  # the mark of a complete set
+    (root / split / "nshards.txt").write_text("1\n", encoding="utf-8")  # marks a complete set

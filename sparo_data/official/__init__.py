@@ -1,1 +1,1 @@
-"""Published object-centric data sets, as their authors store them, to our shards."""
+"""Converters of published object-centric data sets, in their authors' formats, to shards."""

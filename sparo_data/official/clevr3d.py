@@ -1,4 +1,4 @@
-"""ObSuRF's two sets of still scenes (Stelzner et al. 2021): CLEVR3D, and a MultiShapeNet of its own, three views of each."""
+"""ObSuRF's two sets of static scenes (Stelzner et al. 2021): CLEVR3D and its own MultiShapeNet, three views each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from sparo_train.data.video.cameras import look_at, parse_lens
 from .published import decode_array, to_label_map
 from .viewed import MAX_DISTANCE, PublishedView, PublishedViews
 
-_LENS = {"camera_angle_x": float(2 * np.arctan(16 / 35))}  # Blender's camera of 35 mm before a sensor of 32
+_LENS = {"camera_angle_x": float(2 * np.arctan(16 / 35))}  # Blender's camera with a 35 mm lens and a 32 mm sensor
 _VIEWS = 3
-_MAX_DEPTH, _LEVELS = 40.0, 65536  # world units, and numbers of 16 bits, in which depth is written
+_MAX_DEPTH, _LEVELS = 40.0, 65536  # world units, and 16-bit levels, in which depth is written
 
 
 class _SceneMetadata(NamedTuple):
-    """Of N scenes.  places: (N, V, 3) fp64, of cameras.  counts: (N,), of objects, where it says so.  planar: depth is along a camera's
-    axis, not along rays."""
+    """Metadata of N scenes.
+
+    Attributes:
+        places: (N, V, 3) fp64, camera positions.
+        counts: (N,) number of objects, if given.
+        planar: depth is along a camera's axis, not along rays.
+    """
 
     places: np.ndarray
     counts: np.ndarray | None
@@ -31,20 +36,23 @@ class _SceneMetadata(NamedTuple):
 
 
 def clevr3d_scenes(place: Path, scenes: Sequence[int] | None = None) -> Iterator[PublishedViews]:
-    """A folder of metadata.npz with `camera_pos` (N, V, 3), images/img_SCENE_VIEW.png, and where they are masks/masks_SCENE_VIEW.png and
-    depths/depths_SCENE_VIEW.png; cameras look at the origin with CLEVR's lens. Scenes without pictures are left out, so a part of the
-    set can be read.
+    """Yield the scenes of a folder.
+
+    It has metadata.npz with `camera_pos` (N, V, 3), images/img_SCENE_VIEW.png, and optionally
+    masks/masks_SCENE_VIEW.png and depths/depths_SCENE_VIEW.png. Cameras look at the origin with CLEVR's lens. Scenes
+    without images are skipped, so that a part of the set can be read.
 
     Args:
-        scenes: their numbers; None: all.
+        place: the folder.
+        scenes: scene numbers; None: all.
 
     Raises:
-        DataError: no such table, no scene of these numbers, or a picture of it is damaged.
+        DataError: no such table, no scene with these numbers, or a damaged image.
     """
     metadata = _read_metadata(place / "metadata.npz")
     numbers = range(len(metadata.places)) if scenes is None else scenes
     if len(numbers) and max(numbers[0], numbers[-1]) >= len(metadata.places):
-        raise DataError(f"{place}: has {len(metadata.places)} scenes, and number {numbers[-1]} is asked of it")
+        raise DataError(f"{place}: scene {numbers[-1]} is out of range, got {len(metadata.places)} scenes")
     for scene in numbers:
         if not (place / f"images/img_{scene}_0.png").is_file():
             continue
@@ -64,23 +72,23 @@ def _view(place: Path, metadata: _SceneMetadata, scene: int, view: int) -> Publi
     lens = parse_lens(_LENS, width, height)
     eye = metadata.places[scene, view]
     if np.hypot(*eye[:2]) < 1e-6:
-        raise DataError(f"{where}: its camera looks straight down, and which way is up nobody says")
+        raise DataError(f"{where}: its camera looks straight down, so its up direction is unknown")
     far = _depth(depth, (height, width), lens if metadata.planar else None) if depth.is_file() else None
     return PublishedView(image, label, look_at(eye, (0, 0, 0)), lens, far)
 
 
 def _depth(path: Path, shape: tuple[int, int], lens: np.ndarray | None) -> np.ndarray:
-    """(H, W) fp32 along rays; of a `lens` the picture has it along the axis. Endless where the picture says no more than that it is far."""
+    """Return (H, W) fp32 along rays, converted from along the axis if a `lens` is given; infinite if the image only says that it is far."""
     levels = decode_array(read_bytes(path, DataError), path, labels=True)
     if levels.ndim != 2 or levels.shape != shape or levels.dtype.itemsize < 2:
         raise DataError(
-            f"{path}: is {levels.dtype} of {levels.shape}, not one number of 16 bits for each pixel of {shape}"
+            f"{path}: expected one 16-bit value for each pixel of {shape}, got {levels.dtype} of {levels.shape}"
         )
     levels = levels.astype(np.int64)
     if levels.min() < 1 or levels.max() >= _LEVELS:
         raise DataError(
-            f"{path}: has numbers from {levels.min()} to {levels.max()}; depth is in 1 to {_LEVELS - 1} "
-            "(without the folder `depths` scenes are read without it)"
+            f"{path}: expected depth in 1 to {_LEVELS - 1}, got values from {levels.min()} to {levels.max()}. "
+            "Without the folder `depths`, scenes are read without depth."
         )
     far = np.where(levels == _LEVELS - 1, np.inf, levels * (_MAX_DEPTH / _LEVELS))
     if lens is not None:
@@ -91,23 +99,23 @@ def _depth(path: Path, shape: tuple[int, int], lens: np.ndarray | None) -> np.nd
 
 
 def _read_metadata(table: Path) -> _SceneMetadata:
-    """What metadata.npz says. Raises `DataError`."""
+    """Read metadata.npz. Raises `DataError`."""
     try:
         with np.load(io.BytesIO(read_bytes(table, DataError)), allow_pickle=False) as archive:
             places = np.asarray(archive["camera_pos"], np.float64)
             shapes = np.asarray(archive["shape"]) if "shape" in archive.files else None
-            planar = "shape_file" in archive.files  # the other set's mark, whose models come from files
+            planar = "shape_file" in archive.files  # marks the other set, whose models come from files
     except DataError:
         raise
-    except Exception as error:  # zip, zlib and numpy's headers raise anything
-        raise DataError(f"{table}: has no camera_pos that can be read ({str(error)[:200]})") from None
-    near = bool((np.abs(places) < MAX_DISTANCE).all())  # a NaN is not below it
+    except Exception as error:  # zip, zlib and numpy's header parser may raise anything
+        raise DataError(f"{table}: has no readable camera_pos ({str(error)[:200]})") from None
+    near = bool((np.abs(places) < MAX_DISTANCE).all())  # false for NaN, too
     if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _VIEWS or not near:
         raise DataError(
-            f"{table}: camera_pos of {places.shape} is not (N, {_VIEWS} or more, 3) numbers below {MAX_DISTANCE:g}"
+            f"{table}: camera_pos: expected (N, {_VIEWS} or more, 3) numbers below {MAX_DISTANCE:g}, got {places.shape}"
         )
     if shapes is not None and (shapes.ndim != 2 or len(shapes) != len(places) or shapes.dtype.kind not in "iuf"):
         raise DataError(
-            f"{table}: shape of {shapes.dtype} {shapes.shape} is no number for each object of {len(places)} scenes"
+            f"{table}: shape: expected a number for each object of {len(places)} scenes, got {shapes.dtype} {shapes.shape}"
         )
     return _SceneMetadata(places, None if shapes is None else (shapes > 0).sum(1), planar)

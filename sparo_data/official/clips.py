@@ -1,4 +1,4 @@
-"""Videos with masks as stills: MOVi from TFDS files, and npy shards of videosaur and SlotContrast; a scene per frame."""
+"""Videos with masks as still images: MOVi from TFDS files, and npy shards of videosaur and SlotContrast; one scene per frame."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sparo_train.core.errors import DataError
 from .published import PublishedScene, decode_array, to_label_map
 from .tfrecord import parse_example, records
 
-_MAX_BYTES = 4 << 30  # of an array: a minute of video of 1,024 pixels
+_MAX_BYTES = 4 << 30  # limit in bytes for an array: a minute of video with 1,024 pixels
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def movi(path: Path) -> Iterator[PublishedScene]:
-    """MOVi-A … F, one of TFDS' files (movi_a-train.tfrecord-00000-of-…): frames and segmentations are pictures in it.
+    """Yield the frames of MOVi-A … F in one of TFDS' files (movi_a-train.tfrecord-00000-of-…), with encoded frames and segmentations.
 
     Raises:
-        DataError: a file that breaks off, or that holds no video.
+        DataError: the file is truncated, or contains no video.
     """
     for where, name, features in movi_records(path):
         for t, (frame, mask) in enumerate(zip(features["video"], features["segmentations"], strict=True)):
@@ -37,10 +37,10 @@ def movi(path: Path) -> Iterator[PublishedScene]:
 
 
 def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(what to call it in errors, a video's name, its features), which are a video with as many segmentations, and others.
+    """Yield (name for errors, name of the video, its features, among them a video and as many segmentations).
 
     Raises:
-        DataError: a file that breaks off, or that holds no video.
+        DataError: the file is truncated, or contains no video.
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
@@ -48,7 +48,7 @@ def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
         frames, masks = features.get("video"), features.get("segmentations")
         if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks) or not frames:
             raise DataError(
-                f"{where}: has no video with as many segmentations (it has {', '.join(sorted(features)) or 'nothing'})"
+                f"{where}: has no video with as many segmentations, got {', '.join(sorted(features)) or 'nothing'}"
             )
         names = features.get("metadata/video_name")
         yield (
@@ -59,7 +59,7 @@ def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def npy_shards(path: Path) -> Iterator[PublishedScene]:
-    """The frames of a tar as `npy_arrays` reads it."""
+    """Yield the frames of a tar in the format of `npy_arrays`."""
     for name, video, masks in npy_arrays(path):
         for t, frame in enumerate(video):
             label = None if masks is None else to_label_map(masks[t].astype(np.int64), f"{path}: {name}, frame {t}")
@@ -67,10 +67,10 @@ def npy_shards(path: Path) -> Iterator[PublishedScene]:
 
 
 def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
-    """Name, video and segmentations in a tar of `key.video.npy` (T, H, W, 3) uint8 and `key.segmentations.npy` (T, H, W); `.npy.gz` as well.
+    """Yield name, video and segmentations in a tar of `key.video.npy` (T, H, W, 3) uint8 and `key.segmentations.npy` (T, H, W); `.npy.gz` as well.
 
     Raises:
-        DataError: a tar that breaks off, arrays of other shapes.
+        DataError: the tar is truncated, or arrays have other shapes.
     """
     try:
         with tarfile.open(path, "r:") as tar:
@@ -78,7 +78,7 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
             for member in tar:
                 # A key ends at the first dot of its name, as in webdataset's layout.
                 at, (stem, _, field) = PurePosixPath(member.name), PurePosixPath(member.name).name.partition(".")
-                key = str(at.parent / stem)  # a folder is a part of a name: train/0 and val/0 are two
+                key = str(at.parent / stem)  # folders are part of a name: train/0 and val/0 are different
                 if arrays.get("key") != key:
                     yield from _check_arrays(arrays, path)
                     arrays = {"key": key}
@@ -86,11 +86,11 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
                     stream = tar.extractfile(member)
                     assert stream is not None  # a file
                     if field.split(".")[0] in arrays:
-                        raise DataError(f"{path}: {member.name}: a second array of this name; which one is meant?")
+                        raise DataError(f"{path}: {member.name}: two arrays have this name. Remove one.")
                     arrays[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
             yield from _check_arrays(arrays, path)
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{path}: {error}; fetch the file again") from None
+        raise DataError(f"{path}: {error}. Fetch the file again.") from None
 
 
 def _array(data: bytes, field: str, where: str) -> np.ndarray:
@@ -98,29 +98,27 @@ def _array(data: bytes, field: str, where: str) -> np.ndarray:
         raw = io.BytesIO(data)
         with gzip.GzipFile(fileobj=raw) if field.endswith(".gz") else raw as stream:
             shape, order, dtype = _HEADERS[np.lib.format.read_magic(stream)](stream)
-            # Before anything of that size is asked for: a few bytes can promise terabytes, and be packed of gigabytes.
+            # Check before allocating, because a few bytes can announce terabytes, or unpack to gigabytes.
             size = math.prod(shape) * dtype.itemsize
             if dtype.kind not in "biu" or size > _MAX_BYTES:
-                raise DataError(
-                    f"{where}: is of {dtype} {shape}; whole numbers of {_MAX_BYTES >> 30} GB at most are read"
-                )
+                raise DataError(f"{where}: expected integers of at most {_MAX_BYTES >> 30} GB, got {dtype} {shape}")
             content = stream.read(size + 1)
             if len(content) != size or not size:
                 raise DataError(
-                    f"{where}: has {len(content)} bytes where {dtype} {shape} are {size}; fetch the file again"
+                    f"{where}: {dtype} {shape} needs {size} bytes, got {len(content)}. Fetch the file again."
                 )
             return np.frombuffer(content, dtype).reshape(shape, order="F" if order else "C")
     except DataError:
         raise
-    except Exception as error:  # a header is read as Python's own words, and raises whatever these may be
-        raise DataError(f"{where}: is no array of numbers ({type(error).__name__}: {str(error)[:200]})") from None
+    except Exception as error:  # numpy evaluates a header as a Python literal, which may raise anything
+        raise DataError(f"{where}: is not an array of numbers ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _check_arrays(arrays: dict[str, Any], path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]]:
     if "video" not in arrays:
         if "segmentations" in arrays:
             raise DataError(
-                f"{path}: {arrays['key']}: segmentations without their video beside them; a key's members follow each other"
+                f"{path}: {arrays['key']}: segmentations have no video. A key's members must follow each other."
             )
         return
     video, masks, name = arrays["video"], arrays.get("segmentations"), arrays["key"]
@@ -134,11 +132,11 @@ def _check_arrays(arrays: dict[str, Any], path: Path) -> Iterator[tuple[str, np.
     ):
         shapes = f"{video.dtype} {video.shape} and {None if masks is None else masks.shape}"
         raise DataError(
-            f"{path}: {name}: video and segmentations of {shapes}; (T, H, W, 3) uint8 and (T, H, W) are read"
+            f"{path}: {name}: expected (T, H, W, 3) uint8 and (T, H, W), got video and segmentations of {shapes}"
         )
     yield name, video, masks
 
 
 def sanitize_key(name: str) -> str:
-    """A name as a key of a shard: letters, digits, - and _ stay."""
+    """Turn a name into a key of a shard: letters, digits, - and _ are kept."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)

@@ -1,4 +1,4 @@
-"""Sets that are folders of pictures with annotations: CLEVR (scenes as JSON), CLEVRTex, COCO's instances."""
+"""Sets of images with annotation files: CLEVR (scenes as JSON), CLEVRTex, COCO instances."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from .clips import sanitize_key
 from .published import IGNORE, LEFT_OUT, PublishedScene, decode_array, to_label_map
 
-_MAX_BYTES = 1 << 31  # bytes of a file of annotations; COCO's has 0.45e9
+_MAX_BYTES = 1 << 31  # limit in bytes for annotation files; COCO's has 0.45e9
 
 
 def clevr(root: Path) -> Iterator[PublishedScene]:
-    """Read CLEVR_v1.0: `images/SPLIT/*.png` with `scenes/CLEVR_SPLIT_scenes.json`, or pictures beside or below the scenes file.
+    """Read CLEVR_v1.0: `images/SPLIT/*.png` with `scenes/CLEVR_SPLIT_scenes.json`, or images next to or below the scenes file.
 
     Args:
         root: the JSON file of scenes.
 
     Raises:
-        DataError: no such file, or a scene whose picture is missing.
+        DataError: no such file, or a scene whose image is missing.
     """
     listed = read_json(root, dict, DataError, _MAX_BYTES).get("scenes")
     if not isinstance(listed, list):
-        raise DataError(f"{root}: has no list `scenes`; give CLEVR's scenes/CLEVR_SPLIT_scenes.json")
-    folder: Path | None = None  # of the first scene's picture: no set mixes folders
+        raise DataError(f"{root}: has no list `scenes`. Give CLEVR's scenes/CLEVR_SPLIT_scenes.json.")
+    folder: Path | None = None  # from the first scene, because sets do not mix folders
     for number, scene in enumerate(listed):
         name, split = (scene.get(k, "") if isinstance(scene, dict) else None for k in ("image_filename", "split"))
         if not name or not all(
             isinstance(word, str) and word != ".." and Path(word).name == word for word in (name, split)
         ):
-            raise DataError(f"{root}: scene {number} names no image_filename, or a split that is not a name")
+            raise DataError(f"{root}: scene {number} has no image_filename, or its split is not a name")
         folder = folder or _pictures_of(root, str(split), str(name))
         path = folder / str(name)
         image = decode_array(read_bytes(path, DataError), path)
         objects = scene.get("objects", [])  # the test split has none
         if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
-            raise DataError(f"{root}: scene {number}: its objects are no list of descriptions")
+            raise DataError(f"{root}: scene {number}: its objects are not a list of descriptions")
         yield PublishedScene(Path(str(name)).stem, image, None, {"objects": objects})
 
 
 def _pictures_of(root: Path, split: str, name: str) -> Path:
-    """Return the folder of a scenes file's pictures: as published, or beside or below the file. Raises `DataError`."""
+    """Return the folder of a scenes file's images: as published, or next to or below the file. Raises `DataError`."""
     above, here = root.parent.parent, root.parent
     places = [above / "images" / split, above / "images", here / "images" / split, here / "images", here / split, here]
     folder = next((place for place in dict.fromkeys(places) if (place / name).is_file()), None)
     if folder is None:
         listed = ", ".join(str(place) for place in dict.fromkeys(places))
         raise DataError(
-            f"{root}: its pictures are not found, got scene 0's {name} in none of {listed}. Put images/ into the file's folder."
+            f"{root}: its images are missing, got scene 0's {name} in none of {listed}. Put images/ into the file's folder."
         )
     return folder
 
 
 def clevrtex(root: Path) -> Iterator[PublishedScene]:
-    """CLEVRTex: NAME.png with NAME_flat.png (an object's number per pixel) and NAME.json, in folders below `root`, by name.
+    """Read CLEVRTex: NAME.png with NAME_flat.png (object number per pixel) and NAME.json, in folders below `root`, by name.
 
     Raises:
-        DataError: none there, or a picture without its mask.
+        DataError: there are none, or an image has no mask.
     """
-    # By name, not by folder: folders are numbered without zero padding, names are padded.
+    # By name instead of folder, because folders are numbered without zero padding, names with.
     paths = sorted(root.rglob("*.json"), key=lambda path: (path.stem, path))
     if not paths:
-        raise DataError(f"{root}: no CLEVRTEX_*.json below this folder")
+        raise DataError(f"{root}: no CLEVRTEX_*.json in this folder")
     for path in paths:
         image, mask = path.with_suffix(".png"), path.with_name(f"{path.stem}_flat.png")
         label = to_label_map(decode_array(read_bytes(mask, DataError), mask, labels=True), mask)
@@ -78,25 +78,26 @@ def clevrtex(root: Path) -> Iterator[PublishedScene]:
 
 
 def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedScene]:
-    """COCO's instances: pixels of one object are its own, those of several and of crowds are not scored; a class per pixel beside.
+    """Read COCO instances: pixels of several objects and of crowds are not scored; a class per pixel is also stored.
 
     Args:
-        annotations: instances_SPLIT.json.  images: the folder of pictures (default: SPLIT beside the annotations' folder).
+        annotations: instances_SPLIT.json.
+        images: the folder of images (default: SPLIT next to the annotations' folder).
 
     Raises:
-        DataError: no such file, a picture that is missing, a polygon that is none.
+        DataError: no such file, a missing image, or an invalid polygon.
         ConfigError: pycocotools is not installed.
     """
     try:
         from pycocotools import mask as coder  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError("COCO's masks need pycocotools; pip install -e '.[convert]' in sparo's checkout") from None
+        raise ConfigError("COCO's masks need pycocotools. pip install -e '.[convert]' in sparo's checkout.") from None
     tree = read_json(annotations, dict, DataError, max_bytes=_MAX_BYTES)
     folder = images or annotations.parent.parent / annotations.stem.removeprefix("instances_")
     of_image: dict[Any, list[dict[str, Any]]] = {}
     try:
         if not isinstance(tree["annotations"], list):
-            raise TypeError("annotations are no list")
+            raise TypeError("annotations are not a list")
         for one in tree["annotations"]:
             of_image.setdefault(_image_id(one["image_id"]), []).append(one)
         listed = [
@@ -108,17 +109,15 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
     names = Counter(place.name for place, *_ in listed)
     numbers = _class_numbers(one for objects in of_image.values() for one in objects)
     for place, found, height, width in listed:
-        # Some have folders of their own before the name; one picture must not stand for two of one name.
+        # Some file names contain folders, so one image must not stand for two with the same name.
         inside = is_safe_relative_path(str(place)) and (folder / place).is_file()
         if not inside and names[place.name] > 1:
-            raise DataError(
-                f"{folder / place}: no such picture, and {names[place.name]} of them are called {place.name}"
-            )
+            raise DataError(f"{folder / place}: no such image, and {names[place.name]} of them are called {place.name}")
         path, name = folder / (place if inside else place.name), place.name
         image = decode_array(read_bytes(path, DataError), path)
         if image.shape[:2] != (height, width):
             raise DataError(
-                f"{path}: has {image.shape[1]} x {image.shape[0]} pixels, and {annotations.name} says {width} x {height}"
+                f"{path}: has {image.shape[1]} x {image.shape[0]} pixels, but {annotations.name} says {width} x {height}"
             )
         outlined, left_out = _with_outlines(found)
         label, semantic = _rasterize_objects(coder, outlined, (height, width), f"{annotations.name}: {name}", numbers)
@@ -136,10 +135,10 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
 
 
 def _class_numbers(objects: Iterable[dict[str, Any]]) -> dict[int, int]:
-    """Return the number of each category in the masks: its id where all ids are 1 to 254, as in COCO, else its rank from 1 on.
+    """Return the number of each category in the masks: its id if all ids are 1 to 254, as in COCO, otherwise its rank from 1 on.
 
     Raises:
-        DataError: more than 254 categories, or one that is no number.
+        DataError: more than 254 categories, or one that is not a number.
     """
     ids = sorted({number for one in objects if (number := _category(one)) is not None})
     if all(0 < number < IGNORE for number in ids):
@@ -152,7 +151,7 @@ def _class_numbers(objects: Iterable[dict[str, Any]]) -> dict[int, int]:
 
 
 def _with_outlines(objects: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return the objects that have a category and an outline, without degenerate polygons, and counts of those left out."""
+    """Return the objects that have a category and an outline, without degenerate polygons, and counts of those skipped."""
     outlined: list[dict[str, Any]] = []
     left_out: Counter[str] = Counter()
     for one in objects:
@@ -161,7 +160,9 @@ def _with_outlines(objects: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
             left_out["objects without a category"] += 1
             continue
         if isinstance(shape, list):
-            if shape and all(isinstance(x, int | float) for x in shape):  # a polygon that is in no list of polygons
+            if shape and all(
+                isinstance(x, int | float) for x in shape
+            ):  # a single polygon instead of a list of polygons
                 shape = [shape]
             whole = [
                 points for points in shape if points is not None and not (isinstance(points, list) and len(points) < 6)
@@ -176,47 +177,47 @@ def _with_outlines(objects: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def _category(one: Mapping[str, Any]) -> int | None:
-    """Return the number of an object's category, or None where it names none. Raises `DataError` for anything else."""
+    """Return the number of an object's category, or None without one. Raises `DataError` for anything else."""
     if one.get("category_id") is None:
         return None
     try:
         return int(one["category_id"])
     except (TypeError, ValueError) as error:
-        raise DataError(f"annotations: an object has no category_id that is a number ({error})") from None
+        raise DataError(f"annotations: an object has a category_id that is not a number ({error})") from None
 
 
 def _image_id(value: Any) -> int:
-    """An id. Raises `TypeError` for others, which would find no annotation of theirs."""
+    """Return an id. Raises `TypeError` for other values, whose annotations could not be found."""
     if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no number of an image")
+        raise TypeError(f"{value!r} is not the number of an image")
     return value
 
 
 def _outline(coder: Any, shape: Any, side: tuple[int, int]) -> np.ndarray:
-    """Where an object is, (height, width) bool, of polygons or of runs. Raises `ValueError` or what a wrong kind meets."""
+    """Return the pixels of an object, (height, width) bool, from polygons or run lengths. Raises `ValueError` or an error of the decoder."""
     if isinstance(shape, list):
-        # Checked before: pycocotools' C code believes its numbers, and ends the process over those that are none or far away.
+        # Check before, because pycocotools' C code crashes the process for invalid numbers.
         limit = 2 * max(side)
         for points in shape:
             if len(points) < 6 or len(points) % 2:
-                raise ValueError("a polygon has three points or more, x and y of each")
+                raise ValueError("a polygon needs three or more points with x and y")
             if not all(isinstance(x, int | float) and -limit <= x <= limit for x in points):
-                raise ValueError("a polygon lies elsewhere, or nowhere")
+                raise ValueError("a polygon is outside the image")
         return coder.decode(coder.merge(coder.frPyObjects(shape, *side))).astype(bool)
     counts = shape["counts"] if isinstance(shape["counts"], list) else _run_lengths(shape["counts"])
     if list(shape["size"]) != list(side) or min(counts) < 0 or sum(counts) != side[0] * side[1]:
-        raise ValueError("its runs are not those of its picture")
-    # By columns, and off first.
+        raise ValueError("run lengths do not match the image")
+    # By columns, beginning with background.
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(side, order="F")
 
 
 def _run_lengths(code: str) -> list[int]:
-    """COCO's code of them: five bits a character, a sixth says that more follow; from the fourth on, what each is above the last but one."""
+    """Decode COCO's run lengths: five bits per character, a sixth means that more follow; from the fourth on, differences to the last but one."""
     runs: list[int] = []
     value = bits = 0
     for character in code:
         if bits > 30:
-            raise ValueError("a run is longer than any picture")
+            raise ValueError("a run is longer than any image")
         number = ord(character) - 48
         value |= (number & 31) << bits
         bits += 5
@@ -235,15 +236,15 @@ def _rasterize_objects(
     label, semantic = np.zeros(side, np.uint8), np.zeros(side, np.uint8)
     coverage = np.zeros(side, np.int32)
     if len(objects) >= IGNORE:
-        raise DataError(f"{where}: at most 254 objects of a picture can be written, got {len(objects)}.")
+        raise DataError(f"{where}: expected at most 254 objects in an image, got {len(objects)}")
     for i, one in enumerate(objects):
         try:
             object_mask = _outline(coder, one["segmentation"], side)
             category = numbers[int(one["category_id"])]
-        except Exception as error:  # pycocotools raises whatever its C code meets
+        except Exception as error:  # pycocotools' C code may raise anything
             raise DataError(f"{where}: object {i} has no outline ({str(error)[:200]})") from None
         coverage += object_mask
-        # Later ones lie on top, until what two of them share is taken out below.
+        # Later objects overwrite earlier ones, until shared pixels are removed below.
         label[object_mask], semantic[object_mask] = i + 1, category
         if one.get("iscrowd"):
             coverage[object_mask] = 2

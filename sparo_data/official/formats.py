@@ -1,4 +1,4 @@
-"""The published formats by name, and from their files to shards."""
+"""Published formats by name, and their conversion to shards."""
 
 from __future__ import annotations
 
@@ -23,10 +23,16 @@ from .videos import VIDEOS, write_videos
 from .viewed import PublishedViews, nerf_scenes, write_multi_view
 
 
-# google-deepmind/multi_object_datasets (CLEVR with masks, Tetrominoes, Objects Room, Multi-dSprites) from its TFRecords. The meaning of attribute
-# numbers is not published, so they stay numbers, under the files' own names.
+# google-deepmind/multi_object_datasets (CLEVR with masks, Tetrominoes, Objects Room, Multi-dSprites) from its
+# TFRecords. The meaning of attribute numbers is not published, so they are kept as numbers, under the files' own names.
 class MultiObjectSet(NamedTuple):
-    """side: height and width, which the files do not hold.  background: entities that are no objects.  entities_last: (H, W, K) masks."""
+    """Properties of a set.
+
+    Attributes:
+        side: height and width, which the files do not contain.
+        background: number of entities that are not objects.
+        entities_last: masks are (H, W, K).
+    """
 
     side: tuple[int, int]
     background: int = 1
@@ -42,10 +48,10 @@ SETS = {
 
 
 def multi_object(path: Path, name: str) -> Iterator[PublishedScene]:
-    """The scenes of one file.
+    """Yield the scenes of one file.
 
     Raises:
-        DataError: a file that breaks off, or of another set.
+        DataError: the file is truncated, or of another set.
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
@@ -57,7 +63,7 @@ def _scene(features: dict[str, Value], s: MultiObjectSet, key: str, where: str) 
     image, masks = (_bytes(features, field, where) for field in ("image", "mask"))
     if len(image) != height * width * 3 or not len(masks) or len(masks) % (height * width):
         raise DataError(
-            f"{where}: {len(image)} and {len(masks)} bytes of image and masks do not fit {height} x {width} pixels; is it another set?"
+            f"{where}: {len(image)} and {len(masks)} bytes of image and masks do not match {height} x {width} pixels. Is it another set?"
         )
     count = len(masks) // (height * width)
     shares = (
@@ -65,14 +71,14 @@ def _scene(features: dict[str, Value], s: MultiObjectSet, key: str, where: str) 
         if s.entities_last
         else masks.reshape(count, height, width)
     )
-    # Masks are smooth at edges and overlap there: a pixel is of whom it is most.
+    # Masks are smooth at edges and overlap there, so a pixel belongs to the largest.
     label = to_label_map(np.maximum(shares.argmax(0).astype(np.int64) - s.background + 1, 0), where)
     return PublishedScene(key, image.reshape(height, width, 3), label, {"objects": _objects(features, s, count)})
 
 
 def _objects(features: dict[str, Value], s: MultiObjectSet, count: int) -> list[dict[str, Any]]:
     objects = []
-    # Whatever has a number for every entity is a fact of it, under the file's own name.
+    # Every array with one number per entity is metadata, under the file's own name.
     factors = {name: np.asarray(value).reshape(count, -1) for name, value in features.items()
                if name not in ("image", "mask") and isinstance(value, np.ndarray) and value.size and value.size % count == 0}  # fmt: skip
     there = factors.get("visibility")
@@ -89,7 +95,7 @@ def _bytes(features: dict[str, Value], field: str, where: str) -> np.ndarray:
         value = np.frombuffer(value[0], np.uint8)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         raise DataError(
-            f"{where}: has no {field!r} of bytes (it has {', '.join(sorted(features)) or 'nothing'}); is it another set?"
+            f"{where}: has no {field!r} of bytes, got {', '.join(sorted(features)) or 'nothing'}. Is it another set?"
         )
     return value
 
@@ -100,9 +106,12 @@ MULTI_VIEW_READERS: dict[str, Callable[[Path], Iterator[PublishedViews]]] = {
 
 
 class Format(NamedTuple):
-    """read: one source to its scenes; None: it has only scenes of several cameras (viewed.py).  what: that source, in words.
+    """A published format.
 
-    suffix: of such files in a folder; empty: the source is a folder or one file.
+    Attributes:
+        read: yields the scenes of one source; None: all scenes have several cameras (viewed.py).
+        what: description of the source.
+        suffix: suffix of such files in a folder; empty: the source is a folder or one file.
     """
 
     read: Callable[[Path], Iterator[PublishedScene]] | None
@@ -115,26 +124,30 @@ FORMATS: dict[str, Format] = {
         name: Format(partial(multi_object, name=name), "*.tfrecords of multi_object_datasets", "tfrecord")
         for name in SETS
     },
-    "movi": Format(movi, "TFDS' *.tfrecord-* of MOVi-A to F, a still per frame, or with --videos whole", "tfrecord"),
+    "movi": Format(
+        movi, "TFDS' *.tfrecord-* of MOVi-A to F, one image per frame, or whole videos with --videos", "tfrecord"
+    ),
     "npy": Format(
-        npy_shards, "tars of key.video.npy and key.segmentations.npy, a still per frame, or with --videos whole", ".tar"
+        npy_shards,
+        "tars of key.video.npy and key.segmentations.npy, one image per frame, or whole videos with --videos",
+        ".tar",
     ),
     "clevr": Format(clevr, "CLEVR_v1.0/scenes/CLEVR_SPLIT_scenes.json"),
-    "clevrtex": Format(clevrtex, "CLEVRTex' folder of pictures, *_flat.png and *.json"),
-    "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg beside its folder"),
-    "nerf": Format(None, "folders of transforms.json with pictures (Blender's, NeRF's, nerfstudio's), each a scene"),
+    "clevrtex": Format(clevrtex, "CLEVRTex' folder of images, *_flat.png and *.json"),
+    "coco": Format(coco, "COCO's instances_SPLIT.json, with SPLIT/*.jpg next to its folder"),
+    "nerf": Format(None, "folders of transforms.json with images (Blender's, NeRF's, nerfstudio's), one scene each"),
     "clevr3d": Format(None, "ObSuRF's folder of metadata.npz, images and masks"),
-    "sunds": Format(None, "TFDS' *.tfrecord-* of MultiShapeNet (MSN-Hard, MSN-Easy), a scene per record", "tfrecord"),
-    "lmdb": Format(lmdb_scenes, "*.lmdb of pictures of the Genera1Z family", ".lmdb"),
+    "sunds": Format(None, "TFDS' *.tfrecord-* of MultiShapeNet (MSN-Hard, MSN-Easy), one scene per record", "tfrecord"),
+    "lmdb": Format(lmdb_scenes, "*.lmdb of images of the Genera1Z family", ".lmdb"),
 }
 
 
 def find_source_files(place: Path, name: str) -> list[Path]:
-    """The files of a format at `place`, in the order of their names.
+    """Return the files of a format at `place`, sorted by name.
 
     Raises:
         ConfigError: no such format.
-        DataError: nothing of it there.
+        DataError: no such files.
     """
     if name not in FORMATS:
         raise ConfigError(f"--as {name}: {did_you_mean(name, FORMATS)}")
@@ -152,60 +165,58 @@ def find_source_files(place: Path, name: str) -> list[Path]:
         return [place]
     files = sorted(p for p in place.iterdir() if p.is_file() and kind.suffix in p.name)
     if not files:
-        raise DataError(f"{place}: none of {kind.what} in it")
+        raise DataError(f"{place}: expected {kind.what}, found none")
     parts = sorted({p.name.partition(kind.suffix)[0].rstrip(".") for p in files}) if kind.suffix == "tfrecord" else []
     if len(parts) > 1:
         raise DataError(
-            f"{place}: holds several splits ({', '.join(parts)}), which would mix; give {place / parts[0]} for one of them"
+            f"{place}: contains several splits ({', '.join(parts)}), which would mix. Give one of them, such as {place / parts[0]}."
         )
     return files
 
 
 def _refuse_bounds(config: PublishedConfig) -> None:
-    """Raise `ConfigError` for a near and a far that are not two, not in order, or told of scenes that say their own or have no cameras."""
+    """Raise `ConfigError` unless near and far are two ascending numbers for scenes that need them."""
     near, far = config.near, config.far
     if near is None and far is None:
         return
     if config.source not in ("nerf", "clevr3d"):
-        raise ConfigError(f"--near, --far: are of --as nerf and clevr3d, not of {config.source}; leave them away")
+        raise ConfigError(f"--near, --far: apply to --as nerf and clevr3d, not to {config.source}. Remove them.")
     if near is None or far is None or not near < far:
-        raise ConfigError(f"--near {near} --far {far}: give both, the smaller one first")
+        raise ConfigError(f"--near {near} --far {far}: expected 0 < near < far. Give both.")
 
 
 def convert_published(
     places: Sequence[Path], out: Path, config: PublishedConfig, on_progress: Callable[[int], None] = lambda count: None
 ) -> WriteSummary:
-    """Read every source of a format and write them as one set, see `write_published`, `write_videos` and `write_multi_view`.
+    """Read every source of a format and write them as one set; see `write_published`, `write_videos` and `write_multi_view`.
 
     Raises:
-        ConfigError: videos of a format that has none, or what is of stills.
+        ConfigError: options that do not apply to the format, such as videos.
     """
     _refuse_bounds(config)
     if config.scenes is not None and (config.source != "clevr3d" or config.scenes[0] >= config.scenes[1]):
         why = (
-            "is of --as clevr3d"
+            "applies to --as clevr3d. Remove it."
             if config.source != "clevr3d"
-            else "write A:B, as in 0:70000; B is the first that is left out"
+            else "expected A:B, as in 0:70000; B is exclusive"
         )
         raise ConfigError(f"--scenes {config.scenes[0]}:{config.scenes[1]}: {why}")
     if config.videos:
         if config.source not in VIDEOS:
             raise ConfigError(
-                f"--videos: is of --as {' or '.join(VIDEOS)}, and {config.source} has none; leave it away"
+                f"--videos: applies to --as {' or '.join(VIDEOS)}, but {config.source} has no videos. Remove it."
             )
         if config.crop != "none" or config.max_objects is not None:
-            raise ConfigError(
-                "--videos: videos are neither cropped nor chosen by their objects; leave --crop and --max-objects away"
-            )
+            raise ConfigError("--videos: --crop and --max-objects do not apply to videos. Remove them.")
         return write_videos(
             out, (video for place in places for video in VIDEOS[config.source](place)), config, on_progress
         )
     if config.source in MULTI_VIEW_READERS:
         if config.crop != "none":
-            raise ConfigError("--crop: cameras see whole pictures; leave it away")
+            raise ConfigError("--crop: does not apply to scenes with cameras. Remove it.")
         if config.max_objects is not None and config.source != "clevr3d":
             raise ConfigError(
-                f"--max-objects: scenes of --as {config.source} do not say how many objects they have; leave it away"
+                f"--max-objects: scenes of --as {config.source} do not give their number of objects. Remove it."
             )
         read_viewed = MULTI_VIEW_READERS[config.source]
         if config.scenes is not None:

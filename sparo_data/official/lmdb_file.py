@@ -1,4 +1,4 @@
-"""The LMDB files of the Genera1Z family (VQ-VFM-OCL, object_centric_bench): pickled dicts, unpickled as numbers and nothing else."""
+"""LMDB files of the Genera1Z family (VQ-VFM-OCL, object_centric_bench): pickled dicts, unpickled as arrays of numbers only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.c
 
 
 class _Dtype:
-    """A type of numbers, as a pickle names it; nothing of numpy's is called with what a file says."""
+    """A dtype as named in a pickle; nothing of numpy is called with values of the file."""
 
     def __init__(self, kind: str, *_: Any):
         if not isinstance(kind, str) or not re.fullmatch("[biuf][1248]", kind):
-            raise DataError(f"holds an array of {kind!r}, and numbers are read")
+            raise DataError(f"expected an array of numbers, got {kind!r}")
         self.kind, self.order = kind, "<"
 
     def __setstate__(self, state: Any) -> None:
@@ -40,12 +40,12 @@ class _Array:
     value = np.empty(0)
 
     def __init__(self, *_: Any):
-        """What it is to be made of is said by its state."""
+        """Ignore arguments, because the array's content is in its state."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
-            raise DataError("holds an array that is none of numbers")
+            raise DataError("expected an array of numbers, got another state")
         self.value = dtype.array(data, shape, bool(fortran))
 
 
@@ -59,58 +59,56 @@ _ALLOWED: dict[str, Any] = {"_reconstruct": _Array, "ndarray": None, "dtype": _D
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Arrays of numbers, and what Python writes without a class; a pickle that names anything else is refused before it runs."""
+    """Unpickler for arrays of numbers and plain Python values; a pickle that names anything else is refused before it runs."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _MODULES and name in _ALLOWED:
             return _ALLOWED[name]
-        raise DataError(f"names {module}.{name}, which data has no need of")
+        raise DataError(f"names {module}.{name}, which data does not need")
 
 
 def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:
-    """The samples of a file, in the order of its `__keys__`: `image` (a picture's bytes), `segment` (one, too).
+    """Yield the samples of a file, in the order of its `__keys__`: `image` and `segment`, encoded images.
 
     Raises:
-        DataError: no such file, or one that is none of these.
+        DataError: no such file, or not in this format.
         ConfigError: lmdb is not installed.
     """
     try:
         import lmdb
     except ImportError:
-        raise ConfigError(f"{path}: needs lmdb; pip install -e '.[convert]' in sparo's checkout") from None
+        raise ConfigError(f"{path}: needs lmdb. pip install -e '.[convert]' in sparo's checkout.") from None
     if not path.exists():
         raise DataError(f"{path}: no such file")
     try:
         env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, readahead=False, lock=False)
     except lmdb.Error as error:
-        raise DataError(f"{path}: is no LMDB file ({error})") from None
-    # It is mapped into memory: a page that is not there ends the process, without a word.
+        raise DataError(f"{path}: is not an LMDB file ({error})") from None
+    # The file is memory-mapped, so a missing page would kill the process without a message.
     file, expected_bytes = (
         path / "data.mdb" if path.is_dir() else path,
         (env.info()["last_pgno"] + 1) * env.stat()["psize"],
     )
     if file.stat().st_size < expected_bytes:
         env.close()
-        raise DataError(
-            f"{file}: has {file.stat().st_size} bytes of {expected_bytes}; the download broke off: fetch it again"
-        )
+        raise DataError(f"{file}: expected {expected_bytes} bytes, got {file.stat().st_size}. Fetch it again.")
     try:
         yield from _scenes(env, path)
     except lmdb.Error as error:
-        raise DataError(f"{path}: is damaged ({error}); fetch it again") from None
+        raise DataError(f"{path}: is damaged ({error}). Fetch it again.") from None
 
 
 def _scenes(env: Any, path: Path) -> Iterator[PublishedScene]:
     with env, env.begin() as txn:
         keys = _unpickle(txn.get(b"__keys__"), f"{path}: __keys__")
         if not isinstance(keys, list) or not all(isinstance(key, bytes) and key for key in keys):
-            raise DataError(f"{path}: __keys__ is no list of keys")
+            raise DataError(f"{path}: __keys__ is not a list of keys")
         for key in keys:
             name = key.decode(errors="replace")
             where = f"{path}: {name}"
             record = _unpickle(txn.get(key), where)
             if not isinstance(record, dict) or "image" not in record:
-                raise DataError(f"{where}: has no `image`; files of pictures are read, not of videos")
+                raise DataError(f"{where}: has no `image`. Files of images are supported, not files of videos.")
             image = decode_array(_data(record["image"], where), where)
             label = None
             if "segment" in record:
@@ -128,7 +126,7 @@ def _unpickle(data: bytes | None, where: str) -> Any:
         return _ArrayUnpickler(io.BytesIO(data)).load()
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    except Exception as error:  # a pickle that is none raises anything
+    except Exception as error:  # an invalid pickle may raise anything
         raise DataError(f"{where}: cannot be read as a plain pickle ({str(error)[:200]})") from None
 
 
@@ -137,4 +135,4 @@ def _data(value: Any, where: str) -> bytes:
         return value.value.tobytes()
     if isinstance(value, bytes):
         return value
-    raise DataError(f"{where}: {type(value).__name__} in place of a picture's bytes")
+    raise DataError(f"{where}: expected an encoded image, got {type(value).__name__}")

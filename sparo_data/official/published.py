@@ -1,4 +1,4 @@
-"""What every reader of a published set gives: scenes; how they are cut; and the shards and the scored set that they become."""
+"""Scenes of published sets: their common form, cropping, and writing to shards and a scored set."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ from sparo_train.data.read.decoding import PUBLISHED, TRAINING, decode
 
 from ..writer import Fields, encode_image, write_manifest, write_shards, write_wds_layout
 
-# As in training, but not turned: masks lie on the pixels as they are stored.
+# As in training, but without rotation, because masks are aligned with the stored pixels.
 PICTURES = TRAINING._replace(upright=False)
 
-IGNORE = 255  # of label maps: pixels that no score counts
+IGNORE = 255  # label of pixels that no score counts
 Crop = Literal["none", "clevr", "center192"]
 _BOXES: dict[
     str, tuple[tuple[int, int], tuple[int, int, int, int]]
-] = {  # of images of this height and width: top, bottom, left, right
-    "clevr": ((240, 320), (29, 221, 64, 256)),  # IODINE's, and since then everybody's
-    "center192": ((240, 320), (24, 216, 64, 256)),  # CLEVRTex's and Wu et al.'s
+] = {  # crops for images of this height and width: top, bottom, left, right
+    "clevr": ((240, 320), (29, 221, 64, 256)),  # IODINE's, which later work adopted
+    "center192": ((240, 320), (24, 216, 64, 256)),  # CLEVRTex's and that of Wu et al.
 }
 
 
 class PublishedScene(NamedTuple):
-    """image (H, W, 3) uint8.  label: (H, W) uint8, an object's number, 0 for none, 255 for pixels that are not scored; None: unknown.
-    metadata: for the sample's `.json`.  semantic: (H, W) uint8, a class per pixel, where there are classes."""
+    """A scene of a published set.
+
+    Attributes:
+        image: (H, W, 3) uint8.
+        label: (H, W) uint8, object number, 0 for none, 255 for pixels that are not scored; None: unknown.
+        metadata: content of the sample's `.json`.
+        semantic: (H, W) uint8, class per pixel, if there are classes.
+    """
 
     key: str
     image: np.ndarray
@@ -46,7 +52,7 @@ class PublishedScene(NamedTuple):
 
 
 class PublishedConfig(Frozen):
-    """How a published set becomes shards."""
+    """Options of the conversion of a published set."""
 
     source: str = field(..., "Name of the published format.")
     files: tuple[str, ...] = field((), "Names of the files that were read.")
@@ -84,7 +90,7 @@ class PublishedConfig(Frozen):
 
 
 class WriteSummary(NamedTuple):
-    """Samples written. left_out: what of the annotations was left out, by reason."""
+    """Samples written, and annotations that were skipped, by reason (`left_out`)."""
 
     train: int
     test: int
@@ -92,7 +98,7 @@ class WriteSummary(NamedTuple):
     left_out: Mapping[str, int] = {}
 
 
-LEFT_OUT = "left_out"  # among a scene's facts while it is converted: counts of what was left out of it
+LEFT_OUT = "left_out"  # key of a scene's metadata during conversion: counts of skipped annotations
 
 
 def write_published(
@@ -101,10 +107,10 @@ def write_published(
     config: PublishedConfig,
     on_progress: Callable[[int], None] = lambda count: None,
 ) -> WriteSummary:
-    """ROOT/masks in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
+    """Write the first `test` scenes to ROOT/masks, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Raises:
-        DataError: `out` holds something else already, or there is no scene.
+        DataError: `out` contains something else already, or there is no scene.
     """
     counts = {"all": 0, "empty": 0}
     left_out: Counter[str] = Counter()
@@ -127,7 +133,7 @@ def write_published(
             on_progress(counts["all"])
             yield scene.key, fields_of(scene)
 
-    # One stream for both parts: what is scored is its beginning, and nothing is read twice.
+    # One stream for both parts: the scored part is its beginning, and nothing is read twice.
     stream, splitter = _with_unique_keys(samples()), _TestSplitter()
     with output_transaction(out, config):
         if config.test:
@@ -135,8 +141,8 @@ def write_published(
         tested = counts["all"] - len(splitter.remainder)
         write_shards(out / "train", chain(splitter.remainder, stream), config.per_shard)
         if not counts["all"]:
-            raise DataError(f"{', '.join(config.files)}: not one scene in it")
-        if any(number != category for number, category in categories.items()):  # masks have numbers of their own
+            raise DataError(f"{', '.join(config.files)}: contains no scene")
+        if any(number != category for number, category in categories.items()):  # masks have their own numbers
             write_whole(out / "categories.json", json.dumps(dict(sorted(categories.items())), indent=1))
     return WriteSummary(counts["all"] - tested, tested, counts["empty"], left_out)
 
@@ -149,13 +155,17 @@ def write_test_and_train(
     counts: Mapping[str, int],
     what: str,
 ) -> WriteSummary:
-    """The first `test` samples to ROOT/SCORED in the layout of evaluation sets, the others to ROOT/train/*.tar.
+    """Write the first `test` samples to ROOT/SCORED, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Args:
-        counts: `all` and `empty`, which the samples count as they are drawn.  what: one of them, in words.
+        out, test_name: folders.
+        samples: the samples.
+        config: options.
+        counts: `all` and `empty`, which iterating the samples updates.
+        what: name of a sample for errors.
 
     Raises:
-        DataError: there is no sample, or `out` holds something else already.
+        DataError: there is no sample, or `out` contains something else already.
     """
     stream, splitter = _with_unique_keys(samples), _TestSplitter()
     with output_transaction(out, config):
@@ -164,12 +174,12 @@ def write_test_and_train(
         tested = counts["all"] - len(splitter.remainder)
         write_shards(out / "train", chain(splitter.remainder, stream), config.per_shard)
         if not counts["all"]:
-            raise DataError(f"{', '.join(config.files)}: not one {what} in it")
+            raise DataError(f"{', '.join(config.files)}: contains no {what}")
     return WriteSummary(counts["all"] - tested, tested, counts["empty"])
 
 
 def _with_unique_keys(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[str, Fields]]:
-    """Keys that came before get a number behind them: names that differ may be one key, and two samples of one key would be read as one."""
+    """Append a number to repeated keys: different names may give one key, and two samples with one key would be read as one."""
     used_keys: set[str] = set()
     for key, fields in samples:
         name, number = key, 1
@@ -182,19 +192,21 @@ def _with_unique_keys(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[s
 
 @contextmanager
 def output_transaction(out: Path, config: PublishedConfig) -> Iterator[None]:
-    """Write down how the set is made. What was written is taken away where it ends with an error: half of a set would be scored as one.
+    """Record how the set is made, and remove what was written if an error occurs, because half a set would be scored as a whole.
 
     Raises:
-        DataError: `out` holds something else already, or shards.
+        DataError: `out` contains something else already, or shards.
     """
     if any(out.glob("*/*.tar")) or any(out.glob("*/*/*.tar")):
-        raise DataError(f"{out}: holds shards already, which would mix with the new ones; name an empty folder")
+        raise DataError(f"{out}: contains shards already, which would mix with the new ones. Name an empty folder.")
     mark = out / "converted.json"
-    if mark.is_file():  # without shards: of a conversion that was killed, or somebody's own
+    if mark.is_file():  # without shards: from a conversion that was killed, or the user's own
         try:
             PublishedConfig.model_validate(read_json(mark, dict, DataError))
         except ValueError:
-            raise DataError(f"{mark}: is none of ours, and would be written over; name an empty folder") from None
+            raise DataError(
+                f"{mark}: was not written by sparo and would be overwritten. Name an empty folder."
+            ) from None
         mark.unlink()
     write_manifest(out, config, "converted.json")
     try:
@@ -208,13 +220,13 @@ def output_transaction(out: Path, config: PublishedConfig) -> Iterator[None]:
         ]:
             path.unlink(missing_ok=True)
         for folder in [*out.glob("*/*/"), *out.glob("*/"), out]:
-            with suppress(OSError):  # somebody's own files are in it
+            with suppress(OSError):  # it contains the user's own files
                 folder.rmdir()
         raise
 
 
 class _TestSplitter:
-    """What is scored ends between two videos or scenes: nothing of one that is scored is trained on."""
+    """Splitter between two videos or scenes, so that no part of a scored one is trained on."""
 
     def __init__(self) -> None:
         self.remainder: list[tuple[str, Fields]] = []
@@ -232,12 +244,12 @@ class _TestSplitter:
 
 
 def count_objects(scene: PublishedScene) -> int:
-    """How many objects a scene has: those that its masks show, or those listed where there are none. Raises `DataError` for neither."""
+    """Return the number of objects in a scene: those in its masks, or those listed if there are none. Raises `DataError` without either."""
     if scene.label is None:
         listed = scene.metadata.get("objects")
         if not isinstance(listed, list):
             raise DataError(
-                f"{scene.key}: has neither masks nor a list of objects, so nobody knows how many; leave --max-objects away"
+                f"{scene.key}: has neither masks nor a list of objects, so their number is unknown. Remove --max-objects."
             )
         return len(listed)
     numbers = np.unique(scene.label)
@@ -245,19 +257,19 @@ def count_objects(scene: PublishedScene) -> int:
 
 
 def crop_and_resize(scene: PublishedScene, config: PublishedConfig) -> PublishedScene:
-    """Crop and size of image and labels, these by their nearest pixel. Raises `DataError` where the crop is of other images."""
+    """Crop and resize an image, and its labels by nearest neighbours. Raises `DataError` if the crop is for images of another size."""
     planes = [scene.image, scene.label, scene.semantic]
     if odd := [p.shape for p in planes[1:] if p is not None and p.shape != scene.image.shape[:2]]:
-        raise DataError(f"{scene.key}: masks of {odd[0]} on an image of {scene.image.shape[:2]}; which pixel is whose?")
+        raise DataError(f"{scene.key}: masks of {odd[0]} do not match the image of {scene.image.shape[:2]}")
     if config.crop != "none":
         (height, width), (top, bottom, left, right) = _BOXES[config.crop]
         if scene.image.shape[:2] != (height, width):
             raise DataError(
-                f"{scene.key}: crop={config.crop} is of images of {width} x {height} pixels, and this has {scene.image.shape[1]} x {scene.image.shape[0]}"
+                f"{scene.key}: crop={config.crop} applies to images of {width} x {height} pixels, got {scene.image.shape[1]} x {scene.image.shape[0]}"
             )
         planes = [None if p is None else p[top:bottom, left:right] for p in planes]
     if config.size is not None:
-        # Numbers of objects have no mean.
+        # Object numbers cannot be averaged.
         filters = (Image.Resampling.BICUBIC, Image.Resampling.NEAREST, Image.Resampling.NEAREST)
         side = (config.size, config.size)
         planes = [
@@ -270,7 +282,7 @@ def crop_and_resize(scene: PublishedScene, config: PublishedConfig) -> Published
 
 
 def fields_of(scene: PublishedScene) -> dict[str, bytes]:
-    """The members of a scene's sample."""
+    """Return the members of a scene's sample."""
     fields = {"png": encode_image(np.ascontiguousarray(scene.image)), "json": json.dumps(scene.metadata).encode()}
     for name, plane in (("mask.png", scene.label), ("semantic.png", scene.semantic)):
         if plane is not None:
@@ -279,7 +291,7 @@ def fields_of(scene: PublishedScene) -> dict[str, bytes]:
 
 
 def decode_array(data: bytes, where: object, labels: bool = False) -> np.ndarray:
-    """The picture in a file: (H, W, 3), or (H, W) of labels, palettes as their numbers. Raises `DataError` naming `where`."""
+    """Decode an image file to (H, W, 3), or to (H, W) labels, with palette indices as numbers. Raises `DataError` naming `where`."""
     how = PUBLISHED if labels else PICTURES
     try:
         image = decode(data, how)
@@ -291,23 +303,25 @@ def decode_array(data: bytes, where: object, labels: bool = False) -> np.ndarray
 
 
 def to_label_map(plane: np.ndarray, where: object, of_several: bool = False) -> np.ndarray:
-    """Label maps of any coding to (H, W) uint8: colours are numbered, black is none.
+    """Convert label maps of any coding to (H, W) uint8: colours are numbered, black is none.
 
     Args:
-        of_several: of pictures in which the same objects are seen.
+        plane: the decoded image.
+        where: name for errors.
+        of_several: the same objects are seen in several images.
 
     Raises:
-        DataError: more than 254 objects, or colours of several pictures.
+        DataError: more than 254 objects, or colours in several images.
     """
     if plane.ndim == 3:
-        # Numbered picture by picture: a colour that one of several does not show would make an object another one in it.
+        # Colours are numbered per image, so an object that is missing in one of several images would shift the numbers.
         if of_several:
             raise DataError(
-                f"{where}: masks of colours, whose numbers would differ between pictures of one scene; write them as numbers"
+                f"{where}: masks are colours, whose numbers would differ between the images of a scene. Write them as numbers."
             )
         flat = plane[..., :3].astype(np.int64) @ np.array([1 << 16, 1 << 8, 1])
         values, plane = np.unique(flat, return_inverse=True)
         plane = plane.reshape(flat.shape) + (0 if values[0] == 0 else 1)
     if plane.size and (plane.min() < 0 or plane.max() >= IGNORE):
-        raise DataError(f"{where}: labels from {plane.min()} to {plane.max()}; 0 to {IGNORE - 1} can be written")
+        raise DataError(f"{where}: expected labels from 0 to {IGNORE - 1}, got {plane.min()} to {plane.max()}")
     return plane.astype(np.uint8)

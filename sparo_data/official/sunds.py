@@ -1,6 +1,7 @@
-"""MultiShapeNet as OSRT has it (MSN-Hard, MSN-Easy): TFDS' records in the format of google-research/sunds, read without TensorFlow.
+"""MultiShapeNet as in OSRT (MSN-Hard, MSN-Easy): TFDS' records in the format of google-research/sunds, read without TensorFlow.
 
-A record is a frame of several cameras. `extrinsics` go from the frame to a camera in OpenCV's convention, `pose` from the frame to the scene.
+A record is a frame of several cameras. `extrinsics` map the frame to a camera in OpenCV's convention, `pose` the frame
+to the scene.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ _CAMERA = re.compile(r"cameras/(.+)/color_image")
 
 
 def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
-    """The scenes of one of TFDS' files, cameras in the order of their numbers; depth and instances where it has them.
+    """Yield the scenes of one of TFDS' files, cameras ordered by number, with depth and instances if it has them.
 
-    Instance 1 is MultiShapeNet's background, and 0 a few pixels that belong to nothing; both are 0 here, and objects begin at 1.
+    Instance 1 is MultiShapeNet's background, and 0 marks a few pixels of nothing. Both are 0 here, and objects begin at
+    1.
 
     Raises:
-        DataError: a file that breaks off, a record without cameras, a camera without a pose or a lens, one that is distorted or no pinhole.
+        DataError: a truncated file, a record without cameras, a camera without a pose or a lens, or one that is
+            distorted or not a pinhole.
     """
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
         features = parse_example(record, where)
         names = sorted({m[1] for key in features if (m := _CAMERA.fullmatch(key))}, key=_natural_sort_key)
         if not names:
-            raise DataError(f"{where}: has no cameras (it has {', '.join(sorted(features)) or 'nothing'})")
+            raise DataError(f"{where}: has no cameras, got {', '.join(sorted(features)) or 'nothing'}")
         scene = _text(features, "scene_name") or f"{path.stem}_{number:06d}"
-        # Frames of one camera each are scenes of their own in such files.
+        # Frames of one camera each are separate scenes in such files.
         frame = _text(features, "frame_name")
         name = scene if frame in (None, scene) else f"{scene}_{frame}"
         views = [_view(features, camera, f"{where}, {camera}") for camera in names]
@@ -47,7 +50,7 @@ def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
 
 
 def _natural_sort_key(name: str) -> tuple[str, int, str]:
-    """camera_10 stands behind camera_9. By length first: Python makes no numbers of thousands of digits."""
+    """Sort camera_10 after camera_9. Digits are compared by length first, because Python refuses numbers with thousands of digits."""
     match = re.search(r"0*(\d*)$", name)
     assert match is not None
     return name[: match.start()], len(match[1]), match[1]
@@ -59,23 +62,23 @@ def _view(features: dict[str, Value], camera: str, where: str) -> PublishedView:
     height, width = image.shape[:2]
     kind = _text(features, f"{own}/intrinsics/type")
     if kind != "PERSPECTIVE":
-        raise DataError(f"{where}: is a camera of type {kind}; PERSPECTIVE ones can be read")
+        raise DataError(f"{where}: expected a camera of type PERSPECTIVE, got {kind}")
     for part in ("radial", "tangential"):
         distortion = features.get(f"{own}/intrinsics/distortion/{part}")
         if isinstance(distortion, np.ndarray) and distortion.any():
             raise DataError(
-                f"{where}: its lens is distorted ({part} {distortion.tolist()}); undistort its pictures first"
+                f"{where}: its lens is distorted ({part} {distortion.tolist()}). Undistort its images first."
             )
     label = None
     if f"{own}/instance_image" in features:
-        # A scene's cameras see the same objects.
+        # All cameras of a scene see the same objects.
         plane = decode_array(_encoded_picture(features, f"{own}/instance_image", where), where, labels=True)
         instances = to_label_map(plane, where, True)
         label = np.where(instances > 0, instances - 1, 0).astype(np.uint8)
     depth = _depth(features, own, where) if f"{own}/depth_image" in features else None
     for plane in (label, depth):
         if plane is not None and plane.shape != (height, width):
-            raise DataError(f"{where}: a plane of {plane.shape} and a picture of {(height, width)} pixels")
+            raise DataError(f"{where}: a plane of {plane.shape} does not match the image of {(height, width)} pixels")
     scene_from_frame = _isometry(features, "pose", where)
     camera_from_frame = _isometry(features, f"{own}/extrinsics", where)
     matrix = _table(features, f"{own}/intrinsics/K", 9, where).reshape(3, 3)
@@ -89,24 +92,24 @@ def _view(features: dict[str, Value], camera: str, where: str) -> PublishedView:
 
 
 def _depth(features: dict[str, Value], own: str, where: str) -> np.ndarray:
-    """(H, W) fp32: TFDS writes such a picture as a PNG whose four bytes of a pixel are the number's."""
+    """Return (H, W) fp32 from a PNG whose four bytes per pixel are a float, as TFDS writes it."""
     try:
         with Image.open(
             io.BytesIO(_encoded_picture(features, f"{own}/depth_image", where)), formats=("PNG",)
         ) as picture:
             data = np.asarray(picture)
-    except Exception as error:  # decoders of broken files raise anything
+    except Exception as error:  # decoders of broken files may raise anything
         raise DataError(f"{where}: depth_image cannot be decoded as a PNG, got {error}") from None
     if data.ndim != 3 or data.shape[2] != 4:
         raise DataError(f"{where}: depth_image needs four bytes per pixel (an fp32 distance), got shape {data.shape}")
     depth = np.ascontiguousarray(data).view("<f4")[..., 0]
-    if not (depth > 0).all():  # a NaN is not above 0 either
-        raise DataError(f"{where}: depth_image has numbers that are no distances")
+    if not (depth > 0).all():  # false for NaN, too
+        raise DataError(f"{where}: depth_image has values that are not distances")
     return depth
 
 
 def _isometry(features: dict[str, Value], name: str, where: str) -> np.ndarray:
-    """(4, 4) fp64 of a rotation R and a translation t."""
+    """Return the (4, 4) fp64 transform of a rotation R and a translation t."""
     transform = np.eye(4)
     transform[:3, :3] = _table(features, f"{name}/R", 9, where).reshape(3, 3)
     transform[:3, 3] = _table(features, f"{name}/t", 3, where)
@@ -129,6 +132,6 @@ def _encoded_picture(features: dict[str, Value], name: str, where: str) -> bytes
 
 def _text(features: dict[str, Value], name: str) -> str | None:
     values = features.get(name)
-    if isinstance(values, np.ndarray):  # letters that stand alone are read as bytes
+    if isinstance(values, np.ndarray):  # single letters are read as bytes
         return values.astype(np.uint8).tobytes().decode(errors="replace") if len(values) == 1 else None
     return values[0].decode(errors="replace") if values else None

@@ -14,23 +14,21 @@ from sparo_train.core.errors import ConfigError, DataError
 
 Value = np.ndarray | list[bytes]
 _CHUNK = 1 << 20
-_MAX_RECORD_BYTES = (
-    1 << 28
-)  # bytes of a record, which is held in memory: beyond it a length is damage, or a decompression bomb
+_MAX_RECORD_BYTES = 1 << 28  # limit in bytes for a record in memory; a larger length is damage, or a decompression bomb
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The records of a file, plain, gzipped or deflated, one after the other; every checksum is checked.
+    """Yield the records of a file (plain, gzipped or deflated) after verifying their checksums.
 
     Raises:
-        DataError: no such file, a file that breaks off or is damaged (the record is named).
+        DataError: no such file, or it is truncated or damaged (the record is named).
         ConfigError: google-crc32c is not installed.
     """
     try:
         import google_crc32c
     except ImportError:
         raise ConfigError(
-            f"{path}: checksums need google-crc32c; pip install -e '.[convert]' in sparo's checkout"
+            f"{path}: checksums need google-crc32c. pip install -e '.[convert]' in sparo's checkout."
         ) from None
 
     def intact(data: bytes, checksum: bytes) -> bool:
@@ -45,23 +43,23 @@ def records(path: Path) -> Iterator[bytes]:
         plain = not head or (len(head) == 12 and intact(head[:8], head[8:]))
         stream = _PlainReader(file) if plain else _DecompressingReader(file, path)
         number = 0
-        # Eight bytes of length, four of their checksum; behind the content four of its own.
+        # Eight bytes of length and four of its checksum; after the content, four of its checksum.
         while first := stream.read(12):
             where = f"{path}: record {number}"
             if len(first) < 12 or not intact(first[:8], first[8:]):
                 raise DataError(
-                    f"{where}: {'breaks off' if len(first) < 12 else 'is no TFRecord'}; fetch the file again"
+                    f"{where}: {'is truncated' if len(first) < 12 else 'is not a TFRecord'}. Fetch the file again."
                 )
             (length,) = struct.unpack("<Q", first[:8])
             if length >= _MAX_RECORD_BYTES:
                 raise DataError(
-                    f"{where}: is {length / 1e6:.0f} MB long, limit {_MAX_RECORD_BYTES / 1e6:.0f} MB; is the file damaged?"
+                    f"{where}: has {length / 1e6:.0f} MB, more than the limit of {_MAX_RECORD_BYTES / 1e6:.0f} MB. Is the file damaged?"
                 )
             body = stream.read(length + 4)
             if len(body) < length + 4:
-                raise DataError(f"{where}: breaks off after {len(body)} of {length + 4} bytes; fetch the file again")
+                raise DataError(f"{where}: is truncated after {len(body)} of {length + 4} bytes. Fetch the file again.")
             if not intact(body[:-4], body[-4:]):
-                raise DataError(f"{where}: is damaged, its checksum differs; fetch the file again")
+                raise DataError(f"{where}: is damaged, because its checksum differs. Fetch the file again.")
             yield body[:-4]
             number += 1
 
@@ -77,7 +75,7 @@ class _PlainReader:
 class _DecompressingReader:
     def __init__(self, file: IO[bytes], path: Path):
         self._file, self._path, self._rest, self._at = file, path, b"", 0
-        self._inflate = zlib.decompressobj(wbits=47)  # gzip's and zlib's headers alike
+        self._inflate = zlib.decompressobj(wbits=47)  # headers of both gzip and zlib
 
     def read(self, count: int) -> bytes:
         parts = [self._rest[self._at : self._at + count]]
@@ -95,9 +93,9 @@ class _DecompressingReader:
             packed = state.unconsumed_tail or state.unused_data or self._file.read(_CHUNK)
             if not packed:
                 if not state.eof:
-                    raise DataError(f"{self._path}: breaks off in the middle; fetch the file again")
+                    raise DataError(f"{self._path}: is truncated. Fetch the file again.")
                 return b""
-            if state.eof:  # files that were put behind each other
+            if state.eof:  # concatenated compressed files
                 self._inflate = zlib.decompressobj(wbits=47)
             try:
                 chunk = self._inflate.decompress(packed, _MAX_RECORD_BYTES >> 5)
@@ -108,10 +106,10 @@ class _DecompressingReader:
 
 
 def parse_example(data: bytes, where: str) -> dict[str, Value]:
-    """The features of a `tf.train.Example`: numbers as arrays, and strings as a list, or as uint8 where each is one byte.
+    """Return the features of a `tf.train.Example`: numbers as arrays, and strings as a list, or as uint8 if each is one byte.
 
     Raises:
-        DataError: bytes that are no Example; `where` names them.
+        DataError: the bytes are not an Example; `where` names them.
     """
     try:
         feature_map: dict[str, Value] = {}
@@ -122,7 +120,7 @@ def parse_example(data: bytes, where: str) -> dict[str, Value]:
                     feature_map[str(parts[1], "utf-8")] = _feature(parts.get(2, memoryview(b"")))
         return feature_map
     except (IndexError, KeyError, ValueError, TypeError, struct.error):
-        raise DataError(f"{where}: is no tf.train.Example; is it another data set?") from None
+        raise DataError(f"{where}: is not a tf.train.Example. Is it another data set?") from None
 
 
 def _feature(data: memoryview) -> Value:
@@ -140,7 +138,7 @@ def _feature(data: memoryview) -> Value:
 
 
 def _strings(listed: memoryview) -> Value:
-    # The official files store every pixel as a string of its own: tag, length 1, pixel. Walking them would take minutes.
+    # The official files store every pixel as a string: tag, length 1, pixel. Parsing each would take minutes.
     flat = np.frombuffer(listed, np.uint8)
     if len(flat) and len(flat) % 3 == 0 and (flat[0::3] == 0x0A).all() and (flat[1::3] == 1).all():
         return flat[2::3]
@@ -148,7 +146,7 @@ def _strings(listed: memoryview) -> Value:
 
 
 def _fields(data: memoryview, unpacked: bool = False) -> Iterator[tuple[int, memoryview]]:
-    """Number and payload of every field of a message; `unpacked`: a number that stands alone comes as its own bytes."""
+    """Yield number and payload of every field of a message; `unpacked`: a single number is returned as its own bytes."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -163,7 +161,7 @@ def _fields(data: memoryview, unpacked: bool = False) -> Iterator[tuple[int, mem
         else:
             raise ValueError(f"wire type {kind}")
         if end > len(data):
-            raise ValueError("a field breaks off")
+            raise ValueError("a field is truncated")
         yield tag >> 3, data[at:end]
         at = end
 
@@ -182,13 +180,13 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _varints(packed: memoryview) -> np.ndarray:
-    """(n,) int64 of packed varints, all at once."""
+    """Decode packed varints to (n,) int64, all at once."""
     flat = np.frombuffer(packed, np.uint8)
     if not len(flat):
         return np.empty(0, np.int64)
     last = np.flatnonzero(flat < 0x80)
     if not len(last) or last[-1] != len(flat) - 1:
-        raise ValueError("a number breaks off")
+        raise ValueError("a number is truncated")
     first = np.concatenate([[0], last[:-1] + 1])
     shift = (np.arange(len(flat)) - np.repeat(first, last - first + 1)) * 7
     if shift.max() > 63:

@@ -1,4 +1,4 @@
-"""Published videos whole: MOVi-A to F from TFDS' files with all that they hold, and npy shards; a sample per video."""
+"""Published videos: MOVi-A to F from TFDS' files with all their planes, and npy shards; one sample per video."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .clips import movi_records, npy_arrays, sanitize_key
 from .published import PublishedConfig, WriteSummary, decode_array, to_label_map, write_test_and_train
 from .tfrecord import Value
 
-# Features of an object that are numbers of classes, and TFDS' names of these in their order (kubric, challenges/movi/movi_a.py to f).
-# MOVi-A has the first three shapes, sizes and colours; B all shapes and a hue; C to F a category, and which asset it is.
+# Object features that are class indices, and TFDS' class names in order (kubric, challenges/movi/movi_a.py to f).
+# MOVi-A has the first three shapes, sizes and colours; B all shapes and a hue; C to F a category, and the name of the
+# asset.
 _WORDS = {
     "shape_label": ("cube", "cylinder", "sphere", "cone", "torus", "gear", "torus_knot", "sponge", "spot", "teapot", "suzanne"),
     "size_label": ("small", "large"),
@@ -31,17 +32,17 @@ _WORDS = {
         "Keyboard", "Legos", "Media Cases", "Mouse", "None", "Shoe", "Stuffed Toys", "Toys",
     ),
 }  # fmt: skip
-_TABLES = {  # of an object: numbers of each frame
+_TABLES = {  # object features with values per frame
     "positions": 3, "quaternions": 4, "velocities": 3, "angular_velocities": 3, "image_positions": 2, "visibility": 1,
 }  # fmt: skip
 _NUMBERS = ("mass", "friction", "restitution", "scale", "is_dynamic")
 
 
 def movi_videos(path: Path) -> Iterator[Video]:
-    """The videos of one of TFDS' files, with flows, depth, boxes, instances and camera where it has them (MOVi-B's copy lacks some).
+    """Yield the videos of one of TFDS' files, with flows, depth, boxes, instances and camera if it has them (MOVi-B's copy lacks some).
 
     Raises:
-        DataError: a file that breaks off, or that holds no video; planes of other sizes.
+        DataError: the file is truncated, contains no video, or has planes of other sizes.
     """
     for where, name, features in movi_records(path):
         frames = features["video"]
@@ -51,7 +52,9 @@ def movi_videos(path: Path) -> Iterator[Video]:
         labels = _stacked([to_label_map(decode_array(m, where, labels=True), where, True) for m in masks], where)
         times, height, width = labels.shape
         if pictures.shape[:3] != labels.shape:
-            raise DataError(f"{where}: frames of {pictures.shape[1:3]} and segmentations of {labels.shape[1:]} pixels")
+            raise DataError(
+                f"{where}: frames of {pictures.shape[1:3]} and segmentations of {labels.shape[1:]} pixels differ in size"
+            )
         shape = (times, height, width)
         yield Video(
             sanitize_key(name),
@@ -71,11 +74,11 @@ def movi_videos(path: Path) -> Iterator[Video]:
 
 
 def npy_videos(path: Path) -> Iterator[Video]:
-    """The videos of a tar of `key.video.npy` and `key.segmentations.npy`. Raises `DataError` as `npy_arrays` does."""
+    """Yield the videos of a tar of `key.video.npy` and `key.segmentations.npy`. Raises `DataError` like `npy_arrays`."""
     for name, video, masks in npy_arrays(path):
         where = f"{path}: {name}"
         labels = None if masks is None else np.stack([to_label_map(m.astype(np.int64), where) for m in masks])
-        # npy shards have none: they follow from the masks.
+        # npy shards have no boxes, so they are derived from the masks.
         boxes = None if labels is None else boxes_of(labels, int(labels.max(initial=0)))
         yield Video(sanitize_key(name), video, labels, boxes, {"video": name})
 
@@ -86,10 +89,10 @@ VIDEOS: dict[str, Callable[[Path], Iterator[Video]]] = {"movi": movi_videos, "np
 def write_videos(
     out: Path, videos: Iterator[Video], config: PublishedConfig, on_progress: Callable[[int], None] = lambda count: None
 ) -> WriteSummary:
-    """ROOT/clips in the layout of evaluation sets, of the first `test` videos, and ROOT/train/*.tar of the others.
+    """Write the first `test` videos to ROOT/clips, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Raises:
-        DataError: `out` holds something else already, or there is no video.
+        DataError: `out` contains something else already, or there is no video.
     """
     counts = {"all": 0, "empty": 0}
 
@@ -104,7 +107,7 @@ def write_videos(
 
 
 def resize_video(video: Video, side: int | None) -> Video:
-    """A video of `side` pixels a side: colours by area and bicubic, all else by the nearest pixel; flows in the new pixels."""
+    """Resize a video to `side` pixels per side: colours by area and bicubic, other planes by nearest neighbours, with flows in new pixels."""
     if side is None:
         return video
     frames = [decode_array(f, video.key) if isinstance(f, bytes) else f for f in video.frames]
@@ -113,7 +116,7 @@ def resize_video(video: Video, side: int | None) -> Video:
         return video
     rows, columns = ((np.arange(side) + 0.5) * n / side for n in (height, width))
     near = np.ix_(rows.astype(int), columns.astype(int))
-    # Colours smoothly, all else by the nearest pixel: a mean of two depths is a place where nothing is.
+    # Smooth for colours only: the mean of two depths is a place where nothing is.
     small = np.stack([np.asarray(Image.fromarray(f).resize((side, side), Image.Resampling.BICUBIC)) for f in frames])
 
     def resize_plane(plane: QuantizedArray | None, scale: float = 1.0) -> QuantizedArray | None:
@@ -121,7 +124,7 @@ def resize_video(video: Video, side: int | None) -> Video:
 
     if height != width and (video.flow or video.forward):
         raise DataError(
-            f"{video.key}: frames of {width} x {height} pixels have flows, which squeezing would bend; leave --size away"
+            f"{video.key}: frames of {width} x {height} pixels have flows, which do not allow changing the aspect ratio. Remove --size."
         )
     return video._replace(
         frames=small,
@@ -135,17 +138,19 @@ def resize_video(video: Video, side: int | None) -> Video:
 def _stacked(planes: list[np.ndarray], where: str) -> np.ndarray:
     sizes = {plane.shape for plane in planes}
     if len(sizes) != 1:
-        raise DataError(f"{where}: frames of unequal size ({', '.join(str(s[1::-1]) for s in sorted(sizes))})")
+        raise DataError(f"{where}: frames have unequal sizes ({', '.join(str(s[1::-1]) for s in sorted(sizes))})")
     return np.stack(planes)
 
 
 def _numbers(features: dict[str, Value], name: str, where: str, whole: bool = False) -> np.ndarray | None:
-    """A feature of numbers, None where a copy lacks it. Raises `DataError` where they are not finite, or (`whole`) not whole."""
+    """Return a feature of numbers, or None if the file lacks it. Raises `DataError` if they are not finite, or (`whole`) not integers."""
     table = features.get(name)
     if not isinstance(table, np.ndarray):
         return None
     if not np.isfinite(table).all() or (whole and table.dtype.kind not in "iu"):
-        raise DataError(f"{where}: {name} has what is no {'whole ' if whole else ''}number; fetch the file again")
+        raise DataError(
+            f"{where}: {name} has values that are not {'whole ' if whole else ''}numbers. Fetch the file again."
+        )
     return table
 
 
@@ -165,9 +170,9 @@ def _flow(features: dict[str, Value], name: str, shape: tuple[int, int, int], wh
     levels, bounds = _numbers(features, name, where, whole=True), _range(features, name, where)
     if levels is None or bounds is None:
         return None
-    # Beyond 16 bits numpy would begin again at 0.
+    # Beyond 16 bits, numpy would wrap around to 0.
     if levels.size != 2 * int(np.prod(shape)) or levels.min(initial=0) < 0 or levels.max(initial=0) > MAX_LEVEL:
-        raise DataError(f"{where}: {name} is not two 16-bit numbers for each pixel")
+        raise DataError(f"{where}: {name} does not have two 16-bit values for each pixel")
     return QuantizedArray(levels.reshape(*shape, 2).astype(np.uint16), *bounds)
 
 
@@ -181,12 +186,12 @@ def _depth(features: dict[str, Value], shape: tuple[int, int, int], where: str) 
             f"{where}: depth: expected 16 bits a pixel, got {8 * levels.dtype.itemsize}. Fetch the file again."
         )
     if levels.shape != shape:
-        raise DataError(f"{where}: depth of {levels.shape}, and the video has {shape}")
-    return QuantizedArray(levels.astype(np.uint16), *bounds)  # pictures that are read have no more bits
+        raise DataError(f"{where}: depth of {levels.shape} does not match the video of {shape}")
+    return QuantizedArray(levels.astype(np.uint16), *bounds)  # decoded images have at most 16 bits
 
 
 def _boxes(features: dict[str, Value], times: int, where: str) -> np.ndarray | None:
-    """(T, K, 4); TFDS lists an object's boxes of the frames in which it is seen."""
+    """Return (T, K, 4) boxes; TFDS lists an object's boxes for the frames in which it is visible."""
     flat = _numbers(features, "instances/bboxes/ragged_flat_values", where)
     of = _numbers(features, "instances/bboxes/ragged_row_lengths_0", where, whole=True)
     frames = _numbers(features, "instances/bbox_frames/ragged_flat_values", where, whole=True)
@@ -198,34 +203,32 @@ def _boxes(features: dict[str, Value], times: int, where: str) -> np.ndarray | N
         or of.sum() != len(frames)
         or (len(frames) and not 0 <= frames.min() <= frames.max() < times)
     ):
-        raise DataError(f"{where}: instances/bboxes and bbox_frames do not go together")
-    # Zeros where an object is not seen, as the episodes' format has it.
+        raise DataError(f"{where}: instances/bboxes and bbox_frames do not match")
+    # Zeros if an object is not visible, as in the format of episodes.
     table = np.zeros((times, len(of), 4), np.float32)
     table[frames, np.repeat(np.arange(len(of)), of)] = flat.reshape(-1, 4)
     return table
 
 
 def _objects(features: dict[str, Value], times: int, where: str) -> list[dict[str, Any]]:
-    """The instances as plain data; what a copy lacks is left out."""
+    """Return the instances as plain data, without features that the file lacks."""
     positions = _numbers(features, "instances/positions", where)
     count = 0 if positions is None else len(positions) // (3 * times)
     if positions is not None and positions.size % (3 * times):
         raise DataError(
-            f"{where}: instances/positions has {positions.size} numbers, no three for each object in {times} frames"
+            f"{where}: instances/positions: expected three values for each object in {times} frames, got {positions.size}"
         )
     objects: list[dict[str, Any]] = [{"id": number + 1} for number in range(count)]
 
     def rows_of(name: str, shape: tuple[int, ...], whole: bool = False) -> list[Any]:
         table = _numbers(features, f"instances/{name}", where, whole)
         if table is not None and table.size != math.prod(shape):
-            raise DataError(
-                f"{where}: instances/{name} has {table.size} numbers for {count} objects and {times} frames"
-            )
+            raise DataError(f"{where}: instances/{name} has {table.size} values for {count} objects and {times} frames")
         return [] if table is None else table.reshape(shape).tolist()
 
     for name, words in _WORDS.items():
         for one, value in zip(objects, rows_of(name, (count,), whole=True), strict=False):
-            # A number beyond them is a class of another set's, whose name nobody told.
+            # A larger number is a class of another set, whose name is unknown.
             one[name.removesuffix("_label")] = words[value] if 0 <= value < len(words) else str(value)
     for one, rgb in zip(objects, rows_of("color", (count, 3)), strict=False):
         one["rgb"] = rgb
@@ -244,12 +247,12 @@ def _objects(features: dict[str, Value], times: int, where: str) -> list[dict[st
 
 
 def _camera(features: dict[str, Value], times: int, where: str) -> dict[str, Any]:
-    """`fov` in degrees, and where the camera is in every frame: OpenGL's and Blender's, looking along -z."""
+    """Return `fov` in degrees, and the camera's pose in every frame in the convention of OpenGL and Blender (looking along -z)."""
     camera: dict[str, Any] = {}
     fov = _numbers(features, "camera/field_of_view", where)
     if fov is not None:
         if len(fov) != 1:
-            raise DataError(f"{where}: camera/field_of_view has {len(fov)} numbers, 1 wanted. Fetch the file again.")
+            raise DataError(f"{where}: camera/field_of_view: expected one value, got {len(fov)}. Fetch the file again.")
         camera["fov"] = float(np.degrees(fov[0]))
     for name, wide in (("positions", 3), ("quaternions", 4)):
         table = _numbers(features, f"camera/{name}", where)
@@ -257,7 +260,7 @@ def _camera(features: dict[str, Value], times: int, where: str) -> dict[str, Any
             continue
         if table.size != times * wide:
             raise DataError(
-                f"{where}: camera/{name} has {table.size} numbers, {times * wide} wanted ({wide} for each of {times} frames). "
+                f"{where}: camera/{name}: expected {times * wide} values ({wide} for each of {times} frames), got {table.size}. "
                 "Fetch the file again."
             )
         if name == "quaternions":
@@ -267,6 +270,6 @@ def _camera(features: dict[str, Value], times: int, where: str) -> dict[str, Any
 
 
 def _refuse_no_rotation(table: np.ndarray | None, where: str) -> None:
-    """Raise `DataError` for quaternions of zeros, which describe no rotation."""
+    """Raise `DataError` for zero quaternions, which describe no rotation."""
     if table is not None and table.size % 4 == 0 and (np.abs(table.reshape(-1, 4)).max(1, initial=0) < 1e-6).any():
         raise DataError(f"{where}: a quaternion of zeros describes no rotation. Fetch the file again.")

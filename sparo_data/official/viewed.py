@@ -1,4 +1,4 @@
-"""Published scenes of several posed cameras: what they are, how they are written, and folders in Blender's and NeRF's convention."""
+"""Published scenes with several posed cameras: their common form, writing, and folders in the convention of Blender and NeRF."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ _PINHOLES = (
     "PINHOLE",
     "SIMPLE_PINHOLE",
     "PERSPECTIVE",
-)  # what nerfstudio and COLMAP call cameras that are, or may be, pinholes
+)  # camera models of nerfstudio and COLMAP that are, or may be, pinholes
 _LENS = ("fl_x", "fl_y", "cx", "cy", "w", "h", "camera_angle_x", "camera_angle_y", "fov")
-MAX_DISTANCE = 1e6  # from the origin, of cameras
+MAX_DISTANCE = 1e6  # largest distance of cameras from the origin
 
 
 class PublishedView(NamedTuple):
-    """What one camera sees. image: (H, W, 3).  label: (H, W) uint8.  pose: (4, 4), OpenGL's.  lens: fx, fy, cx, cy in its pixels.
-    depth: (H, W) fp32, along the ray."""
+    """View of one camera.
+
+    Attributes:
+        image: (H, W, 3).
+        label: (H, W) uint8.
+        pose: (4, 4), OpenGL's.
+        lens: fx, fy, cx, cy in pixels of the image.
+        depth: (H, W) fp32, along the ray.
+    """
 
     image: np.ndarray
     label: np.ndarray | None
@@ -43,7 +50,7 @@ class PublishedView(NamedTuple):
 
 
 class PublishedViews(NamedTuple):
-    """A still scene. metadata: for the json."""
+    """A static scene, with the content of its JSON (`metadata`)."""
 
     key: str
     views: list[PublishedView]
@@ -51,40 +58,42 @@ class PublishedViews(NamedTuple):
 
 
 def nerf_scenes(place: Path) -> Iterator[PublishedViews]:
-    """A folder with transforms.json (or transforms_train.json, …, each a scene of its own), or a folder of such folders, in the order of
-    names. Frames without an ending of their file are .png, what is transparent is on white, as NeRF's synthetic scenes have it.
+    """Yield the scenes of a folder with transforms.json (or transforms_train.json, …, each a scene), or of a folder of such folders, by name.
+
+    Frames without a suffix are .png, and transparent images are composited on white, as in NeRF's synthetic scenes.
 
     Raises:
-        DataError: nothing of it there, a picture that is missing, a pose or a lens that is none; distorted lenses.
+        DataError: there is none, an image is missing, a pose or lens is invalid, or a lens is distorted.
     """
     folders = (
         [place]
         if any((place / name).is_file() for name in _NAMES)
         else sorted(p for p in place.iterdir() if p.is_dir())
     )
-    # Train, val and test of one scene are samples of their own: their cameras were not meant to be mixed. All are scored, or none.
+    # Train, val and test of one scene are separate samples, because their cameras are not meant to be mixed. Either all
+    # of them are scored, or none.
     files = [folder / name for folder in folders for name in _NAMES if (folder / name).is_file()]
     if not files:
-        raise DataError(f"{place}: no transforms.json in it, nor in its folders")
+        raise DataError(f"{place}: no transforms.json in this folder or its subfolders")
     for path in files:
         transforms = read_json(path, dict, DataError)
         frames = transforms.get("frames")
         if not isinstance(frames, list) or not frames:
             raise DataError(f"{path}: has no frames")
         part = path.stem.removeprefix("transforms").lstrip("_")
-        name = path.parent.resolve().name  # `.` has no name of its own
+        name = path.parent.resolve().name  # `.` has no name
         views = [_frame(path, number, transforms, frame) for number, frame in enumerate(frames)]
         metadata = {"dataset": name, "scene": name, **_near_far(path, transforms)}
         yield PublishedViews(sanitize_key(name + (f"_{part}" if part else "")) or "scene", views, metadata)
 
 
 def _near_far(path: Path, transforms: dict[str, Any]) -> dict[str, float]:
-    """`near` and `far` of a transforms.json, which some exporters write. Raises `DataError` where they are no two distances."""
+    """Return `near` and `far` of a transforms.json, which some exporters write. Raises `DataError` unless 0 < near < far."""
     near, far = transforms.get("near"), transforms.get("far")
     if near is None and far is None:
         return {}
     if not isinstance(near, int | float) or not isinstance(far, int | float) or not 0 <= near < far < MAX_DISTANCE:
-        raise DataError(f"{path}: near={near!r} and far={far!r} are no two distances, the nearer one first; mend them")
+        raise DataError(f"{path}: expected 0 < near < far, got near={near!r} and far={far!r}. Correct them.")
     return {"near": float(near), "far": float(far)}
 
 
@@ -99,32 +108,31 @@ def _frame(path: Path, number: int, transforms: dict[str, Any], frame: Any) -> P
         pose = parse_pose(frame.get("transform_matrix"))
         return PublishedView(image, None, pose, parse_lens(lens, image.shape[1], image.shape[0]))
     except BadSampleError as bad:
-        raise DataError(f"{where}: {bad}; mend it, or take it out") from None
+        raise DataError(f"{where}: {bad}. Correct it, or remove the frame.") from None
 
 
 def _refuse_distortion(where: str, camera_params: dict[str, Any]) -> None:
-    """Raise `DataError` for a lens that is no pinhole, told of all frames or of this one."""
+    """Raise `DataError` for a lens that is not a pinhole, for all frames or for this one."""
     for name in _DISTORTION_KEYS:
         distortion = camera_params.get(name)
         if any(distortion) if isinstance(distortion, list) else distortion:
-            raise DataError(f"{where}: its lens is distorted ({name}={distortion}); undistort the pictures first")
+            raise DataError(f"{where}: its lens is distorted ({name}={distortion}). Undistort the images first.")
     model = camera_params.get("camera_model", "PINHOLE")
     if model not in _PINHOLES or camera_params.get("is_fisheye"):
         what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"
-        raise DataError(
-            f"{where}: {what} is no pinhole; rays are those of pinholes, so bring the pictures to one first"
-        )
+        raise DataError(f"{where}: {what} is not a pinhole camera. Convert the images to one first.")
 
 
 def _picture(path: Path, where: str, name: str) -> bytes:
     picture = path.parent / name
-    ending = "" if picture.suffix else "; without an ending .png is meant"
+    ending = "" if picture.suffix else "; without a suffix, .png is assumed"
     try:
-        # Its ending before its place is looked at: `.` and `..` would become names beside the folder by it.
+        # Add the suffix before resolving the path, because `.` and `..` would otherwise become names outside the
+        # folder.
         picture = picture.with_name(f"{picture.name}.png") if ending else picture
         inside = picture.resolve().is_relative_to(path.parent.resolve())
-    except (OSError, ValueError) as error:  # a NUL, a loop of links
-        raise DataError(f"{where}: file_path {name!r} is no path ({error})") from None
+    except (OSError, ValueError) as error:  # a NUL, or a loop of links
+        raise DataError(f"{where}: file_path {name!r} is not a path ({error})") from None
     if not inside:
         raise DataError(f"{where}: file_path {name!r} leaves its folder")
     try:
@@ -139,10 +147,10 @@ def write_multi_view(
     config: PublishedConfig,
     on_progress: Callable[[int], None] = lambda count: None,
 ) -> WriteSummary:
-    """ROOT/scenes in the layout of evaluation sets, of the first `test` scenes, and ROOT/train/*.tar of the others.
+    """Write the first `test` scenes to ROOT/scenes, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Raises:
-        DataError: `out` holds something else already, or there is no scene.
+        DataError: `out` contains something else already, or there is no scene.
     """
     counts = {"all": 0, "empty": 0}
 
@@ -159,7 +167,7 @@ def write_multi_view(
 
 
 def _override_near_far(scene: PublishedViews, config: PublishedConfig) -> PublishedViews:
-    """With the distances that the command gives; they go before those of the scene's own file."""
+    """Replace the scene's distances by those of the command."""
     if config.near is None or config.far is None:
         return scene
     return scene._replace(metadata={**scene.metadata, "near": config.near, "far": config.far})
@@ -167,29 +175,31 @@ def _override_near_far(scene: PublishedViews, config: PublishedConfig) -> Publis
 
 def _count_objects(scene: PublishedViews) -> int:
     if "object_count" not in scene.metadata:
-        raise DataError(f"{scene.key}: nobody says how many objects it has; leave --max-objects away")
+        raise DataError(f"{scene.key}: its number of objects is unknown. Remove --max-objects.")
     return scene.metadata["object_count"]
 
 
 def multi_view_fields(scene: PublishedViews, size: int | None) -> dict[str, bytes]:
-    """The members of a scene's sample, its pictures of `size` pixels a side where one is given; lenses are told in their first pixels."""
+    """Return the members of a scene's sample, resized to `size` pixels per side if given; lenses are in pixels of the written images."""
     videos, cameras = [], []
     depths, bounds = _depths(scene)
     for view, depth in zip(scene.views, depths, strict=True):
         height, width = view.image.shape[:2]
         label = None if view.label is None else view.label[None]
         if label is not None and label.shape[1:] != (height, width):
-            raise DataError(f"{scene.key}: a mask of {label.shape[1:]} and its picture of {(height, width)} pixels")
+            raise DataError(
+                f"{scene.key}: a mask of {label.shape[1:]} does not match its image of {(height, width)} pixels"
+            )
         videos.append(resize_video(Video(scene.key, view.image[None], label, None, {}, depth), size))
         fx, fy, cx, cy = view.lens.tolist()
         intrinsics = {"w": width, "h": height, "fl_x": fx, "fl_y": fy, "cx": cx, "cy": cy}
         cameras.append({**intrinsics, "poses": [view.pose.tolist()]})
-    # What the scene or the command says goes before what its depth tells.
+    # Values of the scene or the command take precedence over those from depth.
     return scene_fields(videos, {**bounds, **scene.metadata, "convention": "opengl", "cameras": cameras})
 
 
 def _depths(scene: PublishedViews) -> tuple[list[QuantizedArray | None], dict[str, float]]:
-    """Each view's depth, between the same two numbers as all others', which one json has room for; and the nearest and farthest of them."""
+    """Return each view's depth in one common range, because there is one JSON, and the nearest and farthest distance."""
     depths = [view.depth for view in scene.views]
     planes = [np.minimum(depth, MAX_DEPTH) for depth in depths if depth is not None]
     if len(planes) < len(depths):

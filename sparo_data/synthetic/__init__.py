@@ -1,1 +1,1 @@
-"""Data sets that are drawn here: captioned scenes, scenes of objects, Tetrominoes, videos, and scenes of several cameras."""
+"""Generated data sets: captioned scenes, scenes of objects, Tetrominoes, videos, and scenes with several cameras."""

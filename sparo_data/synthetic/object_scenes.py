@@ -1,9 +1,10 @@
-"""Scenes for object discovery and set prediction: CLEVR-like, textured, and rooms; every scene a pure function of (seed, split, index).
+"""Scenes for object discovery and set prediction: CLEVR-like, textured, and rooms; each a pure function of (seed, split, index).
 
-`clevr` follows the rules of CLEVR's generator (Johnson et al. 2017): three to ten solids, two sizes, two materials, eight colours, apart from
-each other and told apart in every direction, none hidden. `clevrtex` paints solids and ground with patterns (after Karazija et al. 2021).
-`rooms` are coloured rooms of one to three objects seen from anywhere inside (after Burgess et al. 2019), and `ROOM_TESTS` what they
-are tested on out of distribution. Attributes have CLEVR's names, so that `task: objects` and set prediction take them all.
+`clevr` follows the rules of CLEVR's generator (Johnson et al. 2017): three to ten solids, two sizes, two materials,
+eight colours, separated by a margin in space and in every direction, none hidden. `clevrtex` has patterns on solids and
+ground (after Karazija et al. 2021). `rooms` are coloured rooms with one to three objects, seen from anywhere inside
+(after Burgess et al. 2019), and `ROOM_TESTS` are their tests out of distribution. Attributes have CLEVR's names, so
+`task: objects` and set prediction support all of them.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 ROOM_TESTS = ("empty_room", "six_objects", "identical_color")
 
 RADII = {"large": 0.7, "small": 0.35}
-_MIN_GAP, _MARGIN = 0.25, 0.4  # CLEVR's: between surfaces, and along each axis of the camera
-_MIN_VISIBLE_SHARE = 200 / (320 * 480)  # share of the picture that every object shows
-_WALL = 10.0  # half a wall's side: a cube so large that one face is all of it that is seen
+_MIN_GAP, _MARGIN = 0.25, 0.4  # CLEVR's margins: between surfaces, and along each axis of the camera
+_MIN_VISIBLE_SHARE = 200 / (320 * 480)  # share of the image that every object must show
+_WALL = 10.0  # half a wall's side: a cube so large that only one of its faces is visible
 
 
 def radius_of(size: str, shape: str) -> float:
-    """Half a solid's height; a cube is as large as the sphere around its foot, as CLEVR has it."""
+    """Return half a solid's height; a cube fits into the sphere's circle on the ground, as in CLEVR."""
     return RADII[size] / (2**0.5 if shape == "cube" else 1)
 
 
 class Solid(NamedTuple):
-    """An object of a scene graph: CLEVR's attributes, where its foot stands, yaw in radians; `texture` where it is painted."""
+    """An object of a scene graph: CLEVR's attributes, the position of its foot, yaw in radians, and `texture` if it is painted."""
 
     size: str
     material: str
@@ -54,7 +55,7 @@ class Solid(NamedTuple):
 
     @property
     def radius(self) -> float:
-        """Half its height."""
+        """Return half its height."""
         return radius_of(self.size, self.shape)
 
     def body(self) -> Body:
@@ -63,7 +64,7 @@ class Solid(NamedTuple):
 
 
 class ObjectScene(NamedTuple):
-    """Solids on a stage, and what looks at them; `walls` are bodies that are no objects."""
+    """Solids on a stage, with camera and light; `walls` are bodies that are not objects."""
 
     kind: str
     solids: tuple[Solid, ...]
@@ -72,7 +73,7 @@ class ObjectScene(NamedTuple):
     walls: tuple[Body, ...] = ()
 
     def render(self, size: int, antialias: int = 1) -> Frame:
-        """Mask value i + 1 is solid i; walls, ground and sky are 0."""
+        """Render the scene. Mask value i + 1 is solid i; walls, ground and sky are 0."""
         bodies = [*(s.body() for s in self.solids), *self.walls]
         frame = render(bodies, self.camera, size, antialias, self.stage)
         count = len(self.solids)
@@ -81,7 +82,7 @@ class ObjectScene(NamedTuple):
         )
 
     def graph(self, frame: Frame) -> dict[str, Any]:
-        """The scene as plain data: `objects` with CLEVR's words, positions in the world, pixels of the picture."""
+        """Return the scene as plain data: `objects` with CLEVR's words, positions in the world, and pixels in the image."""
         side = frame.mask.shape[0]
         objects = []
         for number, solid in enumerate(self.solids):
@@ -108,13 +109,18 @@ class RenderedScene(NamedTuple):
 def object_scene(
     kind: Kind, seed: int, split: str, index: int, size: int, max_objects: int = 10, antialias: int = 1, test: str = ""
 ) -> RenderedScene:
-    """Scene `index` of a split, rendered.
+    """Render scene `index` of a split.
 
     Args:
-        size: pixels per side.  max_objects: objects (at least three where it allows; rooms: three).  test: of `ROOM_TESTS`, or none.
+        kind, seed, split, index: identify the scene.
+        size: pixels per side.
+        max_objects: largest number of objects (the smallest is three if allowed; rooms: one to three).
+        antialias: rays per pixel along each side.
+        test: one of `ROOM_TESTS`, or empty.
     """
     rng = generator(seed, f"objects {kind} {split} {test}", index)
-    # What is hidden is seen only when it is rendered: all anew, as CLEVR's generator does.
+    # Occlusion is only known after rendering: if an object is hidden, sample the whole scene again, like CLEVR's
+    # generator.
     while True:
         scene = _room(rng, test) if kind == "rooms" else _table(rng, kind, max_objects)
         frame = scene.render(size, antialias)
@@ -130,14 +136,14 @@ def _solid(rng: np.random.Generator, painted: bool = False) -> Solid:
 
 
 def texture(rng: np.random.Generator, scale: tuple[float, float] = (1.0, 3.0)) -> Texture:
-    """One of the patterns, in a second colour."""
+    """Return a random pattern in a second colour."""
     color = tuple(float(c) for c in rng.uniform(0.02, 0.8, 3))
     return Texture(PATTERNS[rng.integers(len(PATTERNS))], color, float(rng.uniform(*scale)), int(rng.integers(1 << 30)))  # type: ignore[arg-type]
 
 
 def table_camera(rng: np.random.Generator) -> Camera:
-    """CLEVR's place, about."""
-    # CLEVR's generator jitters its camera so, and a model cannot learn one view by heart.
+    """Return a camera near CLEVR's position."""
+    # CLEVR's generator jitters its camera likewise, so a model cannot memorize one view.
     jitter = rng.uniform(-0.5, 0.5, 3)
     return Camera((6.2 + float(jitter[0]), -5.9 + float(jitter[1]), 7.0 + float(jitter[2])), (0.0, 0.0, 0.0), 46.0)
 
@@ -157,15 +163,15 @@ def _table(rng: np.random.Generator, kind: Kind, max_objects: int) -> ObjectScen
 def _place_solids(
     rng: np.random.Generator, solids: list[Solid], camera: Camera, reach: float = REACH
 ) -> tuple[Solid, ...]:
-    """Where each stands: apart from the others, and to the left or right, before or behind each by a margin."""
+    """Place solids apart from each other, with a margin to the left or right and in front or behind."""
     right, _, forward = (axis[:2] / np.linalg.norm(axis[:2]) for axis in camera.axes())
-    # All anew where one finds no place, as CLEVR does: crowded scenes would else have a pattern.
+    # Start over if one solid finds no place, as CLEVR does; otherwise crowded scenes would have a pattern.
     while True:
         arrangement: list[Solid] = []
         for solid in solids:
             for _ in range(50):
                 at = rng.uniform(-reach, reach, 2)
-                # By CLEVR's radii, not by ours: a cube of it is as wide as the sphere around its foot.
+                # Use CLEVR's radii instead of ours: its cube is as wide as the sphere's circle on the ground.
                 separations = [(at - (o.x, o.y), RADII[o.size] + RADII[solid.size]) for o in arrangement]
                 if all(
                     np.hypot(*d) > both + _MIN_GAP and min(abs(d @ right), abs(d @ forward)) > _MARGIN
@@ -187,17 +193,17 @@ def _room(rng: np.random.Generator, test: str) -> ObjectScene:
     angle = float(rng.uniform(0, 2 * np.pi))
     eye = (5.4 * float(np.cos(angle)), 5.4 * float(np.sin(angle)), float(rng.uniform(2.6, 3.4)))
     camera = Camera(eye, (0.0, 0.0, 0.3), 52.0)
-    # Floor, wall and sky of any colour: an object is told from them by its shape, too.
+    # Floor, wall and sky may have any colour, so objects also differ from them by shape.
     hues = rng.uniform(0.05, 0.8, (3, 3))
     floor, wall, sky = (tuple(float(c) for c in row) for row in hues)
-    far, top = _WALL + 6.0, 2.2 - 2 * _WALL  # four walls of height 2.2; what looks stands inside them
+    far, top = _WALL + 6.0, 2.2 - 2 * _WALL  # four walls of height 2.2, with the camera inside
     walls = [Body("cube", wall, False, _WALL, (x * far, y * far, top)) for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1))]  # type: ignore[arg-type]
     arrangement = _place_solids(rng, solids, camera, 2.4)
     return ObjectScene("rooms", arrangement, camera, Stage(floor, sky), tuple(walls))  # type: ignore[arg-type]
 
 
 class ObjectSetConfig(Frozen):
-    """How much to render. Equal configs give equal bytes."""
+    """Options of rendering. Equal configs give equal bytes."""
 
     kind: Kind = field(
         "clevr", "clevr: solids on grey; clevrtex: solids with patterns; rooms: coloured rooms with few objects."
@@ -219,13 +225,14 @@ class ObjectSetConfig(Frozen):
 def render_objects(
     root: Path, config: ObjectSetConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+    """Render everything to `root`; existing shards are kept, so an interrupted call can be continued.
 
     Args:
-        on_progress: called with (scenes done, scenes in all) whenever a shard is finished.
+        root, config, processes: folder, options, number of processes.
+        on_progress: called with (finished scenes, number of scenes) after each shard.
 
     Raises:
-        DataError: `root` holds scenes of another config.
+        DataError: `root` contains scenes of another config.
     """
     write_manifest(root, config, "objects.json")
     tests = ("", *(ROOM_TESTS if config.kind == "rooms" else ()))

@@ -17,7 +17,7 @@ from ..tracer.render import Body
 from ..tracer.solids import MONKEY, RING, TUBE, Shape, icosahedron_corners
 
 FPS = 12
-_STEPS = 20  # of the solver per frame, 240 a second
+_STEPS = 20  # solver steps per frame, 240 per second
 _FLOOR = {"lateralFriction": 0.3, "restitution": 0.5}
 _MATERIALS = {  # density, friction, restitution
     "metal": (2.7, 0.4, 0.3),
@@ -25,7 +25,7 @@ _MATERIALS = {  # density, friction, restitution
 }
 
 
-# Of a solid of radius one.
+# For a solid of radius one.
 _VOLUMES: dict[Shape, float] = {
     "sphere": 4 / 3 * np.pi, "cube": 8.0, "cylinder": 2 * np.pi, "cone": 2 / 3 * np.pi, "icosahedron": 2.536,
     "torus": 2 * np.pi**2 * RING * TUBE**2, "monkey": 4 / 3 * np.pi * sum(radius**3 for _, radius in MONKEY),
@@ -33,7 +33,13 @@ _VOLUMES: dict[Shape, float] = {
 
 
 class RigidBody(NamedTuple):
-    """A solid and how it sets out. position: of its centre.  rotation: a unit quaternion (w, x, y, z).  upright: it turns about z alone."""
+    """A solid and its initial state.
+
+    Attributes:
+        position: of its centre.
+        rotation: unit quaternion (w, x, y, z).
+        upright: it only rotates about z.
+    """
 
     shape: Shape
     radius: float
@@ -49,7 +55,7 @@ class RigidBody(NamedTuple):
 
 
 class Motion(NamedTuple):
-    """Of n bodies over T frames: positions of centres (T, n, 3), quaternions (w, x, y, z) (T, n, 4), velocities and angular ones (T, n, 3)."""
+    """Motion of n bodies over T frames: centres (T, n, 3), quaternions (w, x, y, z) (T, n, 4), velocities and angular velocities (T, n, 3)."""
 
     positions: np.ndarray
     quaternions: np.ndarray
@@ -58,11 +64,13 @@ class Motion(NamedTuple):
 
 
 def simulate(bodies: Sequence[RigidBody], frames: int, resting: int = 0, fixed: Sequence[Body] = ()) -> Motion:
-    """Let them go over a floor at z = 0, and look 12 times a second.
+    """Simulate bodies over a floor at z = 0, and record 12 frames per second.
 
     Args:
-        resting: so many of the first bodies lie already where they come to rest when the others set out.
-        fixed: what stands there and does not move.
+        bodies: bodies with their initial state.
+        frames: T.
+        resting: number of first bodies that come to rest before the others start.
+        fixed: bodies that do not move.
 
     Raises:
         ConfigError: pybullet is not installed.
@@ -71,7 +79,7 @@ def simulate(bodies: Sequence[RigidBody], frames: int, resting: int = 0, fixed: 
     client = bullet.connect(bullet.DIRECT)
     try:
         bullet.setGravity(0, 0, -9.81, physicsClientId=client)
-        # Pairs in an order of their own making, and not of the memory's.
+        # Process pairs in a deterministic order instead of that of memory addresses.
         bullet.setPhysicsEngineParameter(deterministicOverlappingPairs=1, physicsClientId=client)
         floor = bullet.createMultiBody(
             0, bullet.createCollisionShape(bullet.GEOM_PLANE, physicsClientId=client), physicsClientId=client
@@ -82,13 +90,13 @@ def simulate(bodies: Sequence[RigidBody], frames: int, resting: int = 0, fixed: 
         body_ids = [_add_body(bullet, client, body) for body in bodies[:resting]]
         for _ in range(4 * FPS * _STEPS if resting else 0):
             bullet.stepSimulation(physicsClientId=client)
-        # What still trembles would push the crowd apart while the others fly.
+        # Freeze them, because remaining jitter would push the crowd apart while the others fly.
         for number in body_ids:
             bullet.resetBaseVelocity(number, [0, 0, 0], [0, 0, 0], physicsClientId=client)
         body_ids += [_add_body(bullet, client, body) for body in bodies[resting:]]
         rows: list[list[Any]] = []
         for frame in range(frames):
-            # The first frame is what was set out, before anything moved.
+            # The first frame is the initial state.
             for _ in range(_STEPS if frame else 0):
                 bullet.stepSimulation(physicsClientId=client)
             rows.append([_state(bullet, client, number) for number in body_ids])
@@ -108,10 +116,10 @@ def _add_body(bullet: Any, client: int, body: RigidBody) -> int:
         baseOrientation=(x, y, z, w),
         physicsClientId=client,
     )
-    # By material, as MOVi has it: metal slides, rubber sticks and bounces.
+    # By material, as in MOVi: metal slides, rubber sticks and bounces.
     _, friction, restitution = _MATERIALS[body.material]
     bullet.changeDynamics(number, -1, lateralFriction=friction, restitution=restitution, physicsClientId=client)
-    if body.upright:  # an inertia of 0 is one without end
+    if body.upright:  # an inertia of 0 means infinite inertia
         turning = (0.0, 0.0, body.mass * body.radius**2 / 2)
         bullet.changeDynamics(number, -1, localInertiaDiagonal=turning, physicsClientId=client)
     bullet.resetBaseVelocity(number, body.velocity, physicsClientId=client)
@@ -119,7 +127,7 @@ def _add_body(bullet: Any, client: int, body: RigidBody) -> int:
 
 
 def _add_fixed_body(bullet: Any, client: int, body: Body) -> None:
-    """What does not move: it has no mass."""
+    """Add a body that does not move: it has no mass."""
     x, y, z, w = Rotation.from_matrix(body.axes).as_quat().tolist()
     number = bullet.createMultiBody(
         0,
@@ -134,7 +142,7 @@ def _add_fixed_body(bullet: Any, client: int, body: Body) -> None:
 def _collision(
     bullet: Any, client: int, shape: Shape, r: float, stretch: tuple[float, float, float] = (1, 1, 1)
 ) -> int:
-    """Bullet's own solids where it has them; else a hull around corners, so that nothing goes through a torus."""
+    """Return Bullet's own shape if it has one, otherwise a convex hull, so that nothing passes through a torus."""
     if shape == "monkey":
         return bullet.createCollisionShapeArray(
             shapeTypes=[bullet.GEOM_SPHERE] * len(MONKEY),
@@ -155,14 +163,14 @@ def _collision(
 
 
 def _corners(shape: Shape) -> np.ndarray:
-    """(n, 3) corners of a hull."""
+    """Return (n, 3) corners of a hull."""
     if shape == "icosahedron":
         return icosahedron_corners()
     turn = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     around = np.stack([np.cos(turn), np.sin(turn), np.zeros_like(turn)], axis=1)
     if shape == "cone":
         return np.concatenate([[[0, 0, 1.0]], around - [0, 0, 1]])
-    # A torus by its outermost circle and its two flat ones: their hull touches it everywhere but in the hole.
+    # A torus as its outermost circle and its two flat circles: their hull touches it everywhere except in the hole.
     wide, flat, up = around * (RING + TUBE), around * RING, np.array([0.0, 0.0, TUBE])
     return np.concatenate([wide, flat + up, flat - up])
 
@@ -179,16 +187,16 @@ def _bullet() -> Any:
             import pybullet
     except ImportError:
         raise ConfigError(
-            "sparo data movi-like, scenes3d: bodies are moved by pybullet, which is not installed; pip install -e '.[movi]' in sparo's checkout"
+            "sparo data movi-like, scenes3d: pybullet is not installed. pip install -e '.[movi]' in sparo's checkout."
         ) from None
     return pybullet
 
 
 @contextmanager
 def _suppress_output() -> Iterator[None]:
-    """pybullet's library tells its build time as it is loaded, past Python's streams."""
+    """Suppress pybullet's build time, which its library prints on import, bypassing Python's streams."""
     sys.stdout.flush()
-    # The descriptors themselves: a C library knows nothing of `sys.stdout`.
+    # Redirect the file descriptors, because a C library does not use `sys.stdout`.
     saved_fds = os.dup(1), os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

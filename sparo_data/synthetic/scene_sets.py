@@ -1,9 +1,9 @@
-"""Writing the rendered data set: training shards and the four evaluation sets.
+"""Writer of the rendered data set: training shards and four evaluation sets.
 
 ROOT/train/00000.tar …      key.jpg key.txt key.json (scene graph) key.mask.png (value i+1: object i)
 ROOT/zeroshot/              24 colour-shape classes, one object per image        (clip-benchmark's wds layout)
-ROOT/zeroshot_heldout/      images of the six pairs that never occur in training, told apart among all 24
-ROOT/retrieval/             scenes of two to four objects, every caption unique
+ROOT/zeroshot_heldout/      images of the six pairs that never occur in training, classified among all 24
+ROOT/retrieval/             scenes of two to four objects, with unique captions
 ROOT/pairs/                 key.jpg key.json {"kind", "caption", "negative_caption"}
 """
 
@@ -45,12 +45,13 @@ _DEFAULT_WORDS = ("color",)
 ScenePair = tuple[Scene, str, str]  # scene, true caption, false caption
 
 
-# Compositional caption pairs over rendered scenes, after SugarCrepe's seven kinds but without its shortcuts. True and false captions of a pair make
-# equally many statements and come from the same distribution: a replaced attribute is drawn evenly among the others, a relation's side is a coin
-# flip, and `add` compares a true addition with a false one instead of a longer caption with a shorter one. evals.tasks.textonly measures that text
-# alone decides nothing.
+# Compositional caption pairs over rendered scenes, after SugarCrepe's seven kinds but without its shortcuts. The true
+# and the false caption of a pair make equally many statements and come from the same distribution: a replaced attribute
+# is drawn uniformly from the others, the side of a relation is a coin flip, and `add` compares a true addition with a
+# false one instead of a longer caption with a shorter one. evals.tasks.textonly measures that the text alone decides
+# nothing.
 def make_pair(kind: str, rng: np.random.Generator) -> ScenePair:
-    """A pair of the given kind (a key of `KINDS`); draws until the false caption is false of the whole scene."""
+    """Return a pair of the given kind (a key of `KINDS`); samples until the false caption is false for the whole scene."""
     while True:
         pair = KINDS[kind](rng)
         if pair is not None:
@@ -58,9 +59,9 @@ def make_pair(kind: str, rng: np.random.Generator) -> ScenePair:
 
 
 def _sample_related_pair(rng: np.random.Generator) -> tuple[Scene, str] | None:
-    """A scene of two objects in colours of their own, and the relation of the first to the second."""
+    """Return a scene of two objects with different colours, and the relation of the first to the second."""
     a, b = sample_object(rng), sample_object(rng)
-    # Of two things in one colour a caption by colours would be true of both.
+    # With equal colours, a caption that names colours would be true for both objects.
     if a.color == b.color:
         return None
     scene = sample_scene(rng, 2, objects=[a, b])
@@ -71,10 +72,10 @@ def _sample_related_pair(rng: np.random.Generator) -> tuple[Scene, str] | None:
 def _change(
     obj: SceneObject, attribute: str, scene: Scene, rng: np.random.Generator, words: tuple[str, ...]
 ) -> SceneObject | None:
-    """Another value of one attribute, such that no object of the scene fits the new phrase and no held-out pair arises."""
+    """Return another value of an attribute, such that no object of the scene matches the new phrase and it is no held-out pair."""
     value = str(rng.choice([v for v in _VALUES[attribute] if v != getattr(obj, attribute)]))
     other = obj._replace(**{attribute: value})
-    # By what the caption says of them: a thing that differs in what is not said fits the phrase as well.
+    # Compare by the words of the caption only: an object that differs in other attributes matches the phrase, too.
     phrases = {t.phrase(words) for t in scene.objects}
     return None if other.held_out or other.phrase(words) in phrases else other
 
@@ -87,7 +88,7 @@ def _replace(attribute: str) -> Callable[[np.random.Generator], ScenePair | None
         scene, relation = sample
         words = (*_DEFAULT_WORDS, attribute) if attribute in ("size", "material") else _DEFAULT_WORDS
         a, b = scene.objects
-        # Either side as often: a model that reads the first object alone must not win.
+        # Both sides equally often, so that a model that only reads the first object has no advantage.
         first = bool(rng.integers(2))
         wrong = _change(a if first else b, attribute, scene, rng, words)
         if wrong is None:
@@ -141,10 +142,10 @@ def _swap_attribute(rng: np.random.Generator) -> ScenePair | None:
 
 
 def _add_object(rng: np.random.Generator) -> ScenePair | None:
-    # Two in one colour and shape would make the caption say one of them twice.
+    # Two objects with the same colour and shape would be described twice by the same words.
     scene = sample_scene(rng, 2)
     a, b = (t.phrase(_DEFAULT_WORDS) for t in scene.objects)
-    # Drawn as those that are there: what is added is no rarer a word.
+    # From the distribution of existing objects, so that the added object has no rarer words.
     absent = sample_object(rng).phrase(_DEFAULT_WORDS)
     return None if a == b or absent in (a, b) else (scene, f"{a} and {b}", f"{a} and {absent}")
 
@@ -169,7 +170,7 @@ KINDS: dict[str, Callable[[np.random.Generator], ScenePair | None]] = {
 
 
 class ScenesConfig(Frozen):
-    """How much to render. Equal configs give equal bytes."""
+    """Options of rendering. Equal configs give equal bytes."""
 
     seed: int = field(0, "Random seed of all scenes.")
     size: int = field(64, "Image side in pixels.", ge=16)
@@ -185,18 +186,19 @@ class ScenesConfig(Frozen):
 def render_scenes(
     root: Path, config: ScenesConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+    """Render everything to `root`; existing shards are kept, so an interrupted call can be continued.
 
     Args:
-        on_progress: called with (scenes done, scenes in all) whenever a shard is finished.
+        root, config, processes: folder, options, number of processes.
+        on_progress: called with (finished scenes, number of scenes) after each shard.
 
     Raises:
-        DataError: `root` holds scenes of another config.
+        DataError: `root` contains scenes of another config.
     """
     write_manifest(root, config, "scenes.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_train_shard, (root, config, i)) for i in range(shards)]
-    # Jobs of one size or so, each a file: what is killed has lost one of them at most.
+    # Jobs of similar size, one file each, so that an interruption loses at most one file per process.
     jobs += [(job, (root, config, i)) for job, i in ((_zeroshot, 0), (_zeroshot, 1), (_retrieval, 0), (_pairs, 0))]
     total = (
         config.train
@@ -259,9 +261,9 @@ def _retrieval(root: Path, config: ScenesConfig, _: int) -> int:
             rng = generator(config.seed, "scenes", "retrieval", index)
             index += 1
             scene = sample_scene(rng, int(rng.integers(2, 5)))
-            # Half of them without relations, as the training's captions are.
+            # Half of them without relations, like captions in training.
             text = join([t.phrase() for t in scene.objects]) if rng.random() < 0.5 else caption(scene, rng)
-            # Two scenes of one caption could not be told apart by it.
+            # Two scenes with the same caption could not be distinguished by it.
             if text not in captions:
                 captions.add(text)
                 yield f"{len(captions):06d}", _fields(scene, config, text)

@@ -1,7 +1,7 @@
 """The default data: captioned scenes of a few coloured solids, rendered here, deterministic in (seed, split, index).
 
-A scene is its graph (shape, colour, material, size, position per object); the picture, the masks and every caption
-come from the graph. Six of the 24 colour-shape pairs never occur in training: they are the held-out classes.
+A scene is its graph (shape, colour, material, size, position per object). Image, masks and captions are derived from
+the graph. Six of the 24 colour-shape pairs never occur in training: they are the held-out classes.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class SceneObject(NamedTuple):
         )
 
     def phrase(self, words: tuple[str, ...] = ("size", "color", "material")) -> str:
-        """`a large red metal cube`, with the attributes named in `words`."""
+        """Return `a large red metal cube`, with the attributes named in `words`."""
         return " ".join(["a", *(getattr(self, w) for w in ("size", "color", "material") if w in words), self.shape])
 
 
 class Scene(NamedTuple):
-    """A scene graph and the camera that looks at it."""
+    """A scene graph and its camera."""
 
     objects: tuple[SceneObject, ...]
     camera: Camera
@@ -84,14 +84,14 @@ class Scene(NamedTuple):
         return render([t.body() for t in self.objects], self.camera, size, antialias)
 
     def graph(self) -> dict[str, Any]:
-        """The scene as plain data, for the sample's json; mask value i+1 is object i."""
+        """Return the scene as plain data, for the sample's JSON; mask value i+1 is object i."""
         return {
             "objects": [t._asdict() for t in self.objects],
             "camera": {"eye": self.camera.eye, "target": self.camera.target, "fov": self.camera.fov},
         }
 
     def relation(self, a: int, b: int) -> list[str]:
-        """Relations in which object a stands to object b, as the camera sees them; none where it is close."""
+        """Return the relations of object a to object b, as seen by the camera; none if they are close."""
         ax, _, ad = project(self.camera, self.objects[a].body().centre)
         bx, _, bd = project(self.camera, self.objects[b].body().centre)
         relations = []
@@ -103,7 +103,7 @@ class Scene(NamedTuple):
 
 
 def sample_object(rng: np.random.Generator, held_out: bool | None = False) -> SceneObject:
-    """Attributes drawn evenly; `held_out` False: training pairs only, True: held-out pairs only, None: any."""
+    """Sample attributes uniformly. `held_out` False: training pairs only, True: held-out pairs only, None: any pair."""
     while True:
         thing = SceneObject(
             str(rng.choice(list(SIZES))), str(rng.choice(list(COLORS))), str(rng.choice(MATERIALS)), SHAPES[int(rng.integers(len(SHAPES)))], 0, 0, 0
@@ -115,21 +115,21 @@ def sample_object(rng: np.random.Generator, held_out: bool | None = False) -> Sc
 def sample_scene(
     rng: np.random.Generator, count: int, held_out: bool | None = False, objects: list[SceneObject] | None = None
 ) -> Scene:
-    """Place `count` objects (or the given ones) without touching or hiding each other; the camera jitters a little."""
+    """Place `count` objects (or the given ones) without contact or occlusion; the camera jitters slightly."""
     while True:
         candidates = objects or [sample_object(rng, held_out) for _ in range(count)]
         arrangement: list[SceneObject] = []
         for thing in candidates:
             for _ in range(40):
                 x, y = rng.uniform(-2.1, 2.1), rng.uniform(-2.0, 1.6)
-                # Looked at from above and in front: depth hides more than breadth.
+                # Seen from above and in front, depth occludes more than width.
                 has_clearance = [
                     np.hypot(x - o.x, (y - o.y) * 0.75) > SIZES[o.size] + SIZES[thing.size] + 0.25 for o in arrangement
                 ]
                 if all(has_clearance):
                     arrangement.append(thing._replace(x=float(x), y=float(y), yaw=float(rng.uniform(0, np.pi / 2))))
                     break
-        # Else all anew: a scene that is crowded by its first object stays so.
+        # Otherwise start over, because a scene that is crowded by its first object stays crowded.
         if len(arrangement) == len(candidates):
             eye = (
                 float(rng.uniform(-0.8, 0.8)),
@@ -140,14 +140,14 @@ def sample_scene(
 
 
 def caption(scene: Scene, rng: np.random.Generator) -> str:
-    """A true caption: one object, two in a relation, or a list; attributes are named at random, colour nearly always."""
-    # Once for all objects of a caption: attributes that come and go would tell which was named first.
+    """Return a true caption: one object, two in a relation, or a list; attributes are named at random, colour almost always."""
+    # The same attributes for all objects of a caption; otherwise they would reveal which object was named first.
     words = tuple(w for w, p in (("size", 0.4), ("color", 0.95), ("material", 0.4)) if rng.random() < p)
     order = [int(i) for i in rng.permutation(len(scene.objects))]
     if len(order) == 1:
         phrase = scene.objects[0].phrase(words)
         return f"a picture of {phrase}" if rng.random() < 0.2 else phrase
-    # Of a pair at random: captions are not to say the nearest or the largest first.
+    # A random pair, so that captions do not name the nearest or largest object first.
     relations = scene.relation(order[0], order[1])
     if relations and rng.random() < 0.6:
         relation = relations[int(rng.integers(len(relations)))]
@@ -156,12 +156,12 @@ def caption(scene: Scene, rng: np.random.Generator) -> str:
 
 
 def join(phrases: list[str]) -> str:
-    """`a, b and c`."""
+    """Join phrases as `a, b and c`."""
     return phrases[0] if len(phrases) == 1 else ", ".join(phrases[:-1]) + " and " + phrases[-1]
 
 
 def training_scene(seed: int, index: int) -> tuple[Scene, str]:
-    """Scene `index` of the training split: one to four objects, no held-out pair, and its caption."""
+    """Return scene `index` of the training split: one to four objects, no held-out pair, and its caption."""
     rng = generator(seed, "scenes", "train", index)
     scene = sample_scene(rng, int(rng.choice([1, 2, 3, 4], p=[0.3, 0.4, 0.2, 0.1])))
     return scene, caption(scene, rng)

@@ -1,8 +1,9 @@
-"""Tetrominoes, drawn exactly as the published set has them: three of 17 pieces in six colours on black, 35 pixels a side.
+"""Tetrominoes in the style of the published set: three of 17 pieces in six colours on black, 35 pixels per side.
 
-The set of google-deepmind/multi_object_datasets cannot be had without its host; this one follows its published description: pieces
-of four cells of 5 pixels, no two on the same pixel, 17 of the 19 orientations. Which two are left out, the colours, and where pieces
-may stand is not written down anywhere; here the bar is left out, and pieces stand anywhere inside the image.
+The set of google-deepmind/multi_object_datasets is only available from its host. This one follows its published
+description: pieces of four cells of 5 pixels, no two on the same pixel, 17 of the 19 orientations. The description does
+not say which two orientations are missing, which colours are used, and where pieces may be. Here the bar is missing,
+and pieces can be anywhere inside the image.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SHAPES = ("##/##", "###/.#.", "###/#..", "###/..#", ".##/##.", "##./.##")
 
 
 class TetrominoImage(NamedTuple):
-    """image (35, 35, 3) uint8; mask (35, 35) uint8, 0 the ground and i + 1 piece i."""
+    """An image: image (35, 35, 3) uint8; mask (35, 35) uint8, 0 for the background and i + 1 for piece i."""
 
     image: np.ndarray
     mask: np.ndarray
@@ -33,27 +34,27 @@ class TetrominoImage(NamedTuple):
 
 @cache
 def orientations() -> list[np.ndarray]:
-    """The pieces as cells (h, w) bool: each shape in all its quarter turns, once."""
+    """Return the pieces as cells (h, w) bool: each shape in all its distinct quarter turns."""
     pieces: dict[bytes, np.ndarray] = {}
     for shape in _SHAPES:
         cells = np.array([[letter == "#" for letter in line] for line in shape.split("/")])
         for turn in range(4):
             turned = np.rot90(cells, turn)
-            # With the shape: the bar lying and standing are the same cells in a row.
+            # Include the shape, because the lying and the standing bar have the same cells in a row.
             pieces.setdefault(bytes(turned.shape) + turned.tobytes(), turned)
     return list(pieces.values())
 
 
 def render_image(rng: np.random.Generator, left_half: bool = False) -> TetrominoImage:
-    """One image. `left_half`: pieces stand in the left half alone, as the published test of generalisation trains on."""
+    """Render one image. `left_half`: pieces are in the left half only, as in training for the published test of generalisation."""
     image, mask = np.zeros((SIDE, SIDE, 3), np.uint8), np.zeros((SIDE, SIDE), np.uint8)
     number = 1
     tries = 0
     while number <= PIECES:
         tries += 1
-        if tries > 200:  # what stands there leaves no room: begin again
+        if tries > 200:  # existing pieces leave no room: start over
             image[:], mask[:], number, tries = 0, 0, 1, 0
-        # Drawn anew at every try: keeping a piece until it fits would favour small ones where there is little room.
+        # A new piece at every try, because retrying the same one would favour small pieces in little room.
         cells = np.kron(orientations()[rng.integers(len(orientations()))], np.ones((CELL, CELL), bool))
         height, width = cells.shape
         right = (SIDE + 1) // 2 if left_half else SIDE
@@ -70,7 +71,7 @@ def render_image(rng: np.random.Generator, left_half: bool = False) -> Tetromino
 
 
 class TetrominoesConfig(Frozen):
-    """How much to draw. Equal configs give equal bytes."""
+    """Options. Equal configs give equal bytes."""
 
     seed: int = field(0, "Random seed of all images.")
     train: int = field(60_000, "Images for training.", gt=0)
@@ -81,10 +82,10 @@ class TetrominoesConfig(Frozen):
 def make_tetrominoes(
     root: Path, config: TetrominoesConfig, on_progress: Callable[[int, int], None] = lambda _a, _b: None
 ) -> None:
-    """Write ROOT/train/*.tar with images and masks, and ROOT/masks in the layout of evaluation sets; what is there stays.
+    """Write ROOT/train/*.tar with images and masks, and ROOT/masks in the layout of evaluation sets; existing files are kept.
 
     Raises:
-        DataError: `root` holds images of another config.
+        DataError: `root` contains images of another config.
     """
     write_manifest(root, config, "tetrominoes.json")
     per_shard = 4096
@@ -93,7 +94,7 @@ def make_tetrominoes(
         if not path.exists():
             write_shard(path, _samples("train", range(first, last), config))
         on_progress(last, config.train)
-    # Written last, so where it is the whole set is.
+    # Written last, so that its presence means that the set is complete.
     if not (root / "masks/test/nshards.txt").exists():
         write_wds_layout(root / "masks", _samples("test", range(config.test), config))
 

@@ -1,7 +1,8 @@
-"""Videos of solids that are thrown: MOVi-like episodes, each a pure function of (config, split, index).
+"""Videos of thrown solids: MOVi-like episodes, each a pure function of (config, split, index).
 
-After Kubric's MOVi (Greff et al. 2022): solids in CLEVR's words fall into a scene from around its middle, towards it, and are seen for
-two seconds, 12 frames each. What each kind has is in `KINDS`; shapes are CLEVR's three in all of them, where MOVi-B to E have meshes.
+After Kubric's MOVi (Greff et al. 2022): solids in CLEVR's words are thrown into a scene towards its middle, and
+recorded for two seconds, 12 frames each. `KINDS` lists the properties of each kind. Shapes are CLEVR's three in all of
+them, where MOVi-B to E have meshes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from .object_scenes import RADII, radius_of, table_camera, texture
 from .physics import Motion, RigidBody, simulate
 from .scenes import COLORS
 
-_FAR = 1e4  # where the sky is taken to be; a camera that turns moves it, too
+_FAR = 1e4  # assumed distance of the sky, for flows of a turning camera
 
 
 def visible_points(camera: Camera, depth: F32, antialias: int = 1) -> np.ndarray:
-    """(H * W, 3): the points that the first ray of every pixel hits."""
+    """Return (H * W, 3): the points that the first ray of every pixel hits."""
     return np.asarray(camera.eye) + np.minimum(depth, _FAR).reshape(-1, 1).astype(np.float64) * _first_rays(
         camera, len(depth), antialias
     )
@@ -39,21 +40,23 @@ def flow(
     target: tuple[Sequence[Body], Camera],
     antialias: int = 1,
 ) -> F32:
-    """Pixels from where points are seen now to where they are seen then, whether hidden or not: (H, W, 2), rows and columns.
+    """Return (H, W, 2), rows and columns: the displacement of points between two times, whether hidden or not.
 
     Args:
-        points: (H * W, 3), see `visible_points`.  owner: (H, W), i + 1 where they are of body i, 0 where of nothing that moves.
-        source, target: the bodies and the camera of now and of then, the bodies in one order.
+        points: (H * W, 3), see `visible_points`.
+        owner: (H, W), i + 1 for points of body i, 0 for points that do not move.
+        source, target: bodies and camera at both times, bodies in the same order.
+        antialias: rays per pixel along each side.
     """
     side = len(owner)
     target_points = points.copy()
     for number, (now, then) in enumerate(zip(source[0], target[0], strict=True)):
         own = owner.reshape(-1) == number + 1
-        # Turned back into the body's own axes, and out of those that it will have.
+        # Into the body's own axes, and out of its later axes.
         target_points[own] = (points[own] - now.centre) @ now.axes.astype(float) @ then.axes.astype(
             float
         ).T + then.centre
-    # By one projection of both: what rounds it rounds both alike.
+    # Project both alike, so that rounding affects both alike.
     displacement = _pixels(target[1], target_points, side) - _pixels(source[1], points, side)
     return displacement.reshape(side, side, 2).astype(np.float32)
 
@@ -64,10 +67,10 @@ def _first_rays(camera: Camera, side: int, antialias: int) -> np.ndarray:
 
 
 def _pixels(camera: Camera, points: np.ndarray, side: int) -> np.ndarray:
-    """(n, 2): row and column at which points are seen, 0 at the edge of the first pixel."""
+    """Return (n, 2): row and column of points in the image, 0 at the edge of the first pixel."""
     right, up, forward = (axis.astype(np.float64) for axis in camera.axes())
     offset = points - np.asarray(camera.eye)
-    # What passes behind the camera has no place in the picture; it is kept in front, far outside.
+    # Points behind the camera have no position in the image; they are placed in front, far outside.
     half = np.tan(np.radians(camera.fov) / 2) * np.maximum(offset @ forward, 1e-2)
     return np.stack([1 - offset @ up / half, offset @ right / half + 1], axis=-1) / 2 * side
 
@@ -76,8 +79,14 @@ Kind = Literal["a", "b", "c", "d", "e"]
 
 
 class KindSpec(NamedTuple):
-    """colored: solids and ground of any colour.  textured: both with patterns.  crowd: 10 to 20 lie there, and one to three are thrown.
-    moving: the camera moves along a line, and so does what it looks at."""
+    """Properties of a kind.
+
+    Attributes:
+        colored: solids and ground of any colour.
+        textured: both with patterns.
+        crowd: 10 to 20 solids rest, and one to three are thrown.
+        moving: the camera moves along a line, and so does its target.
+    """
 
     colored: bool = False
     textured: bool = False
@@ -124,25 +133,29 @@ def episode(
     antialias: int = 1,
     size_scale: float = 1.0,
 ) -> Video:
-    """An episode, rendered with all planes.
+    """Render an episode with all planes.
 
     Args:
-        frames: T.  size: pixels per side.  max_objects: solids of kinds without a crowd, which have three at least where it allows.
-        size_scale: solids are so many times as large as CLEVR's.
+        kind, seed, split, index: identify the episode.
+        frames: T.
+        size: pixels per side.
+        max_objects: largest number of solids for kinds without a crowd (the smallest is three if allowed).
+        antialias: rays per pixel along each side.
+        size_scale: size of solids relative to CLEVR's.
     """
     rng, traits = generator(seed, f"movi {kind} {split}", index), KINDS[kind]
     resting = int(rng.integers(10, 21)) if traits.crowd else 0
     thrown = int(rng.integers(1, 4)) if traits.crowd else int(rng.integers(min(3, max_objects), max_objects + 1))
     solids = [_solid(rng, traits, size_scale) for _ in range(resting + thrown)]
-    # Drawn before the solids are placed: how long those take to find room changes nothing here.
+    # Sampled before solids are placed, so that the number of placement tries changes nothing here.
     stage, path = _stage(rng, traits), _path(rng, traits, frames)
-    # A frame before the first and one behind the last, for flows from the one and to the other.
+    # One frame before the first and one after the last, for the flows to both.
     motion = simulate(_place_bodies(rng, solids, resting), frames + 2, resting)
     shots = [(_bodies(solids, motion, t), path[t]) for t in range(frames + 2)]
     pictures = [render(*shots[t + 1], size, antialias, stage) for t in range(frames)]
     flows = np.zeros((2, frames, size, size, 2), np.float32)
     for t, picture in enumerate(pictures):
-        # From depth, and not from neighbours: a flow is where the point itself was.
+        # From depth instead of neighbouring pixels, because a flow belongs to the point itself.
         points = visible_points(path[t + 1], picture.depth, antialias)
         for towards, other in enumerate((t, t + 2)):
             flows[towards, t] = flow(points, picture.mask, shots[t + 1], shots[other], antialias)
@@ -187,11 +200,11 @@ def _stage(rng: np.random.Generator, traits: KindSpec) -> Stage:
 
 
 def _path(rng: np.random.Generator, traits: KindSpec, frames: int) -> list[Camera]:
-    """The camera of every frame, of the one before the first and of the one behind the last."""
+    """Return the camera of every frame, with one before the first and one after the last."""
     first = table_camera(rng)
     if not traits.moving:
         return [first] * (frames + 2)
-    # At most four units, as MOVi-E's: towards a place on the same half of a shell around the middle.
+    # At most four units, as in MOVi-E, to a position on the same half of a shell around the middle.
     target = table_camera(rng)
     way = np.subtract(target.eye, first.eye) + rng.uniform(-3, 3, 3) * (1, 1, 0.5)
     way *= min(1.0, 4 / np.linalg.norm(way))
@@ -208,11 +221,11 @@ def _path(rng: np.random.Generator, traits: KindSpec, frames: int) -> list[Camer
 
 
 def _place_bodies(rng: np.random.Generator, solids: list[_Solid], resting: int) -> list[RigidBody]:
-    """Apart from each other, above the ground; those that are thrown head for the middle, more or less."""
+    """Place solids apart from each other and above the ground; thrown ones move roughly towards the middle."""
     bodies: list[RigidBody] = []
     for number, solid in enumerate(solids):
         is_resting, tries, reach = number < resting, 0, 3.5
-        # A normal quaternion of length one is an even draw of all turns.
+        # A normalized Gaussian quaternion is a uniform random rotation.
         rotation = rng.normal(size=4)
         rotation /= np.linalg.norm(rotation)
         while True:
@@ -250,23 +263,23 @@ def _bodies(solids: list[_Solid], motion: Motion, t: int) -> list[Body]:
 def _object_metadata(
     solids: list[_Solid], motion: Motion, labels: np.ndarray, path: list[Camera]
 ) -> list[dict[str, Any]]:
-    """The solids as plain data: words, and tables with a row per frame."""
+    """Return the solids as plain data: words, and tables with a row per frame."""
     objects = []
     for number, solid in enumerate(solids):
         words: dict[str, Any] = {"size": solid.size, "material": solid.material, "shape": solid.shape}
-        # The numbers behind the words, as MOVi-C to F's objects have them: a probe can regress them.
+        # The values behind the words, as in MOVi-C to F, so that a probe can regress them.
         words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
         words |= {"rgb": list(solid.light), "scale": solid.size_scale * RADII[solid.size]}
-        # Six digits: a JSON of full doubles is twice as long, and no renderer tells them apart.
+        # Six digits: a JSON of full doubles is twice as long, without a visible difference.
         tables = {name: table[:, number].round(6).tolist() for name, table in motion._asdict().items()}
-        # Of the rendered masks: what is hidden has none, wherever it is.
+        # From the rendered masks, so that hidden objects have none.
         visible = (labels == number + 1).sum((1, 2)).tolist()
         objects.append({"id": number + 1, **words, **tables, "visibility": visible})
     return objects
 
 
 def _camera_metadata(path: list[Camera]) -> dict[str, Any]:
-    """Where the camera is in every frame; quaternions (w, x, y, z) as OpenGL's and Blender's cameras have them, which look along -z, y up."""
+    """Return the camera's pose in every frame; quaternions (w, x, y, z) in the convention of OpenGL and Blender (looking along -z, y up)."""
     turns = []
     for camera in path:
         right, up, forward = camera.axes()

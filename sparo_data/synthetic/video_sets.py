@@ -1,4 +1,4 @@
-"""Writing generated videos as data sets.
+"""Writer of generated videos as data sets.
 
 ROOT/train/00000.tar …      episodes in the format of sparo_train/data/video/episode.py
 ROOT/clips/                 the same in the layout of evaluation sets, for tasks on clips
@@ -17,12 +17,12 @@ from ..pool import run_jobs
 from ..writer import write_manifest, write_shard, write_wds_layout
 from .video_scenes import Kind, episode
 
-# What configs/video/*_tiny.yaml train on in minutes: a's, few, large and smooth.
+# Data of configs/video/*_tiny.yaml, which train in minutes: kind a with few, large, smooth solids.
 SMALL: dict[str, Any] = {"kind": "a", "size": 32, "max_objects": 3, "size_scale": 2.0, "antialias": 2, "train": 1600}
 
 
 class VideoSetConfig(Frozen):
-    """How much to render. Equal configs give equal bytes, with one version of pybullet."""
+    """Options of rendering. Equal configs give equal bytes with the same version of pybullet."""
 
     kind: Kind = field("a", "An entry of `KINDS` in sparo_data/synthetic/video_scenes.py.")
     seed: int = field(0, "Random seed of all episodes.")
@@ -44,19 +44,20 @@ class VideoSetConfig(Frozen):
 def render_videos(
     root: Path, config: VideoSetConfig, processes: int = 2, on_progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+    """Render everything to `root`; existing shards are kept, so an interrupted call can be continued.
 
     Args:
-        on_progress: called with (episodes done, episodes in all) whenever a shard is finished.
+        root, config, processes: folder, options, number of processes.
+        on_progress: called with (finished episodes, number of episodes) after each shard.
 
     Raises:
-        DataError: `root` holds videos of another config.
+        DataError: `root` contains videos of another config.
         ConfigError: pybullet is not installed.
     """
     write_manifest(root, config, "videos.json")
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
-    # What is scored first: a set that was stopped on its way can be looked at.
+    # Evaluation data first, so that an interrupted set can be inspected.
     run_jobs([(_test_set, (root, config)), *jobs], processes, config.train + config.test, on_progress)
 
 

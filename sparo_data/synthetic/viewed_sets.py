@@ -1,4 +1,4 @@
-"""Writing generated scenes of several cameras as data sets.
+"""Writer of generated scenes with several cameras as data sets.
 
 ROOT/train/00000.tar …      scenes in the format of sparo_train/data/video/views.py
 ROOT/scenes/                the same in the layout of evaluation sets, for tasks on scenes
@@ -21,12 +21,12 @@ from ..tracer.cycles import Cycles
 from ..writer import write_manifest, write_shard, write_wds_layout
 from .viewed_scenes import Kind, multi_view_episode
 
-# What configs/scenes3d/*_tiny.yaml train on in minutes.
+# Data of configs/scenes3d/*_tiny.yaml, which train in minutes.
 SMALL: dict[str, Any] = {"kind": "simple", "size": 32, "frames": 12, "antialias": 2, "train": 600, "test": 100}
 
 
 class MultiViewSetConfig(Frozen):
-    """How much to render. Equal configs give equal bytes, with one version of pybullet."""
+    """Options of rendering. Equal configs give equal bytes with the same version of pybullet."""
 
     kind: Kind = field("simple", "An entry of `KINDS` in sparo_data/synthetic/viewed_scenes.py.")
     seed: int = field(0, "Random seed of all episodes.")
@@ -53,24 +53,26 @@ def render_multi_view(
     on_progress: Callable[[int, int], None] | None = None,
     blender: str | None = None,
 ) -> None:
-    """Render everything into `root`; shards that are already there are kept, so an interrupted call continues.
+    """Render everything to `root`; existing shards are kept, so an interrupted call can be continued.
 
     Args:
-        on_progress: called with (episodes done, episodes in all) whenever a shard is finished.
-        blender: an interpreter that has bpy, where the config has samples.
+        root, config, processes: folder, options, number of processes.
+        on_progress: called with (finished episodes, number of episodes) after each shard.
+        blender: a Python interpreter with bpy, if the config has samples.
 
     Raises:
-        DataError: `root` holds scenes of another config.
-        ConfigError: pybullet is not installed; samples without an interpreter, or one without bpy.
+        DataError: `root` contains scenes of another config.
+        ConfigError: pybullet is not installed, samples were given without an interpreter, or the interpreter has no
+            bpy.
     """
     cycles = None
     if config.samples:
         if blender is None:
             raise ConfigError(
-                f"samples={config.samples}: Cycles draws by an interpreter that has bpy; give --blender PYTHON"
+                f"samples={config.samples}: Cycles needs a Python interpreter with bpy. Give --blender PYTHON."
             )
         cycles = Cycles(blender, config.samples)
-        # Before the folder is claimed: an interpreter without bpy leaves nothing behind.
+        # Before the folder is claimed, so that an interpreter without bpy leaves nothing behind.
         cycles.check()
     write_manifest(root, config, "scenes3d.json")
     shards = -(-config.train // config.per_shard)
@@ -99,7 +101,7 @@ def _sample(
 ) -> tuple[str, dict[str, bytes]]:
     c = config
     episode = multi_view_episode(c.kind, c.seed, split, index, c.size, c.frames, c.antialias, c.max_objects, cycles)
-    # One range for all views, as the json has one.
+    # One range for all views, because there is one JSON.
     depth = quantize(np.stack([[np.minimum(f.depth, MAX_DEPTH) for f in row] for row in episode.frames]))
     views = [
         Video(

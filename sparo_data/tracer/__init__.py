@@ -1,1 +1,1 @@
-"""What draws solids: a ray tracer of our own, and Blender in its place where colours are to be real."""
+"""Rendering of solids: our ray tracer, and Blender for realistic colours."""

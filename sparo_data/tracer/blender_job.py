@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Draws an episode with Blender's Cycles: `python blender_job.py JOB.json`, by an interpreter that has bpy and nothing of this project.
+"""Renders an episode with Blender's Cycles: `python blender_job.py JOB.json`, with an interpreter that has bpy and does not import sparo.
 
-A job says `bodies` (a list of them per time), `cameras` (a list of 4 x 4 poses per time), `fov`, `size`, `samples`, `stage` and `out`, a folder
-that gets CAMERA_TIME.png. What a body is, `cycles.py` says.
+A job contains `bodies` (a list per time), `cameras` (a list of 4 x 4 poses per time), `fov`, `size`, `samples`, `stage`
+and `out`, a folder that receives CAMERA_TIME.png. `cycles.py` describes bodies.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import bpy
 from mathutils import Matrix, Vector
 
-_KEY, _SUN, _SKY = (-0.45, -0.55, 0.85), 1.8, 0.6  # towards the light; its strength, and the sky's
+_KEY, _SUN, _SKY = (-0.45, -0.55, 0.85), 1.8, 0.6  # direction to the light; strengths of light and sky
 
 
 def main(path):
@@ -30,7 +30,7 @@ def main(path):
 
 
 def _stage(job):
-    """An empty file with ground, light and sky."""
+    """Set up an empty file with ground, light and sky."""
     bpy.ops.wm.read_factory_settings(use_empty=True)
     scene = bpy.context.scene
     scene.render.engine = "CYCLES"
@@ -40,7 +40,7 @@ def _stage(job):
     scene.render.resolution_x = scene.render.resolution_y = job["size"]
     scene.render.resolution_percentage = 100
     scene.render.image_settings.file_format, scene.render.image_settings.color_mode = "PNG", "RGB"
-    scene.view_settings.view_transform = "Standard"  # colours as they are told, not as a film would show them
+    scene.view_settings.view_transform = "Standard"  # colours unchanged, without a film's tone mapping
     scene.world = bpy.data.worlds.new("sky")
     scene.world.use_nodes = True
     sky = scene.world.node_tree.nodes["Background"]
@@ -68,7 +68,7 @@ def _body(body, meshes):
 
 
 def _mesh(shape, body):
-    """A solid of `solids.py`, as a mesh around the origin."""
+    """Return a solid of `solids.py` as a mesh around the origin."""
     if shape == "sphere":
         bpy.ops.mesh.primitive_uv_sphere_add(segments=64, ring_count=32)
     elif shape == "cube":
@@ -97,7 +97,7 @@ def _mesh(shape, body):
         bpy.ops.object.join()
         bpy.ops.object.transform_apply(location=True, rotation=True, scale=True)
     else:
-        raise SystemExit(f"{shape}: no such solid")
+        raise SystemExit(f"{shape}: unknown solid")
     solid = bpy.context.object
     mesh = solid.data.copy()
     if shape in ("sphere", "torus", "monkey"):
@@ -121,7 +121,7 @@ def _apply_material(solid, color, metal, texture, stretch):
         mixed.data_type = "RGBA"
         mixed.inputs[6].default_value, mixed.inputs[7].default_value = (*color, 1.0), (*texture["color"], 1.0)
         place, wide = nodes.new("ShaderNodeTexCoord"), nodes.new("ShaderNodeMapping")
-        wide.inputs["Scale"].default_value = stretch  # a wall's bricks are no longer than a cube's
+        wide.inputs["Scale"].default_value = stretch  # a wall's bricks are not longer than a cube's
         links.new(place.outputs["Object"], wide.inputs["Vector"])
         links.new(wide.outputs["Vector"], pattern.inputs["Vector"])
         links.new(pattern.outputs["Fac"], mixed.inputs[0])

@@ -1,6 +1,7 @@
-"""Colours of an episode by Blender's Cycles, in place of our ray tracer's; what is where stays ours, which is exact.
+"""Colours of an episode from Blender's Cycles instead of our ray tracer; positions and masks stay ours, which are exact.
 
-bpy pins its own numpy and one Python, so it is run in an environment of its own, by `blender_job.py`: nothing of it is imported here.
+bpy pins numpy and one Python version, so it runs in its own environment through `blender_job.py`, and this module
+imports nothing of it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from .render import Body, Stage
 from .solids import MONKEY, RING, TUBE, icosahedron_corners, icosahedron_faces
 
 _JOB = Path(__file__).with_name("blender_job.py")
-_MAX_OUTPUT_CHARS = 2000  # letters of what Blender says, from its end
+_MAX_OUTPUT_CHARS = 2000  # number of last characters of Blender's output that errors repeat
 
 
 class Cycles(NamedTuple):
-    """python: an interpreter that has bpy.  samples: paths of a pixel.  threads: of its own."""
+    """Options of Cycles.
+
+    Attributes:
+        python: an interpreter with bpy.
+        samples: paths per pixel.
+        threads: number of its threads.
+    """
 
     python: str
     samples: int = 32
     threads: int = 1
 
     def check(self) -> None:
-        """Raise `ConfigError` where the interpreter is none, or has no bpy."""
+        """Raise `ConfigError` if the interpreter does not exist or has no bpy."""
         try:
             process = subprocess.run(
                 [self.python, "-I", "-c", "import bpy"], capture_output=True, text=True, check=False
@@ -41,19 +48,19 @@ class Cycles(NamedTuple):
         except OSError as error:
             raise ConfigError(f"--blender {self.python}: cannot be run ({error})") from None
         if process.returncode:
-            message = (process.stderr.strip().splitlines() or ["it says nothing"])[-1]
+            message = (process.stderr.strip().splitlines() or ["no output"])[-1]
             raise ConfigError(
-                f"--blender {self.python}: has no bpy ({message}); make an environment "
-                "of its own for it: python3.11 -m venv blender && blender/bin/pip install bpy, then --blender blender/bin/python"
+                f"--blender {self.python}: has no bpy ({message}). Make a separate environment: "
+                "python3.11 -m venv blender && blender/bin/pip install bpy, then --blender blender/bin/python"
             )
 
     def pictures(
         self, shots: Sequence[Sequence[Body]], poses: np.ndarray, fov: float, size: int, stage: Stage
     ) -> np.ndarray:
-        """(V, T, size, size, 3) uint8 of bodies at T times and poses (V, T, 4, 4), OpenGL's.
+        """Return (V, T, size, size, 3) uint8 of bodies at T times and poses (V, T, 4, 4), OpenGL's.
 
         Raises:
-            DataError: Blender ended without a picture.
+            DataError: Blender ended without an image.
         """
         with tempfile.TemporaryDirectory(prefix="sparo-cycles-") as place:
             job = {
@@ -68,7 +75,7 @@ class Cycles(NamedTuple):
             }
             path = Path(place) / "job.json"
             path.write_text(json.dumps(job), encoding="utf-8")
-            # Isolated: this project's paths would give it our numpy in place of its own.
+            # Isolated, because this project's paths would give it our numpy instead of its own.
             process = subprocess.run(
                 [self.python, "-I", str(_JOB), str(path)], capture_output=True, text=True, check=False
             )
@@ -80,7 +87,7 @@ class Cycles(NamedTuple):
                 except (OSError, ValueError) as error:
                     message = (process.stderr + process.stdout)[-_MAX_OUTPUT_CHARS:].strip()
                     raise DataError(
-                        f"{self.python}: drew no picture of camera {camera} at time {time} ({error}), and ended with {process.returncode}: {message}"
+                        f"{self.python}: did not render camera {camera} at time {time} ({error}), and ended with {process.returncode}: {message}"
                     ) from None
             return frames
 

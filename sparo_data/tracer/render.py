@@ -1,7 +1,7 @@
-"""A small ray tracer in numpy: the solids of `solids.py` on a plane, one shadowed key light, matte and metal.
+"""A small ray tracer in numpy: the solids of `solids.py` on a plane, one light with shadows, matte and metal.
 
-World units, z up, the ground at z = 0. Everything is fp32 and deterministic; a frame is a pure function of its
-objects and camera, so stills and video use the same code.
+World units, z up, the ground at z = 0. Everything is fp32 and deterministic. A frame is a pure function of its objects
+and camera, so stills and video use the same code.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _FILL = np.array([0.8, -0.3, 0.5], dtype=np.float32) / np.float32(np.sqrt(0.8**2
 
 @dataclass(frozen=True)
 class Body:
-    """One object: `radius` is half its size, `position` its foot's centre on or above the ground, `yaw` in radians.
+    """One object: `radius` is half its size, `position` is the centre of its foot on or above the ground, `yaw` is in radians.
 
-    `rotation`: a unit quaternion (w, x, y, z) around its centre, in place of the yaw; the foot is then where it was unturned.
+    `rotation`: a unit quaternion (w, x, y, z) around its centre, instead of the yaw; the foot is then its position
+    before rotation.
     """
 
     shape: Shape
@@ -36,11 +37,11 @@ class Body:
     yaw: float = 0.0
     texture: Texture | None = None
     rotation: tuple[float, float, float, float] | None = None
-    stretch: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of a cube, along its own axes: walls and beams
+    stretch: tuple[float, float, float] = (1.0, 1.0, 1.0)  # stretch of a cube along its own axes: walls and beams
 
     @property
     def axes(self) -> F32:
-        """(3, 3): its own axes in the world, as columns."""
+        """Return (3, 3): its own axes in the world, as columns."""
         if self.rotation is not None:
             return Rotation.from_quat(self.rotation, scalar_first=True).as_matrix().astype(np.float32)
         cos, sin = np.cos(np.float32(self.yaw)), np.sin(np.float32(self.yaw))
@@ -52,20 +53,20 @@ class Body:
 
     @property
     def bounding_radius(self) -> float:
-        """Radius of a sphere around the centre that holds the object."""
+        """Return the radius of a sphere around the centre that contains the object."""
         return self.radius * BOUNDS[self.shape] * max(self.stretch)
 
 
 @dataclass(frozen=True)
 class Camera:
-    """Looks from `eye` to `target`; `fov` is the vertical angle in degrees."""
+    """Camera at `eye` that looks at `target`; `fov` is the vertical angle in degrees."""
 
     eye: tuple[float, float, float] = (0.0, -9.0, 5.6)
     target: tuple[float, float, float] = (0.0, 0.0, 0.4)
     fov: float = 32.0
 
     def axes(self) -> tuple[F32, F32, F32]:
-        """Unit vectors right, up, forward."""
+        """Return unit vectors right, up, forward."""
         forward = np.subtract(self.target, self.eye).astype(np.float32)
         forward /= np.linalg.norm(forward)
         right = np.cross(forward, np.array([0, 0, 1], dtype=np.float32))
@@ -75,7 +76,7 @@ class Camera:
 
 @dataclass(frozen=True)
 class Stage:
-    """What bodies stand on and before, in linear light. `fades`: the ground runs into the sky, by how far it is from the camera."""
+    """Ground and sky, in linear light. `fades`: the ground blends into the sky with distance from the camera."""
 
     ground: tuple[float, float, float] = (0.62, 0.61, 0.60)
     sky: tuple[float, float, float] = (0.80, 0.82, 0.85)
@@ -84,8 +85,14 @@ class Stage:
 
 
 class Frame(NamedTuple):
-    """rgb (H, W, 3) uint8; mask (H, W) uint8: 0 background, i+1 the visible body i; amodal (n, H, W) bool: the body's
-    silhouette whether hidden or not; depth (H, W) fp32: distance along the ray, inf for the sky."""
+    """A rendered frame.
+
+    Attributes:
+        rgb: (H, W, 3) uint8.
+        mask: (H, W) uint8, 0 for the background, i+1 for the visible body i.
+        amodal: (n, H, W) bool, the body's silhouette whether hidden or not.
+        depth: (H, W) fp32, distance along the ray, inf for the sky.
+    """
 
     rgb: NDArray[np.uint8]
     mask: NDArray[np.uint8]
@@ -103,21 +110,21 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, st
     owner = np.full(count, -1, dtype=np.int16)
     normals = np.zeros((count, 3), dtype=np.float32)
     silhouettes = np.zeros((len(bodies), count), dtype=bool)
-    # A ray that is level meets the ground where no float reaches.
+    # A level ray would meet the ground at a distance that overflows.
     down = directions[:, 2] < -1e-6
     nearest[down] = -eye[2] / directions[down, 2]
     normals[down, 2] = 1
     for i, body in enumerate(bodies):
-        # Most rays miss most bodies: the bounding sphere spares them the solid's arithmetic.
+        # Most rays miss most bodies, so check the bounding sphere before the solid.
         near = _candidates(eye[None], directions, body)
         distance, normal = _hit(eye[None], directions[near], body)
         silhouettes[i, near] = distance < _FAR
-        # The nearest so far wins, whatever the order of the bodies.
+        # The nearest hit so far wins, whatever the order of bodies.
         closer = distance < nearest[near]
         hit_rays = near[closer]
         nearest[hit_rays], owner[hit_rays], normals[hit_rays] = distance[closer], i, normal[closer]
     color = _shade(bodies, stage, eye, directions, nearest, owner, normals)
-    # In linear light, before the gamma: a mean of gammas is too dark at edges.
+    # Average in linear light, because averaging after the gamma curve would make edges too dark.
     rgb = color.reshape(size, antialias, size, antialias, 3).mean(axis=(1, 3))
     first = (slice(None, None, antialias), slice(None, None, antialias))
     depth = np.where(nearest < _FAR, nearest, np.inf).astype(np.float32).reshape(fine, fine)[first]
@@ -130,7 +137,7 @@ def render(bodies: list[Body], camera: Camera, size: int, antialias: int = 2, st
 
 
 def project(camera: Camera, point: F32) -> tuple[float, float, float]:
-    """Camera coordinates of a world point: right and up in units of half the image, and depth along the axis."""
+    """Return camera coordinates of a world point: right and up in units of half the image, and depth along the axis."""
     right, up, forward = camera.axes()
     offset = point - np.asarray(camera.eye, dtype=np.float32)
     depth = float(offset @ forward)
@@ -139,7 +146,7 @@ def project(camera: Camera, point: F32) -> tuple[float, float, float]:
 
 
 def rays(camera: Camera, size: int) -> F32:
-    """(size * size, 3): unit vectors from the eye through the centres of pixels, row by row."""
+    """Return (size * size, 3): unit vectors from the eye through the centres of pixels, row by row."""
     right, up, forward = camera.axes()
     half = np.float32(np.tan(np.radians(camera.fov) / 2))
     steps = ((np.arange(size, dtype=np.float32) + 0.5) / size * 2 - 1) * half
@@ -149,15 +156,15 @@ def rays(camera: Camera, size: int) -> F32:
 
 
 def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
-    """Indices of rays that pass through the body's bounding sphere."""
-    # Rays are lines here, in both directions: what lies behind is told by its distance.
+    """Return the indices of rays that pass through the body's bounding sphere."""
+    # Rays are lines in both directions here; distances exclude hits behind the origin.
     offset = body.centre - origins
     along = (offset * directions).sum(axis=1)
     return np.flatnonzero((offset**2).sum(axis=1) - along**2 < body.bounding_radius**2)
 
 
 def _hit(origins: F32, directions: F32, body: Body) -> tuple[F32, F32]:
-    """First distance in front of each ray's origin (or _FAR) and the outward normal there."""
+    """Return the first distance in front of each ray's origin (or _FAR) and the outward normal there."""
     turn = body.axes
     wide = np.array(body.stretch, dtype=np.float32)
     o = (origins - body.centre) @ turn / np.float32(body.radius) / wide
@@ -185,7 +192,7 @@ def _shade(
     n, d = normals[solid], directions[solid]
     base = _base(bodies, stage, points, owner[solid])
     metal = np.array([False, *(b.metal for b in bodies)])[owner[solid] + 1]
-    # A little off the surface, or a body would shade itself.
+    # Start slightly off the surface, so that a body does not shade itself.
     lit = _shadow_mask(bodies, (points + n * np.float32(2e-3)).astype(np.float32))
     key = np.maximum(n @ _KEY, 0) * lit
     fill = np.maximum(n @ _FILL, 0)
@@ -195,7 +202,7 @@ def _shade(
     matte = base * light[:, None] + (np.float32(0.10) * lit * gleam**12)[:, None]
     sky = (
         np.float32(0.5) + np.float32(0.5) * mirror[:, 2:3]
-    )  # a metal body mirrors a plain room: bright above, dark below
+    )  # a metal body reflects a plain room: bright above, dark below
     metallic = (
         base * (np.float32(0.35) * light[:, None] + np.float32(0.75) * sky**2)
         + (np.float32(0.9) * lit * gleam**60)[:, None]
@@ -203,14 +210,14 @@ def _shade(
     color[solid] = np.where(metal[:, None], metallic, matte)
     if not stage.fades:
         return color
-    # The ground runs into the sky; a hard horizon would be in every picture at another height.
+    # The ground blends into the sky, because a hard horizon would be at another height in every image.
     fade = np.clip((nearest[solid] - 11) / 14, 0, 1)[:, None] * (owner[solid] < 0)[:, None]
     color[solid] = color[solid] * (1 - fade) + heaven * fade
     return color
 
 
 def _base(bodies: list[Body], stage: Stage, points: F32, owner: NDArray[np.int16]) -> F32:
-    """Colours without light; textures are fixed to their bodies."""
+    """Return colours without light; textures move with their bodies."""
     base = np.array([stage.ground, *(b.color for b in bodies)], dtype=np.float32)[owner + 1]
     if stage.texture is not None:
         there = owner < 0
@@ -228,7 +235,7 @@ def _shadow_mask(bodies: list[Body], points: F32) -> F32:
     toward = np.broadcast_to(_KEY, points.shape)
     for body in bodies:
         near = _candidates(points, toward, body)
-        # One light, far away: its rays are parallel, and whatever they meet is between.
+        # One distant light: its rays are parallel, and anything that they meet casts a shadow.
         distance, _ = _hit(points[near], toward[near], body)
         lit[near[distance < _FAR]] = 0
     return lit

@@ -1,4 +1,4 @@
-"""Solids of the ray tracer, where rays meet them first, and the patterns on their surfaces."""
+"""Solids of the ray tracer: ray intersections, and patterns on their surfaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 @dataclass(frozen=True)
 class Texture:
-    """A second colour (linear light) where `pattern` has it, `scale` repeats per unit of the surface."""
+    """A second colour (linear light) where `pattern` applies, with `scale` repetitions per unit of the surface."""
 
     pattern: Pattern
     color: tuple[float, float, float]
@@ -25,7 +25,7 @@ class Texture:
 
 
 def apply_texture(texture: Texture, points: F32, base: F32) -> F32:
-    """Colours (n, 3) of points (n, 3) that were `base` (n, 3)."""
+    """Return colours (n, 3) of points (n, 3) with base colours `base` (n, 3)."""
     share = _SHARES[texture.pattern](points * np.float32(texture.scale), texture.seed)[:, None].astype(np.float32)
     return (base * (1 - share) + np.array(texture.color, np.float32) * share).astype(np.float32)
 
@@ -49,7 +49,7 @@ def _marble(p: F32, seed: int) -> F32:
 
 
 def _clouds(p: F32, seed: int) -> F32:
-    """Value noise of two octaves, 0..1."""
+    """Return value noise of two octaves, 0..1."""
     return ((_noise(p, seed) * 2 + _noise(p * 2, seed + 1)) / 3).astype(np.float32)
 
 
@@ -65,7 +65,7 @@ def _noise(p: F32, seed: int) -> F32:
 
 
 def _hashed(corner: NDArray[np.int64], seed: int) -> F32:
-    """A number in 0..1 for every corner of the grid, the same on every machine."""
+    """Return a number in 0..1 for every corner of the grid, equal on every machine."""
     x, y, z = corner.astype(np.uint64).T
     mixed = x * np.uint64(0x9E3779B97F4A7C15) ^ y * np.uint64(0xC2B2AE3D27D4EB4F) ^ z * np.uint64(0x165667B19E3779F9)
     mixed = (mixed + np.uint64(seed)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -80,33 +80,33 @@ F32 = NDArray[np.float32]
 Shape = Literal["sphere", "cube", "cylinder", "cone", "icosahedron", "torus", "monkey"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 
-RING, TUBE = 0.7, 0.3  # of the torus: its middle's radius, and the tube's
-# A head, its muzzle and two ears: centre and radius.  Blender's monkey is a mesh of its own, this one four spheres.
+RING, TUBE = 0.7, 0.3  # radii of the torus: its centre line, and its tube
+# A head, its muzzle and two ears: centre and radius. Blender's monkey is a mesh; this one consists of four spheres.
 MONKEY = (((0.0, 0.0, -0.1), 0.8), ((0.0, -0.62, -0.3), 0.42), ((0.8, 0.0, 0.35), 0.36), ((-0.8, 0.0, 0.35), 0.36))
-# Radius of a sphere around the origin that holds each.
+# Radius of a sphere around the origin that contains each solid.
 BOUNDS: dict[Shape, float] = {
     "sphere": 1.0, "cube": 3**0.5, "cylinder": 2**0.5, "cone": 2**0.5, "icosahedron": 1.0, "torus": RING + TUBE, "monkey": 1.3
 }  # fmt: skip
-_STEPS, _NEAR = 64, 2e-4  # of a march towards a torus, and how near it is there
+_STEPS, _NEAR = 64, 2e-4  # steps of marching towards a torus, and the tolerance of a hit
 _GOLDEN = (1 + 5**0.5) / 2
 
 
 def icosahedron_corners() -> NDArray[np.float64]:
-    """(12, 3), at distance one."""
+    """Return (12, 3) corners, at distance one."""
     pairs = [np.roll((0.0, a, b * _GOLDEN), turn) for turn in range(3) for a, b in product((-1, 1), (-1, 1))]
     corners = np.array(pairs)
     return corners / np.linalg.norm(corners[0])
 
 
 def icosahedron_faces() -> list[tuple[int, int, int]]:
-    """Its 20 faces: three corners that are next to each other."""
+    """Return its 20 faces: three neighbouring corners each."""
     corners = icosahedron_corners()
     near = corners @ corners.T > 0.4
     return [(i, j, k) for i, j, k in combinations(range(12), 3) if near[i, j] and near[j, k] and near[i, k]]
 
 
 def _normals() -> F32:
-    """(20, 3): unit normals of its faces, which point as the sum of their corners does."""
+    """Return (20, 3) unit normals of its faces, in the direction of the sum of their corners."""
     sums = icosahedron_corners()[np.array(icosahedron_faces())].sum(1)
     return (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
 
@@ -115,7 +115,7 @@ _NORMALS = _normals()
 _INSIDE = np.float32((icosahedron_corners() @ _NORMALS[0].astype(float)).max())  # distance of a face
 
 
-# `o` is in units of the radius and `d` a unit vector (of a cube, stretched), so distances come in units of the radius.
+# `o` is in units of the radius and `d` a unit vector (stretched for a cube), so distances are in units of the radius.
 def sphere(o: F32, d: F32) -> tuple[F32, F32]:
     b, c = (o * d).sum(axis=1), (o * o).sum(axis=1) - 1
     disc = b * b - c
@@ -126,7 +126,7 @@ def sphere(o: F32, d: F32) -> tuple[F32, F32]:
 def cube(o: F32, d: F32) -> tuple[F32, F32]:
     side = np.where(
         d < 0, np.float32(-1), np.float32(1)
-    )  # a ray along a face goes between its sides, not beside all of them
+    )  # a ray parallel to a face may pass between both of its planes
     near, far = (-side - o) / d, (side - o) / d
     enter, leave = near.max(axis=1), far.min(axis=1)
     t = np.where(enter < leave, enter, np.inf)
@@ -156,7 +156,7 @@ def cylinder(o: F32, d: F32) -> tuple[F32, F32]:
 
 
 def cone(o: F32, d: F32) -> tuple[F32, F32]:
-    """Its tip at z = 1, its foot, of radius 1, at z = -1."""
+    """Intersect a cone with its tip at z = 1 and its base of radius 1 at z = -1."""
     k = np.float32(0.25)
     h = 1 - o[:, 2]
     a = d[:, 0] ** 2 + d[:, 1] ** 2 - k * d[:, 2] ** 2
@@ -184,13 +184,13 @@ def icosahedron(o: F32, d: F32) -> tuple[F32, F32]:
     t = left / along
     entering = np.where(along < 0, t, -np.inf)
     enter, leave = entering.max(axis=1), np.where(along > 0, t, np.inf).min(axis=1)
-    # A ray beside a face that it runs along never gets behind it.
+    # A ray parallel to a face and outside of it never enters.
     outside = ((along == 0) & (left < 0)).any(axis=1)
     return np.where((enter < leave) & ~outside, enter, np.inf), _NORMALS[entering.argmax(axis=1)].copy()
 
 
 def torus(o: F32, d: F32) -> tuple[F32, F32]:
-    """Around z; met by marching as far as nothing can be, which is as exact as its last step."""
+    """Intersect a torus around z by sphere marching, which is as exact as its last step."""
 
     def signed_distance(p: F32) -> F32:
         return np.hypot(np.hypot(p[:, 0], p[:, 1]) - np.float32(RING), p[:, 2]) - np.float32(TUBE)
@@ -199,7 +199,7 @@ def torus(o: F32, d: F32) -> tuple[F32, F32]:
     disc = b * b - (o * o).sum(axis=1) + np.float32(1.0)
     t = np.maximum(-b - np.sqrt(np.maximum(disc, 0)), 1e-3).astype(np.float32)
     for _ in range(_STEPS):
-        t = np.minimum(t + signed_distance(o + t[:, None] * d), 1e3).astype(np.float32)  # what misses goes on and on
+        t = np.minimum(t + signed_distance(o + t[:, None] * d), 1e3).astype(np.float32)  # rays that miss never converge
     point = o + t[:, None] * d
     t = np.where((np.abs(signed_distance(point)) < _NEAR) & (disc > 0), t, np.inf)
     ring = point[:, :2] * (np.float32(RING) / np.maximum(np.hypot(point[:, 0], point[:, 1]), 1e-9))[:, None]
@@ -208,7 +208,7 @@ def torus(o: F32, d: F32) -> tuple[F32, F32]:
 
 
 def monkey(o: F32, d: F32) -> tuple[F32, F32]:
-    """The nearest of its spheres."""
+    """Intersect the nearest of its spheres."""
     best, n = np.full(len(o), np.inf, dtype=np.float32), np.zeros_like(d)
     for centre, radius in MONKEY:
         off = (o - np.array(centre, dtype=np.float32)) / np.float32(radius)
