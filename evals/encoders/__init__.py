@@ -1,1 +1,1 @@
-"""Whatever encodes images, and texts where it has a tower for them: runs, exports, foreign models, masks; and their export."""
+"""Encoders of images (and texts, if they have a text tower): runs, exports, foreign models, masks; and their export."""

@@ -1,4 +1,4 @@
-"""What an encoder may do beside encoding images: each a base class of its own, by which tasks ask for it (`Encoder.offers`)."""
+"""Capabilities of encoders in addition to encoding images: base classes by which tasks ask for them (`Encoder.offers`)."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from sparo_train.core.contracts import Objective
 
 
 class TrainingRun(NamedTuple):
-    """What an encoder was made of, where it is a run's: the whole objective, and the run's recipe (a `RunConfig`)."""
+    """Origin of an encoder that comes from a run: the whole objective, and the run's recipe (a `RunConfig`)."""
 
     objective: Objective
     config: Any
 
 
 class BlocksEncoder(ABC):
-    """What an `Encoder` whose last blocks can be read also is."""
+    """Capability of an `Encoder` that returns features of its last blocks."""
 
     @abstractmethod
     def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
-        """What DINO's linear probe reads of the last `n` blocks: (n, 3, S, S) uint8 -> fp32 (n, width)."""
+        """Return the input of DINO's linear probe from the last `n` blocks: (n, 3, S, S) uint8 -> fp32 (n, width)."""
 
 
 class MasksEncoder(ABC):
-    """What an `Encoder` that cuts images into objects also is; its `transform` is a `Pixels`.
+    """Capability of an `Encoder` that divides images into objects; its `transform` is a `Pixels`.
 
-    `masks_are`: whose they are, in words that stand beside a score.
+    Attributes:
+        masks_are: description of the masks, shown with scores.
     """
 
     masks_are = "the encoder's own"
 
     @abstractmethod
     def masks(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, S * S), row by row: which slot a pixel is of, a whole number; NaN where nobody can say."""
+        """Return each pixel's slot, fp32 (n, S * S), row by row, for (n, 3, S, S) uint8; NaN if it is undefined."""
 
 
 class ClipsEncoder(ABC):
-    """What an `Encoder` that cuts videos into objects also is; its `transform` is a `Pixels`, of every frame.
+    """Capability of an `Encoder` that divides videos into objects; its `transform` is a `Pixels`, applied to every frame.
 
-    `masks_are`: whose they are, in words that stand beside a score.  `trained_frames`: how long its training's clips were.
-    `conditional`: it is told the first frame's objects, by a fourth plane of clips: their numbers, below `slots`.
-    `windowed`: whether a frame's slots can be made of its last frames alone.  `frame_scores`: what its frames' errors are told as.
-    `generates`: its frames are said token by token, which takes long, so that `clips` draws them where it is asked to.
+    Attributes:
+        masks_are: description of the masks, shown with scores.
+        trained_frames: length of training clips.
+        conditional: it needs the first frame's objects, as a fourth plane of clips with object numbers below `slots`.
+        windowed: whether a frame's slots can be computed from its last frames only.
+        frame_scores: name of the errors of frames.
+        generates: frames are generated token by token, which is slow, so `clips` does it on request only.
     """
 
     masks_are = "the encoder's own"
@@ -57,30 +61,36 @@ class ClipsEncoder(ABC):
 
     @abstractmethod
     def clips(self, video: Tensor, window: int | None = None, generated: bool = False) -> Tensor:
-        """(n, T, 3 or 4, S, S) uint8 -> fp32 (n, T * S * S + T): frame by frame which slot a pixel is of, a whole number, or NaN; then
-        the mean squared error of every frame as it is drawn, in 0..1, or -1 where its pixels are not.
+        """Return fp32 (n, T * S * S + T) for (n, T, 3 or 4, S, S) uint8.
+
+        A row has, frame by frame, each pixel's slot or NaN, and then the mean squared error of every reconstructed
+        frame in 0..1, or -1 if the model does not reconstruct pixels.
 
         Args:
-            window: slots of a frame see so many of the last ones; None: the encoder's own way.
-            generated: errors are those of frames that are said token by token, of an encoder that `generates`.
+            video: the clips.
+            window: number of last frames on which a frame's slots depend; None: the encoder's default.
+            generated: return the errors of generated frames, for an encoder with `generates`.
         """
 
     @abstractmethod
     def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
-        """Slots of every frame, (n, T, K, D)."""
+        """Return the slots of every frame, (n, T, K, D)."""
 
     @abstractmethod
     def untrained(self) -> Any:
-        """The same with weights that were never trained: what scores are to be compared with."""
+        """Return the same model with untrained weights, as a baseline."""
 
 
 class ViewsEncoder(ABC):
-    """What an `Encoder` of scenes that several posed cameras see also is; posed views are (…, 9, S, S) fp32: colours in 0..1, and the
-    origin and direction of every pixel's ray.
+    """Capability of an `Encoder` of scenes seen by several posed cameras.
 
-    `trained_frames`, `trained_views`: how long its training's clips were, and how many views were shown.
-    `predicts_depth`: whether it says how far away things are.  `ends`: the nearest and the farthest distance that it can say.
-    `windowed`: whether a time's slots can be made of its last times alone.
+    Posed views are (…, 9, S, S) fp32: colours in 0..1, and the origin and direction of every pixel's ray.
+
+    Attributes:
+        trained_frames, trained_views: length of training clips, and number of context views.
+        predicts_depth: whether it renders depth.
+        ends: nearest and farthest distance that it can render.
+        windowed: whether a time's slots can be computed from its last times only.
     """
 
     image_size: int
@@ -92,27 +102,34 @@ class ViewsEncoder(ABC):
 
     @abstractmethod
     def scenes(self, posed: Tensor, num_context_views: int, window: int | None = None) -> Tensor:
-        """(n, T, V, 9, S, S), of whose views the first `num_context_views` are seen, to fp32 rows of T * V * (4 + S * S), or 4 + 2 * S * S where it
-        `predicts_depth`: of every view mean squared error, SSIM, and the mean squared errors of the nearest shown view and of the shown views'
-        mean colour in its place; then which slot a pixel is of (K and on: of none); then depth.
+        """Return fp32 rows of T * V * (4 + S * S) values, or 4 + 2 * S * S with `predicts_depth`, for (n, T, V, 9, S, S).
+
+        The first `num_context_views` views are encoded. A row has for every view: mean squared error, SSIM, and the
+        mean squared errors of two baselines (the nearest context view, and the context views' mean colour); then each
+        pixel's slot (K and more: none); then depth.
 
         Args:
-            window: slots of a time see so many of the last ones; None: the encoder's own way.
+            posed: the views.
+            num_context_views: number of context views.
+            window: number of last times on which a time's slots depend; None: the encoder's default.
         """
 
     @abstractmethod
     def scene_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
-        """Slots of every time, (n, T, K, D), of views (n, T, V, 9, S, S) that are all shown."""
+        """Return the slots of every time, (n, T, K, D), of views (n, T, V, 9, S, S) that are all context views."""
 
     @abstractmethod
     def untrained(self) -> Any:
-        """The same with weights that were never trained."""
+        """Return the same model with untrained weights."""
 
 
 class DrawingEncoder(ABC):
-    """What an `Encoder` that draws images again also is.
+    """Capability of an `Encoder` that reconstructs images.
 
-    `draws`: "pixels", or which network's features, so that errors in different ones are told apart.  `numbers`: of an image's.
+    Attributes:
+        draws: "pixels", or the name of the network whose features it reconstructs, so that errors in different spaces
+            are told apart.
+        numbers: number of reconstructed values per image.
     """
 
     draws: str
@@ -120,13 +137,15 @@ class DrawingEncoder(ABC):
 
     @abstractmethod
     def squared_error(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, 1), mean over what is drawn of an image; pixels count in 0..1, whatever it was trained on."""
+        """Return the mean squared error of each reconstruction, fp32 (n, 1), for (n, 3, S, S) uint8; pixels are compared in 0..1."""
 
 
 class TokensEncoder(ABC):
-    """What an `Encoder` whose last tokens can be read also is.
+    """Capability of an `Encoder` that returns its last tokens.
 
-    `prefix_tokens`: how many stand before the patches, the first of them the class token where it `has_class_token`; `token_width`: d.
+    Attributes:
+        prefix_tokens: number of tokens before the patches; the first is the class token if `has_class_token`.
+        token_width: d.
     """
 
     image_size: int
@@ -136,17 +155,17 @@ class TokensEncoder(ABC):
 
     @abstractmethod
     def tokens(self, pixels: Tensor) -> Tensor:
-        """All tokens behind the last block and its norm: (n, 3, S, S) uint8 -> fp32 (n, N, d)."""
+        """Return all tokens after the last block and its norm, fp32 (n, N, d), for (n, 3, S, S) uint8."""
 
 
 class ConditionedEncoder(ABC):
-    """What an `Encoder` whose images can be pooled by texts may also be; `pools_by_text`: whether this one is."""
+    """Capability of an `Encoder` whose images can be pooled by texts; `pools_by_text` says whether this one can."""
 
     pools_by_text: bool = False
 
     @abstractmethod
     def patches(self, pixels: Tensor) -> Tensor:
-        """Projected patches: (n, 3, S, S) uint8 -> fp32 (n, N, D)."""
+        """Return projected patches, fp32 (n, N, D), for (n, 3, S, S) uint8."""
 
     @abstractmethod
     def queries(self, captions: Sequence[str]) -> Tensor:
@@ -154,20 +173,20 @@ class ConditionedEncoder(ABC):
 
     @abstractmethod
     def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:
-        """Return the cosines (n, T), fp32 on the CPU, of texts (T, D of `queries`) with images (n, N * D of `patches`) as they pool them."""
+        """Return the cosines (n, T), fp32 on the CPU, of texts (T, D of `queries`) with images (n, N * D of `patches`) pooled by these texts."""
 
 
 class PatchesEncoder(ABC):
-    """What an `Encoder` whose patches can be read also is."""
+    """Capability of an `Encoder` that returns patch tokens."""
 
     @abstractmethod
     def patch_tokens(self, normalised: Tensor) -> Tensor:
-        """Normalised pixels (n, 3, H, W) to the tokens of patches behind the last block and its norm, (n, N, D), row by row."""
+        """Return the tokens of patches after the last block and its norm, (n, N, D), row by row, for normalised pixels (n, 3, H, W)."""
 
 
 class ObjectsEncoder(ABC):
-    """What an `Encoder` that lists the objects of images also is."""
+    """Capability of an `Encoder` that lists the objects of images."""
 
     @abstractmethod
     def objects(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, K * WIDTH), rows of evals/sets/objects.py, the last entry how sure it is of an object."""
+        """Return fp32 (n, K * WIDTH), rows of evals/sets/objects.py whose last entry is the confidence, for (n, 3, S, S) uint8."""

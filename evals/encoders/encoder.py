@@ -1,4 +1,4 @@
-"""Base classes of encoders: images to encodings, and texts for models with a text tower, in batches of equal length."""
+"""Base classes of encoders of images, and of texts for models with a text tower, in batches of equal length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .capabilities import (
 )
 from .pixels import MappedPixels, Pixels
 
-TEXTS = {"cpu": 64, "cuda": 2048}  # in a batch: on a CPU a small one stays in its caches
+TEXTS = {"cpu": 64, "cuda": 2048}  # texts per batch; small batches stay in a CPU's caches
 
 
 def encode_texts(
@@ -49,16 +49,21 @@ def encode_texts(
     """Return fp32 encodings (n, D) on the CPU, unit-norm by default; each distinct caption is encoded once, in batches sorted by length.
 
     Args:
+        captions: the texts.
         tokenize: texts to ids (n, N) whose largest id is EOT.
-        cut: shorten a batch behind its last EOT, which is exact where attention is causal and EOT is what is read.
+        encode: ids to encodings.
+        batch: texts per batch.
+        cut: shorten a batch after its last EOT, which is exact if attention is causal and EOT is the token that is
+            read.
+        normalize: return unit vectors.
 
     Raises:
         StoppedError: the run was told to stop.
     """
-    # SugarCrepe has each caption of an image in many pairs.
+    # SugarCrepe uses each caption of an image in many pairs.
     distinct = sorted(set(captions))
     tokens = tokenize(distinct)
-    # EOT is the largest id there is.
+    # EOT is the largest id.
     lengths = tokens.argmax(dim=1) + 1
     # Batches of equal lengths, so that short captions are not padded to the longest.
     order = lengths.argsort(stable=True) if cut else torch.arange(len(distinct))
@@ -69,7 +74,7 @@ def encode_texts(
         encoded = encode(tokens[rows, :length]).float()
         parts.append((F.normalize(encoded, dim=-1) if normalize else encoded).cpu())
     encodings = torch.cat(parts)
-    # Back to the order of `distinct`: batches went by length.
+    # Restore the order of `distinct`, because batches are sorted by length.
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
@@ -77,7 +82,7 @@ def encode_texts(
 
 
 def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
-    """Of a CLIP's text side: all weights outside `visual.`, logit scale and bias left away, and the architecture."""
+    """Return the identity of a CLIP's text side: all weights outside `visual.` except logit scale and bias, and the architecture."""
     weights_digest = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
     return hashlib.sha256(f"{weights_digest}\n{architecture}".encode()).hexdigest()
 
@@ -87,31 +92,33 @@ _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Encoder(ABC):
-    """A model in eval mode with its preprocessing.
+    """A model in evaluation mode with its preprocessing.
 
     Args:
-        model: it is put into eval mode and not changed otherwise.
+        model: it is put into evaluation mode and not changed otherwise.
         mean, std: per-channel normalisation of pixels in 0..1.
-        label: where it came from.
+        label: its origin.
 
-    `transform`: an image to what `encode` takes.  `slots`: L of (L, V) encodings that are flattened, else 1.
-    `precision`: bf16 and fp16 run the model under autocast; encodings are fp32 always.
+    Attributes:
+        transform: converts an image to the input of `encode`.
+        slots: L of flattened (L, V) encodings, otherwise 1.
+        precision: bf16 and fp16 run the model under autocast; encodings are always fp32.
     """
 
     image_size: int
     transform: Transform
-    decoding: Decoding = TRAINING  # of a person's own pictures on pages
+    decoding: Decoding = TRAINING  # for a user's own images on pages
     slots = 1
-    takes_images = True  # False: it wants more of a sample than a picture, and `encode` raises
+    takes_images = True  # False: it needs more than an image, and `encode` raises
     precision: Precision = "fp32"
-    trained: TrainingRun | None = None  # of a run, while its objective is at hand
+    trained: TrainingRun | None = None  # of a run, while its objective is available
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
         self.model, self.label = model.eval(), label
-        self.pooling = ""  # how another library's model makes one vector of its tokens
-        self.assumed = ""  # what the file did not say and was taken for granted
+        self.pooling = ""  # how another library's model pools its tokens
+        self.assumed = ""  # assumptions about what the file does not contain
         self.device = next(iter(model.parameters())).device
-        # Shaped to be subtracted from (n, 3, S, S).
+        # In a shape that broadcasts over (n, 3, S, S).
         self.mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self.std = torch.tensor(std, device=self.device).view(3, 1, 1)
 
@@ -124,7 +131,7 @@ class Encoder(ABC):
 
     @property
     def offers(self) -> frozenset[str]:
-        """What tasks may need of it beside encodings of images (`evals/suite/task.py`, NEEDS)."""
+        """Return the capabilities that tasks may need (`evals/suite/task.py`, NEEDS)."""
         capabilities = {
             "images": self.takes_images,
             "texts": isinstance(self, TextEncoder),
@@ -143,7 +150,7 @@ class Encoder(ABC):
 
     @property
     def width(self) -> int:
-        """Numbers in one encoding."""
+        """Return the number of values in one encoding."""
         return self._encoding_width
 
     @cached_property
@@ -154,11 +161,11 @@ class Encoder(ABC):
     @property
     @abstractmethod
     def architecture(self) -> str:
-        """What the weights are the weights of, in words or JSON: part of what stored features belong to."""
+        """Return the architecture, in words or JSON, which is part of the identity of stored features."""
 
     @abstractmethod
     def encode(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, D), or (n, L, D) with slots apart, on the encoder's device."""
+        """Encode (n, 3, S, S) uint8 to fp32 (n, D), or (n, L, D) with separate slots, on the encoder's device."""
 
     def images(self, pictures: Sequence[Image.Image | np.ndarray]) -> Tensor:
         """Return `encode` of images, preprocessed as in evaluation: EXIF orientation is not applied.
@@ -176,26 +183,28 @@ class Encoder(ABC):
             try:
                 image = to_8bit(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
             except BadSampleError as bad:
-                raise DataError(f"image {number}: cannot be shown to {self.label}, got {bad.full_message()}") from None
+                raise DataError(
+                    f"image {number}: cannot be encoded by {self.label}, got {bad.full_message()}"
+                ) from None
             rows.append(np.asarray(self.transform(image)))
         encodings = self.encode(self.stacked(rows))
-        return encodings.clone()  # an ordinary tensor, which a probe can be trained on
+        return encodings.clone()  # an ordinary tensor, with which a probe can be trained
 
     @cached_property
     def weights(self) -> str:
-        """Hex SHA-256 over all parameters and buffers, whatever file they came from."""
+        """Return the hex SHA-256 over all parameters and buffers, whatever file they came from."""
         return weights_sha256(self.model.state_dict())
 
     def transform_with_resize(self, resize: int | None) -> Transform:
-        """`transform` with another resize of the shortest side before the middle is cut out; None: as it is."""
+        """Return `transform` with another resize of the shorter side before the centre crop; None: unchanged."""
         if resize is None:
             return self.transform
         if not isinstance(self.transform, Pixels):
-            raise ConfigError(f"resize={resize}: {self.label} has a transform of its own; leave resize away")
+            raise ConfigError(f"resize={resize}: {self.label} has its own transform. Remove resize.")
         return replace(self.transform, resize=resize)
 
     def map_pixels(self, pixel_range: PixelRange) -> None:
-        """Map 16-bit, 32-bit and float pixels to 8 bits as training does (`data.pixel_range`), not as Pillow clips them."""
+        """Map 16-bit, 32-bit and float pixels to 8 bits as in training (`data.pixel_range`) instead of clipping them like Pillow."""
         self.decoding = TRAINING._replace(pixel_range=pixel_range)
         if isinstance(self.transform, Pixels):
             t = self.transform
@@ -203,27 +212,27 @@ class Encoder(ABC):
 
     @staticmethod
     def stacked(rows: Sequence[np.ndarray]) -> Tensor:
-        """(S, S, 3) uint8 images to (n, 3, S, S)."""
+        """Stack (S, S, 3) uint8 images to (n, 3, S, S)."""
         return torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2)
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 to what the model takes."""
-        # On the device: a quarter of the bytes travel.
+        """Normalise (n, 3, S, S) uint8 to the input of the model."""
+        # On the device, because uint8 needs a quarter of the transfer.
         return pixels.to(self.device).float().div(255).sub(self.mean).div(self.std)
 
     def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
-        """The encoder whose encodings are worth keeping, and what makes this one's of them (None: they are the same)."""
+        """Return the encoder whose encodings are stored, and the function from these to this encoder's (None: they are equal)."""
         return self, None
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which the model runs."""
+        """Return the context in which the model runs."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, _AMP[self.precision])
 
 
 class TextEncoder(ABC):
-    """What an `Encoder` with a text tower also is."""
+    """An `Encoder` with a text tower."""
 
     label: str
     precision: Precision
@@ -231,17 +240,19 @@ class TextEncoder(ABC):
     @property
     @abstractmethod
     def text_weights(self) -> str:
-        """Identity of the text tower: weights and architecture."""
+        """Return the identity of the text tower: weights and architecture."""
 
     @abstractmethod
     def text(self, captions: Sequence[str]) -> Tensor:
-        """Unit-norm fp32 encodings (n, D) on the CPU, in the space of the images."""
+        """Return unit-norm fp32 encodings (n, D) of captions on the CPU, in the space of the images."""
 
 
 class TwoTowerEncoder(Encoder, TextEncoder):
-    """A model with `encode_image` and `encode_text` as open_clip's have them; encodings have norm one.
+    """A model with open_clip's `encode_image` and `encode_text`; encodings have unit norm.
 
-    `tokenize`: texts to ids (n, N).  `causal`: a batch of texts may be cut behind its last EOT.
+    Attributes:
+        tokenize: texts to ids (n, N).
+        causal: a batch of texts may be cut after its last EOT.
     """
 
     model: Any
@@ -262,7 +273,7 @@ class TwoTowerEncoder(Encoder, TextEncoder):
             return self.model.encode_image(self.normalised(pixels), normalize=True).float()
 
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
-        """Unit-norm fp32 encodings (n, D); each distinct caption is encoded once, among others of its length."""
+        """Return unit-norm fp32 encodings (n, D); each distinct caption is encoded once, together with others of its length."""
         return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal)
 
     @torch.inference_mode()

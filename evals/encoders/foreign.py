@@ -1,8 +1,9 @@
-"""Other people's models as encoders: any open_clip model, timm backbones, vision backbones of Hugging Face.
+"""Foreign models as encoders: any open_clip model, timm backbones, vision backbones of Hugging Face.
 
-    open_clip:ViT-B-32@laion2b_e16.pt   open_clip:ViT-B-32-quickgelu@openai   timm:vit_small_patch16_224@weights.safetensors   hf:FOLDER
+    open_clip:ViT-B-32@laion2b_e16.pt   open_clip:ViT-B-32-quickgelu@openai
+    timm:vit_small_patch16_224@weights.safetensors   hf:FOLDER
 
-Files are read as they lie; a tag or a hub's name is downloaded by the library itself unless its cache has it.
+Files are read as they are; a tag or a hub name is downloaded by the library itself unless its cache has it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class OpenClipEncoder(TwoTowerEncoder):
     """A model that open_clip builds, with open_clip's own transform.
 
     Args:
-        name: a model name.  weights: a file, or a tag that open_clip knows.
+        name: a model name.
+        weights: a file, or a tag that open_clip knows.
     """
 
     def __init__(self, name: str, weights: str):
@@ -47,16 +49,16 @@ class OpenClipEncoder(TwoTowerEncoder):
         self._config = open_clip.get_model_config(name)
         if self._config is None:
             raise ConfigError(f"{label}: {did_you_mean(name, open_clip.list_models())}")
-        # Asked before it is built: open_clip would take a wrong tag for a download and say something about networks.
+        # Check before building, because open_clip would treat a wrong tag as a download and report a network error.
         if not Path(weights).is_file() and weights not in open_clip.list_pretrained_tags_by_model(name):
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
-            raise CheckpointError(f"{label}: no such file, and no tag of {name} (known: {tags})")
+            raise CheckpointError(f"{label}: no such file, and no such tag of {name}; its tags are {tags}")
         self._refuse_other_gelu(name, weights, label)
         try:
             built: Any = open_clip.create_model_and_transforms(
                 name, pretrained=None if state else weights, force_custom_text=True, **_preprocess_kwargs(Path(weights))
             )
-            if state:  # open_clip itself takes nothing but a file's path
+            if state:  # open_clip only accepts a path
                 open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
@@ -69,7 +71,8 @@ class OpenClipEncoder(TwoTowerEncoder):
         self.image_size = size if isinstance(size, int) else size[0]
         text = model.text
         reads_eot = getattr(text, "attn_mask", None) is not None and getattr(text, "pool_type", "") == "argmax"
-        # Only what reads EOT under a causal mask may be cut behind it; CoCa appends a class token with its own position.
+        # Only texts that are read at EOT under a causal mask may be cut after it; CoCa appends a class token with its
+        # own position.
         reads_eot = reads_eot and getattr(text, "cls_emb", None) is None
         self.causal = reads_eot and isinstance(tokenizer, open_clip.SimpleTokenizer)
 
@@ -86,7 +89,7 @@ class OpenClipEncoder(TwoTowerEncoder):
         ):
             other = name.removesuffix("-quickgelu") if name.endswith("-quickgelu") else f"{name}-quickgelu"
             kind = "OpenAI's approximation of GELU" if pretrained_cfg["quick_gelu"] else "GELU itself"
-            raise ConfigError(f"{label}: these weights were trained with {kind}; write open_clip:{other}@{weights}")
+            raise ConfigError(f"{label}: these weights were trained with {kind}. Write open_clip:{other}@{weights}.")
 
     @property
     def architecture(self) -> str:
@@ -97,7 +100,7 @@ class OpenClipEncoder(TwoTowerEncoder):
             return super()._texts(tokens)
         text: Any = self.model.text
         whole = text.attn_mask
-        text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it to shorter rows
+        text.attn_mask = whole[: tokens.shape[1], : tokens.shape[1]]  # open_clip does not cut it for shorter rows
         try:
             return super()._texts(tokens)
         finally:
@@ -105,13 +108,13 @@ class OpenClipEncoder(TwoTowerEncoder):
 
 
 class BackboneEncoder(Encoder):
-    """A vision model without texts; encodings as it gives them.
+    """A vision model without texts; encodings are unchanged.
 
     Args:
         forward: normalised pixels (n, 3, S, S) to encodings (n, D).
         architecture: see `Encoder`.
-        pooling: how tokens become one encoding, in words; part of what stored features belong to.
-        source: all that the checkpoint holds, of which `model` may be a part: what a training may begin with.
+        pooling: description of how tokens become one encoding, which is part of the identity of stored features.
+        source: the whole content of the checkpoint, of which `model` may be a part, for starting a training.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class BackboneEncoder(Encoder):
 
 
 class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
-    """One of timm's vision transformers: CLS and registers stand before its patches."""
+    """One of timm's vision transformers: CLS and registers come before its patches."""
 
     model: Any
 
@@ -168,7 +171,7 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
 
 
 def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
-    """How a file's model is shown images, in the words of open_clip's builder, where an `open_clip_config.json` beside it says that."""
+    """Return the preprocessing of a file's model, in the arguments of open_clip's builder, if an `open_clip_config.json` is next to the file."""
     config_file = weights.parent / "open_clip_config.json"
     if not weights.is_file() or not config_file.is_file():
         return {}
@@ -182,41 +185,44 @@ def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
 
 
 def _read_pretrained_cfg(weights: Path, label: str) -> dict[str, Any]:
-    """What timm's hub has beside a file in `config.json`, the transform among it; nothing where there is none."""
+    """Return the pretrained_cfg in a `config.json` next to a file, as on timm's hub, which contains the transform; empty without one."""
     config_file = weights.parent / "config.json"
     if not weights.is_file() or not config_file.is_file():
         return {}
     pretrained_cfg = read_json(config_file, dict, CheckpointError).get("pretrained_cfg", {})
     if not isinstance(pretrained_cfg, dict):
-        raise CheckpointError(f"{label}: {config_file}: pretrained_cfg is no mapping; fetch it again, or take it away")
+        raise CheckpointError(
+            f"{label}: {config_file}: pretrained_cfg is not a mapping. Fetch the file again, or remove it."
+        )
     return pretrained_cfg
 
 
 def from_timm(name: str, weights: str) -> BackboneEncoder:
-    """A timm backbone without its classifier, pooled as timm pools it, with timm's evaluation transform."""
+    """Return a timm backbone without its classifier, with timm's pooling and evaluation transform."""
     label = f"timm:{name}@{weights}" if weights else f"timm:{name}"
     if not timm.is_model(name):
         raise ConfigError(f"{label}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     if weights and not Path(split_state(weights)[0]).is_file():
-        raise CheckpointError(f"{label}: {weights} is no file")
+        raise CheckpointError(f"{label}: {weights} is not a file")
     try:
-        # Without a classifier: what is scored is what it would have read.
+        # Without a classifier, because its input is what is scored.
         model = timm.create_model(name, pretrained=not weights, num_classes=0)
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}); give {label}@FILE") from None
+        raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}). Give {label}@FILE.") from None
     if weights:
         load_into(model, _without_head(timm_state(weights, label), model), weights)
-    # What lies beside the file is of these weights, and goes before what the name alone stands for.
+    # A config next to the file describes these weights, so it takes precedence over that of the name.
     own: Any = model.pretrained_cfg
     config = resolve_data_config({}, {**own, **_read_pretrained_cfg(Path(split_state(weights)[0]), label)}, model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label, rgb_first=True)
     size = config["input_size"][-1]
-    # A ViT has prefix tokens and a sequence of features, so its patches can be read; others give one vector alone.
+    # A ViT has prefix tokens and a sequence of features, so its patches can be read; other models only return one
+    # vector.
     kind = (
         TimmVitEncoder if hasattr(model, "num_prefix_tokens") and _gives_tokens(model, size, label) else BackboneEncoder
     )
-    # Of convnets it is a layer, in the model or in its head, that knows its name.
+    # In convnets, it is a layer of the model or of its head that has a name.
     pooled: Any = getattr(model, "global_pool", None) or getattr(getattr(model, "head", None), "global_pool", None)
     pooled = getattr(pooled, "pool_type", pooled)
     pooling = pooled if isinstance(pooled, str) and pooled else "timm's own"
@@ -229,7 +235,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
 def _gives_tokens(model: Any, size: int, label: str) -> bool:
     try:
         return model.eval().forward_features(torch.zeros(1, 3, size, size)).dim() == 3
-    except Exception as error:  # models of others fail in their own ways
+    except Exception as error:  # foreign models may fail in any way
         raise CheckpointError(
             f"{label}: does not encode one image of {size} pixels, got {_first_line(error)}"
         ) from None
@@ -244,7 +250,7 @@ def timm_state(place: str, label: str) -> dict[str, Tensor]:
 
 
 def _without_head(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Without a classifier that `model` does not have."""
+    """Remove the classifier that `model` does not have."""
     own, heads = (
         model.state_dict(),
         ("head.", "fc.", "classifier.", "head_dist.", "last_linear.", "dino_head.", "ibot_head."),
@@ -262,7 +268,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     try:
         from transformers import AutoConfig, AutoImageProcessor, AutoModel  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError(f"hf:{place}: needs transformers; pip install -e '.[hf]' in sparo's checkout") from None
+        raise ConfigError(f"hf:{place}: needs transformers. pip install -e '.[hf]' in sparo's checkout.") from None
     label = f"hf:{place}"
     try:
         config = AutoConfig.from_pretrained(place)
@@ -270,14 +276,16 @@ def from_huggingface(place: str) -> BackboneEncoder:
         model, loaded = AutoModel.from_pretrained(place, config=config, use_safetensors=True, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{label}: transformers cannot load it ({str(error)[:300]})") from None
-    # What a file lacks is drawn at random by transformers, a classifier's pooler first of all: that one is not used, others are missed.
+    # transformers initializes missing weights at random. That does not matter for a classifier's pooler, which is not
+    # used, but it does for others.
     lacking = sorted(name for name in loaded["missing_keys"] if not name.startswith("text_model."))
     unpooled = bool(lacking) and all("pooler." in name for name in lacking)
     if lacking and not unpooled:
         raise CheckpointError(
-            f"{label}: its weights lack {', '.join(lacking[:4])}, which would be drawn at random; fetch it again"
+            f"{label}: its weights lack {', '.join(lacking[:4])}, which would be initialized at random. Fetch it again."
         )
-    # Of a model with two towers the image's alone is scored: its pooled output is before the projection. Texts that the file lacks are random.
+    # For a model with two towers, only the image tower is scored; its pooled output is before the projection. Missing
+    # text weights do not matter.
     source = None if any(name.startswith("text_model.") for name in loaded["missing_keys"]) else model
     model = getattr(model, "vision_model", model).eval()
     transform = _hf_pixels(processor, label)
@@ -299,7 +307,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
 
 
 def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
-    """The processor's resize and crop where ours does the same (bicubic, shortest side, centre), else an error."""
+    """Return the processor's resize and crop if ours computes the same (bicubic, shorter side, centre); otherwise raise an error."""
     scale = processor.get("rescale_factor", 1 / 255)
     if not processor.get("do_rescale", True) or abs(255 * scale - 1) > 1e-3 or processor.get("rescale_offset"):
         raise ConfigError(

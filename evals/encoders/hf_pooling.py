@@ -1,4 +1,4 @@
-"""How a vision model of transformers becomes one vector per image: as its own documentation pools it, or not at all."""
+"""Pooling of transformers' vision models to one vector per image, as their documentation describes; other models are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 
 from .encoder import Encoder
 
-# What the classification head of each kind reads, where the model has no pooler (transformers 5, `…ForImageClassification`).
+# Input of the classification head of each model type without a pooler (transformers 5, `…ForImageClassification`).
 _CLASS_TOKEN = {"vit", "deit", "vit_msn", "vit_mae", "pvt", "dpt", "yolos"}
 _BY_CONFIG = {"beit", "data2vec-vision"}  # class token, or the mean of patches with config.use_mean_pooling
 _MEAN_OF_TOKENS = {"ijepa"}
@@ -34,7 +34,8 @@ def hf_pooling(model: Any, size: int, unpooled: bool, label: str) -> tuple[str, 
     _refuse_other_inputs(model, label)
     extra: dict[str, Any] = {}
     if model.config.model_type == "vit_mae":
-        # Its embeddings drop three quarters of the patches at random; a ratio of zero and ordered noise keep all, in order.
+        # Its embeddings drop three quarters of the patches at random; a ratio of zero and sorted noise keep all, in
+        # order.
         model.config.mask_ratio = 0.0
         extra["noise"] = torch.arange(model.embeddings.patch_embeddings.num_patches, dtype=torch.float32)
 
@@ -45,7 +46,7 @@ def hf_pooling(model: Any, size: int, unpooled: bool, label: str) -> tuple[str, 
     try:
         with torch.inference_mode():
             example_output = outputs(torch.zeros(1, 3, size, size))
-    except Exception as error:  # models of others fail in their own ways
+    except Exception as error:  # foreign models may fail in any way
         raise CheckpointError(f"{label}: does not encode one image of {size} pixels, got {first_line(error)}") from None
     name, pool = _documented_pooling(model.config, example_output, unpooled, label)
     return name, lambda pixels: pool(outputs(pixels))
@@ -57,7 +58,7 @@ def _documented_pooling(config: Any, example_output: Any, unpooled: bool, label:
         getattr(example_output, "last_hidden_state", None),
         config.model_type,
     )
-    # Of a convolutional network the pooler gives (n, C, 1, 1).
+    # The pooler of a convolutional network returns (n, C, 1, 1).
     if pooled is not None and not unpooled and pooled[0].numel() == pooled.shape[1]:
         return "pooler", lambda out: out.pooler_output.flatten(1)
     dims = hidden.dim() if isinstance(hidden, Tensor) else 0
@@ -94,14 +95,14 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
 
 
 def refuse_unsteady(encoder: Encoder) -> None:
-    """Encode one image twice; raise `CheckpointError` unless both give the same finite vector: masks and drop-out left on are silent otherwise."""
+    """Encode one image twice; raise `CheckpointError` unless both give the same finite vector, because active masking or dropout shows no other sign."""
     size, chance = encoder.image_size, torch.Generator().manual_seed(0)
-    # Noise, not zeros: masking does not show in a flat image.
+    # Noise instead of zeros, because masking does not show in a flat image.
     pixels = torch.randint(0, 256, (1, 3, size, size), generator=chance, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]):
         try:
             one, two = encoder.encode(pixels), encoder.encode(pixels)
-        except Exception as error:  # models of others fail in their own ways
+        except Exception as error:  # foreign models may fail in any way
             raise CheckpointError(f"{encoder.label}: does not encode one image, got {first_line(error)}") from None
     if not isinstance(one, Tensor) or one.dim() != 2 or len(one) != 1:
         raise CheckpointError(f"{encoder.label}: does not give one vector per image, got shape {tuple(one.shape)}")
@@ -109,8 +110,8 @@ def refuse_unsteady(encoder: Encoder) -> None:
         raise CheckpointError(f"{encoder.label}: its encoding of an image is not finite. Fetch the weights again.")
     if not torch.equal(one, two):
         raise CheckpointError(
-            f"{encoder.label}: two encodings of one image differ, got a difference of {(one - two).abs().max():.3g}. "
-            "Something in the model is drawn at random in evaluation, too."
+            f"{encoder.label}: two encodings of one image differ by {(one - two).abs().max():.3g}, so "
+            "part of the model is random in evaluation mode. Score another model."
         )
 
 

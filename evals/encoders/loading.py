@@ -1,4 +1,4 @@
-"""Checkpoints of every kind we know, to encoders."""
+"""Loading of checkpoints of every supported kind as encoders."""
 
 from __future__ import annotations
 
@@ -48,24 +48,26 @@ def load_encoder(
     device: str = "cpu",
     slots: int | None = None,
 ) -> Encoder:
-    """Load a checkpoint of any kind we know.
+    """Load a checkpoint of any supported kind.
 
     Args:
         checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
             folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's, DINO's with teacher and student or with a
-            backbone alone), a DeepSpeed ZeRO folder; or NAME:… of a row of `sparo.checkpoints`: `open_clip:NAME@FILE-or-tag`,
-            `timm:NAME@FILE`, `hf:FOLDER`, `pixels:SIZE`, the images themselves, released slot models, or a plug-in's.
-        model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO's
-            `vit_tiny`, `vit_small`, `vit_base`; default: what the file says of itself, else what its shapes tell (then
-            what was assumed is logged).
-        slots: number of slots of a trained slot model whose slots are sampled, instead of that of its training; also written as
-            `RUN?slots=N`.
+            backbone only), a DeepSpeed ZeRO folder; or NAME:… for an entry of `sparo.checkpoints`:
+            `open_clip:NAME@FILE-or-tag`, `timm:NAME@FILE`, `hf:FOLDER`, `pixels:SIZE` (the images themselves), released
+            slot models, or a plug-in's.
+        model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO
+            `vit_tiny`, `vit_small`, `vit_base`; default: from the file's own description, otherwise from its shapes
+            (assumptions are then logged).
+        device: where the model runs.
+        slots: number of slots of a trained slot model whose slots are sampled, instead of that in training; also
+            written as `RUN?slots=N`.
 
     Raises:
-        CheckpointError: nothing there that we can read, or something that is not what its name or form says.
+        CheckpointError: there is nothing that can be read, or the content does not match the name or form.
     """
     try:
-        # Whole before it is believed: a file that ends in the middle of a matrix may have loaded up to there.
+        # Read the file to its end: one that is truncated in a matrix may have loaded up to there.
         encoder = _loaded(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(device)
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
@@ -73,15 +75,19 @@ def load_encoder(
         return encoder
     except (SparoError, torch.OutOfMemoryError):
         raise
-    # Files and libraries of others fail in their own ways; the cause is kept for who wants it.
+    # Foreign files and libraries fail in many ways; the cause is kept for debugging.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointError(
-            f"{checkpoint}: is not what its name or form says ({type(error).__name__}: {first}); fetch it again, or name its model (--model)"
+            f"{checkpoint}: its content does not match its name or form ({type(error).__name__}: {first}). Fetch it again, or name its model (--model)."
         ) from error
 
 
-_DESCRIBED = ("config.yaml", "meta.json", "open_clip_config.json")  # what a run's, a step's and an exported folder has
+_DESCRIBED = (
+    "config.yaml",
+    "meta.json",
+    "open_clip_config.json",
+)  # names in a run folder, a checkpoint folder and an export
 
 
 def encoder_entry(kind: str) -> Callable[[Objective], Encoder]:
@@ -94,7 +100,7 @@ def encoder_entry(kind: str) -> Callable[[Objective], Encoder]:
 
 
 def split_slots(checkpoint: str | Path) -> tuple[str, int | None]:
-    """Split `RUN?slots=N` into the run and N; a path that exists as written, and files of others, have no N."""
+    """Split `RUN?slots=N` into the run and N; existing paths and foreign files have no N."""
     place, mark, number = str(checkpoint).partition("?slots=")
     if not mark or place.partition(":")[0] in CHECKPOINTS.names() or Path(checkpoint).exists():
         return str(checkpoint), None
@@ -108,10 +114,12 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     refuse_absent(checkpoint)
     file, key = split_state(checkpoint)
     path, (scheme, colon, rest) = Path(file), str(checkpoint).partition(":")
-    # Of names that are known: a folder may have a colon in its own.
+    # Only known names, because a folder's own name may contain a colon.
     named = colon and scheme in CHECKPOINTS.names()
     if model is not None and (named or any((path / name).is_file() for name in _DESCRIBED)):
-        raise ConfigError(f"--model {model}: is of weight files, and {checkpoint} says what it is of; leave it away")
+        raise ConfigError(
+            f"--model {model}: applies to bare weight files only, and {checkpoint} names its own model. Remove --model."
+        )
     if named:
         return CHECKPOINTS.get(scheme)(rest)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
@@ -120,10 +128,10 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         raise ConfigError(f"{checkpoint}?slots={slots}: only runs of slot models take a number of slots. Remove it.")
     if (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
-    # Read once: by what is in it a file is told, not by what it is called.
+    # Read once: the content of a file, not its name, shows its kind.
     elif path.is_file() and (path.parent / "meta.json").is_file() and path.name.startswith("model"):
-        # Weights of a step say nothing of pixels and activations; the run that it is of does.
-        raise CheckpointError(f"{path}: is a part of a checkpoint, which its folder says all of; give {path.parent}")
+        # A checkpoint's weights do not determine pixels and activations; the run's recipe does.
+        raise CheckpointError(f"{path}: is one file of a checkpoint. Give its folder, {path.parent}.")
     elif path.is_file():
         raw = read_raw(path)
         if is_dino(raw):
@@ -136,15 +144,15 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         encoder = _from_weights(read_zero_folder(path), str(path), None, model)
     else:
         if colon and scheme.isidentifier() and not path.exists():
-            CHECKPOINTS.get(scheme, "checkpoint")  # says which there are
+            CHECKPOINTS.get(scheme, "checkpoint")  # the error lists the valid ones
         raise CheckpointError(
-            f"{path}: no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file"
+            f"{path}: not a run folder, checkpoint folder, exported folder, DeepSpeed folder, or weight file"
         )
     return encoder
 
 
 def refuse_absent(checkpoint: str | Path) -> None:
-    """Raise `CheckpointError` where a checkpoint is meant as a path, and nothing is there, or only runs or checkpoints below it."""
+    """Raise `CheckpointError` if a path does not exist, or only contains runs or checkpoints."""
     path, (scheme, colon, _) = Path(split_state(split_slots(checkpoint)[0])[0]), str(checkpoint).partition(":")
     if not path.exists() and not (colon and scheme.isidentifier()):
         raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
@@ -161,20 +169,20 @@ def refuse_absent(checkpoint: str | Path) -> None:
 
 
 def read_recipe(path: Path) -> RunConfig:
-    """The recipe of a run folder, or of the run that one of its checkpoint folders belongs to. Raises CheckpointError."""
+    """Return the recipe of a run folder, or of the run that a checkpoint folder belongs to. Raises CheckpointError."""
     refuse_absent(path)
     folder = path.parent.parent if (path / "meta.json").is_file() else path
     config_file = folder / "config.yaml"
     if not config_file.is_file():
-        raise CheckpointError(f"{folder}: has no config.yaml, so it is no run folder")
+        raise CheckpointError(f"{folder}: has no config.yaml, so it is not a run folder")
     tree = parse_yaml(read_text(config_file, CheckpointError), str(config_file))
     return resolve(RunConfig, tree, str(config_file), stored=True)
 
 
 def read_run(path: Path) -> tuple[RunConfig, Path]:
-    """The recipe of a run folder (or of one of its checkpoint folders) and the newest complete checkpoint."""
+    """Return the recipe of a run folder (or of one of its checkpoint folders) and the newest complete checkpoint."""
     config = read_recipe(path)
-    # The newest of a run, as `sparo train` would go on from.
+    # The newest checkpoint, from which `sparo train` would continue.
     step = store.newest_step(path)
     if step is None:
         raise CheckpointError(f"{path}: no complete checkpoint yet")
@@ -182,12 +190,12 @@ def read_run(path: Path) -> tuple[RunConfig, Path]:
 
 
 def run_weights(step: Path) -> dict[str, Tensor]:
-    """The objective's weights in a checkpoint folder."""
+    """Return the objective's weights in a checkpoint folder."""
     return store.read_part(step, "model")
 
 
 def _from_run(path: Path, slots: int | None) -> Encoder:
-    """Load a run by building its objective, whatever its method is."""
+    """Load a run by building its objective, whatever its method."""
     config, step = read_run(path)
     label = str(step)
     if slots is not None:
@@ -239,10 +247,14 @@ def _from_weights(
 ) -> Encoder:
     """Build the CLIP that weights in our layout belong to: as described, as named by `--model`, or as inferred from their shapes.
 
-    quick_gelu: whether the file is OpenAI's; shapes do not show the activation.
+    Args:
+        weights, label: weights, and name for messages.
+        described: description of the model, if the file has one.
+        name: the value of `--model`, if any.
+        quick_gelu: whether the file is OpenAI's; shapes do not show the activation.
     """
     assumed = ""
-    if name:  # the model that is meant; pixels are the file's all the same
+    if name:  # --model names the architecture; preprocessing still comes from the file
         config = with_readout_of(_named(name), weights)
         if quick_gelu and not config.quick_gelu:
             raise ConfigError(
@@ -272,7 +284,7 @@ def _from_weights(
 
 
 def _named(name: str) -> ClipConfig:
-    from sparo_train import openclip  # wraps open_clip's builders: only where a name is asked for
+    from sparo_train import openclip  # wraps open_clip's builders, so only if a name is given
 
     if name.endswith(".json"):
         cfg = read_json(Path(name), dict, CheckpointError)
@@ -287,17 +299,17 @@ def _named(name: str) -> ClipConfig:
 
 def pixels_of(text: str) -> Encoder:
     if not text.isdigit() or not int(text):
-        raise ConfigError(f"pixels:{text}: write pixels:SIZE, as in pixels:28")
+        raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")
     return PixelEncoder(int(text))
 
 
 def from_open_clip(text: str) -> Encoder:
-    from .foreign import OpenClipEncoder  # wraps open_clip's builders: only where it is asked for
+    from .foreign import OpenClipEncoder  # wraps open_clip's builders, so only if it is needed
 
     name, at, weights = text.partition("@")
     if not at:
         raise ConfigError(
-            f"open_clip:{text}: write open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32-quickgelu@openai"
+            f"open_clip:{text}: expected open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32-quickgelu@openai"
         )
     return OpenClipEncoder(name, weights)
 

@@ -1,4 +1,4 @@
-"""What happens to an image before a model sees it: values that say what they do, so that stored features can name them."""
+"""Preprocessing of images as values with names, so that stored features can record them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sparo_train.data.read.decoding import PixelRange, to_8bit
 
 @dataclass(frozen=True)
 class Pixels:
-    """Resize the shortest side to `resize` (bicubic, antialiased), crop the centre: (size, size, 3) uint8.
+    """Resize the shorter side to `resize` (bicubic, antialiased) and crop the centre: (size, size, 3) uint8.
 
-    rgb_first: convert to RGB before the resize, as timm, DINO and torchvision's folders do; open_clip resizes in the file's own mode and
-    converts afterwards, so palettes, transparency and 16 bits give other pixels.
+    rgb_first: convert to RGB before the resize, as timm, DINO and torchvision's folders do. open_clip resizes in the
+    file's own mode and converts afterwards, so palettes, transparency and 16 bits give other pixels.
     """
 
     size: int
@@ -34,7 +34,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class MappedPixels(Pixels):
-    """The same, after 16-bit, 32-bit and float pixels became 8 bits as a run's `data.pixel_range` says."""
+    """The same, after mapping 16-bit, 32-bit and float pixels to 8 bits according to a run's `data.pixel_range`."""
 
     pixel_range: PixelRange = "by_type"
 
@@ -44,18 +44,18 @@ class MappedPixels(Pixels):
 
 @dataclass(frozen=True)
 class FlooredPixels(Pixels):
-    """The same with the crop's corner rounded down, as Hugging Face's processors cut."""
+    """The same with the crop's corner rounded down, as in Hugging Face's processors."""
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         image = shortest_side(image.convert("RGB"), self.resize)
-        # torchvision rounds half to even here, and half a pixel is another picture.
+        # torchvision rounds half to even here, which shifts the crop by a pixel.
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
 
 
 @dataclass(frozen=True)
 class SquarePixels(Pixels):
-    """The whole image to a square, its sides stretched as they come, as ViT, DeiT, BEiT and SigLIP have it."""
+    """Resize the whole image to a square, ignoring its aspect ratio, as in ViT, DeiT, BEiT and SigLIP."""
 
     bicubic: bool = True
 
@@ -65,11 +65,11 @@ class SquarePixels(Pixels):
 
 
 class LibraryPixels:
-    """A library's own evaluation transform up to pixels: what comes before its ToTensor and Normalize.
+    """Another library's evaluation transform up to pixels, without its ToTensor and Normalize.
 
     Args:
-        steps: the transforms of a `torchvision.transforms.Compose` whose last two are those.
-        origin: whose transform it is, for errors.
+        steps: transforms of a `torchvision.transforms.Compose` that ends with these two.
+        origin: source of the transform, for errors.
         rgb_first: convert to RGB before the steps, as timm's readers do.
     """
 
@@ -89,7 +89,7 @@ class LibraryPixels:
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         image = image.convert("RGB") if self._rgb_first else image
-        # The library's own steps, one by one: what is scored has seen what its authors' code shows.
+        # Apply the library's own steps one by one, so that the input is the same as in its authors' code.
         steps = self._steps
         if (
             self._resize is not None
@@ -102,7 +102,7 @@ class LibraryPixels:
 
     @cached_property
     def _resize(self) -> tuple[int, int] | None:
-        """Sizes of the crop and of the shortest side, if the steps begin with a bicubic resize and a centre crop."""
+        """Return the sizes of the crop and of the shorter side, if the steps begin with a bicubic resize and a centre crop."""
         first, second, *_ = [*self._steps, None, None]
         if type(first).__name__ != "Resize" or type(second).__name__ != "CenterCrop":
             return None

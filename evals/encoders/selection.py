@@ -1,4 +1,4 @@
-"""`selection.json`: the units of an encoding that are used, how they were chosen, and the encoder that keeps only those."""
+"""`selection.json`: the selected units of an encoding and how they were selected, and the encoder that keeps only those."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from .heads import SelectedHeads, heads_of
 
 
 class MaskedEncoder(Encoder):
-    """Image encodings times a mask (Section 5.2 of the SPARO paper); texts are as they were.
+    """Encoder whose image encodings are multiplied by a mask (Section 5.2 of the SPARO paper); texts are unchanged.
+
+    A cosine with a text is then that of the masked image encoding and the whole text, up to a factor per image. Only
+    the features of `inner` are stored; `of` applies to them what `encode` applies to images.
 
     Args:
         inner: the encoder.
-        mask: (D,), or (L,) for one number per slot; zeros and ones make a selection of slots (Section 5.1).
-        label: what to call it.
-
-    A cosine with a text is then that of the masked image encoding and the whole text, up to a factor per image.
-    Features are stored of `inner` alone; `of` does to them what `encode` does to images.
+        mask: (D,), or (L,) with one value per slot; zeros and ones make a selection of slots (Section 5.1).
+        label: name for messages.
     """
 
     def __init__(self, inner: Encoder, mask: Tensor, label: str = ""):
         width, slots = inner.width, inner.slots
         if mask.shape not in ((width,), (slots,)):
             raise ConfigError(
-                f"{inner.label}: a mask of {tuple(mask.shape)}; its encodings take ({width},) or ({slots},)"
+                f"{inner.label}: its encodings need a mask of ({width},) or ({slots},), got {tuple(mask.shape)}"
             )
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), label or inner.label)
         self.inner, self.transform, self.image_size, self.slots = inner, inner.transform, inner.image_size, slots
         self.precision, self.decoding = inner.precision, inner.decoding
-        # One number of a slot stands for all of its numbers.
+        # The value of a slot applies to all values of the slot.
         self.mask = mask.float().repeat_interleave(width // slots) if mask.shape == (slots,) else mask.float()
 
     @classmethod
     def of_slots(cls, inner: Encoder, slots: Sequence[int]) -> MaskedEncoder:
-        """Only these slots."""
+        """Keep these slots only."""
         mask = torch.zeros(inner.slots)
         mask[list(slots)] = 1
         return _with_text(inner)(inner, mask, f"{inner.label} slots {','.join(map(str, slots))}")
@@ -59,7 +59,7 @@ class MaskedEncoder(Encoder):
         return f"{self.inner.architecture} mask {weights_sha256({'mask': self.mask})}"
 
     def of(self, encodings: Tensor) -> Tensor:
-        """Encodings (n, D) of the inner encoder, masked."""
+        """Apply the mask to encodings (n, D) of the inner encoder."""
         return encodings * self.mask.to(encodings.device)
 
     def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
@@ -86,7 +86,7 @@ class MaskedTextEncoder(MaskedEncoder, TextEncoder):
 
 
 def masked(inner: Encoder, mask: Tensor, label: str = "") -> MaskedEncoder:
-    """`inner` behind a mask, with its texts where it has any."""
+    """Return `inner` with a mask, and with its texts if it has any."""
     return _with_text(inner)(inner, mask, label)
 
 
@@ -99,7 +99,7 @@ _MAX_BYTES = 16 << 20
 
 
 class SelectionData(Frozen):
-    """What a selection was made on."""
+    """Data on which a selection was made."""
 
     task: str = field("", "Name of the task.")
     data: str = field("", "SHA-256 that identifies the task's data.")
@@ -109,10 +109,10 @@ class SelectionData(Frozen):
 
 
 class Selection(Frozen):
-    """A selection or a mask of one checkpoint.
+    """A selection or a mask for one checkpoint.
 
     Raises:
-        ValueError: numbers that do not fit each other.
+        ValueError: inconsistent values.
     """
 
     schema_: Literal[1] = field(SCHEMA, "Schema version of this file.", alias="schema")
@@ -143,14 +143,14 @@ class Selection(Frozen):
             numbers = getattr(self, key)
             wrong = [number for number in numbers if not 0 <= number < self.count]
             if wrong:
-                raise ValueError(f"{key}: {wrong[0]} is no unit; there are {self.count}, numbered from 0")
+                raise ValueError(f"{key}: {wrong[0]} is not a unit; units are numbered from 0 to {self.count - 1}")
             if len(set(numbers)) < len(numbers):
                 raise ValueError(f"{key}: names a unit twice")
         for key in ("names", "notes"):
             wrong = [number for number in getattr(self, key) if not 0 <= number < self.count]
             if wrong:
-                raise ValueError(f"{key}: {wrong[0]} is no unit; there are {self.count}, numbered from 0")
-        # A part of an order would make `the best half` a half of something else.
+                raise ValueError(f"{key}: {wrong[0]} is not a unit; units are numbered from 0 to {self.count - 1}")
+        # With an incomplete order, `the best half` would be half of something else.
         if self.order and len(self.order) != self.count:
             raise ValueError(f"order: has {len(self.order)} of {self.count} units")
         if self.scores and len(self.scores) != self.count:
@@ -159,79 +159,79 @@ class Selection(Frozen):
 
 
 def read_selection(path: Path) -> Selection:
-    """A file that `write_selection` or the explorer wrote. Raises `ConfigError` naming it and what is wrong in it."""
+    """Read a file that `write_selection` or the explorer wrote. Raises `ConfigError` naming the file and the problem."""
     try:
-        # Selections are passed on between people: a file of any size is not read for its first line.
+        # Selections are shared between users, so the size of the file is limited.
         text = read_text(path, DataError, _MAX_BYTES)
         content = parse_json(text, str(path), dict, DataError)
     except DataError as error:
         raise ConfigError(f"--slots {error}") from None
     if content.get("sparo") != "selection":
-        raise ConfigError(f"--slots {path}: is no selection; `sparo slots select` writes one")
+        raise ConfigError(f"--slots {path}: is not a selection. `sparo slots select` writes one.")
     try:
         return Selection.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--slots {path}: {where + ': ' if where else ''}{first['msg']}; select again") from None
+        raise ConfigError(f"--slots {path}: {where + ': ' if where else ''}{first['msg']}. Select again.") from None
 
 
 def write_selection(path: Path, selection: Selection) -> None:
-    """Whole or not at all."""
+    """Write a selection atomically."""
     write_whole(path, selection.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
 def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> Encoder:
-    """The encoder with these units alone, or behind this mask.
+    """Return the encoder with these units only, or with this mask.
 
     Raises:
-        ConfigError: the selection was made for other weights, or does not fit them.
+        ConfigError: the selection was made for other weights, or does not match them.
     """
-    # By the weights' hash, not by a path: slots of another training mean other things.
+    # Compare hashes of weights instead of paths, because slots of another training mean something else.
     if selection.checkpoint != encoder.weights:
         raise ConfigError(
-            f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), and {encoder.label} has "
-            "other weights, whose slots mean other things; select again, or give numbers (--slots 0,3,8-15)"
+            f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), but {encoder.label} has "
+            "other weights, whose slots mean something else. Select again, or give numbers (--slots 0,3,8-15)."
         )
     if selection.units == "heads":
         heads = heads_of(encoder, selection.head_layers)
         if heads.slots - 1 != selection.count:
-            raise ConfigError(f"{where}: has {selection.count} heads, and {encoder.label} {heads.slots - 1}")
-        # In the order of numbers: an encoding's parts stay where they are in the whole one.
+            raise ConfigError(f"{where}: has {selection.count} heads, but {encoder.label} has {heads.slots - 1}")
+        # In numerical order, so that the parts of an encoding keep their order.
         return SelectedHeads(heads, sorted(selection.chosen))
     whole = selection.units == "slots" and encoder.slots != selection.count
-    # Units have to share an encoding evenly, or numbers would belong to two of them.
+    # Units must divide an encoding evenly; otherwise values would belong to two units.
     if whole or encoder.width % selection.count:
         raise ConfigError(
-            f"{where}: has {selection.count} {selection.units}, and {encoder.label} {encoder.slots} slots"
+            f"{where}: has {selection.count} {selection.units}, but {encoder.label} has {encoder.slots} slots"
         )
     return masked(encoder, mask_of(selection, encoder.width), f"{encoder.label} {described(selection)}")
 
 
 def mask_of(selection: Selection, width: int) -> torch.Tensor:
-    """(width,) fp32: what encodings are multiplied with. Raises `ConfigError` where a mask has another length."""
+    """Return the factors (width,) fp32 of encodings. Raises `ConfigError` if a mask has another length."""
     if selection.mask:
         mask = torch.tensor(selection.mask)
         if len(mask) not in (selection.count, width) or not bool(mask.isfinite().all()):
-            raise ConfigError(f"--slots: a mask of {len(mask)} numbers; encodings take {selection.count} or {width}")
+            raise ConfigError(f"--slots: expected a mask of {selection.count} or {width} values, got {len(mask)}")
     else:
         mask = torch.zeros(selection.count)
         mask[list(selection.chosen)] = 1
-    # One number per unit is one for each of the unit's numbers.
+    # The value of a unit applies to all values of the unit.
     return mask.repeat_interleave(width // len(mask))
 
 
 def described(selection: Selection) -> str:
-    """In a few words, for tables and errors."""
+    """Describe a selection in a few words, for tables and errors."""
     if selection.mask:
-        return f"{selection.method} of {len(selection.mask)} numbers"
+        return f"{selection.method} of {len(selection.mask)} values"
     return f"{selection.method}: {len(selection.chosen)} of {selection.count} {selection.units}"
 
 
 def of_numbers(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Selection:
-    """Slots chosen by hand. Raises `ConfigError` where the encoder has no such slot."""
+    """Keep slots chosen by the user. Raises `ConfigError` if the encoder has no such slot."""
     if encoder.slots < 2:
-        raise ConfigError(f"--slots: {encoder.label} has no slots; use a model with a read-out (readout.kind=sparo)")
+        raise ConfigError(f"--slots: {encoder.label} has no slots. Use a model with a readout (readout.kind=sparo).")
     wrong = [slot for slot in slots if not 0 <= slot < encoder.slots]
     if wrong or not slots:
         raise ConfigError(

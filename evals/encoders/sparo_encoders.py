@@ -1,4 +1,4 @@
-"""Encoders of our own models, and the baseline without one."""
+"""Encoders of our own models, and a baseline without a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, Tok
 from .encoder import TEXTS, Encoder, TwoTowerEncoder, encode_texts
 from .pixels import MappedPixels, Pixels
 
-_NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the weights' shapes tell where it is used
+_NOT_ENCODING: Any = {  # names, options of training, and a width that follows from the weights' shapes
     "backbone": True,
     "embed_dim": True,
     "init_logit_scale": True,
@@ -34,7 +34,7 @@ _NOT_ENCODING: Any = {  # names, what training alone reads, and a width that the
 
 
 class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
-    """Any of our CLIP models."""
+    """Encoder of any of our CLIP models."""
 
     model: Clip
 
@@ -45,8 +45,8 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
         self.tokenizer = ClipTokenizer(model.config.text.context_length)
         self.tokenize = self.tokenizer.batch
         self.image_size, self._width = model.config.vision.image_size, model.config.width
-        # As open_clip's evaluation transform: the shortest side is the image's size, and nothing is cut off a square. 16 bits are
-        # not clipped to white as there, but mapped as in training; a run says how.
+        # As in open_clip's evaluation transform: the shorter side has the image's size, and squares are not cropped. 16
+        # bits are not clipped to white as there, but mapped as in training, according to the run.
         self.transform = MappedPixels(self.image_size, self.image_size)
         self.slots = model.config.slots
 
@@ -57,7 +57,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
     @property
     def architecture(self) -> str:
         config = self.model.config
-        # Without what training alone reads: features of two runs that differ in it are the same features.
+        # Without options of training, because features of two runs that only differ in these are equal.
         return config.model_dump_json(
             exclude={**_NOT_ENCODING, "vision": {"patch_dropout", *config.vision.unused_keys}}
         )
@@ -98,25 +98,25 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
 
     @torch.inference_mode()
     def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:
-        # The parameters of the pooling module: an image has one encoding for each text.
+        # Parameters of the pooling module, with which an image has one encoding per text.
         pool, heads = self.model.pool_parameters(), self.model.config.readout.heads
         local = patches.to(self.device).float().unflatten(1, (-1, self.model.config.embed_dim))
         return conditioned_scores(local, queries.to(self.device), pool, heads).cpu()
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots with attention maps of a few images; SPARO models only."""
+        """Return slots with attention maps of a few images; SPARO models only."""
         return self.model.visual.slots(self.normalised(self.stacked(pixels)), need_attention=True)  # type: ignore[operator, return-value]
 
     @torch.inference_mode()
     def text_slots(self, captions: Sequence[str]) -> Slots:
-        """Slots with attention maps of a few captions; SPARO models only."""
+        """Return slots with attention maps of a few captions; SPARO models only."""
         tokens = self.tokenizer.batch(captions).to(self.device)
         return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
 
 
 class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
-    """A DINO backbone; encodings as they are (CLS behind `norm`, or flat slots), not normalised."""
+    """Encoder of a DINO backbone; encodings are not normalised (CLS after `norm`, or flat slots)."""
 
     model: Vit
 
@@ -125,7 +125,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     ):
         super().__init__(model, mean, std, label)
         self.image_size, self.token_width = model.config.image_size, model.embed_dim
-        # As eval_knn.py and eval_linear.py cut it.
+        # Crop as in eval_knn.py and eval_linear.py.
         self.transform = MappedPixels(self.image_size, round(self.image_size * 256 / 224), rgb_first=True)
         self.slots = model.config.slots
 
@@ -135,28 +135,26 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
 
     @property
     def architecture(self) -> str:
-        return self.model.config.model_dump_json(
-            exclude={"arch", "drop_path", "weight_init"}
-        )  # what training alone reads
+        return self.model.config.model_dump_json(exclude={"arch", "drop_path", "weight_init"})  # options of training
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
             return self.model(self.normalised(pixels)).float()
 
-    @torch.no_grad()  # a probe is trained on these, which inference tensors do not allow
+    @torch.no_grad()  # probes are trained on these, which inference tensors do not allow
     def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
-        """What DINO's linear probe reads, see `Vit.probe_features`; (n, 3, S, S) uint8 -> fp32 (n, width)."""
+        """Return the input of DINO's linear probe, see `Vit.probe_features`; (n, 3, S, S) uint8 -> fp32 (n, width)."""
         with self.autocast():
             return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots with attention maps of a few images; SPARO models only."""
+        """Return slots with attention maps of a few images; SPARO models only."""
         return self.model.slots(self.normalised(self.stacked(pixels)), need_attention=True)
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
-        # Behind the class token, which is no place in the image.
+        # Without the class token, which has no position in the image.
         return self.model.intermediate(normalised, 1)[0][:, 1:]
 
     @torch.inference_mode()
@@ -166,15 +164,15 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
 
     @torch.inference_mode()
     def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:
-        """Self-attention of the last block, (n, heads, N, N), CLS first."""
+        """Return self-attention of the last block, (n, heads, N, N), CLS first."""
         return self.model.last_attention(self.normalised(self.stacked(pixels)))
 
 
 class PixelEncoder(Encoder):
-    """No model: an image's pixels at `size`, as a baseline."""
+    """Baseline without a model: an image's pixels at `size`."""
 
     def __init__(self, size: int = 28):
-        # A layer that nothing reads: every encoder has a model, whose device says where pixels go.
+        # An unused layer: every encoder has a model, whose device determines where pixels go.
         super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, f"pixels:{size}")
         self.image_size, self.transform = size, Pixels(size, size, rgb_first=True)
 
@@ -195,10 +193,10 @@ class PixelEncoder(Encoder):
 
 
 def clip_encoder(objective: ClipObjective) -> ClipEncoder:
-    """The model that is trained, or its average."""
+    """Return the encoder of the trained model, or of its average."""
     return ClipEncoder(objective.scored, objective.config.mean, objective.config.std)
 
 
 def dino_encoder(objective: DinoObjective) -> DinoEncoder:
-    """The teacher's backbone, which DINO scores and releases."""
+    """Return the encoder of the teacher's backbone, which DINO scores and releases."""
     return DinoEncoder(objective.teacher.backbone, objective.config.mean, objective.config.std)

@@ -23,7 +23,7 @@ from ..sets.base import Fact, Pair
 
 
 class Part(NamedTuple):
-    """Consecutive samples, the first of them by its number: encodings (n, D) or (n, L, D), keys, facts."""
+    """Consecutive samples from a first number: encodings (n, D) or (n, L, D), keys, facts."""
 
     first: int
     array: np.ndarray
@@ -32,17 +32,14 @@ class Part(NamedTuple):
 
 
 def bounds_of(count: int) -> list[tuple[int, int]]:
-    """First and last + 1 of every part: 32 of them where that makes 256 to 4,096 images each."""
-    # Small enough to lose little and to be dealt to many, large enough to be read at a disk's speed.
+    """Return first and last + 1 of every part: 32 parts if that makes 256 to 4,096 images each."""
+    # Small enough to lose little and to be distributed, large enough to be read at a disk's speed.
     size = max(256, min(4096, -(-count // 32)))
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 def write_part(folder: Path, number: int, part: Part) -> None:
-    """Its JSON file last: a part without one is not there. Facts that are arrays (masks) lie in a file of their own.
-
-    The JSON holds the XXH3-128 of the other files, and its own first line that of the rest: a changed byte would be a wrong score.
-    """
+    """Write a part, its JSON file last: a part without one does not exist. Facts that are arrays (masks) are in a separate file."""
     tables = {str(i): fact for i, fact in enumerate(part.facts) if isinstance(fact, np.ndarray)}
     hashes = {"npy": write_array(part_path(folder, number, "npy"), part.array)}
     if tables:
@@ -55,13 +52,13 @@ def write_part(folder: Path, number: int, part: Part) -> None:
 
 
 def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
-    """A part where it is whole and what was written."""
+    """Return a part if it is complete and undamaged."""
     begin, end = span
     try:
         content = read_sealed(part_path(folder, number, "json"))
         if any(_hash_of(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
             return None
-        # Mapped, not read: a bank of a million rows need not fit into memory.
+        # Mapped instead of read, because a bank of a million rows may not fit in memory.
         array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
         facts = [fact_of(fact) for fact in content["facts"]]
         if content.get("tables"):
@@ -79,36 +76,37 @@ def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
 
 
 def fact_of(fact: Any) -> Fact:
-    """JSON has no tuples: pairs come back as lists of four."""
+    """Restore tuples, which JSON does not have: pairs are stored as lists of four."""
     return [Pair(*p) for p in fact] if isinstance(fact, list) and fact and isinstance(fact[0], list) else fact
 
 
 def part_path(folder: Path, number: int, suffix: str) -> Path:
-    """Where a part's array (`npy`), facts (`json`) or facts that are arrays (`facts.npz`) lie."""
+    """Return the path of a part's array (`npy`), facts (`json`) or facts that are arrays (`facts.npz`)."""
     return folder / f"part-{number:05d}.{suffix}"
 
 
 def write_array(path: Path, array: np.ndarray) -> str:
-    """Whole and on disk before the name exists; returns the file's XXH3-128."""
+    """Write an array to disk before its name exists; return the file's XXH3-128."""
     return _write(path, lambda stream: np.save(stream, array, allow_pickle=False))
 
 
 def write_sealed(path: Path, content: Any) -> None:
-    """JSON behind a line with its XXH3-128."""
+    """Write JSON after a line with its XXH3-128."""
     text = json.dumps(content)
     write_whole(path, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
 
 
 def read_sealed(path: Path) -> Any:
-    """What `write_sealed` wrote. Raises `ValueError` where it is something else, `OSError` where there is nothing."""
+    """Read what `write_sealed` wrote. Raises `ValueError` if it is damaged, `OSError` if it does not exist."""
     seal, _, text = path.read_text(encoding="utf-8").partition("\n")
     if seal != xxhash.xxh3_128_hexdigest(text.encode()):
-        raise ValueError(f"{path}: is not what was written")
+        raise ValueError(f"{path}: is damaged")
     return json.loads(text)
 
 
 def _hash_of(path: Path) -> str:
-    # Damage is looked for here, not malice: who can write the array can write the hash. SHA-256 was a sixth of the scoring.
+    # The check finds damage, not manipulation: who can write the array can write the hash. SHA-256 took a sixth of the
+    # scoring.
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return xxhash.xxh3_128_hexdigest(content)
 
@@ -129,13 +127,13 @@ def _write(path: Path, save: Callable[[IO[bytes]], None]) -> str:
 
 
 def write_texts(folder: Path, texts: list[str], array: np.ndarray) -> None:
-    """Encodings (n, D) of texts, as a part of their own."""
+    """Write encodings (n, D) of texts as a separate part."""
     name = "part-" + xxhash.xxh3_128_hexdigest(json.dumps(texts).encode())[:16]
     write_sealed(folder / f"{name}.json", {"texts": texts, "xxh3_128": write_array(folder / f"{name}.npy", array)})
 
 
 def read_texts(folder: Path) -> dict[str, np.ndarray]:
-    """Every text that is encoded, from the parts that are what was written."""
+    """Return every encoded text from undamaged parts."""
     encodings: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("part-*.json")):
         try:
@@ -151,9 +149,9 @@ def read_texts(folder: Path) -> dict[str, np.ndarray]:
 
 
 class View(NamedTuple):
-    """Which function of an encoder is stored: (n, 3, S, S) uint8 to (n, D); `name` says it all, its options included.
+    """Function of an encoder that is stored: (n, 3, S, S) uint8 to (n, D); `name` identifies it with its options.
 
-    measured: what is stored are labels, errors or distances, which are kept in fp32 whatever encodings are.
+    measured: the stored values are labels, errors or distances, which stay fp32 whatever the storage type of encodings.
     """
 
     name: str
@@ -165,8 +163,9 @@ class Features:
     """Encodings of a set with keys and facts, in parts that may be memory maps.
 
     Args:
-        parts: (n_i, D), or (n_i, L, D) where slots are kept apart, fp32 or fp16.  keys, facts: one per row.
-        of: what is done to rows (n, D) as they are read.
+        parts: (n_i, D), or (n_i, L, D) with separate slots, fp32 or fp16.
+        keys, facts: one per row.
+        of: function applied to rows (n, D) as they are read.
     """
 
     def __init__(
@@ -185,21 +184,21 @@ class Features:
 
     @property
     def width(self) -> int:
-        """Numbers in one encoding."""
+        """Return the number of values in one encoding."""
         return int(np.prod(self.parts[0].shape[1:]))
 
     def blocks(self, rows: int = 8192) -> Iterator[Tensor]:
-        """fp32 (≤ rows, D), in order."""
+        """Yield fp32 (≤ rows, D), in order."""
         for part in self.parts:
             for begin in range(0, len(part), rows):
                 yield self._of(_tensor(part[begin : begin + rows]))
 
     def in_memory(self) -> Tensor:
-        """fp32 (n, D), all of them."""
+        """Return all rows, fp32 (n, D)."""
         return torch.cat(list(self.blocks()))
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """fp32 rows by number, in the order asked."""
+        """Return fp32 rows by number, in the given order."""
         out = torch.empty(len(numbers), *self.parts[0].shape[1:])
         part = torch.bucketize(numbers, torch.tensor(self._ends), right=True)
         for i in part.unique().tolist():
@@ -209,11 +208,11 @@ class Features:
         return self._of(out)
 
     def share(self, rank: int, size: int) -> tuple[Features, int]:
-        """The rank's consecutive parts, and the number of their first row."""
+        """Return the rank's consecutive parts, and the number of their first row."""
         first, last = (len(self.parts) * (rank + i) // size for i in (0, 1))
         begin, end = (self._ends[i - 1] if i else 0 for i in (first, last))
         return Features(self.parts[first:last], self.keys[begin:end], self.facts[begin:end], self._of), begin
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.array(array, dtype=np.float32))  # a copy: memory maps are read-only
+    return torch.from_numpy(np.array(array, dtype=np.float32))  # a copy, because memory maps are read-only

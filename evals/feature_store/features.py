@@ -1,10 +1,11 @@
-"""The feature store: every image of a set is encoded once per checkpoint; every task reads what is there.
+"""The feature store: every image of a set is encoded once per checkpoint, and every task reads the stored features.
 
-    STORE/images/KEY/manifest.json  part-00000.npy  part-00000.json …      STORE/texts/TOWER/part-HASH.npy  part-HASH.json
+    STORE/images/KEY/manifest.json  part-00000.npy  part-00000.json …      STORE/texts/TOWER/part-HASH.npy
+    part-HASH.json
 
-KEY is a hash of the weights, the architecture, the preprocessing, the precision, the view, the set's identity and stamp,
-and the storage type, so that nothing is ever read for other weights, transforms or data. A part's JSON (keys and facts)
-is renamed into place after its array, so that a part is whole or absent; what is there already is not encoded again.
+KEY is a hash of the weights, the architecture, the preprocessing, the precision, the view, the set's identity and
+stamp, and the storage type, so features are never used for other weights, transforms or data. A part's JSON (keys and
+facts) is renamed into place after its array, so a part is complete or absent. Existing parts are not encoded again.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class BatchSize:
     """Batch sizes by model, precision, view and device.
 
     Args:
-        path: where they are remembered between runs; None: nowhere.
-        first: what to begin with by device type.
+        path: file that remembers them between runs; None: none.
+        first: initial sizes by device type.
     """
 
     def __init__(self, path: Path | None = None, first: dict[str, int] | None = None):
@@ -50,14 +51,14 @@ class BatchSize:
             try:
                 self._sizes = {str(k): int(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
             except (ValueError, AttributeError, TypeError):
-                self._sizes = {}  # it is only a memory: found again
+                self._sizes = {}  # only a cache, which is filled again
 
     def of(self, encoder: Encoder, view: str) -> int:
-        """What fits as far as we know."""
+        """Return the size that is known to fit."""
         return self._sizes.get(self._key(encoder, view), self.first[encoder.device.type])
 
     def run(self, encoder: Encoder, view: str, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-        """`call(pixels)`, in smaller pieces where the memory does not suffice; what sufficed is remembered.
+        """Return `call(pixels)`, computed in smaller pieces if memory does not suffice; the size that fits is remembered.
 
         Raises:
             SparoError: a single image does not fit.
@@ -69,9 +70,9 @@ class BatchSize:
             except torch.OutOfMemoryError:
                 if size == 1:
                     raise SparoError(
-                        f"{encoder.label}: one image does not fit into the memory of {encoder.device}"
+                        f"{encoder.label}: one image does not fit in the memory of {encoder.device}"
                     ) from None
-            # What the failed forward held is cached in pieces that do not fit.
+            # The failed forward's cached blocks are too small to be reused.
             torch.cuda.empty_cache()
             size = max(1, min(size, len(pixels)) // 2)
             self._remember(self._key(encoder, view), size)
@@ -79,12 +80,12 @@ class BatchSize:
     def _remember(self, key: str, size: int) -> None:
         self._sizes[key] = size
         if self.path is not None:
-            with suppress(OSError):  # it is only a memory
+            with suppress(OSError):  # only a cache
                 write_whole(self.path, json.dumps(self._sizes, indent=1))
 
     def _key(self, encoder: Encoder, view: str) -> str:
         device = torch.cuda.get_device_name(encoder.device) if encoder.device.type == "cuda" else "cpu"
-        model = encoder.weights[:16] if self.path is not None else str(id(encoder))  # a hash takes its time
+        model = encoder.weights[:16] if self.path is not None else str(id(encoder))  # hashing takes time
         return f"{model} {encoder.precision} {view} {encoder.image_size} {device}"
 
 
@@ -92,17 +93,17 @@ logger = logging.getLogger(__name__)
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16}
-_FORMAT = 3  # parts with XXH3 checksums
+_FORMAT = 3  # layout of parts with XXH3 checksums
 _SINGLE_PROCESS = Ranks(World(), "gloo", 0.0)
 
 
 class FeatureStore:
-    """Where encodings are kept.
+    """Store of encodings.
 
     Args:
-        root: a folder; None keeps nothing, and encodings live in memory.
-        storage: type on disk and in memory maps; scores are computed in fp32 whatever it is.
-        on_progress: told a set's name, the images done and how many there are.
+        root: a folder; None: encodings stay in memory.
+        storage: dtype on disk and in memory maps; scores are always computed in fp32.
+        on_progress: called with a set's name, the encoded images and their total.
     """
 
     def __init__(
@@ -126,28 +127,30 @@ class FeatureStore:
         ranks: Ranks = _SINGLE_PROCESS,
         part: tuple[int, int] | None = None,
     ) -> Features | None:
-        """The encodings of a set, as far as they are not there already.
+        """Return the encodings of a set, after encoding what is missing.
 
         Args:
+            encoder, source: model and set.
             transform: default: the encoder's own.
             view: default: `encoder.encode`.
+            workers: processes that decode images.
             ranks: each encodes its parts; all get all of them.
-            part: (i, n): only the i-th of n shares, for processes that do not know each other (a SLURM array).
+            part: (i, n): encode only the i-th of n shares, for independent processes (a SLURM array).
 
         Returns:
-            None where `part` was given and other processes' parts are missing still.
+            None if `part` was given and parts of other processes are still missing.
 
         Raises:
-            DataError: an image that cannot be read, or an encoding that is not finite.
+            DataError: an image cannot be read, or an encoding is not finite.
         """
         of = None
         if view is None:
-            # Slots are masked as they are read: one pass over the images serves any choice of them.
+            # Slots are masked when they are read, so one pass over the images serves any selection.
             encoder, of = encoder.stored()
         view, transform = view or View("encode", encoder.encode), transform or encoder.transform
         job = _Job(encoder, source, transform, view, workers)
         spans = bounds_of(len(source))
-        # Dealt by number, so that nobody has to be told what others do.
+        # Assigned by number, so that processes need no communication.
         share, num_shares = part or (ranks.rank, ranks.size)
         if self.root is None:
             parts: list[Part] = []
@@ -161,9 +164,9 @@ class FeatureStore:
         loose = ranks.call_on_all(lambda: self._fill(folder, job, spans, share, num_shares, local_parts))
         if loose and part is not None:
             raise DataError(
-                f"{self.root}: this share cannot be kept for the others; free space there, or give another --features"
+                f"{self.root}: this share could not be stored for the other processes. Free space, or give another --features."
             )
-        for some in ranks.gather(loose):  # what one rank could not write, the others would look for
+        for some in ranks.gather(loose):  # other ranks would look for what one rank could not write
             local_parts |= some
         all_parts = [local_parts.get(number) or open_part(folder, number, span) for number, span in enumerate(spans)]
         whole = [p for p in all_parts if p is not None]
@@ -171,10 +174,10 @@ class FeatureStore:
             return _features(whole, of)
         if part is not None:
             return None
-        raise DataError(f"{folder}: parts vanished while they were read; do several processes clean this store?")
+        raise DataError(f"{folder}: parts disappeared while they were read. Does another process clean this folder?")
 
     def texts(self, encoder: TextEncoder, captions: Sequence[str]) -> Tensor:
-        """Unit-norm fp32 encodings (n, D) of captions, each distinct one encoded once per text tower."""
+        """Return unit-norm fp32 encodings (n, D) of captions, each distinct one encoded once per text tower."""
         if self.root is None:
             return _finite(encoder.text(captions), captions)
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
@@ -214,7 +217,7 @@ class FeatureStore:
         num_shares: int,
         local_parts: dict[int, Part],
     ) -> dict[int, Part]:
-        """Encode this process's parts that are missing; `local_parts` gets those that are verified. Returns those that could not be written."""
+        """Encode this process's missing parts; `local_parts` receives verified ones. Returns those that could not be written."""
         for i in range(share, len(spans), num_shares):
             if (part := open_part(folder, i, spans[i])) is not None:
                 local_parts[i] = part
@@ -225,28 +228,28 @@ class FeatureStore:
         return loose
 
     def _try_write(self, write: Callable[[], object]) -> bool:
-        """Write into the store; where that fails the scoring goes on from memory, and says so once."""
+        """Write to the store; if that fails, warn once and continue in memory."""
         try:
             write()
         except OSError as error:
             if not self._unwritable:
                 self._unwritable = True
-                logger.warning(f"{self.root}: features cannot be kept there ({error}); scoring goes on without")
+                logger.warning(f"{self.root}: features cannot be stored ({error}); scoring continues without the store")
             return False
         return True
 
     def _encode_parts(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
-        """These parts, one after another, read by one set of workers."""
+        """Encode these parts one after another, with one set of workers."""
         size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
         cuts = [batched(range(begin, end), size) for begin, end in spans]
         numbers = [batch for cut in cuts for batch in cut]
-        # Closed here: what fails in a forward is kept by its traceback, and with it the workers would be.
+        # Close the workers here: the traceback of a failed forward would keep them alive.
         with closing(read_batches(job.source, job.transform, numbers, job.workers)) as batches:
             for (begin, _), cut in zip(spans, cuts, strict=True):
                 encoded, keys, facts = [], [], []
                 for batch in islice(batches, len(cut)):
                     encodings = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
-                    # As they are stored: 16 bits overflow where what was encoded was sound.
+                    # Check in the storage dtype, because 16 bits overflow for finite encodings.
                     stored = encodings.to(_TYPES[self._storage(job.view)])
                     _refuse_non_finite(stored, batch.keys, str(job.source.root))
                     encoded.append(stored.numpy())
@@ -276,11 +279,11 @@ def _finite(encoded: Tensor, captions: Sequence[str]) -> Tensor:
 
 
 def _refuse_non_finite(encodings: Tensor, keys: Sequence[str], where: str) -> None:
-    # Now, by key: in a mean over classes or a similarity nobody would find the image again.
+    # Now, by key, because the image could not be found later in a mean over classes or a similarity.
     good = encodings.isfinite().flatten(1).all(dim=1)
     if not good.all():
         bad = int((~good).nonzero()[0])
         raise DataError(
-            f"{where}: the encoding of {keys[bad]!r} is not finite ({int((~good).sum())} of {len(keys)} in its batch); "
-            "is the checkpoint whole? fp16 (--precision, --storage) overflows where bf16 and fp32 do not"
+            f"{where}: the encoding of {keys[bad]!r} is not finite ({int((~good).sum())} of {len(keys)} in its batch). "
+            "Use an earlier checkpoint; or, with fp16 (--precision, --storage), use bf16 or fp32."
         )

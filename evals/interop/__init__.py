@@ -1,1 +1,1 @@
-"""Weights to other programs, and from them: exports with their cards, and what a run begins with."""
+"""Exchange of weights with other programs: exports with model cards, and initial weights of runs."""

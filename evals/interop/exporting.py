@@ -35,21 +35,24 @@ SUMS = "SHA256SUMS"
 
 
 def card_facts(name: str, objective: Any, meta: Mapping[str, Any], run: Path, parameters: int, use: str) -> CardFacts:
-    """What a checkpoint's own records say of it.
+    """Return facts for a model card from a checkpoint's own records.
 
     Args:
-        name: of the run.  objective: that block of its recipe.  meta: of the checkpoint.
+        name: name of the run.
+        objective: the `objective` block of its recipe.
+        meta: meta of the checkpoint.
         run: the run folder, whose scores are read.
+        parameters: number of trained parameters.
         use: Python that loads the export.
     """
     sources = {name: facts for name, facts in meta["fingerprint"].items() if name != "plan"}
-    # As the run read them, not as they lie there now: shards may be gone.
+    # As recorded when the run read them, because shards may be gone now.
     source_samples = [facts["samples"] for facts in sources.values()]
     read = source_shares(source_samples, [facts["weight"] for facts in sources.values()], meta["samples"])
     data = [DataFacts(name, n, passes) for name, n, (_, passes) in zip(sources, source_samples, read, strict=True)]
     kind = objective.kind
     readout = getattr(getattr(objective, "model", None), "readout", None)
-    what = f"{kind} with the read-out {readout.kind}" if readout is not None else kind
+    what = f"{kind} with the readout {readout.kind}" if readout is not None else kind
     return CardFacts(
         name, what, parameters, meta["step"], meta["samples"], data, _scores(run), use, _tags(kind, readout), __version__
     )  # fmt: skip
@@ -57,7 +60,7 @@ def card_facts(name: str, objective: Any, meta: Mapping[str, Any], run: Path, pa
 
 def _tags(kind: str, readout: Any) -> list[str]:
     tags = ["sparo", kind, *([] if readout is None else [f"readout-{readout.kind}"])]
-    # What open_clip loads has texts, too.
+    # Models that open_clip loads have texts, too.
     more = ["zero-shot-image-classification"] if "open_clip" in METHODS.get(kind).exports else []
     return list(dict.fromkeys([*tags, *more]))
 
@@ -67,7 +70,7 @@ def _scores(run: Path) -> list[CardScore]:
         records = read_records([run])
     except DataError:
         return []
-    # Scores of half of the slots, or of some of the images, are not the model's.
+    # Scores of some slots or of some images are not scores of the model.
     own = [record for record in records if " (slots " not in record.checkpoint and not record.facts.get("limit")]
     return [CardScore(record.task, record.result, _step(record.facts)) for record in own]
 
@@ -79,10 +82,10 @@ def _step(facts: Mapping[str, Any]) -> int | None:
 
 
 def pack(export: Path, facts: CardFacts) -> None:
-    """Write the card and the sums beside what was exported: README.md and SHA256SUMS in a folder, FILE.md and FILE.sha256."""
+    """Write card and checksums next to an export: README.md and SHA256SUMS in a folder, FILE.md and FILE.sha256."""
     write_whole(card_of(export), model_card(facts))
     if export.is_dir():
-        # other layouts of the run may lie here, too, each with sums of its own
+        # other layouts of the run may be in the folder, with their own checksums
         files = sorted(export.glob("open_clip_*")) or sorted(p for p in export.iterdir() if p.is_file())
         files = [path for path in files if path.name not in (SUMS, "README.md", "MODEL_CARD.md")]
         sums = export / SUMS
@@ -94,7 +97,7 @@ def pack(export: Path, facts: CardFacts) -> None:
 
 
 def card_of(export: Path) -> Path:
-    """Where an export's card is: README.md, unless somebody else's README lies there."""
+    """Return the path of an export's card: README.md, unless the user's own README exists."""
     if not export.is_dir():
         return export.with_name(f"{export.name}.md")
     readme = export / "README.md"
@@ -102,7 +105,7 @@ def card_of(export: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file, as sha256sum writes it."""
+    """Return the hex SHA-256 of a file, as sha256sum writes it."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while piece := stream.read(_PIECE):
@@ -112,7 +115,7 @@ def sha256(path: Path) -> str:
 
 logger = logging.getLogger(__name__)
 
-_EXPORTED_KEYS = {"model", "mean", "std"}  # of a method's block, beside weights in files of one
+_EXPORTED_KEYS = {"model", "mean", "std"}  # of a method's block, next to weights in single files
 _LOAD = """from sparo import load_encoder
 
 encoder = load_encoder("PLACE")"""
@@ -124,11 +127,14 @@ tokenizer = open_clip.get_tokenizer("local-dir:PLACE")"""
 
 
 class TrainedWeights(NamedTuple):
-    """What an export writes.
+    """Input of an export.
 
     Attributes:
-        name: of the run.  objective: that block of its recipe.  weights: the objective's state dict.
-        epochs: passes over the data so far.  batch_size, lr: as the recipe has them.
+        name: name of the run.
+        objective: the `objective` block of its recipe.
+        weights: state dict of the objective.
+        epochs: passes over the data so far.
+        batch_size, lr: values of the recipe.
     """
 
     name: str
@@ -145,14 +151,15 @@ class TrainedWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Export:
-    """A row of `sparo.exports`.
+    """Entry of `sparo.exports`.
 
     Args:
         write: writes weights to a path and returns what it wrote.
-        name: of the file in RUN/export; empty: the folder itself.
-        use: Python that loads what it wrote, for the model card; PLACE stands for the path. Empty: the card names no program.
-        methods: further methods whose runs it writes, beside those that name it in their own `exports`: for a layout that a package adds to
-            a method of another one.
+        name: file name in RUN/export; empty: the folder itself.
+        use: Python that loads the export, for the model card; PLACE stands for the path. Empty: the card names no
+            program.
+        methods: methods whose runs it can write, in addition to those that name it in their `exports`, for a layout
+            that a package adds to a method of another package.
     """
 
     write: Callable[[TrainedWeights, Path], Path]
@@ -167,26 +174,28 @@ def export_run(
     layout: str | None,
     average: str | None = None,
 ) -> Path:
-    """Write a run's newest weights with a card, sums and the mode that the umask gives; returns the path.
+    """Write a run's newest weights with card, checksums and the file mode of the umask; return the path.
 
     Args:
-        average: `last:N`: the mean of the newest N checkpoints' weights instead.
+        run: the run or checkpoint.
+        to: path of the export; None: in the run folder.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
-            student, teacher and centre) for DINO, or what a plug-in adds; None: the method's own.
+            student, teacher and centre) for DINO, or a plug-in's; None: the method's default.
+        average: `last:N`: export the mean of the newest N checkpoints instead.
 
     Raises:
-        ConfigError: a layout of another method; fewer checkpoints than are to be averaged.
+        ConfigError: the layout does not support the method, or there are fewer than N checkpoints.
     """
     if layout is not None and layout not in EXPORTS.names():
         EXPORTS.get(layout, "--layout")
     config, step = read_run(run)
     if checkpoint_warning := checkpoint_warnings(run, step):
         logger.warning(checkpoint_warning)
-    # Of a single step the export lies with its run, too, where people look for it.
+    # The export of a checkpoint also goes to the run's folder, where users look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
     steps = [step] if average is None else _newest(folder, step, average)
     meta, weights = read_run_meta(step), mean_weights(steps)
-    # A folder of its own: other weights in the place of those that were exported would be taken for them.
+    # In a separate folder, so that the mean is not mistaken for the weights exported before.
     newest = CheckpointStore(folder / "checkpoints").latest()
     older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
@@ -202,36 +211,38 @@ def export_run(
 
 
 def _newest(folder: Path, step: Path, average: str) -> list[Path]:
-    """The newest N complete checkpoints up to `step`, oldest first."""
+    """Return the newest N complete checkpoints up to `step`, oldest first."""
     word, _, count = average.partition(":")
     if word != "last" or not count.isdecimal() or not int(count):
-        raise ConfigError(f"--average {average}: write last:N, as in last:5")
+        raise ConfigError(f"--average {average}: expected last:N, as in last:5")
     checkpoints = [path for _, path in sorted(CheckpointStore(folder / "checkpoints").steps().items())]
-    # Up to the step that was named: a mean must not have seen what came later.
+    # Up to the named step, because the mean must not include later ones.
     checkpoints = checkpoints[
         : 1 + next((i for i, path in enumerate(checkpoints) if path.name == step.name), len(checkpoints))
     ]
     if len(checkpoints) < int(count):
         raise ConfigError(
-            f"--average {average}: {folder} has {len(checkpoints)} complete checkpoint(s); checkpoint.keep_last keeps more of a run that goes on"
+            f"--average {average}: {folder} has {len(checkpoints)} complete checkpoint(s). To keep more while the run continues, set checkpoint.keep_last."
         )
     return checkpoints[-int(count) :]
 
 
 def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
-    """The mean of checkpoints' weights, added up in double precision; what is no float is the last one's."""
+    """Return the mean of checkpoints' weights, summed in double precision; tensors of integers come from the last one."""
     newest = run_weights(steps[-1])
     if len(steps) == 1:
         return newest
-    # One NaN in one of them would be the mean's.
+    # NaN in one checkpoint would make the mean NaN.
     refuse_non_finite(newest, str(steps[-1]))
-    # fp64: added in bf16, the fifth checkpoint would be rounded away.
+    # fp64, because in bf16 the fifth checkpoint would be rounded away.
     total = {name: t.double() for name, t in newest.items() if t.is_floating_point()}
     for step in steps[:-1]:
         weights = run_weights(step)
         refuse_non_finite(weights, str(step))
         if {name: t.shape for name, t in weights.items()} != {name: t.shape for name, t in newest.items()}:
-            raise CheckpointError(f"{step} and {steps[-1]} have tensors of other names or shapes, and no mean")
+            raise CheckpointError(
+                f"{step} and {steps[-1]} have tensors with different names or shapes, which cannot be averaged"
+            )
         for name, t in weights.items():
             if name in total:
                 total[name] += t
@@ -239,30 +250,30 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _epochs_done(samples_per_epoch: int | None, meta: Mapping[str, Any]) -> int:
-    """Return whole passes over what the sources held, or over what the recipe calls an epoch."""
+    """Return complete passes over the sources, or over what the recipe defines as an epoch."""
     sources = [facts for name, facts in meta["fingerprint"].items() if name != "plan"]
     epoch_samples = epoch_sizes([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
     return meta["samples"] // max(1, samples_per_epoch or sum(epoch_samples))
 
 
 def export_weights(trained: TrainedWeights, home: Path, to: Path | None = None, layout: str | None = None) -> Path:
-    """Write the weights of a run; return the path: `to`, or the layout's usual name in `home`."""
+    """Write the weights of a run; return the path: `to`, or the layout's default name in `home`."""
     kind = trained.objective.kind
     fitting = METHODS.get(kind).exports
     if layout is None and not fitting:
         raise ConfigError(
-            f"objective.kind={kind}: no other program's layout fits such a run; its own folder is what is handed on "
-            "(`sparo eval RUN`, `load_encoder(RUN)`)"
+            f"objective.kind={kind}: no export layout supports it. Use the run folder itself "
+            "(`sparo eval RUN`, `load_encoder(RUN)`)."
         )
     name = layout or fitting[0]
     export: Export = EXPORTS.get(name, "--layout")
     if name not in fitting and kind not in export.methods:
-        raise ConfigError(f"--layout {name!r}: a run of objective {kind} goes to {' or '.join(fitting) or 'no layout'}")
+        raise ConfigError(f"--layout {name!r}: runs of objective {kind} support {' or '.join(fitting) or 'no layout'}")
     place = to or home / export.name
     if not export.name and place.is_file():
-        raise ConfigError(f"--out {place}: is a file, and layout {name} is a folder; name another place")
+        raise ConfigError(f"--out {place}: is a file, but layout {name} writes a folder. Name another path.")
     if export.name and place.is_dir():
-        raise ConfigError(f"--out {place}: is a folder, and layout {name} is a file; name {place / export.name}")
+        raise ConfigError(f"--out {place}: is a folder, but layout {name} writes a file. Name {place / export.name}.")
     return export.write(trained, place)
 
 
@@ -277,9 +288,9 @@ def _sparo_clip(trained: TrainedWeights, path: Path) -> Path:
     readout = trained.objective.model.readout
     if readout.placement.text and readout.kind != "sparo":
         raise ConfigError(
-            f"--layout sparo-clip: has no place for the read-out {readout.kind!r}; use --layout open_clip"
+            f"--layout sparo-clip: does not support the readout {readout.kind!r}. Use --layout open_clip."
         )
-    # What shapes do not tell; sparo-clip's loader ignores it.
+    # What shapes do not show; sparo-clip's loader ignores it.
     objective_config = trained.objective.model_dump(mode="json", include=_EXPORTED_KEYS)
     state = to_sparo_clip(scored_weights(trained.weights))
     with whole_file(path) as temporary, temporary.open("wb") as stream:
@@ -305,7 +316,7 @@ def _dino(trained: TrainedWeights, path: Path) -> Path:
 
 
 def _arch(model: VitConfig) -> str:
-    """The official name of a model of these sizes; its own for others."""
+    """Return the official name of a model of these sizes, or the model's own name."""
     sizes = {"width": model.width, "depth": model.depth, "heads": model.heads}
     return next((name for name, arch_sizes in ARCHS.items() if arch_sizes == sizes), f"vit_{model.width}x{model.depth}")
 

@@ -1,4 +1,4 @@
-"""What a run begins with: the weights of a checkpoint of any kind (`start_from`), and of a single tower (`init`)."""
+"""Initial weights of a run: from a checkpoint of any kind (`start_from`), or from a single tower (`init_from`)."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _PREFIXES = ("visual.trunk.", "trunk.", "")
 
 
 def trunk_weights(state: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
-    """Those of the trunk under our names.
+    """Return the trunk's weights under our names.
 
     Raises:
-        CheckpointError: no ViT with timm's names.
+        CheckpointError: there is no ViT with timm's names.
     """
     prefix = next((p for p in _PREFIXES if f"{p}blocks.0.norm1.weight" in state), None)
     if prefix is None:
         raise CheckpointError(
-            f"{origin}: has no ViT by timm's names (blocks.0.norm1); for a CLIP's tower leave vision.timm_model_name away"
+            f"{origin}: has no ViT with timm's names (blocks.0.norm1). For a CLIP's tower, remove vision.timm_model_name."
         )
     trunk_state = {
         f"trunk.{name.removeprefix(prefix)}": value for name, value in state.items() if name.startswith(prefix)
     }
-    if "trunk.norm.weight" not in trunk_state:  # timm's models that pool by the mean have their norm behind it
+    if "trunk.norm.weight" not in trunk_state:  # timm's models with mean pooling have their norm after it
         trunk_state = {name.replace("trunk.fc_norm.", "trunk.norm."): value for name, value in trunk_state.items()}
     return trunk_state
 
 
 def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
-    """The weights in `timm:NAME@FILE` and what NAME's pixels are normalised with, whatever sizes the file's model has; None of another source.
+    """Return the weights in `timm:NAME@FILE` and NAME's normalisation, whatever the sizes of the file's model; None for another source.
 
     Raises:
         CheckpointError: the file cannot be read, or timm has no such name.
@@ -63,7 +63,7 @@ def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
         return None
     if not timm.is_model(name):
         raise CheckpointError(f"{source}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    # Only its data's description is wanted, which weights of its own would take a download for.
+    # Only the data description is needed; asking for weights could start a download.
     with torch.device("meta"):
         pixels = resolve_model_data_config(timm.create_model(name))
     return timm_state(file, source), Normalisation(pixels["mean"], pixels["std"])
@@ -73,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_absent_starts(objective: Any, start: StartConfig | None) -> None:
-    """Raise `CheckpointError` where a file or folder that a recipe begins with is not there, by its key."""
+    """Raise `CheckpointError` naming the key if a file or folder of initial weights does not exist."""
     model = getattr(objective, "model", None)
     named = {
         f"objective.model.{key}.init_from": getattr(getattr(model, key, None), "init_from", None)
@@ -86,7 +86,7 @@ def refuse_absent_starts(objective: Any, start: StartConfig | None) -> None:
             try:
                 refuse_absent(place)
                 scheme, _, rest = place.partition(":")
-                # Of others' weights what is a file: names of the hub are not asked for.
+                # For foreign weights, check files only, because names of the hub need a download.
                 if file := {"timm": split_state(rest.partition("@")[2])[0], "hf": rest}.get(scheme):
                     refuse_absent(file)
             except CheckpointError as error:
@@ -97,12 +97,14 @@ def load_initial_weights(config: Any, start: StartConfig | None, objective: Obje
     """Load the weights that a recipe names into an objective that was just built. Call this for runs without checkpoints only.
 
     Args:
-        config: the recipe's `objective` block.  start: its `start_from` block.
+        config: the recipe's `objective` block.
+        start: its `start_from` block.
+        objective: the objective.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be read, or does not fit.
+        CheckpointError: a checkpoint cannot be read, or does not match.
     """
-    if start is not None and start.optimizer:  # weights are read with the moments, later
+    if start is not None and start.optimizer:  # weights are read together with the moments, later
         _refuse_other_branch(start, config.kind, objective)
     elif start is not None:
         _start(start, config.kind, objective)
@@ -115,28 +117,28 @@ def load_initial_weights(config: Any, start: StartConfig | None, objective: Obje
 
 
 def _refuse_other_branch(start: StartConfig, kind: str, objective: Objective) -> None:
-    """Raise `CheckpointError` for what no shape tells: weights and moments are loaded whole, and into whatever they fit."""
+    """Raise `CheckpointError` for differences that shapes do not show, because weights and moments are loaded as a whole."""
     origin = f"start_from.checkpoint={start.checkpoint}"
     try:
         theirs, _ = read_run(Path(start.checkpoint))
-    except CheckpointError:  # what is no run is told where it is read
+    except CheckpointError:  # anything but a run is reported where it is read
         return
     if theirs.objective.kind != kind:
         raise CheckpointError(
-            f"{origin}: is a run of objective {theirs.objective.kind}; start_from.optimizer takes its own kind"
+            f"{origin}: is a run of objective {theirs.objective.kind}, but start_from.optimizer needs the same kind"
         )
     refuse_other_pixels(origin, Normalisation.of(theirs.objective), Normalisation.of(objective))
     with torch.device("meta"):
         refuse_unlike(origin, build_objective(theirs), objective)
     if start.allow_missing or start.allow_unused:
         raise CheckpointError(
-            f"{origin}: with optimizer=true a run is taken whole; leave allow_missing and allow_unused away"
+            f"{origin}: optimizer=true loads a run as a whole. Remove allow_missing and allow_unused."
         )
     model = getattr(objective, "model", None)
     for key in ("vision", "text") if isinstance(model, Clip) else ():
         if getattr(model.config, key).init_from is not None:  # pyright: ignore[reportOptionalMemberAccess]
             raise CheckpointError(
-                f"objective.model.{key}.init_from: start_from.optimizer would write over it; leave one of them away"
+                f"objective.model.{key}.init_from: would be overwritten by start_from.optimizer. Remove one of them."
             )
 
 
@@ -146,20 +148,24 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     own = objective.state_dict()
     missing = _unless([name for name in own if name not in weights], start.allow_missing)
     unused = _unless([name for name in weights if name not in own], start.allow_unused)
-    problems = [f"has no {_few(missing)} (start_from.allow_missing lets patterns of them be)"] if missing else []
-    problems += [f"has {_few(unused)}, which the run has not (start_from.allow_unused)"] if unused else []
-    # Shapes are told with the names: who mends one finds the other in the same line.
+    problems = [f"has no {_few(missing)} (patterns in start_from.allow_missing accept that)"] if missing else []
+    problems += (
+        [f"has {_few(unused)}, which the run lacks (patterns in start_from.allow_unused accept that)"] if unused else []
+    )
+    # Report shapes together with names, so that all problems are visible at once.
     shared = {name: value for name, value in weights.items() if name in own}
     problems += _shape_mismatches(shared, own)
-    # A typing error would let nothing be, and look as if it did.
+    # A typo in a pattern would match nothing, without a sign.
     idle = [pattern for pattern in start.allow_missing if not any(fnmatchcase(name, pattern) for name in own)]
-    problems += [f"start_from.allow_missing: {', '.join(idle)} fits none of the run's tensors"] if idle else []
-    problems += [] if shared else ["has nothing that the run has, which would begin at random"]
+    problems += [f"start_from.allow_missing: {', '.join(idle)} matches no tensor of the run"] if idle else []
+    problems += [] if shared else ["has no tensor of the run, so everything would start at random"]
     followers = {id(average) for average, _ in objective.ema_pairs()}
     still = [
         n for n, p in objective.named_parameters() if n not in shared and not p.requires_grad and id(p) not in followers
     ]
-    problems += [f"has no {_few(still)}, which is frozen here and would stay as it was drawn"] if still else []
+    problems += (
+        [f"has no {_few(still)}, which is frozen here and would keep its random initialization"] if still else []
+    )
     if problems:
         raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
     objective.load_state_dict(shared, strict=False)
@@ -175,16 +181,14 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
         config, step = read_run(path)
         if doubt := checkpoint_warnings(path, step):
             logger.warning(f"start_from: {doubt}")
-        # By this method's own names: what is no encoder's (heads, temperatures) begins there as well.
-        if config.objective.kind == method:  # all of it: a teacher, a head, a temperature
+        # By this method's own names, so that parts outside the encoder (heads, temperatures) are loaded, too.
+        if config.objective.kind == method:  # everything: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
-            # Of the other run only its kinds of parts are asked, which need no memory.
+            # Only names and shapes of the other run are needed, which need no memory.
             with torch.device("meta"):
                 refuse_unlike(origin, build_objective(config), objective)
             return objective.adapt_to_resolution(run_weights(step))
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # what builds the other model draws from the stream that this one goes on with
+    with torch.random.fork_rng(devices=[]):  # building the other model uses random numbers of this one's generator
         encoder = load_encoder(checkpoint)
     source_model = _source_of(encoder)
     refuse_unlike(origin, source_model, objective)
@@ -193,7 +197,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
 
 
 def _source_of(encoder: Encoder) -> nn.Module:
-    """All that a checkpoint holds: what is scored of another library's may be one of two towers."""
+    """Return the whole content of a checkpoint, because the scored part of a foreign model may be one of two towers."""
     return encoder.source if isinstance(encoder, BackboneEncoder) else encoder.model
 
 
@@ -211,33 +215,31 @@ def _init(
         weights = trunk_weights(state, origin)
     else:
         weights = _weights_from_encoder(origin, source, part, tower, pixels)
-    # Before positions are fitted: interpolation would spread one NaN over all of them.
+    # Before positions are interpolated, which would spread one NaN over all of them.
     refuse_non_finite(weights, origin)
     whole = model.adapt_to_resolution({f"{part}.{name}": value for name, value in weights.items()})
-    # Fitted by whole names, as open_clip's resizing knows them.
+    # Interpolated under whole names, which open_clip's resizing expects.
     weights = {name.removeprefix(f"{part}."): value for name, value in whole.items()}
     own = tower.state_dict()
-    # A projection of another width, and a read-out, are new: they are what is to be learned.
+    # A projection of another width and a readout are new, and are to be learned.
     free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
     missing = _unless([name for name in own if name not in weights], free)
     shared = {
         name: t for name, t in weights.items() if name in own and not (name in free and t.shape != own[name].shape)
     }
     if problems := ([f"has no {_few(missing)}"] if missing else []) + _shape_mismatches(shared, own):
-        raise CheckpointError(
-            f"{origin}: {'; '.join(problems)}; it has to be of the same sizes and the same kind of tower"
-        )
+        raise CheckpointError(f"{origin}: {'; '.join(problems)}. It must have the same sizes and kind of tower.")
     tower.load_state_dict(shared, strict=False)
     fresh, left = ([n for n in a if n not in shared] for a in (own, weights))
     still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
     if still:
         raise CheckpointError(
-            f"{origin}: has no {_few(still)} that fits, which `freeze` beside it would leave as it was drawn; "
-            "freeze=blocks trains what is behind the blocks"
+            f"{origin}: has no matching {_few(still)}, which `freeze` would keep at its random initialization; "
+            "freeze=blocks trains everything after the blocks"
         )
     message = f"{key}: {len(shared)} tensors of {source}"
     logger.info(
-        message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; not used are {_few(left)}" if left else "")
+        message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; unused are {_few(left)}" if left else "")
     )
 
 
@@ -248,12 +250,12 @@ def _weights_from_encoder(
     tower: VisionTower | TimmTower | TextTower,
     pixels: Normalisation | None,
 ) -> dict[str, Tensor]:
-    """One tower's weights of whatever `sparo eval` loads."""
+    """Return one tower's weights from anything that `sparo eval` loads."""
     try:
         with torch.random.fork_rng(devices=[]):  # as above
             encoder = load_encoder(source)
     except CheckpointError as error:
-        hint = "; of a model of timm's write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
+        hint = ". For a timm model, write timm:NAME@FILE" if isinstance(tower, TimmTower) else ""
         raise CheckpointError(f"{origin}: {error}{hint}") from None
     # Texts have no pixels.
     if part == "visual":
@@ -266,7 +268,7 @@ def _weights_from_encoder(
 
 
 def _tower_of(model: nn.Module, part: str) -> nn.Module:
-    """Where a tower is: of ours and open_clip's, of transformers', or the model itself."""
+    """Return the tower in our models and open_clip's, in transformers', or the model itself."""
     names = (part, "vision_model" if part == "visual" else "text_model")
     return next((getattr(model, name) for name in names if isinstance(getattr(model, name, None), nn.Module)), model)
 
@@ -277,7 +279,7 @@ def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
 
 def _shape_mismatches(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     wrong = [name for name, t in weights.items() if t.shape != own[name].shape]
-    return [f"{n} is {tuple(weights[n].shape)} and the run's {tuple(own[n].shape)}" for n in wrong[:3]]
+    return [f"{n} is {tuple(weights[n].shape)}, but the run's is {tuple(own[n].shape)}" for n in wrong[:3]]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
-"""A CLIP's towers under our names, from state dicts of open_clip, timm and transformers; weights whose shapes fit and
-whose function differs are refused.
+"""Towers of a CLIP under our names, from state dicts of open_clip, timm and transformers.
+
+Weights whose shapes match but whose function differs are refused.
 """
 
 from __future__ import annotations
@@ -13,58 +14,58 @@ from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError
 
-_ROUNDED = 1e-3  # published values are rounded to three digits and more
+_ROUNDED = 1e-3  # published values are rounded to three or more digits
 
 
 class Normalisation(NamedTuple):
-    """What pixels in 0..1 are normalised with."""
+    """Normalisation of pixels in 0..1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @classmethod
     def of(cls, holder: Any) -> Self | None:
-        """Of an objective, an encoder (both have tensors) or a recipe's block (numbers); None where it has not one for all."""
+        """Return that of an objective, an encoder (both have tensors) or a recipe's block (numbers); None without a unique one."""
         if not (hasattr(holder, "mean") and hasattr(holder, "std")):
             return None
-        # As tensors either way: a buffer (3, 1, 1) and a recipe's three numbers are the same thing.
+        # As tensors in either case: a buffer (3, 1, 1) and three numbers of a recipe are equal.
         return cls(*(tuple(torch.as_tensor(value).flatten().tolist()) for value in (holder.mean, holder.std)))
 
 
 def refuse_other_pixels(origin: str, theirs: Normalisation | None, own: Normalisation | None) -> None:
-    """Raise `CheckpointError` where weights were trained on pixels of another normalisation: they would see other colours."""
+    """Raise `CheckpointError` if weights were trained with another normalisation, because colours would differ."""
     if theirs is None or own is None:
         return
     pairs = zip(theirs.mean + theirs.std, own.mean + own.std, strict=True)
     if max(abs(one - other) for one, other in pairs) > _ROUNDED:
-        # As they are typed in a recipe: fp32's tail would look like another number.
+        # In the form of a recipe, because fp32 digits would look like another number.
         mean, std = ([round(v, 6) for v in values] for values in theirs)
         raise CheckpointError(
-            f"{origin}: its pixels are normalised otherwise than the run's; set objective.mean={mean} and objective.std={std}"
+            f"{origin}: was trained with another normalization of pixels. Set objective.mean={mean} and objective.std={std}."
         )
 
 
 def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
-    """Raise `CheckpointError` for other heads, or another activation."""
+    """Raise `CheckpointError` for another number of heads, or another activation."""
     their_heads, own_heads = _heads(theirs), _heads(own)
-    # By name where both have one (both towers of a CLIP); else by the first there is.
+    # By name if both have one (both towers of a CLIP), otherwise by the first one.
     pairs = [(their_heads[n], own_heads[n]) for n in their_heads if n in own_heads] or list(
         zip(their_heads.values(), own_heads.values(), strict=False)
     )[:1]
     if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
-            f"{origin}: its attention has {unlike[0][0]} heads and the run's {unlike[0][1]}, which shapes do not tell; make them equal"
+            f"{origin}: its attention has {unlike[0][0]} heads, but the run's has {unlike[0][1]}, which shapes do not show. Make them equal."
         )
-    # By the class's name: open_clip, transformers and this project each have a class of their own for it.
+    # By the class's name, because open_clip, transformers and sparo each have their own class for it.
     quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
     if quick[0] != quick[1]:
         raise CheckpointError(
-            f"{origin}: was trained {'with' if quick[0] else 'without'} OpenAI's approximation of GELU; set objective.model.quick_gelu={str(quick[0]).lower()}"
+            f"{origin}: was trained {'with' if quick[0] else 'without'} OpenAI's approximation of GELU. Set objective.model.quick_gelu={str(quick[0]).lower()}."
         )
 
 
 def _heads(model: nn.Module) -> dict[str, int]:
-    """Of every attention, by its name in the model."""
+    """Return the number of heads of every attention in the model, by name."""
     attention_heads = (
         (name.removeprefix("model."), getattr(part, "num_heads", None)) for name, part in model.named_modules()
     )
@@ -91,7 +92,7 @@ _HF = {
 
 
 def named_as_ours(state: Mapping[str, Tensor], origin: str) -> Mapping[str, Tensor]:
-    """transformers' CLIP under our names; others' state as it is."""
+    """Rename transformers' CLIP to our names; other state dicts are unchanged."""
     if not {"visual_projection.weight", "text_projection.weight", "logit_scale"} <= set(state):
         return state
     towers = {
@@ -103,13 +104,15 @@ def named_as_ours(state: Mapping[str, Tensor], origin: str) -> Mapping[str, Tens
 
 
 def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[str, Tensor]:
-    """One tower of a CLIP under our names, from the state dict of ours, of open_clip's, or of timm's or transformers' CLIP.
+    """Return one tower of a CLIP under our names, from a state dict of ours, of open_clip's, or of timm's or transformers' CLIP.
 
     Args:
+        state, origin: the state dict, and its name for errors.
         part: `visual` or `text`.
 
     Raises:
-        CheckpointError: the model has no such tower, or a ViT that is none of CLIP's (biased patches, no norm before the blocks).
+        CheckpointError: the model has no such tower, or a ViT unlike a CLIP's (biased patches, no norm before the
+            blocks).
     """
     named = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
     if any(name.startswith("transformer.resblocks.") for name in named):
@@ -117,7 +120,7 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
     if part == "visual" and "blocks.0.attn.qkv.weight" in state:
         if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
             raise CheckpointError(
-                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's; vision.timm_model_name takes it as it is"
+                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's. Use vision.timm_model_name for it."
             )
         return _rename_keys(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _replace_prefix(name, _TIMM))
     whole = "vision_model." if part == "visual" else "text_model."
@@ -126,23 +129,23 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
         for name, value in state.items()
         if name.startswith((whole, "encoder.layers.", *_HF))
     }
-    # A model of one tower names it nowhere; patches are what tells an image's.
+    # A model with a single tower has no prefix; patches identify an image tower.
     own_kind = ("embeddings.patch_embedding.weight" in bare) == (part == "visual")
     if own_kind and any(name.startswith("encoder.layers.0.self_attn.q_proj") for name in bare):
         projection = state.get("visual_projection.weight" if part == "visual" else "text_projection.weight")
         return _from_transformers(bare) | (
             {} if projection is None else {"proj" if part == "visual" else "text_projection": projection.T}
         )
-    more = "; for one of timm's set vision.timm_model_name" if part == "visual" else ""
+    more = ". For a timm model, set vision.timm_model_name" if part == "visual" else ""
     raise CheckpointError(f"{origin}: has no {'image' if part == 'visual' else 'text'} tower of a CLIP{more}")
 
 
 def _from_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Queries, keys and values are one matrix in ours."""
+    """Join queries, keys and values, which are one matrix in our models."""
     joined: dict[str, Tensor] = {}
     for name in state:
         if match := re.fullmatch(r"(encoder\.layers\.\d+\.self_attn\.)q_proj\.(weight|bias)", name):
-            # transformers keeps three matrices, open_clip one of three times the rows.
+            # transformers has three matrices, open_clip one with three times the rows.
             parts = [state[f"{match[1]}{which}_proj.{match[2]}"] for which in "qkv"]
             joined[f"{match[1].replace('self_attn.', 'attn.')}in_proj_{match[2]}"] = torch.cat(parts)
     rest = {n: t for n, t in state.items() if not re.search(r"self_attn\.[qkv]_proj|position_ids", n)}

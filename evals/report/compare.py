@@ -12,7 +12,8 @@ from sparo_train.core.errors import DataError
 from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
 from .results_file import Record, predictions_of
 
-# Options without which two numbers of one name are not of one kind; the second row is newer than some results.
+# Options that must be equal for two scores of one name to be comparable; older results may lack those of the second
+# row.
 _MUST_MATCH = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
 _MATCH_IF_PRESENT = (
     "facts",
@@ -29,10 +30,12 @@ _MATCH_IF_PRESENT = (
 
 
 class Comparison(NamedTuple):
-    """Of the headline, second less first. `only_first`, `only_second`: samples that one alone has right; p: exact McNemar, two-sided.
+    """Difference of the headline, second minus first.
 
-    Where samples are not right or wrong p is None, and the two count samples that do better with one (retrieval: images whose
-    texts it finds).
+    Attributes:
+        only_first, only_second: number of samples that only one of them has right.
+        p: exact two-sided McNemar. For scores that are not right or wrong, p is None, and the two count samples with a
+            better score (for retrieval: images whose texts are found).
     """
 
     task: str
@@ -48,15 +51,15 @@ class Comparison(NamedTuple):
 def compare(first: Record, second: Record) -> Comparison:
     """Compare two records of one task.
 
-    The interval resamples the samples both have seen: pairs within their kind where the headline is macro, images with
-    their captions for retrieval, images where each has a number of its own (FG-ARI, PSNR).
+    The interval resamples the samples that both have: pairs within their kind if the headline is macro, images with
+    their captions for retrieval, and images if each has its own value (FG-ARI, PSNR).
 
     Raises:
-        DataError: other data, other options, or predictions that were not kept.
+        DataError: other data, other options, or predictions that were not stored.
     """
     if first.result.task != second.result.task:
         raise DataError(
-            f"{first.task}: {first.checkpoint} was scored by {first.result.task} and {second.checkpoint} by {second.result.task}"
+            f"{first.task}: {first.checkpoint} was scored by {first.result.task}, but {second.checkpoint} by {second.result.task}"
         )
     if first.dataset != second.dataset or first.result.headline != second.result.headline:
         raise DataError(
@@ -65,35 +68,35 @@ def compare(first: Record, second: Record) -> Comparison:
         )
     _refuse_other_kind(first, second)
     a, b = predictions_of(first), predictions_of(second)
-    # Paired statistics of samples that are not pairs would still be numbers.
+    # Paired statistics of samples that do not correspond would still be numbers.
     if not np.array_equal(a["keys"], b["keys"]):
-        raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have other keys")
+        raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have different keys")
     if "label" in a and not np.array_equal(a["label"], b["label"]):
         raise DataError(
-            f"{first.task}: the labels of {first.checkpoint} and {second.checkpoint} differ; one was scored on other annotations"
+            f"{first.task}: the labels of {first.checkpoint} and {second.checkpoint} differ, so one was scored on other annotations"
         )
     if first.result.task == "retrieval":
         return _retrieval(first, second, a, b)
     if "right" not in a and first.result.headline in a:
         return _compare_per_sample(first, second, a, b)
     if "right" not in a:
-        raise DataError(f"{first.task}: its metric has no right and wrong to be paired")
+        raise DataError(f"{first.task}: samples are neither right nor wrong by its metric, so they cannot be paired")
     right = a["right"].astype(np.int64), b["right"].astype(np.int64)
     change = right[1] - right[0]
     strata = a["kind"] if first.result.headline == "macro" else _strata(first, a, len(change))
     names = np.unique(strata)
     rng, draws = np.random.default_rng(0), []
     means = []
-    # Kind by kind, so that a resampled mean over kinds has every kind at its own size.
+    # Kind by kind, so that in a resampled mean every kind keeps its size.
     for name in names:
         here = change[strata == name]
-        # Three outcomes are all that a pair can have: counts of a multinomial are what resampling n of them would give.
+        # A pair has three possible outcomes, so multinomial counts are equivalent to resampling n pairs.
         shares = np.asarray([(here == v).mean() for v in (-1, 0, 1)])
         counts = rng.multinomial(len(here), shares / shares.sum(), DRAWS)
         draws.append((counts[:, 2] - counts[:, 0]) / len(here))
         means.append(here.mean())
     worse, better = int((change < 0).sum()), int((change > 0).sum())
-    # Samples that both have right, or both wrong, say nothing of which is better.
+    # Samples that both have right, or both wrong, do not show which is better.
     p = binomtest(better, better + worse).pvalue if better + worse else 1.0
     interval = percentiles(np.mean(draws, axis=0))
     return Comparison(
@@ -102,7 +105,7 @@ def compare(first: Record, second: Record) -> Comparison:
 
 
 def _refuse_other_kind(first: Record, second: Record) -> None:
-    """Raise `DataError` where two numbers of one name were made in two ways."""
+    """Raise `DataError` if two scores of one name were computed with different options."""
     mine, theirs = first.result.options, second.result.options
     for key in (*_MUST_MATCH, *(key for key in _MATCH_IF_PRESENT if key in mine and key in theirs)):
         one, other = mine.get(key), theirs.get(key)
@@ -116,11 +119,11 @@ def _refuse_other_kind(first: Record, second: Record) -> None:
 def _compare_per_sample(
     first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]
 ) -> Comparison:
-    """A number per sample, under the same resampled samples; those that have none on either side are left out."""
+    """Compare values per sample under the same resampling; samples without a value on either side are excluded."""
     x, y = (arrays[first.result.headline].astype(np.float64) for arrays in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
     if not there.any():
-        raise DataError(f"{first.task}: no sample has {first.result.headline} on both sides; compare another headline")
+        raise DataError(f"{first.task}: no sample has {first.result.headline} on both sides. Compare another headline.")
     change = (y - x)[there]
     draws = bootstrap(change[:, None], np.ones((len(change), 1)))[:, 0]
     gain = -change if first.result.headline in LOWER_IS_BETTER else change
@@ -137,12 +140,12 @@ def _compare_per_sample(
 
 
 def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
-    """Both directions under the same resampled images."""
+    """Compare both directions under the same resampled images."""
     headline = first.result.headline
     names = (
         [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
     )
-    # Rows are images; a mean of both directions has to be drawn over the same ones.
+    # Rows are images; a mean of both directions needs the same images for both.
     at = [a["columns"].tolist().index(name) for name in names]
     sums, counts = (np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts"))
     draws = bootstrap(sums, counts)
@@ -161,7 +164,7 @@ def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[
 
 
 def _strata(record: Record, predictions: dict[str, np.ndarray], n: int) -> np.ndarray:
-    """Samples resampled together: all of them, or by class where the headline is a mean over classes."""
+    """Return samples that are resampled together: all of them, or by class if the headline is a mean over classes."""
     if record.result.headline == "mean_per_class_recall":
         return predictions["label"]
     return np.zeros(n, np.int64)

@@ -26,13 +26,15 @@ _TASKS = {
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """One file per record and data set (SugarCrepe: per split), named as clip-benchmark names its own; k-NN and DINO's probe
-    have no counterpart there and are left out."""
+    """Write one file per record and data set (SugarCrepe: per split), named as in clip-benchmark.
+
+    k-NN and DINO's probe have no counterpart there and are skipped.
+    """
     written = []
     for record in records:
         for dataset, metrics in _parts(record):
             task = _TASKS[record.result.task]
-            # A path has slashes, and a file's name has none.
+            # Paths contain slashes, which file names cannot.
             pretrained = re.sub(r"[^\w.-]+", "_", record.checkpoint).strip("_")
             content: dict[str, Any] = {
                 "dataset": dataset, "model": "sparo", "pretrained": record.checkpoint, "task": task,
@@ -48,7 +50,7 @@ def _parts(record: Record) -> list[tuple[str, dict[str, float]]]:
     if result.task == "zeroshot":
         if "mean_average_precision" in result.metrics:
             return [(name, dict(result.metrics))]
-        # clip-benchmark writes acc5 always, and NaN where there are fewer classes; its table asks for the column.
+        # clip-benchmark always writes acc5, as NaN with fewer classes; its table needs the column.
         return [(name, {"acc5": float("nan"), **result.metrics})]
     if result.task == "retrieval":
         return [(name, _retrieval(result))]
@@ -56,7 +58,7 @@ def _parts(record: Record) -> list[tuple[str, dict[str, float]]]:
         metrics = {f"lp_{k}": v for k, v in {"acc5": float("nan"), **result.metrics}.items()}
         return [(name, {**metrics, **{k: result.options[k] for k in ("weight_decay", "epochs", "seed", "fewshot_k")}})]
     if result.task == "pairs":
-        # One file for each split, as clip-benchmark scores SugarCrepe's as sets of their own.
+        # One file per split, because clip-benchmark scores SugarCrepe's splits as separate sets.
         kinds = [k for k in result.metrics if k not in ("macro", "micro", "order_only")]
         return [
             (f"{name}/{k}", {"image_acc": 1.0, "text_acc": result.metrics[k], "acc": result.metrics[k]}) for k in kinds
@@ -75,7 +77,7 @@ def _retrieval(result: Result) -> dict[str, float]:
 
 
 def markdown(table: Grid, transpose: bool = False) -> str:
-    """Per cent with intervals; the best of our rows in bold."""
+    """Return Markdown, per cent with intervals; the best of our rows is bold."""
     heads, names, cells = _format_cells(table, transpose, _text, ("**", "**"))
     lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
     lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
@@ -98,7 +100,7 @@ def latex(table: Grid, transpose: bool = False) -> str:
         labels = [*table.heads, *(c.label for c in table.columns)]
         top = [f" & {spans}", " & ".join(["", *map(_escaped, labels)])]
     body = [" & ".join([name, *row]) for name, row in zip(names, cells, strict=True)]
-    # Printed rows stand below a line of their own, so that nobody takes them for measured ones.
+    # Printed rows are below a rule, so that they are not mistaken for measured ones.
     ruled = next((i for i, row in enumerate(table.rows) if row.paper and not transpose), len(body))
     lines = [*(f"{line} \\\\" for line in top), "\\midrule", *(f"{line} \\\\" for line in body[:ruled])]
     if ruled < len(body):
@@ -113,8 +115,8 @@ def latex(table: Grid, transpose: bool = False) -> str:
 
 
 def as_csv(table: Grid, transpose: bool = False) -> str:
-    """Fractions in full precision, each with its interval's ends in columns (or rows) of their own."""
-    # By task, not by heading: a program reads this one, and two columns may be labelled alike.
+    """Return CSV with fractions in full precision, and the ends of each interval in separate columns (or rows)."""
+    # By task instead of heading, because programs read this file, and two columns may have equal labels.
     names = [f"{c.task} {c.metric or 'headline'}" for c in table.columns]
     ends = ["", " low", " high", *([" odd"] if table.notes else [])]
     lines = [["checkpoint", *table.heads, *(f"{name}{end}" for name in names for end in ends)]]
@@ -133,7 +135,7 @@ def _format_cells(
     bold: tuple[str, str],
     escape: Callable[[str], str] = lambda name: " ".join(name.split()).replace("|", "\\|"),
 ) -> tuple[list[str], list[str], list[list[str]]]:
-    """Heads of the columns, names of the rows, and the cells between them."""
+    """Return the headings of columns, names of rows, and the cells."""
     best, cells = _best(table), []
     for row in table.rows:
         marked = [
@@ -147,7 +149,7 @@ def _format_cells(
 
 
 def _best(table: Grid) -> list[float | None]:
-    """Of each column, among our own rows where there are several."""
+    """Return the best of each column among our own rows, if there are several."""
     own = [row for row in table.rows if not row.paper]
     if len(own) < 2:
         return [None] * len(table.columns)
@@ -157,7 +159,7 @@ def _best(table: Grid) -> list[float | None]:
         cells = [c for c in column if c is not None]
         metrics = {c.metric for c in cells}
         choose = min if metrics <= LOWER_IS_BETTER else max
-        # Of two metrics, or of two sets, none is the better.
+        # Scores by two metrics, or on two sets, are not ranked.
         ranked = len(metrics) == 1 and table.columns[len(best)].task not in table.unranked
         best.append(choose(c.value for c in cells) if ranked else None)
     return best

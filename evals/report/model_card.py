@@ -1,4 +1,4 @@
-"""A model card: what a model was trained on and how far it got, in the words of its run, with three lines that load it."""
+"""Model card: training data and scores of a model, from the records of its run, with three lines of Python that load it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DataFacts(NamedTuple):
 
 
 class CardScore(NamedTuple):
-    """A result of the run, and the step whose weights it is of (None: not known)."""
+    """A result of the run, and the step whose weights were scored (None: unknown)."""
 
     task: str
     result: Result
@@ -29,7 +29,7 @@ class CardScore(NamedTuple):
 
 
 class CardFacts(NamedTuple):
-    """What is known of the weights. `what`: the model in words; `use`: Python that loads it; `tags`: the hub's words."""
+    """Facts about the weights. `what` describes the model, `use` is Python that loads the export, `tags` are for the hub."""
 
     name: str
     what: str
@@ -44,8 +44,8 @@ class CardFacts(NamedTuple):
 
 
 def model_card(facts: CardFacts) -> str:
-    """Markdown with the front matter that the Hugging Face hub reads."""
-    # By the library the hub offers a line that loads the model; DINO's weights are not open_clip's.
+    """Return Markdown with the front matter that the Hugging Face hub reads."""
+    # The hub shows loading code for the named library; open_clip does not load DINO's weights.
     library = "open_clip" if "zero-shot-image-classification" in facts.tags else None
     header = ModelCardData(tags=list(facts.tags), library_name=library)
     lines = [
@@ -83,7 +83,7 @@ def _scores(facts: CardFacts) -> list[str]:
     for score in facts.scores:
         r = score.result
         low, high = (format_metric(r.headline, end) for end in r.interval)
-        # Decibels and errors have no chance level.
+        # PSNR and errors have no chance level.
         chance = format_metric(r.headline, r.chance) if is_share(r.headline) else ""
         value = format_metric(r.headline, r.value, unit=True)
         step = "" if score.step is None else f"{score.step:,}"
@@ -92,7 +92,7 @@ def _scores(facts: CardFacts) -> list[str]:
         )
     lines += ["", "Scores are per cent where they are shares."]
     if any(score.step not in (None, facts.step) for score in facts.scores):
-        lines.append(f"The weights here are those of step {facts.step:,}; a score of another step is of other weights.")
+        lines.append(f"These are the weights of step {facts.step:,}. Scores of other steps belong to other weights.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Tables of results before they are drawn: the tables of the SPARO paper and others, by task and metric."""
+"""Tables of results before formatting: the tables of the SPARO paper and others, by task and metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .results_file import Record, by_checkpoint
 
 
 class Column(NamedTuple):
-    """`group`: the heading above the label.  metric: None is the task's headline."""
+    """A column with label and `group`, the heading above it; metric None is the task's headline."""
 
     group: str
     label: str
@@ -24,7 +24,7 @@ class Column(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """Group and label on one line."""
+        """Return group and label on one line."""
         return f"{self.group} {self.label}".strip()
 
 
@@ -76,15 +76,15 @@ TITLES = {
     "B.1": "SugarCrepe (layout of Table B.1)",
     "B.2": "Other bottlenecks (layout of Table B.2)",
 }
-# Table 6's columns of words, before the score.
+# Text columns of Table 6, before the score.
 HEADS = ("Replace last block", "Cross-attention", "Slot-wise LayerNorm", "Slot-wise projection", "Params")
-UNKNOWN_READOUT = ("–",) * len(HEADS)  # of a checkpoint whose recipe is not at hand
+UNKNOWN_READOUT = ("–",) * len(HEADS)  # placeholder for a checkpoint whose recipe is not available
 _NONE = "N/A"
 
 
 def readout_cells(objective: Any, parameters: int) -> tuple[str, ...]:
-    """What stands below `HEADS` for a recipe that trains so many parameters; N/A where it has no read-out, or one without such a key."""
-    # Any method may stand in a table, also one whose model has no read-out.
+    """Return the text columns of Table 6 for a recipe with this number of trained parameters; N/A without a readout or such a key."""
+    # Tables may contain any method, also one whose model has no readout.
     readout = getattr(getattr(objective, "model", None), "readout", None)
     placement = getattr(readout, "placement", None)
     attention = getattr(readout, "cross_attention", None)
@@ -104,7 +104,7 @@ MARK = "†"
 
 
 class Cell(NamedTuple):
-    """A score with its 95 % interval where there is one; `odd`: of data that is not what the task's name says."""
+    """A score with its 95 % interval if there is one; `odd` describes data that differ from the task's name."""
 
     value: float
     low: float | None = None
@@ -114,21 +114,21 @@ class Cell(NamedTuple):
 
     @property
     def number(self) -> str:
-        """Per cent or with its unit, marked where the data is odd."""
+        """Return the score in per cent or with its unit, marked if the data are odd."""
         return f"{format_metric(self.metric, self.value, unit=True)}{MARK if self.odd else ''}"
 
     @property
     def span(self) -> str:
-        """The interval; empty where there is none."""
+        """Return the interval; empty if there is none."""
         if self.low is None or self.high is None:
             return ""
-        # A dash between would be read as another minus.
+        # A dash would look like another minus sign.
         between = " to " if self.low < 0 else "–"
         return f"{format_metric(self.metric, self.low)}{between}{format_metric(self.metric, self.high)}"
 
 
 class Row(NamedTuple):
-    """`paper`: as printed in the SPARO paper, not ours.  readout_cells: what stands below the grid's `heads`."""
+    """A row; `paper`: printed in the SPARO paper, not measured; readout_cells: text columns."""
 
     name: str
     cells: list[Cell | None]
@@ -137,8 +137,13 @@ class Row(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A table before it is drawn.  notes: what the marked cells stand for, a line each.  spans: what stands in brackets.
-    unranked: tasks of whose scores none is the best, since they are not of the same samples.  heads: of columns of words before the scores.
+    """A table before formatting.
+
+    Attributes:
+        notes: explanations of marked cells, one per line.
+        spans: meaning of the brackets.
+        unranked: tasks whose scores are not on the same samples, so none is the best.
+        heads: headings of text columns before the scores.
     """
 
     title: str
@@ -151,7 +156,7 @@ class Grid(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """Of its cells."""
+        """Return the unit of its cells."""
         metrics = {cell.metric for row in self.rows for cell in row.cells if cell is not None}
         return "per cent" if all(map(is_share, metrics)) else "per cent where no unit stands"
 
@@ -162,12 +167,13 @@ def grid(
     paper: Sequence[str] = (),
     readout_cells_of: Callable[[str], tuple[str, ...]] = lambda name: UNKNOWN_READOUT,
 ) -> Grid:
-    """Checkpoints as rows.
+    """Return a table with checkpoints as rows.
 
     Args:
+        records: the results.
         layout: a key of `LAYOUTS`; None: every task's headline.
         paper: training sets (`CC15M`, …) whose printed rows are added below, or `all`; only with a layout.
-        readout_cells_of: of layout 6, what stands below `HEADS` for a checkpoint of this name; default: dashes.
+        readout_cells_of: for layout 6, returns the text columns of a checkpoint by name; default: dashes.
 
     Raises:
         ConfigError: no such layout, or printed rows without one.
@@ -177,7 +183,7 @@ def grid(
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     if layout is None:
         tasks = dict.fromkeys(record.task for record in records)
-        # In the order in which they were scored, as the recipe has them.
+        # In the order of scoring, which is that of the recipe.
         columns = [Column("", task, task, None) for task in tasks]
     else:
         columns = columns_of(layout)
@@ -198,35 +204,35 @@ def grid(
     notes += [f"{name}: {remark}" for name, found in table.items() if (remark := _mixed(list(found.values())))]
     of_several = {t: remark for t in tasks if (remark := several_data([f[t] for f in table.values() if t in f]))}
     notes += of_several.values()
-    notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment of LaTeX's
+    notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment in LaTeX
     return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several), heads=heads)
 
 
 def columns_of(layout: str) -> list[Column]:
-    """Of a table of the paper. Raises `ConfigError` with a near miss."""
+    """Return the columns of a table of the paper. Raises `ConfigError` with a suggestion."""
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout}: {did_you_mean(layout, LAYOUTS)}")
     return LAYOUTS[layout]
 
 
 def odd_notes(odd: Sequence[tuple[str, str, str]]) -> list[str]:
-    """What marked cells stand for: of (a checkpoint, a task, what is odd about its data) those where something is."""
+    """Return explanations of marked cells for (checkpoint, task, odd data)."""
     return [f"{MARK} {name}: {task}: {text}" for name, task, text in odd if text]
 
 
 def several_data(records: Sequence[Record]) -> str:
-    """That results of one task are not of the same samples, in words; empty where they are."""
-    # What a plug-in scored may have no identity: then at least its size has to be the same.
+    """Return a message if results of one task are not on the same samples; otherwise empty."""
+    # Results of a plug-in may have no identity of the data; then at least the size must be equal.
     if len({record.dataset or record.result.n for record in records}) < 2:
         return ""
     sizes = sorted({record.result.n for record in records})
     sizes_text = f"n {', '.join(map(str, sizes))}" if len(sizes) > 1 else f"n {sizes[0]} each"
     what = "another loss, or other clips of it" if records[0].result.task == "validation_loss" else "a part of it"
-    return f"{records[0].task}: not of the same samples in all rows ({sizes_text}): another set, or {what}; no best is marked"
+    return f"{records[0].task}: rows were not scored on the same samples ({sizes_text}): another set, or {what}; the best is not marked"
 
 
 def _mixed(records: Sequence[Record]) -> str:
-    """What records of one name do not have in common, in words: a file that was written anew, another precision."""
+    """Return what differs between records of one name: a file that was rewritten, or another precision."""
     record_facts = [r.facts for r in records if r.facts.get("checkpoint")]
     facts = {
         "weights": {f["checkpoint"].get("sha256") for f in record_facts},
@@ -234,20 +240,20 @@ def _mixed(records: Sequence[Record]) -> str:
         "storage": {f.get("storage") for f in record_facts},
     }
     odd = [name for name, values in facts.items() if len(values) > 1]
-    return f"its scores are of several kinds of {' and '.join(odd)}; score it again on all of them" if odd else ""
+    return f"its scores differ in {' and '.join(odd)}. Score it again on all tasks." if odd else ""
 
 
 def _cell(result: Result, metric: str | None) -> Cell | None:
     name = metric or result.headline
     if name not in result.metrics:
         return None
-    # The headline always has an interval; of another metric only what its task computed.
+    # The headline always has an interval; other metrics may not.
     low, high = result.interval if name == result.headline else result.intervals.get(name, (None, None))
     return Cell(result.metrics[name], low, high, bool(result.odd()), name)
 
 
 def paper_rows(layout: str, training_sets: Sequence[str]) -> list[Row]:
-    """The paper's own rows of these training sets (or `all`). Raises `ConfigError` for one that the table does not have."""
+    """Return the paper's rows for these training sets (or `all`). Raises `ConfigError` for one that the table does not have."""
     text = (resources.files("evals.report") / "paper.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)[layout]
     choices = [*dict.fromkeys(data for data, *_ in rows), "all"]
@@ -259,7 +265,7 @@ def paper_rows(layout: str, training_sets: Sequence[str]) -> list[Row]:
             f"paper: {data} {model}",
             [None if v is None else Cell(v) for v in values if not isinstance(v, list)],
             True,
-            # Words stand in a list of their own behind the numbers.
+            # Text columns are a separate list after the numbers.
             tuple(word for v in values if isinstance(v, list) for word in v),
         )
         for data, model, *values in rows

@@ -21,7 +21,7 @@ from .results_file import Record
 
 
 def save_figure(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a figure as a whole file, and close it."""
+    """Write a figure atomically, and close it."""
     try:
         with whole_file(path) as temporary:
             figure.savefig(temporary, dpi=dpi)
@@ -31,17 +31,17 @@ def save_figure(figure: Figure, path: Path, dpi: int) -> None:
 
 @contextmanager
 def literal() -> Iterator[None]:
-    """Names are of others: what stands between two dollars in one is no formula."""
+    """Disable math text, because names come from users and may contain dollar signs."""
     with plt.rc_context({"text.parse_math": False}):
         yield
 
 
 @literal()
 def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], path: Path) -> dict[str, float]:
-    """Draw (second - first) / first of every shared task's headline, the largest gain on top; returns the fractions.
+    """Draw (second - first) / first of every shared task's headline, the largest gain on top; return the fractions.
 
-    Where less is better the sign is turned, so that a bar to the right is a gain. PSNR is left out: of a logarithm there is no share. So
-    are tasks that the two show by other metrics.
+    If less is better, the sign is reversed, so that a bar to the right is a gain. PSNR is skipped, because a logarithm
+    has no relative change, and so are tasks whose headlines differ.
 
     Raises:
         DataError: no shared task.
@@ -54,7 +54,7 @@ def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], p
     ]
     shared = [task for task in shared if first[task].result.value > 0]
     if not shared:
-        raise DataError("the two checkpoints share no task whose score is above zero and a share of something")
+        raise DataError("the two checkpoints share no task with a positive score that has a relative change")
     change = {task: second[task].result.value / first[task].result.value - 1 for task in shared}
     change = {t: -v if headlines[t] in LOWER_IS_BETTER else v for t, v in change.items()}
     order = sorted(shared, key=lambda task: change[task])
@@ -75,7 +75,7 @@ def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], p
 
 @literal()
 def draw_curves(reports: Mapping[str, Mapping[str, Any]], k: int, title: str, path: Path) -> None:
-    """A panel per task: the order's curve, the middle 95 % of random orders, all units as a line, and the choice as a point."""
+    """Draw one panel per task: the order's curve, the middle 95 % of random orders, all units as a line, and the selection as a point."""
     columns = min(3, len(reports))
     rows = -(-len(reports) // columns)
     figure, axes = plt.subplots(

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON line per checkpoint and task, and what was predicted for every sample beside it.
+"""Results on disk: one JSON line per checkpoint and task, and the predictions for every sample.
 
 DIR/results.jsonl   DIR/predictions/HASH.npz (keys, and arrays with one row per sample)
 """
@@ -28,10 +28,12 @@ SCHEMA = 1
 
 
 class Record(NamedTuple):
-    """A line: which checkpoint on which task, the result, and all that it depends on.
+    """One line: a checkpoint on a task, the result, and everything that it depends on.
 
-    checkpoint: what the user typed.  facts: sha256, architecture, preprocessing, precision, environment, seconds, …
-    predictions: the file's name below DIR/predictions, empty where none were kept.
+    Attributes:
+        checkpoint: as the user typed it.
+        facts: sha256, architecture, preprocessing, precision, environment, seconds, …
+        predictions: file name in DIR/predictions; empty if they were not stored.
     """
 
     checkpoint: str
@@ -43,14 +45,14 @@ class Record(NamedTuple):
 
     @property
     def dataset(self) -> str:
-        """The set's identity, by which two results are told to be of the same samples."""
+        """Return the set's identity, which is equal for results on the same samples."""
         return self.result.data
 
 
 def append(
     folder: Path, checkpoint: str, task: str, result: Result, facts: dict[str, Any], predictions: bool = True
 ) -> Record:
-    """Add a line and, where asked for, its predictions; several processes may write into one folder."""
+    """Append a line and, if requested, its predictions; several processes may write to one folder."""
     predictions_file = _write_predictions(folder / "predictions", result) if predictions else ""
     line = {
         "schema": SCHEMA,
@@ -66,8 +68,8 @@ def append(
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            data = b"\n" + data  # a line that a full disk or a kill cut off must not take this one with it
-        # One write: appending lines of several processes do not mix. A disk that becomes full takes a part of it.
+            data = b"\n" + data  # start a new line after one that a full disk or a kill truncated
+        # One write, so that lines of several processes do not mix; a full disk may truncate it.
         if os.write(descriptor, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "results.jsonl"))
         os.fsync(descriptor)
@@ -77,12 +79,12 @@ def append(
 
 
 def read_records(places: Iterable[str | Path]) -> list[Record]:
-    """The newest line per checkpoint and task of these folders, run folders or .jsonl files, in the order first met.
+    """Return the newest line per checkpoint and task of these folders, run folders or .jsonl files, in the order of first occurrence.
 
-    What was scored with a `--limit` counts where there is nothing else.
+    Scores with `--limit` only count if there are no others.
 
     Raises:
-        DataError: nothing there, or a line of another version. Lines that a kill or a full disk cut off are passed over.
+        DataError: no results, or a line of another version. Lines that a kill or a full disk truncated are skipped.
     """
     newest: dict[tuple[str, str], Record] = {}
     for place in places:
@@ -96,11 +98,11 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                 continue
             if content.get("schema") != SCHEMA:
                 raise DataError(
-                    f"{path}: line {number} is no result of this version (schema {SCHEMA}); remove it, or score again"
+                    f"{path}: line {number} is not a result of this version (schema {SCHEMA}). Remove it, or score again."
                 )
             record = _of_place(_record(content, path, number), Path(place), names)
             before = newest.get((record.checkpoint, record.task))
-            # A whole set is not replaced by a part of it that was scored later.
+            # A later score on part of a set does not replace one on the whole set.
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
                 newest[record.checkpoint, record.task] = record
     return list(newest.values())
@@ -119,93 +121,90 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
             raise TypeError("a field of another kind")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(
-            f"{path}: line {number} is no result ({type(error).__name__}: {error}); remove it, or score again"
+            f"{path}: line {number} is not a result ({type(error).__name__}: {error}). Remove it, or score again."
         ) from None
     return Record(checkpoint, task, result, facts, predictions, path.parent)
 
 
 def records_of(place: str) -> list[Record]:
-    """The results of one checkpoint: a run's own, all of a folder that has no other's, or those of a name that a table prints,
-    `RUN (slots 0,1)`.
+    """Return the results of one checkpoint: a run's own, those of a folder with a single one, or those of a name as printed in tables, `RUN (slots 0,1)`.
 
     Raises:
-        ConfigError: results of several checkpoints, none of which the place names.
-        DataError: as `read_records`.
+        ConfigError: results of several checkpoints, none of which is named.
+        DataError: like `read_records`.
     """
     path, bracket, _ = place.partition(" (")
     records = read_records([path if bracket and not Path(place).exists() else place])
     names = list(dict.fromkeys(record.checkpoint for record in records))
     if len(names) == 1 and not bracket:
         return records
-    # A run that was also scored with some of its slots is still that run.
+    # A run whose slots were also scored separately is still that run.
     own = [record for record in records if record.checkpoint == (place if bracket else str(Path(place)))]
     if not own:
         raise ConfigError(
-            f"{place}: holds results of {', '.join(names)}; give one of these runs, or a folder with the results of one"
+            f"{place}: contains results of {', '.join(names)}. Give one of these runs, or a folder with the results of one."
         )
     return own
 
 
 def whole_records(run: Path) -> list[Record]:
-    """What a run itself was scored with on whole sets: some of its slots, or an earlier step, are other models. Raises `DataError` as
-    `read_records`."""
+    """Return a run's own scores on whole sets, without those of some slots or of earlier steps. Raises `DataError` like `read_records`."""
     return [r for r in read_records([run]) if r.checkpoint == str(run) and not r.facts.get("limit")]
 
 
 def _names(place: Path) -> frozenset[str]:
-    """What a run in this folder is called, or was before its folder was renamed; nothing where it is no run."""
+    """Return the names of a run in this folder, also from before the folder was renamed; empty if it is not a run."""
     config = place / "config.yaml"
     if not config.is_file():
         return frozenset()
     try:
         tree = parse_yaml(read_text(config), str(config))
-    except SparoError:  # its name is its folder's, then
+    except SparoError:  # its name was that of its folder
         tree = None
     named = tree.get("name") if isinstance(tree, dict) else None
     return frozenset([place.resolve().name, *([named] if isinstance(named, str) else [])])
 
 
 def _of_place(record: Record, place: Path, names: frozenset[str]) -> Record:
-    """A run's own results under the run's place as it is typed now: two runs of one name in two folders are two, and a run that
-    was scored by its whole path and by a part of it is one."""
+    """Return a run's own results under the path as typed now, so that two runs with one name in two folders stay separate."""
     scored, slots, rest = record.checkpoint.partition(" (slots ")
     return record._replace(checkpoint=f"{place}{slots}{rest}") if Path(scored).name in names else record
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:
-    """Raise `ConfigError` naming `key` where nothing can be written into a folder, which is made: before an hour of scoring, not behind it."""
+    """Raise `ConfigError` naming `key` if a folder, which is created, is not writable: before an hour of scoring, not after it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".sparo-"):
             pass
     except OSError as error:
-        raise ConfigError(f"{key}: nothing can be written into {folder} ({error}); give another folder") from None
+        raise ConfigError(f"{key}: {folder} is not writable ({error}). Give another folder.") from None
 
 
 def predictions_of(record: Record) -> dict[str, np.ndarray]:
-    """Keys and arrays of a record. Raises `DataError` where they were not kept."""
+    """Return keys and arrays of a record. Raises `DataError` if they were not stored."""
     path = record.folder / "predictions" / record.predictions
     if not record.predictions and not record.result.keys and not record.result.predictions:
         raise DataError(
-            f"{record.task}: {record.checkpoint} was scored by {record.result.task} without predictions that could be paired"
+            f"{record.task}: {record.checkpoint} was scored by {record.result.task}, which stores no predictions to pair"
         )
     if not record.predictions or Path(record.predictions).name != record.predictions or not path.is_file():
-        raise DataError(f"{path}: predictions of {record.checkpoint} on {record.task} are not there; score it again")
+        raise DataError(f"{path}: has no predictions of {record.checkpoint} on {record.task}. Score it again.")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        # A zip's own sums are of its members, not of their names: without one of them another number would be compared.
+        # A zip's checksums cover the content of its members, not their names.
         if _digest(arrays["keys"].tolist(), {k: array for k, array in arrays.items() if k != "keys"}) != path.stem:
-            raise ValueError("its content is not what its name says")
+            raise ValueError("its content does not match its name")
         return arrays
-    except Exception as error:  # zip, zlib and numpy's headers raise anything
+    except Exception as error:  # zip, zlib and numpy's header parser may raise anything
         raise DataError(
-            f"{path}: damaged ({error}); remove it and score {record.checkpoint} on {record.task} again"
+            f"{path}: is damaged ({error}). Remove it and score {record.checkpoint} on {record.task} again."
         ) from None
 
 
 def _file_of(place: Path) -> Path:
-    # A file, a results folder, a run folder: whichever is at hand.
+    # Accept a file, a results folder, or a run folder.
     candidates = [place, place / "results.jsonl", place / "evals" / "results.jsonl"]
     for path in candidates:
         if path.is_file():
@@ -214,11 +213,11 @@ def _file_of(place: Path) -> Path:
 
 
 def no_results(place: Path) -> str:
-    """Why a place has no results, and what to do."""
+    """Return why a path has no results, and what to do."""
     if not place.exists():
         return f"no such folder; {nearest(place)}"
     return (
-        "no results; give a folder with results.jsonl, or a run folder: training scores eval.tasks at its end, "
+        "no results. Give a folder with results.jsonl, or a run folder: training scores eval.tasks at its end, "
         f"and `sparo eval {place}` at any time"
     )
 
@@ -226,7 +225,7 @@ def no_results(place: Path) -> str:
 def _write_predictions(folder: Path, result: Result) -> str:
     if not result.predictions:
         return ""
-    # Named by content: a checkpoint that is scored again with the same answers writes no second file.
+    # Named by content, so that scoring a checkpoint again with the same answers writes no second file.
     name = f"{_digest(result.keys, result.predictions)}.npz"
     if not (folder / name).is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,10 +247,10 @@ def _digest(keys: Sequence[str], arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def by_checkpoint(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """Checkpoint, then task; what was scored with a `--limit` says so in the checkpoint's name."""
+    """Group by checkpoint, then task; scores with `--limit` have it in the checkpoint's name."""
     out: dict[str, dict[str, Record]] = {}
     for record in records:
-        # Under a name of its own: a tenth of a set beside whole ones would be ranked with them.
+        # Under a separate name, so that part of a set is not ranked with whole ones.
         limit = record.facts.get("limit")
         name = record.checkpoint if not limit else f"{record.checkpoint} (limit {limit})"
         out.setdefault(name, {})[record.task] = record
@@ -259,6 +258,6 @@ def by_checkpoint(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
 
 
 def write_results(path: Path, facts: dict[str, Any], results: dict[str, Result]) -> None:
-    """Results with their intervals and the environment, as one JSON file."""
+    """Write results with their intervals and the environment, as one JSON file."""
     content = {**facts, "environment": environment(), "results": {name: r.as_dict() for name, r in results.items()}}
     write_whole(path, json.dumps(content, indent=1))

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, as one row: the median and the range, or the mean and its interval."""
+"""Runs that only differ in their seed as one row: median and range, or mean and interval."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ _SEED_DEPENDENT_KEYS = (
     "out",
     "log",
     "world_size",
-)  # of a recipe that this version cannot read: what two seeds may differ in
+)  # keys in which two seeds may differ, for a recipe that this version cannot read
 
 
 class Spread(NamedTuple):
-    """What several seeds' numbers say of one quantity."""
+    """Summary of several seeds' values."""
 
     value: float
-    low: float | None  # None of one seed
+    low: float | None  # None for one seed
     high: float | None
 
 
 def spread(values: Sequence[float], mean: bool = False) -> Spread:
-    """The median and the range of seeds, or their mean and its 95 % interval (Student's t, not cut where a score ends: of two seeds it may
-    reach far beyond, and says with it that two are too few)."""
+    """Return median and range of seeds, or their mean and its 95 % interval (Student's t).
+
+    The interval is not clipped to the score's range: with two seeds it may exceed it, which shows that two are too few.
+    """
     if len(values) == 1:
         return Spread(values[0], None, None)
     if not mean:
         return Spread(statistics.median(values), min(values), max(values))
-    from scipy import stats  # seconds that a median needs none of
+    from scipy import stats  # imports in seconds, and a median does not need it
 
     middle = statistics.fmean(values)
     reach = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / len(values) ** 0.5
@@ -50,14 +52,14 @@ def spread(values: Sequence[float], mean: bool = False) -> Spread:
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Spread:
-    """The means' difference and its 95 % interval over seeds (Welch's t: neither the same spread nor pairs are assumed)."""
+    """Return the difference of means and its 95 % interval over seeds (Welch's t, without assuming equal variances or pairs)."""
     from scipy import stats  # as above
 
     between = statistics.fmean(values) - statistics.fmean(others)
-    # Of one seed nobody knows the spread; of seeds that are all alike there is none.
+    # One seed has no spread, and equal seeds have none either.
     if min(len(values), len(others)) < 2 or len({*values}) == len({*others}) == 1:
         return Spread(between, None, None)
-    # Written out: scipy's test warns of a row whose seeds agree, which is no mistake here.
+    # Computed here, because scipy's test warns if all seeds of a row agree, which is valid.
     a, b = (statistics.variance(side) / len(side) for side in (values, others))
     freedom = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (len(others) - 1))
     reach = float(stats.t.ppf(0.975, freedom)) * (a + b) ** 0.5
@@ -65,31 +67,31 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Spread:
 
 
 def spread_caption(mean: bool, baseline: str = "") -> str:
-    """What stands in a table of `spread`, or of `difference` to a row."""
+    """Return the meaning of `spread`, or of `difference`, for a table's caption."""
     if baseline:
         return f"differences of means to {baseline}, and their 95 % intervals over seeds (Welch's t)"
     return "mean, and its 95 % interval over seeds (Student's t)" if mean else "median, and range over seeds"
 
 
 def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> Grid:
-    """The table with a row per recipe; of `mean`, see `spread`; or with every row's `difference` to one of these, by its name.
+    """Return the table with a row per recipe (`spread`), or with every row's `difference` to the row `baseline`.
 
     Raises:
-        ConfigError: a row that is no run, whose recipe nobody knows; no two rows of one recipe; no row `baseline`.
+        ConfigError: a row that is not a run, no two rows of one recipe, or no row `baseline`.
     """
     groups: dict[str, list[Row]] = {}
     own = [row for row in table.rows if not row.paper]
     for row in own:
         recipe, seed = recipe_of(row.name)
-        # Twice the same seed would make a range narrower than seeds are.
+        # The same seed twice would make the range too narrow.
         if any(recipe_of(other.name)[1] == seed for other in groups.get(recipe, [])):
             raise ConfigError(
-                f"--seeds: {row.name} is of seed {seed}, as another of its recipe is; leave one of them away"
+                f"--seeds: {row.name} has seed {seed}, like another row of its recipe. Remove one of them."
             )
         groups.setdefault(recipe, []).append(row)
     if all(len(rows) == 1 for rows in groups.values()):
         raise ConfigError(
-            "--seeds: no two of these runs are of one recipe; `sparo launch train RECIPE --seeds 3` makes some"
+            "--seeds: no two of these runs have one recipe. `sparo launch train RECIPE --seeds 3` trains some."
         )
     named = [(_name([row.name for row in rows]), rows) for rows in groups.values()]
     printed = [row for row in table.rows if row.paper]
@@ -97,7 +99,7 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
         aggregate_rows = [Row(name, _cells(rows, mean), readout_cells=rows[0].readout_cells) for name, rows in named]
         return table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean))
     if printed:
-        raise ConfigError(f"--baseline {baseline}: printed rows have no seeds to differ in; leave --paper away")
+        raise ConfigError(f"--baseline {baseline}: rows of the paper have no seeds. Remove --paper.")
     stems = {name.removesuffix(f" ({len(rows)} seeds)"): rows for name, rows in named}
     if baseline not in stems:
         raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, stems)}")
@@ -111,7 +113,7 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
 
 
 def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None) -> list[Cell | None]:
-    """A cell for every column: `spread`, or where there are `others` the `difference` to them."""
+    """Return a cell for every column: `spread`, or with `others` the `difference` to them."""
     cells: list[Cell | None] = []
     for number, column in enumerate(zip(*(row.cells for row in rows), strict=True)):
         baseline_cells = [row.cells[number] for row in others or rows]
@@ -119,7 +121,7 @@ def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None)
             [cell.value for cell in side if cell is not None] for side in (column, baseline_cells)
         )
         metrics = {cell.metric for cell in (*column, *baseline_cells) if cell is not None}
-        # Of some seeds alone it would be another number of seeds than the row says.
+        # With some seeds only, the number of seeds would differ from the row's.
         if len(values) < len(rows) or len(baseline_values) < len(baseline_cells) or len(metrics) > 1:
             cells.append(None)
             continue
@@ -131,28 +133,26 @@ def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None)
 
 
 def recipe_of(name: str) -> tuple[str, Any]:
-    """What a row was trained with and how it was scored, less its seed; and that seed. A checkpoint below its run's folder is the run's."""
-    path, bracket, how = name.partition(" (")  # what of it was scored: slots, a limit
+    """Return the recipe and scoring options of a row without the seed, and the seed. A checkpoint belongs to the run whose folder contains it."""
+    path, bracket, how = name.partition(" (")  # options of scoring: slots, a limit
     place = Path(path)
-    # RUN, RUN/checkpoints/step-…: all are of one run.
+    # RUN, RUN/checkpoints/step-…: all belong to one run.
     for folder in (place, *place.parents[:2]):
         if (folder / "config.yaml").is_file():
             tree = parse_yaml(read_text(folder / "config.yaml"), str(folder / "config.yaml"))
             if isinstance(tree, dict):
                 recipe = _comparable_recipe(tree, str(folder / "config.yaml"))
                 return f"{yaml.safe_dump(recipe)}{place.relative_to(folder)}{bracket}{how}", tree.get("seed")
-    raise ConfigError(
-        f"--seeds: {name} is no run with a config.yaml, which says what it was trained with; leave it away"
-    )
+    raise ConfigError(f"--seeds: {name} has no config.yaml, so it is not a run. Remove it.")
 
 
 def _comparable_recipe(tree: Tree, origin: str) -> Tree:
-    """A recipe as this version writes it (what an older one did not know has its default), less its seed and what changes no number."""
+    """Return a recipe as this version writes it (with today's defaults for missing keys), without its seed and keys that change no score."""
     try:
         config = resolve(RunConfig, tree, origin, stored=True)
-    except ConfigError:  # of keys that are gone, or of a plug-in that is not here
+    except ConfigError:  # keys that no longer exist, or a plug-in that is not installed
         return {key: value for key, value in tree.items() if key not in _SEED_DEPENDENT_KEYS}
-    # Written out whole: a default that is typed and one that is not are the same recipe.
+    # Complete, so that an explicit default and a missing key are equal.
     recipe = config.model_dump(mode="json")
     for key in ("seed", *resumable_keys(config)):
         block: Any = recipe
@@ -164,9 +164,9 @@ def _comparable_recipe(tree: Tree, origin: str) -> Tree:
 
 
 def _name(names: Sequence[str]) -> str:
-    """What the names begin with, and how many they are."""
+    """Return the common beginning of the names, and their number."""
     first = names[0]
     shared = next(i for i in range(len(first) + 1) if i == len(first) or any(n[i : i + 1] != first[i] for n in names))
-    # Names of seeds share what stands before the number: emoji-seed0 and emoji-seed1 are emoji.
+    # Remove the number of the seed: emoji-seed0 and emoji-seed1 become emoji.
     stem = first[:shared].rstrip("0123456789").removesuffix("seed").removesuffix("-s").rstrip("-_/. ")
     return f"{stem or first} ({len(names)} seeds)" if len(names) > 1 else first

@@ -1,1 +1,1 @@
-"""Evaluation data on disk: images by number, each with what is known of it."""
+"""Evaluation data on disk: images by number, each with its annotations."""

@@ -28,7 +28,7 @@ _PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_clas
 
 
 def read_set_texts(what: str, root: Path, benchmark_name: str | None) -> list[str] | None:
-    """`classnames` or `templates` of the set in `root`; None where neither the folder nor clip-benchmark has them."""
+    """Return `classnames` or `templates` of the set in `root`; None if neither the folder nor clip-benchmark has them."""
     if (root / OWN[what]).is_file():
         return lines(root / OWN[what])
     return published(what, benchmark_name) if benchmark_name else None
@@ -37,12 +37,12 @@ def read_set_texts(what: str, root: Path, benchmark_name: str | None) -> list[st
 def lines(path: Path) -> list[str]:
     """Return the lines of a text file, stripped, without blank ones, as clip-benchmark reads them. Raises `DataError` if it is missing."""
     if not path.is_file():
-        raise DataError(f"{path}: missing; this task needs it (one entry per line)")
+        raise DataError(f"{path}: missing, but this task needs it (one entry per line)")
     return [line.strip() for line in read_text(path, DataError).split("\n") if line.strip()]
 
 
 def published(what: str, name: str) -> list[str] | None:
-    """By clip-benchmark's name (`vtab/pets`); None where it has none or is not installed."""
+    """Return the texts by clip-benchmark's name (`vtab/pets`); None if it has none or is not installed."""
     spec = importlib.util.find_spec("clip_benchmark")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -50,17 +50,17 @@ def published(what: str, name: str) -> list[str] | None:
     if not path.is_file():
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
-    # clip-benchmark itself drops the collection's name where it finds nothing under the whole.
+    # clip-benchmark itself drops the collection's name if there is nothing under the whole name.
     entries = table.get(name) or table.get(name.rpartition("/")[2])
     if entries is None and what == "templates":
-        entries = table.get("imagenet1k")  # what clip-benchmark uses where a set has no prompts of its own
+        entries = table.get("imagenet1k")  # clip-benchmark's default for sets without prompts
     return [str(entry) for entry in entries] if isinstance(entries, list) else None
 
 
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
-FactKind = str  # label, labels, captions, pairs, masks, objects, or a layout's own word
+FactKind = str  # label, labels, captions, pairs, masks, objects, or a layout's own kind
 Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array: (H, W) of object numbers, (2, H, W) with classes, (n, WIDTH) of objects; by kind
 
 
@@ -74,7 +74,7 @@ class Pair(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A row of `sparo.layouts`. `kinds`: the facts it may have.  `open`: (a task's config, the kind it needs, the split) to the set."""
+    """Entry of `sparo.layouts`. `kinds`: annotations that it may contain. `open`: (a task's config, the kind it needs, the split) to the set."""
 
     kinds: tuple[FactKind, ...]
     open: Callable[[Any, FactKind, str], EvalSet]
@@ -83,8 +83,11 @@ class Layout(NamedTuple):
 class EvalSet(ABC):
     """Images by number, in a fixed order.
 
-    `root`: where it lies, for errors.  `kind`: what the facts are.  `home`: the folder that files of class names and prompts
-    lie in (default: root).  `benchmark_name`: clip-benchmark's name of it, for those that `home` has no file of.
+    Attributes:
+        root: location, for errors.
+        kind: kind of the annotations.
+        home: folder of the files with class names and prompts (default: root).
+        benchmark_name: clip-benchmark's name of the set, for files that `home` lacks.
     """
 
     root: Path
@@ -92,49 +95,51 @@ class EvalSet(ABC):
     home: Path | None = None
     benchmark_name: str | None = None
     left_out: Mapping[str, int] = {}
-    images_per_row: int = 1  # consecutive images that are scored together, so that `limit` keeps or drops all of them
-    label_below: int | None = None  # labels from here on are refused as they are read, not when all is encoded
+    images_per_row: int = (
+        1  # number of consecutive images that are scored together, so that `limit` keeps or drops all of them
+    )
+    label_below: int | None = None  # larger labels are refused when they are read, not after encoding everything
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
-        """Key, RGB image and fact. Raises `DataError` where one is missing or damaged: scores need all samples."""
+        """Return key, RGB image and annotation. Raises `DataError` if one is missing or damaged, because scores need all samples."""
 
     def __iter__(self) -> Iterator[tuple[str, Image.Image, Fact]]:
-        """All samples, in order, as `read` gives them."""
+        """Yield all samples, in order, as `read` returns them."""
         return map(self.read, range(len(self)))
 
     @abstractmethod
     def identity(self) -> str:
-        """Hex SHA-256 over names, byte sizes and annotations: the same on every machine that holds the same files."""
+        """Return the hex SHA-256 over names, byte sizes and annotations, which is equal on every machine with the same files."""
 
     @abstractmethod
     def stamp(self) -> str:
-        """Changes when a file of it is written again on this machine."""
+        """Return a value that changes when one of its files is written again on this machine."""
 
     def classnames(self) -> list[str]:
-        """One name per label: from a file in `home`, else clip-benchmark's, else the set's own. Raises `DataError` without any."""
+        """Return one name per label: from a file in `home`, otherwise clip-benchmark's, otherwise the set's own. Raises `DataError` without any."""
         home, own = self.home or self.root, self.own_classnames()
         names = read_set_texts("classnames", home, self.benchmark_name) or own or lines(home / OWN["classnames"])
-        if own and len(names) != len(own):  # folders are numbered among themselves, and names by their lines
+        if own and len(names) != len(own):  # folders are numbered by their order, names by their lines
             raise DataError(
-                f"{home}: has {len(own)} class folders and {len(names)} class names; a label would name another class"
+                f"{home}: has {len(own)} class folders but {len(names)} class names, so labels would have wrong names"
             )
         return names
 
     def own_classnames(self) -> list[str]:
-        """What the data itself calls its classes, where it does."""
+        """Return the data's own class names, if it has any."""
         return []
 
     def templates(self) -> list[str]:
-        """Prompts with `{c}` for the class name. Raises `DataError` where those of a known set cannot be had."""
+        """Return prompts with `{c}` for the class name. Raises `DataError` if those of a known set are not available."""
         home = self.home or self.root
         prompts = read_set_texts("templates", home, self.benchmark_name)
         if prompts is None and self.benchmark_name:
             raise DataError(
-                f"{home / OWN['templates']}: missing; install clip-benchmark, whose prompts for {self.benchmark_name} are used, or write them there"
+                f"{home / OWN['templates']}: missing. Install clip-benchmark for its prompts of {self.benchmark_name}, or write the file."
             )
         prompts = prompts or ["a photo of a {c}."]
         if bad := [template for template in prompts if "{c}" not in template]:
@@ -142,18 +147,18 @@ class EvalSet(ABC):
         return prompts
 
     def check(self) -> None:
-        """Raise `DataError` now where a file that will be needed is missing."""
+        """Raise `DataError` before scoring if a required file is missing."""
         self.stamp()
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """At most `count` different numbers below `total`, evenly spaced from 0."""
+    """Return at most `count` different numbers below `total`, evenly spaced from 0."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
 
 class Limited(EvalSet):
-    """About `count` samples of a set, evenly spaced, so that classes that follow each other are all met; rows of several images stay whole."""
+    """About `count` samples of a set, evenly spaced, so that all of consecutive classes are included; rows with several images stay whole."""
 
     def __init__(self, whole: EvalSet, count: int):
         self.whole, self.root, self.kind, self.benchmark_name = whole, whole.root, whole.kind, whole.benchmark_name
@@ -169,7 +174,7 @@ class Limited(EvalSet):
         return self.whole.read(self._numbers[number])
 
     def identity(self) -> str:
-        # Not the word of older versions, which took the first samples again and again where the limit was above the set's size.
+        # Not the word of older versions, which repeated the first samples if the limit exceeded the set's size.
         return sha256(self.whole.identity(), f"{len(self)} evenly spaced")
 
     def stamp(self) -> str:
@@ -189,7 +194,7 @@ class Limited(EvalSet):
 
 
 class ImageBatch(NamedTuple):
-    """Pixels (b, 3, S, S) uint8, keys and facts of consecutive samples."""
+    """Pixels (b, 3, S, S) uint8, keys and annotations of consecutive samples."""
 
     pixels: Tensor
     keys: list[str]
@@ -199,16 +204,17 @@ class ImageBatch(NamedTuple):
 def read_batches(
     source: EvalSet, transform: Transform, numbers: Sequence[Sequence[int]], workers: int, stoppable: bool = True
 ) -> Generator[ImageBatch, None, None]:
-    """These samples, batch by batch and in order.
+    """Yield these samples, batch by batch and in order.
 
     Args:
-        stoppable: False where other ranks would be left waiting for this one.
+        source, transform, numbers, workers: the set, the preprocessing, the samples, and the number of processes.
+        stoppable: False if other ranks would keep waiting for this one.
 
     Raises:
-        DataError: as `source.read` does.
+        DataError: like `source.read`.
         StoppedError: the run was told to stop.
     """
-    # Starting processes takes longer than reading so few.
+    # Starting processes takes longer than reading so few samples.
     few = sum(map(len, numbers)) < _FEW
     with closing(iterate_in_workers(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
         for batch in batches:
@@ -218,7 +224,7 @@ def read_batches(
 
 
 class _Samples(Dataset[Any]):
-    """Samples whose errors are delivered, not raised: torch would bury the message in a worker's traceback."""
+    """Samples whose errors are returned instead of raised, because torch would bury the message in a worker's traceback."""
 
     def __init__(self, source: EvalSet, transform: Transform):
         self.source, self.transform = source, transform
@@ -236,38 +242,38 @@ class _Samples(Dataset[Any]):
 
 
 def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:
-    """Raise `DataError` where a sample's label names no class."""
+    """Raise `DataError` if a sample's label is not a class."""
     below = source.label_below
     if below is None:
         return
     if isinstance(fact, list) and len(fact) != below:
-        raise DataError(f"{source.root}: {key} has a row of {len(fact)} labels, and there are {below} classes")
+        raise DataError(f"{source.root}: {key} has a row of {len(fact)} labels, but there are {below} classes")
     if isinstance(fact, int) and not 0 <= fact < below:
-        raise DataError(f"{source.root}: {key} has label {fact}, and there are {below} classes")
+        raise DataError(f"{source.root}: {key} has label {fact}, but there are {below} classes")
 
 
 def _collated(rows: list[Any]) -> ImageBatch | DataError:
     for row in rows:
         if isinstance(row, DataError):
             return row
-    # Before torch says it: its words would name neither file nor sample.
+    # Before torch raises an error that names neither file nor sample.
     sizes = {row[0].shape for row in rows}
     if len(sizes) > 1:
         return DataError(
-            f"{rows[0][1]} … {rows[-1][1]}: samples of unequal size ({', '.join(map(str, sorted(sizes)))})"
+            f"{rows[0][1]} … {rows[-1][1]}: samples have unequal sizes ({', '.join(map(str, sorted(sizes)))})"
         )
-    # Colours first, whatever stands before them: images are (b, 3, S, S), clips (b, T, 3, S, S).
+    # Channels before height and width, after any other dimension: images are (b, 3, S, S), clips (b, T, 3, S, S).
     pixels = torch.from_numpy(np.stack([row[0] for row in rows])).movedim(-1, -3)
     return ImageBatch(pixels, [row[1] for row in rows], [row[2] for row in rows])
 
 
 def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Cut into batches, the last one perhaps smaller."""
+    """Cut into batches; the last one may be smaller."""
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
 def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image.Image:
-    """Return the image in these bytes, in the file's own mode by default, as open_clip is shown it. Raises `DataError` naming `where`."""
+    """Return the image in these bytes, by default in the file's own mode, like open_clip. Raises `DataError` naming `where`."""
     try:
         return decode(data, how)
     except BadSampleError as bad:
@@ -283,24 +289,24 @@ def open_image(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
 
 
 def sha256(*parts: str | bytes) -> str:
-    """Hex digest of several parts, told apart."""
+    """Return the hex digest of several parts with separators."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
-        # With its length: "ab", "c" and "a", "bc" are two things.
+        # Include lengths, because "ab", "c" and "a", "bc" are different.
         digest.update(f"{len(data)}\n".encode() + data)
     return digest.hexdigest()
 
 
 def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
-    """Byte sizes, and times of last change, of local files. Raises `DataError` naming the first that is missing."""
+    """Return byte sizes and modification times of local files. Raises `DataError` naming the first that is missing."""
     sizes, times = np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64)
     for i, path in enumerate(paths):
         try:
             stat = path.stat()
         except OSError:
-            # Counted only now: one is as bad as all, but all is another remedy.
+            # Count only now: one missing file is as bad as all, but needs another remedy.
             missing = sum(not p.is_file() for p in paths)
-            raise DataError(f"{path}: missing ({missing} of {len(paths)} files are); scores need all images") from None
+            raise DataError(f"{path}: missing, like {missing} of {len(paths)} files; scores need all images") from None
         sizes[i], times[i] = stat.st_size, stat.st_mtime_ns
     return sizes.tobytes(), times.tobytes()

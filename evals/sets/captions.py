@@ -23,7 +23,7 @@ SPLITS = (
     "swap_att",
     "add_obj",
     "add_att",
-)  # the paper's order
+)  # in the paper's order
 # SHA-256 of the published JSON files, first 16 digits (RAIVNLab/sugar-crepe); swap_obj lost one pair on 2023-11-18
 CHECKSUMS = {
     "add_obj": "1b9d76b93139a937",
@@ -38,7 +38,7 @@ OLD_SWAP_OBJ = "15624c2460f5c10e"
 
 
 class KarpathySet(FileSet):
-    """Images with their captions, as one of three annotation files says.
+    """Images with their captions from one of three kinds of annotation files.
 
     Args:
         images: the folder with the images.
@@ -59,13 +59,14 @@ class SugarCrepeSet(FileSet):
     """The splits found in a folder, over distinct images: `SPLIT.json` and `val2017/*.jpg`.
 
     Args:
-        root: with the JSON files (or `data/SPLIT.json`) and COCO's `val2017` beside them.
-        splits: which to read; default: all seven.
+        root: folder with the JSON files (or `data/SPLIT.json`) and COCO's `val2017`.
+        splits: splits to read; default: all seven.
 
-    `version` tells the published data apart by checksum: "7,511 pairs", "7,512 pairs" (the paper's) or "not published data".
+    `version` identifies the published data by checksum: "7,511 pairs", "7,512 pairs" (the paper's) or "not published
+    data".
 
     Raises:
-        DataError: a split or an image is missing, or a file that is no such JSON.
+        DataError: a split or an image is missing, or a file is not such a JSON.
     """
 
     def __init__(self, root: str | Path, splits: Sequence[str] = SPLITS):
@@ -73,12 +74,10 @@ class SugarCrepeSet(FileSet):
         by_image: dict[str, list[Pair]] = {}
         sums = {}
         for split in splits:
-            # Beside the images, or as the repository has them.
+            # Next to the images, or as in the repository.
             path = next((p for p in (folder / f"{split}.json", folder / "data" / f"{split}.json") if p.is_file()), None)
             if path is None:
-                raise DataError(
-                    f"{folder / split}.json: missing; SugarCrepe has seven of these, and val2017/ beside them"
-                )
+                raise DataError(f"{folder / split}.json: missing; SugarCrepe has seven of these, next to val2017/")
             data = path.read_bytes()
             sums[split] = hashlib.sha256(data).hexdigest()[:16]
             for key, item in parse_json(data.decode("utf-8", "replace"), str(path), dict, DataError).items():
@@ -88,7 +87,7 @@ class SugarCrepeSet(FileSet):
                     raise DataError(f"{path}: item {key} needs filename, caption and negative_caption")
                 by_image.setdefault(texts[0], []).append(Pair(split, texts[1], texts[2], key))
         self.version = _version(sums)
-        # Each image once: encoding it for each of its pairs would take five times as long.
+        # Each image once, because encoding it for each of its pairs would take five times as long.
         names = sorted(by_image)
         super().__init__(
             folder / "val2017", names, [by_image[name] for name in names], "pairs", json.dumps(sums).encode()
@@ -107,7 +106,7 @@ def _coco(text: str, path: Path, split: str) -> dict[str, list[str]]:
     try:
         if "annotations" in annotations:
             names = {image["id"]: image["file_name"] for image in annotations["images"]}
-            # In the order of numbers, as clip-benchmark's reader has it: R@k of ties depends on it.
+            # In numerical order, as in clip-benchmark's reader, because R@k of ties depends on it.
             rows = {names[number]: [] for number in sorted(names)}
             for note in annotations["annotations"]:
                 rows[names[note["image_id"]]].append(note["caption"].strip())

@@ -1,4 +1,4 @@
-"""Sets whose images are plain files: a base class, and the ImageNet family."""
+"""Sets whose images are single files: a base class, and the ImageNet family."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from .task_config import SetTaskConfig
 
 
 class FileSet(EvalSet):
-    """Image files with facts.
+    """Image files with annotations.
 
     Args:
-        root: what keys are relative to.
+        root: base folder of the keys.
         names: the files' paths below `root`, which are also their keys.
-        facts: of each.
-        kind: what the facts are.
-        extra: what else decides on the set's identity, e.g. an annotation file's content.
+        facts: annotation of each.
+        kind: kind of the annotations.
+        extra: further content of the set's identity, such as an annotation file.
 
     Raises:
-        DataError: no names, or one that is no file's below `root`.
+        DataError: no names, or one that is not a file below `root`.
     """
 
     def __init__(self, root: Path, names: Sequence[str], facts: Sequence[Fact], kind: FactKind, extra: bytes = b""):
         self.root, self.kind, self._names, self._facts, self._extra = root, kind, list(names), list(facts), extra
         if not self._names:
-            raise DataError(f"{root}: an evaluation set without images")
+            raise DataError(f"{root}: contains no images")
         for name in self._names:
-            # Names come from annotations of others: one with .. would read any file.
+            # Names come from foreign annotations: one with .. could read any file.
             if not is_safe_relative_path(name):
-                raise DataError(f"{root}: {name!r} is no image's name below this folder; the annotations are damaged")
+                raise DataError(
+                    f"{root}: {name!r} is not the name of an image in this folder, so the annotations are damaged"
+                )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -48,7 +50,7 @@ class FileSet(EvalSet):
         return self._names[number], open_image(self.root / self._names[number]), self._facts[number]
 
     def identity(self) -> str:
-        # Facts are in it: the same files with corrected labels are another set.
+        # Annotations are included, because the same files with corrected labels are another set.
         return sha256(json.dumps([self._names, self._facts]), self._stat[0], self._extra)
 
     def stamp(self) -> str:
@@ -60,22 +62,22 @@ class FileSet(EvalSet):
 
 
 class ImageNetSet(FileSet):
-    """A folder with one folder per class, named by WordNet id (or, `numbered`, by the class's number as ImageNet-V2 is).
+    """A folder with one folder per class, named by WordNet id (or, if `numbered`, by the class's number, as in ImageNet-V2).
 
     The classes are those that have a folder, in ImageNet's order, so that A and R are scored over their 200.
 
     Args:
-        expected: how many classes there must be.
+        expected: required number of classes.
 
     Raises:
-        DataError: a folder that is no class, or another number of them.
+        DataError: a folder that is not a class, or another number of classes.
     """
 
     def __init__(self, root: str | Path, expected: int | None = None, numbered: bool = False):
         folder = Path(root)
         parts = open_folder(folder, "root", mixed=False)
         names = [name for part in parts for name in part.names()]
-        # Of images, not of folders: an empty class folder is no class that can be scored.
+        # Classes of images instead of folders, because an empty class folder cannot be scored.
         present = sorted({name.partition("/")[0] for name in names})
         class_numbers = {wnid: i for i, wnid in enumerate(wordnet_ids())}
         if numbered:  # with or without zero padding
@@ -84,11 +86,11 @@ class ImageNetSet(FileSet):
         for name in present:
             if name not in class_numbers:
                 what = "a class number from 0 to 999" if numbered else "one of ImageNet's 1,000 WordNet ids"
-                raise DataError(f"{folder / name}: is not {what}; give the folder that holds the class folders")
+                raise DataError(f"{folder / name}: is not {what}. Give the folder that contains the class folders.")
         if expected is not None and len(present) != expected:
-            raise DataError(f"{folder}: has {len(present)} class folders, {expected} expected; fetch it again")
+            raise DataError(f"{folder}: expected {expected} class folders, got {len(present)}. Fetch it again.")
         classes = sorted(class_numbers[name] for name in present)
-        # Renumbered: scores count classes that are there, and models' columns follow.
+        # Renumber: scores use the classes that exist, in the same order as class vectors.
         place = {imagenet: i for i, imagenet in enumerate(classes)}
         super().__init__(folder, names, [place[class_numbers[name.partition("/")[0]]] for name in names], "label")
         self._classes, self.left_out = classes, parts[0].left_out
@@ -97,7 +99,7 @@ class ImageNetSet(FileSet):
         return self.own_classnames()
 
     def own_classnames(self) -> list[str]:
-        from open_clip import IMAGENET_CLASSNAMES  # seconds, which a list of sets need not wait for
+        from open_clip import IMAGENET_CLASSNAMES  # imports in seconds, which listing sets does not need
 
         return [IMAGENET_CLASSNAMES[i] for i in self._classes]
 
@@ -106,7 +108,7 @@ class ImageNetSet(FileSet):
 
 
 class FolderSet(FileSet):
-    """A folder with one folder per class, in the order of `class_order`, which name the classes (`_` is a space).
+    """A folder with one folder per class, in the order of `class_order`; folders name the classes (`_` is a space).
 
     Raises:
         DataError: no images, or some outside the class folders.
@@ -118,7 +120,9 @@ class FolderSet(FileSet):
         names = [name for part in parts for name in part.names()]
         for name in names:
             if "/" not in name:
-                raise DataError(f"{folder / name}: lies beside the class folders; its class is not known")
+                raise DataError(
+                    f"{folder / name}: is outside the class folders, so its class is unknown. Move or remove it."
+                )
         self._classes = class_order(name.partition("/")[0] for name in names)
         refuse_splits(folder, self._classes)
         place = {name: i for i, name in enumerate(self._classes)}
@@ -130,23 +134,23 @@ class FolderSet(FileSet):
 
 
 class ObjectNetSet(FileSet):
-    """ObjectNet's 113 classes that ImageNet has too, from `objectnet-1.0/images` and its four mapping files.
+    """The 113 classes that ObjectNet shares with ImageNet, from `objectnet-1.0/images` and its four mapping files.
 
     Args:
-        border_crop: cut the red border of two pixels off first, as wise-ft does and clip-benchmark does not.
+        border_crop: first remove the red border of two pixels, as in wise-ft; clip-benchmark does not.
     """
 
     def __init__(self, root: str | Path, border_crop: bool = True):
         folder = Path(root)
         top = folder / "objectnet-1.0" if (folder / "objectnet-1.0").is_dir() else folder
-        # Its own names of classes: ImageNet's of the same classes are other words.
+        # ObjectNet's own class names, because ImageNet's names of the same classes differ.
         names_of = _json(_mapping(folder, "folder_to_objectnet_label.json"))
         shared = set(_json(_mapping(folder, "objectnet_to_imagenet_1k.json")))
         folders = sorted(name for name, label in names_of.items() if label in shared)
         missing = shared - set(names_of.values())
         if missing:
             raise DataError(f"{folder}: folder_to_objectnet_label.json lacks {sorted(missing)[0]!r}")
-        # By ObjectNet's folders: one of its classes may be several of ImageNet's.
+        # By ObjectNet's folders, because one of its classes may be several of ImageNet's.
         place = {name: i for i, name in enumerate(folders)}
         names = [n for part in open_folder(top / "images", "root", mixed=False) for n in part.names()]
         names = [name for name in names if name.partition("/")[0] in place]
@@ -170,7 +174,7 @@ class ObjectNetSet(FileSet):
 
 
 def imagenet_templates() -> list[str]:
-    """OpenAI's 80, with `{c}`."""
+    """Return OpenAI's 80 templates, with `{c}`."""
     from open_clip import OPENAI_IMAGENET_TEMPLATES
 
     return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
@@ -178,7 +182,7 @@ def imagenet_templates() -> list[str]:
 
 @cache
 def wordnet_ids() -> list[str]:
-    """ImageNet's 1,000 WordNet ids in the order of its classes, from timm's own table."""
+    """Return ImageNet's 1,000 WordNet ids in the order of its classes, from timm's table."""
     spec = importlib.util.find_spec("timm")
     assert spec is not None and spec.submodule_search_locations
     table = Path(spec.submodule_search_locations[0]) / "data" / "_info" / "imagenet_synsets.txt"
@@ -190,18 +194,18 @@ def _mapping(folder: Path, name: str) -> Path:
     for place in (folder, folder / "mappings", folder / "objectnet-1.0" / "mappings"):
         if (place / name).is_file():
             return place / name
-    raise DataError(f"{folder / name}: missing; it comes in ObjectNet's mappings folder")
+    raise DataError(f"{folder / name}: missing; ObjectNet's mappings folder contains it")
 
 
 def _json(path: Path) -> Mapping[str, str]:
     mapping = read_json(path, dict, DataError)
     if not all(isinstance(value, str) for value in mapping.values()):
-        raise DataError(f"{path}: must map names to names; fetch it again")
+        raise DataError(f"{path}: must map names to names. Fetch it again.")
     return mapping
 
 
 def _split_folder(config: SetTaskConfig, split: str) -> Path:
-    """ROOT/SPLIT, or ROOT where a set of one split has no folder for it."""
+    """Return ROOT/SPLIT, or ROOT if a set with one split has no folder for it."""
     folder = Path(config.root) / split
     if folder.is_dir():
         return folder

@@ -1,7 +1,7 @@
 """VTAB's sets as their authors publish them: those that torchvision reads and verifies, SUN397 and CLEVR.
 
-Nothing is downloaded. The other VTAB tasks depend on the order in which TensorFlow Datasets stores its examples
-(their test sets are a percentage of it) and are read in the `wds/` layout.
+Nothing is downloaded. The other VTAB tasks depend on the order in which TensorFlow Datasets stores its examples (their
+test sets are a percentage of it), and are read in the `wds/` layout.
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "vtab/svhn": lambda root, split: datasets.SVHN(root, split),
 }
 _CLEVR = {"vtab/clevr_count_all": "count", "vtab/clevr_closest_object_distance": "distance"}
-_DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0)  # VTAB's classes of the closest object, in CLEVR's pixel depth
+_DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0)  # VTAB's class borders of the closest object's distance, in CLEVR's pixel depth
 _ARCHIVES = {".gz", ".tgz", ".tar", ".zip"}
 SETS = [*_READERS, *_CLEVR, "sun397"]
 
 
 def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
-    """One of `SETS` in the folder that torchvision calls its `root`.
+    """Open one of `SETS` in the folder that torchvision calls its `root`.
 
     Raises:
-        ConfigError: a name that is not among them.
-        DataError: files that are missing, or not the published ones (torchvision's MD5 sums).
+        ConfigError: an unknown name.
+        DataError: files are missing, or are not the published ones (torchvision's MD5 sums).
     """
     folder = Path(root)
     if name in _CLEVR:
         return ClevrSet(folder, _CLEVR[name], split)
     if name == "sun397":
         if split != "test":
-            raise DataError(
-                f"{folder}: SUN397 as published has no split {split}; a folder in the wds layout may have one"
-            )
+            raise DataError(f"{folder}: SUN397 as published has no split {split}. Use a folder in the wds layout.")
         return SunSet(folder)
     if name not in _READERS:
         raise ConfigError(f"layout=torchvision: benchmark_name={name}: {did_you_mean(str(name), SETS)}")
@@ -57,7 +55,7 @@ def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
 
 
 class TorchvisionSet(EvalSet):
-    """A set of `torchvision.datasets`; keys are the numbers it gives its samples."""
+    """A set of `torchvision.datasets`; keys are its sample numbers."""
 
     kind = "label"
 
@@ -68,7 +66,7 @@ class TorchvisionSet(EvalSet):
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).removesuffix(" You can use download=True to download it")
             raise DataError(
-                f"{root}: {name}, split {split}: {reason.rstrip('.')}; nothing is downloaded here: fetch it again"
+                f"{root}: {name}, split {split}: {reason.rstrip('.')}. Fetch it again; nothing is downloaded here."
             ) from None
 
     def __len__(self) -> int:
@@ -93,7 +91,7 @@ class TorchvisionSet(EvalSet):
 
     @cached_property
     def _files(self) -> list[Path]:
-        # Archives lie beside what they held, and are no part of what is read.
+        # Archives next to their content are not read.
         files = (path for path in self.root.rglob("*") if path.suffix not in _ARCHIVES and path.is_file())
         return sorted(path for path in files if path.name not in OWN.values())
 
@@ -103,7 +101,7 @@ class TorchvisionSet(EvalSet):
 
 
 class SunSet(FileSet):
-    """SUN397, all 108,754 images; clip-benchmark ignores the split too."""
+    """SUN397, all 108,754 images; clip-benchmark ignores the split, too."""
 
     def __init__(self, root: Path):
         top = root / "SUN397"
@@ -112,7 +110,7 @@ class SunSet(FileSet):
         names = sorted(path.relative_to(top).as_posix() for path in top.rglob("sun_*.jpg"))
         labels = [place.get(name.partition("/")[2].rpartition("/")[0], -1) for name in names]
         if -1 in labels:
-            raise DataError(f"{top / names[labels.index(-1)]}: its folder is no class of {top / 'ClassName.txt'}")
+            raise DataError(f"{top / names[labels.index(-1)]}: its folder is not a class of {top / 'ClassName.txt'}")
         super().__init__(top, names, labels, "label")
         self._classes = [name.replace("_", " ").replace("/", " ") for name in classes]
 
@@ -121,7 +119,7 @@ class SunSet(FileSet):
 
 
 class ClevrSet(FileSet):
-    """CLEVR_v1.0's validation images as VTAB labels them, by the number of objects or the closest one's distance."""
+    """CLEVR_v1.0's validation images as labelled in VTAB, by the number of objects or the closest one's distance."""
 
     def __init__(self, root: Path, task: str, split: str):
         top = next((p for p in (root / "CLEVR_v1.0", root / "clevr" / "CLEVR_v1.0") if p.is_dir()), root)
@@ -130,19 +128,19 @@ class ClevrSet(FileSet):
         try:
             scenes = json.loads(annotations.read_text(encoding="utf-8"))["scenes"]
             facts = {scene["image_filename"]: _clevr_label(task, scene["objects"]) for scene in scenes}
-            names = sorted(facts)  # of names alone: numbers among them cannot be sorted, and are no files
+            names = sorted(facts)  # names only: numbers cannot be sorted with them, and are not files
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(
-                f"{annotations}: not CLEVR's scenes ({type(error).__name__}: {error}); fetch it again"
+                f"{annotations}: not CLEVR's scenes ({type(error).__name__}: {error}). Fetch it again."
             ) from None
         super().__init__(top / "images" / part, names, [facts[n] for n in names], "label")
 
 
 def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
     if task == "count":
-        # VTAB counts from three, CLEVR's fewest.
+        # VTAB counts from three, the minimum in CLEVR.
         return len(objects) - 3
-    # From the left: a distance that is a border belongs to the class below, as in VTAB's own code.
+    # side="left": a distance on a border belongs to the lower class, as in VTAB's own code.
     return int(np.searchsorted(_DISTANCES, min(thing["pixel_coords"][2] for thing in objects), side="left"))
 
 

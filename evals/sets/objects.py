@@ -11,24 +11,25 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.video.episode import Episode
 
 _NUMBERS = {"positions": "position", "velocities": "velocity", "angular_velocities": "angular_velocity"}
-# Numbers that an object has once, by the first of these names that all have: MOVi-C to F's, MOVi-A's and B's.
+# Numbers that an object has once, under the first of these names that all objects have: MOVi-C to F's, then MOVi-A's
+# and B's.
 _CONSTANT = {"size": (("scale", "size"), ()), "color": (("rgb", "color_rgb"), (3,))}
 _WORDS = ("color", "shape", "material", "size", "category")
 
 
 def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, Any]:
-    """Of the first `frames` times: `frames` (T), `position` (T, M, 3), `numbers` by name (T, M) or (T, M, c), `words` by name (M).
+    """Return annotations of the first `frames` times: `frames` (T), `position` (T, M, 3), `numbers` by name (T, M) or (T, M, c), `words` by name (M).
 
     Raises:
-        DataError: an episode that tells of no objects, or not where they are.
+        DataError: the episode lists no objects, or not their positions.
     """
     try:
         objects = episode.metadata.get("objects")
     except BadSampleError as bad:
-        raise DataError(f"{where}: {bad}; repair it, or take it out") from None
+        raise DataError(f"{where}: {bad}. Repair it, or remove it.") from None
     if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
         raise DataError(
-            f"{where}: its json has no list `objects`; probes need what sparo data movi-like, scenes3d and MOVi tell of them"
+            f"{where}: its json has no list `objects`, which probes need (sparo data movi-like, scenes3d and MOVi have it)"
         )
     tables = {name: [_table(one, name, len(episode), frames) for one in objects] for name in _NUMBERS}
     if any(table is None for table in tables["positions"]):
@@ -39,7 +40,7 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
         values = next((rows for rows in candidates if rows and None not in rows), None)
         if values is not None:
             numbers[short] = [[row if shape else [row] for row in values] for _ in range(frames)]
-    # A word that some objects lack is no word that a probe could be fitted to.
+    # A probe cannot be fitted to a word that some objects lack.
     words = {
         name: [str(one[name]) for one in objects]
         for name in _WORDS
@@ -50,24 +51,24 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
 
 
 def _table(one: dict[str, Any], name: str, length: int, frames: int) -> list[Any] | None:
-    """A row of three finite numbers for each frame that is read; None where there is no such table."""
+    """Return a row of three finite numbers for each frame; None if there is no such table."""
     array = _array(one.get(name), (length, 3))
     return None if array is None else array[:frames]
 
 
 def _array(value: Any, shape: tuple[int, ...]) -> Any:
-    """Finite numbers of this shape as plain data; None where it is anything else."""
-    if isinstance(value, str | bool) or value is None:  # numpy would make a number of them
+    """Return finite numbers of this shape from plain data; None for anything else."""
+    if isinstance(value, str | bool) or value is None:  # numpy would convert it to a number
         return None
     try:
         table = np.asarray(value, np.float64)
-    except (TypeError, ValueError, OverflowError):  # whole numbers of JSON have no end
+    except (TypeError, ValueError, OverflowError):  # JSON integers have no size limit
         return None
     return table.tolist() if table.shape == shape and np.isfinite(table).all() else None
 
 
 def _by_time(tables: list[Any]) -> list[Any]:
-    """(M, T, c) to (T, M, c)."""
+    """Rearrange (M, T, c) to (T, M, c)."""
     return [list(row) for row in zip(*tables, strict=True)]
 
 
@@ -78,12 +79,12 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "color": ("gray", "red", "blue", "green", "brown", "purple", "cyan", "yellow"),
 }
 REACH = 3.0  # positions lie in -REACH … REACH
-_FARTHEST = 1e6  # a coordinate that is farther is no place
+_FARTHEST = 1e6  # larger coordinates are invalid
 WIDTH = 3 + sum(map(len, ATTRIBUTES.values())) + 1
 
 
 def attribute_columns() -> dict[str, slice]:
-    """Where each attribute stands in a row."""
+    """Return the columns of each attribute in a row."""
     columns, at = {}, 3
     for name, words in ATTRIBUTES.items():
         columns[name], at = slice(at, at + len(words)), at + len(words)
@@ -91,10 +92,10 @@ def attribute_columns() -> dict[str, slice]:
 
 
 def object_rows(text: bytes) -> np.ndarray:
-    """(n, WIDTH) fp32 of a scene's JSON.
+    """Return (n, WIDTH) fp32 of a scene's JSON.
 
     Raises:
-        BadSampleError: no JSON, no objects in it, or one whose attributes are missing or none of these.
+        BadSampleError: not JSON, no objects in it, or one whose attributes are missing or unknown.
     """
     try:
         listed = json.loads(text)["objects"]
@@ -105,12 +106,12 @@ def object_rows(text: bytes) -> np.ndarray:
     columns = attribute_columns()
     for number, (row, thing) in enumerate(zip(rows, listed, strict=True)):
         if not isinstance(thing, dict):
-            raise BadSampleError(f".json: object {number} is no mapping")
+            raise BadSampleError(f".json: object {number} is not a mapping")
         row[:3], row[-1] = _position(thing, number), 1
         for name, words in ATTRIBUTES.items():
             if thing.get(name) not in words:
                 raise BadSampleError(
-                    f".json: object {number}: {name}={thing.get(name)!r} is none of {', '.join(words)}"
+                    f".json: object {number}: {name}={thing.get(name)!r} is not one of {', '.join(words)}"
                 )
             row[columns[name]][words.index(thing[name])] = 1
     return rows
@@ -122,6 +123,6 @@ def _position(thing: dict[str, Any], number: int) -> np.ndarray:
         position = np.array(at, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         position = np.empty(0)
-    if position.shape != (3,) or not (np.abs(position) < _FARTHEST).all():  # NaN is not below it either
-        raise BadSampleError(f".json: object {number}: position={at!r} is no x, y, z")
+    if position.shape != (3,) or not (np.abs(position) < _FARTHEST).all():  # false for NaN, too
+        raise BadSampleError(f".json: object {number}: position={at!r} is not x, y, z")
     return ((position + REACH) / (2 * REACH)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""From a task's config to the set that it is scored on; how the files lie is a row of `sparo.layouts`."""
+"""Opening the set of a task's config; the storage format is an entry of `sparo.layouts`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from .wds import ClassFolders, open_images
 
 
 def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> EvalSet:
-    """The images of a task, `limit` of them where it says so.
+    """Return the images of a task, limited to `limit` of them if set.
 
     Args:
-        kind: the facts that the task needs of every image: label, captions, pairs, masks, …
+        config: the task.
+        kind: annotations that the task needs of every image: label, captions, pairs, masks, …
         split: default: the config's own.
 
     Raises:
-        DataError: a file that is missing or no such file.
-        ConfigError: a layout that has other facts.
+        DataError: a file is missing or has another format.
+        ConfigError: the layout has other annotations.
     """
     layout = LAYOUTS.get(config.layout, "layout")
     if kind not in layout.kinds:
         raise ConfigError(
-            f"layout={config.layout}: has {' or '.join(layout.kinds)}, and task {config.task} needs {kind}"
+            f"layout={config.layout}: has {' or '.join(layout.kinds)}, but task {config.task} needs {kind}"
         )
     eval_set = layout.open(config, kind, split or config.split)
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
@@ -34,36 +35,36 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
 
 
 def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
-    """A folder's own rank among its siblings is a label of its own: with another class missing it would mean another class."""
+    """Make labels of train and test comparable: a folder's label is its rank, which shifts if another class is missing."""
     if isinstance(train, ClassFolders) != isinstance(test, ClassFolders):
         folders, numbers = ("train", "test") if isinstance(train, ClassFolders) else ("test", "train")
         raise DataError(
-            f"{folders}: has class folders, and {numbers} numbers its labels; nobody says which number is which folder; make both alike"
+            f"{folders}: has class folders, but {numbers} has numeric labels, so they cannot be matched. Use the same form in both."
         )
     if not isinstance(train, ClassFolders) or not isinstance(test, ClassFolders) or train.classes == test.classes:
         return
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         raise DataError(
-            f"test: {where} has the class {unknown[0]!r} ({len(unknown)} such), which train has not; make both alike"
+            f"test: {where} has the class {unknown[0]!r} ({len(unknown)} such), which train lacks. Use the same class folders in both."
         )
     test.number_by(train.classes)
 
 
 def _open_from_layout(config: LabelledTaskConfig, split: str) -> EvalSet:
-    """The images of one side, as the set `split` of the task's layout."""
+    """Return the images of one side, as the set `split` of the task's layout."""
     place = getattr(config, split)
     eval_set = open_set(SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split), "label")
     if eval_set.kind != "label":
-        raise DataError(f"{split}: {place} has several labels per image, and task {config.task} is of one")
+        raise DataError(f"{split}: {place} has several labels per image, but task {config.task} needs one")
     return eval_set
 
 
 def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
-    """The training and the test images, each with its label: of class folders the number of its name among the training's.
+    """Return the training and the test images with labels; for class folders, the rank of the name among training's.
 
     Raises:
-        DataError: nothing there, or classes of the one that are not the other's.
+        DataError: nothing there, or classes of one side are not those of the other.
         ConfigError: a layout whose images have no labels.
     """
     if config.layout is None:
@@ -73,6 +74,6 @@ def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
         train, test = (_open_from_layout(config, split) for split in ("train", "test"))
         if train.own_classnames() != test.own_classnames():
             raise DataError(
-                f"test: {config.test} has other classes than train, so that numbers mean others; make both alike"
+                f"test: {config.test} and train have different classes, so label ids do not match. Use the same class folders in both."
             )
     return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))

@@ -25,10 +25,10 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     """
     columns: TableColumns | None = config.columns
     if columns is None:
-        raise ConfigError("layout=table: needs columns, which says where the table has images and captions")
+        raise ConfigError("layout=table: needs columns, which name the columns with images and captions")
     if columns.split is None and split != config.split:
         raise ConfigError(
-            f"columns.split: missing, and task {config.task} needs the rows of {split!r}; name the column"
+            f"columns.split: missing, but task {config.task} needs the rows of {split!r}. Name the column."
         )
     root = Path(config.root)
     path = root / columns.file
@@ -43,9 +43,9 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
         for name, fact in zip(names, make_facts(columns, values, key), strict=True):
             if kind != "pairs" and name in images:
-                raise DataError(f"{values.where}: has the image {name!r} of an earlier row; list each image once")
+                raise DataError(f"{values.where}: repeats the image {name!r} of an earlier row. List each image once.")
             images.setdefault(name, []).append(fact)
-    # All pairs of an image are one fact: it is encoded once.
+    # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]
     table_set = FileSet(root, list(images), facts, kind, sha256(text).encode())
     table_set.images_per_row = len(columns.images)
@@ -53,7 +53,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
 
 
 class _Row:
-    """A row's values, as templates take them."""
+    """Values of a row, in the form that templates take."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
@@ -78,7 +78,7 @@ class _Row:
 
 
 def _plain(value: Any) -> str:
-    # A string has no attributes that a template of a stranger's file could reach.
+    # A string has no attributes that a template in a foreign file could access.
     return "" if value is None else str(value)
 
 
@@ -137,7 +137,7 @@ def _rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
                     raise DataError(f"{path}, line {reader.line_num}: has fewer columns than the header. Fill the row.")
                 if None in row:
                     raise DataError(
-                        f"{path}, line {reader.line_num}: has more columns than the header; quote its texts"
+                        f"{path}, line {reader.line_num}: has more columns than the header. Quote its texts."
                     )
                 yield row
         except csv.Error as error:

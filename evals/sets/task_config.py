@@ -37,15 +37,15 @@ class TableColumns(Frozen):
     def _check_lengths(self) -> TableColumns:
         if self.false_captions and len(self.false_captions) != len(self.captions):
             raise ValueError(
-                f"columns.false_captions: one for each of the {len(self.captions)} captions, got {len(self.false_captions)}"
+                f"columns.false_captions: expected one per caption ({len(self.captions)}), got {len(self.false_captions)}"
             )
         return self
 
 
 class TaskConfig(Frozen):
-    """What every entry of `eval.tasks` has: the row of `sparo.tasks` that scores it."""
+    """Keys of every entry of `eval.tasks`, which names the entry of `sparo.tasks` that scores it."""
 
-    task: Any = field(..., "Entry of sparo.tasks.")  # a Literal of one name, in each of them
+    task: Any = field(..., "Entry of sparo.tasks.")  # each entry has a Literal with one name
 
 
 def _validate_layout(layout: str | None) -> str | None:
@@ -57,11 +57,11 @@ def _validate_layout(layout: str | None) -> str | None:
 class SetTaskConfig(TaskConfig):
     """One data set scored by one task.
 
-    `root` is a folder in clip-benchmark's wds layout, or in the published layout that `layout` names:
-    `folder` (one folder per class, named like it), `imagenet` (one folder per WordNet id; A and R are scored over the classes
-    that have one), `imagenetv2` (numbered folders), `objectnet`, `karpathy` (images, with `annotations`), `sugar_crepe`,
-    `torchvision` (the folder that it calls `root`, of a set that `benchmark_name` names), `table` (any images, with a table that `columns`
-    describes).
+    `root` is a folder in clip-benchmark's wds layout, or in the published layout that `layout` names: `folder` (one
+    folder per class, with its name), `imagenet` (one folder per WordNet id; A and R are scored over the classes that
+    have one), `imagenetv2` (numbered folders), `objectnet`, `karpathy` (images, with `annotations`), `sugar_crepe`,
+    `torchvision` (the folder that it calls `root`, of the set named by `benchmark_name`), `table` (any images, with a
+    table that `columns` describes).
     """
 
     root: str = field(..., "Folder of the data set.", examples=["data/emoji/vendor"])

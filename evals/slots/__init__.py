@@ -1,1 +1,1 @@
-"""What slots make possible after training: their scores one by one, selections, masks, and what they are like."""
+"""Analysis of slots after training: scores of single slots, selections, masks, and quality measures."""

@@ -1,4 +1,4 @@
-"""Where slots look: attention over an image and over its caption's words, and which slots attend to words that name things."""
+"""Attention of slots over an image and over its caption's words, and slots that attend to content words."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ _AT_ONCE = 32
 class Attended(NamedTuple):
     """One image with its caption.
 
-    maps: (L, g, g), the share of attention on each patch.  on_class: (L,), what is left of it: on the class token.
-    words: of the caption, start and end included; none without a text tower.  weights: (L, T) over them.
-    cosine: (L,) of each slot's image and text vector.  sharp: (L,) of the text's attention, else of the image's, see `sharpness`.
+    Attributes:
+        maps: (L, g, g), the share of attention on each patch.
+        on_class: (L,), the rest: attention on the class token.
+        words: of the caption, including start and end; empty without a text tower.
+        weights: (L, T), attention on words.
+        cosine: (L,), between each slot's image and text vector.
+        sharp: (L,), sharpness of the text's attention if there is one, otherwise of the image's; see `sharpness`.
     """
 
     maps: Tensor
@@ -39,10 +43,10 @@ class Attended(NamedTuple):
 
 
 def captions_of(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
-    """From a sample's fact to what is said of its image: its caption, or a prompt with the name of its class; None without texts.
+    """Return an image's caption, or a prompt with the name of its class; None without texts.
 
     Raises:
-        ConfigError: a set without captions and classes.
+        ConfigError: the set has neither captions nor classes.
     """
     if not texts:
         return lambda fact: None
@@ -57,29 +61,27 @@ def captions_of(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
 
 
 def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[str] | None) -> list[Attended]:
-    """Attention of a few images, and of their captions where the encoder has a text tower with slots.
+    """Return the attention of a few images, and of their captions if the encoder's text tower has slots.
 
     Raises:
-        ConfigError: an encoder that shows no attention.
+        ConfigError: the encoder has no attention maps.
     """
     show: Any = getattr(encoder, "image_slots", None)
     if show is None or encoder.slots < 2:
-        raise ConfigError(
-            f"{encoder.label}: has no slots whose attention could be shown; use a run or export with a read-out"
-        )
+        raise ConfigError(f"{encoder.label}: has no slots with attention. Use a run or export with a readout.")
     read: Any = getattr(encoder, "text_slots", None)
     attended: list[Attended] = []
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
         image = show([encoder.transform(one) for one in images[some]])
-        # On the CPU in fp32: maps of a whole set are kept, and pictures need no more.
+        # On the CPU in fp32, because maps of a whole set are kept, and pictures need no more.
         maps, on_class = _maps(image.attention.float().cpu(), getattr(encoder, "prefix_tokens", 1))
         if read is None or captions is None:
             nothing = torch.zeros(*maps.shape[:2])
             for m, c, n, a in zip(maps, on_class, nothing, image.attention.float().cpu(), strict=True):
                 attended.append(Attended(m, c, [], n[:, None], n, sharpness(a[None])[0]))
             continue
-        # With their images: a slot's vector of an image is compared with that of its own caption.
+        # Together with the images, because a slot's image vector is compared with that of its own caption.
         texts = list(captions[some])
         text = read(texts)
         cosine = F.cosine_similarity(image.values.float().cpu(), text.values.float().cpu(), dim=-1)
@@ -87,7 +89,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
         weights = text.attention.float().cpu()
         for i, ids in enumerate(tokens):
             w, words = weights[i, :, : len(ids)], decode_words(ids)
-            # what a slot gives to the pieces of a word it gives to the word
+            # A word's weight is the sum over its tokens.
             whole = torch.stack([part.sum(-1) for part in w.split([pieces for _, pieces in words], -1)], -1)
             names = [word for word, _ in words]
             attended.append(Attended(maps[i], on_class[i], names, whole, cosine[i], sharpness(w[None])[0]))
@@ -95,26 +97,26 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
 
 
 def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
-    """(n, L, N) with or without the `prefix` tokens (class token, registers) first, to (n, L, g, g) and (n, L)."""
+    """Split (n, L, N), with or without the `prefix` tokens (class token, registers) first, into (n, L, g, g) and (n, L)."""
     n = attention.shape[-1]
-    # A read-out may look at patches alone: a square number of all tokens says so.
+    # A readout may read patches only: then the number of all tokens is a square.
     patches = attention[..., prefix:] if math.isqrt(n - prefix) ** 2 == n - prefix else attention
     side = math.isqrt(patches.shape[-1])
     return patches.unflatten(-1, (side, side)), 1 - patches.sum(-1)
 
 
 def filter_slots(one: Attended, cosine: float = 0.75, share: float = 0.5) -> list[int]:
-    """Slots after the paper's filter (Section 5.5), those whose image and text agree most first.
+    """Return slots that pass the paper's filter (Section 5.5), highest agreement of image and text first.
 
-    Sharp attention in the text: more than `share` of it on one word (the paper gives no number), which is neither start nor end.
-    Words that do not overlap: of slots that look at the same word the one with the highest cosine is taken.
+    Sharp attention in the text: more than `share` of it on one word (the paper gives no number) other than start and
+    end. Distinct words: of slots with the same main word, the one with the highest cosine is kept.
     """
     used_words: set[int] = set()
     slots: list[int] = []
     for slot in one.cosine.argsort(descending=True, stable=True).tolist():
         if float(one.cosine[slot]) <= cosine or not one.words:
             break
-        # The start and the end are where a slot rests that found nothing to say.
+        # Slots that find nothing attend to the start or the end.
         word = int(one.weights[slot].argmax())
         if word in used_words or word in (0, len(one.words) - 1) or float(one.weights[slot, word]) <= share:
             continue
@@ -124,7 +126,7 @@ def filter_slots(one: Attended, cosine: float = 0.75, share: float = 0.5) -> lis
 
 
 class Gallery(NamedTuple):
-    """Images by number, for one slot: where image and caption agree most, in the middle, least, and some drawn at random."""
+    """Images for one slot, by number: with the highest, middle and lowest agreement of image and caption, and random ones."""
 
     most: list[int]
     median: list[int]
@@ -133,7 +135,7 @@ class Gallery(NamedTuple):
 
 
 def gallery(alignment: Tensor, count: int, seed: int = 0) -> Gallery:
-    """From a slot's alignment (n,) with each image."""
+    """Return the gallery for a slot's agreement (n,) with each image."""
     order = alignment.argsort(descending=True, stable=True).tolist()
     # The middle of the order, not of the scores: half of the images are above it.
     count = min(count, len(order))
@@ -142,21 +144,23 @@ def gallery(alignment: Tensor, count: int, seed: int = 0) -> Gallery:
     return Gallery(order[:count], order[middle : middle + count], order[::-1][:count], random_ids)
 
 
-# What stands in captions of any content; a slot that looks here says nothing of the image.
+# Function words, which occur in captions of any content and say nothing of the image.
 FUNCTION_WORDS = frozenset(
     (
         *("[start]", "[end]", "a", "an", "the", "of", "and", "with", "is", "are", "in", "on", "at", "to", "it", "its"),
         *("this", "that", "there", ".", ",", "!", "?", "-", "'", '"'),
     )
 )
-_MIN_CAPTIONS = 5  # captions that have a word, before its share says anything of a slot
+_MIN_CAPTIONS = 5  # captions that must contain a word before its weight counts
 
 
 class WordProfiles(NamedTuple):
-    """How slots share their attention over captions.
+    """Attention of slots on the words of captions.
 
-    words: those that occur often enough, those that name something alone.  shares: (L, W), a slot's mean attention on each word, over
-    the captions that have it.  content: (L,), mean attention on all words that name something.
+    Attributes:
+        words: words that occur often enough, and those among them with content.
+        shares: (L, W), a slot's mean attention on each word, over the captions that contain it.
+        content: (L,), mean attention on all content words.
     """
 
     words: list[str]
@@ -164,13 +168,13 @@ class WordProfiles(NamedTuple):
     content: Tensor
 
     def of(self, slot: int, count: int) -> list[tuple[str, float]]:
-        """The words that a slot attends to most, with its mean attention."""
+        """Return the words with the highest mean attention of a slot."""
         top = self.shares[slot].topk(min(count, len(self.words)))
         return [(self.words[i], share) for share, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
 
 
 def word_profiles(attended: Sequence[Attended]) -> WordProfiles:
-    """Over captions; a word that a caption has twice counts with both."""
+    """Compute the profiles over captions; a word that a caption contains twice counts with both."""
     totals: dict[str, Tensor] = {}
     captions: dict[str, int] = {}
     content = torch.zeros(len(attended[0].weights))
@@ -178,7 +182,7 @@ def word_profiles(attended: Sequence[Attended]) -> WordProfiles:
         here: dict[str, Tensor] = {}
         for place, word in enumerate(one.words):
             if word.lower() not in FUNCTION_WORDS:
-                # A caption's two places of one word are one word to a reader.
+                # Two occurrences of a word in a caption are merged.
                 here[word] = here.get(word, torch.zeros(len(one.weights))) + one.weights[:, place]
         for word, share in here.items():
             totals[word] = totals.get(word, torch.zeros(len(share))) + share
@@ -190,8 +194,10 @@ def word_profiles(attended: Sequence[Attended]) -> WordProfiles:
 
 
 def informative_slots(attended: Sequence[Attended], profiles: WordProfiles, count: int) -> list[int]:
-    """Slots (at most `count`) by attention on words that name something, times how sharply they look at images and how well image
-    and text agree; each less as far as it looks at words that one before it looks at."""
+    """Return at most `count` slots by attention on content words, times sharpness on images and agreement of image and text.
+
+    Slots are discounted for words that slots before them attend to.
+    """
     agree = torch.stack([one.cosine for one in attended]).mean(0).clamp(min=0)
     sharp = torch.stack([sharpness(one.maps.flatten(1)[None])[0] for one in attended]).mean(0).clamp(min=0)
     informativeness = profiles.content * (0.5 + 0.5 * agree) * (0.5 + sharp)
@@ -200,7 +206,7 @@ def informative_slots(attended: Sequence[Attended], profiles: WordProfiles, coun
     slots: list[int] = []
     for _ in range(min(count, len(informativeness))):
         redundancy = alike[:, slots].amax(1) if slots else torch.zeros(len(informativeness))
-        # By what is new: the tenth slot that looks at "red" tells nobody anything.
+        # Rank by what is new, because the tenth slot for "red" adds nothing.
         left = informativeness * (1 - redundancy)
         left[slots] = -1
         slots.append(int(left.argmax()))

@@ -1,4 +1,4 @@
-"""From a task of `eval.tasks` and an encoder's units to shares of margins; images and texts are encoded once and stored."""
+"""Inputs of slot analysis: margins of each unit on a task of `eval.tasks`; images and texts are encoded once and stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ClassifierSlots = str  # slice | renorm
 
 
 class Classes(NamedTuple):
-    """A zero-shot task: encodings of n images, class vectors (C, U, d) or (C, 1, d), labels (n,)."""
+    """Zero-shot task: encodings of n images, class vectors (C, U, d) or (C, 1, d), labels (n,)."""
 
     units: Units
     features: Features
@@ -58,12 +58,12 @@ class Classes(NamedTuple):
         return each_unit(self.blocks(), self.weights, self.labels, self.units.rest)
 
     def curves(self, orders: Sequence[Sequence[int]]) -> Tensor:
-        """Right answers (O, n, U), over all classes."""
+        """Return correct answers (O, n, U) over all classes."""
         return class_curves(self.blocks(), self.weights, self.labels, orders, self.units.rest)
 
 
 class Pairs(NamedTuple):
-    """A task of true and false captions; `caption_pairs` are the pairs, `owner` (n,) each one's image."""
+    """Task with true and false captions; `owner` (n,) is the image of each of `caption_pairs`."""
 
     units: Units
     features: Features
@@ -91,11 +91,12 @@ Material = Classes | Pairs | ProbeTask
 def material(
     name: str, task: TaskConfig, units: Units, store: FeatureStore, classifier_slots: ClassifierSlots = "slice"
 ) -> Material:
-    """What a task is made of, for units.
+    """Return a task's encodings by unit.
 
     Raises:
-        ConfigError: a task whose score is no sum over units (retrieval, probes), or texts asked of an encoder without.
-        DataError: data that is not there.
+        ConfigError: the task's score is not a sum over units (retrieval, probes), or the encoder has no text tower for
+            it.
+        DataError: data are missing.
     """
     if isinstance(task, ZeroshotTaskConfig):
         return _classes(task, units, store, classifier_slots)
@@ -111,42 +112,44 @@ def material(
         bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
         return Linear(*_probe_inputs(bank, test, units, store, task.workers))
     raise ConfigError(
-        f"{name}: units are chosen and compared on tasks of kind zeroshot, pairs, knn or probe, and this is {task.task}"
+        f"{name}: units are selected and compared on tasks of kind zeroshot, pairs, knn or probe, got {task.task}"
     )
 
 
 def open_images(task: TaskConfig) -> EvalSet:
-    """The images of a task. Raises `ConfigError` where it has none of its own."""
+    """Return the images of a task. Raises `ConfigError` if it has no images of its own."""
     if isinstance(task, LabelledTaskConfig):
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
         return open_set(task, TASKS.get(task.task).facts)
     instead = {"view_masks": "`sparo slots views` draws them", "video_masks": "`sparo slots panels` draws them"}
-    needs = instead.get(task.task, "name a task of images, or video_masks or view_masks of videos and scenes")
-    raise ConfigError(f"task {task.task}: has no images to look at; {needs}")
+    needs = instead.get(task.task, "name a task of images, or video_masks or view_masks for videos and scenes")
+    raise ConfigError(f"task {task.task}: has no images to show; {needs}")
 
 
 def identities(source: EvalSet) -> str:
-    """A set's identity, and that of the whole set where this is a part of it: words by which data is known to share images."""
+    """Return a set's identity, and that of the whole set if this is part of it, by which shared images are recognized."""
     return f"{source.identity()} {source.whole.identity()}" if isinstance(source, Limited) else source.identity()
 
 
 def encode_set(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
-    """A set's encodings, stored or made now."""
+    """Return a set's encodings, stored or computed now."""
     features = store.images(units.encoder, source, workers=workers)
-    assert features is not None  # None is the answer to a share
+    assert features is not None  # None is only returned for a share
     return features
 
 
 def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classifier_slots: str) -> Classes:
     source, tower = open_set(task, "label"), texts_of(units)
     names, templates = source.classnames(), source.templates()
-    # Labels are looked at while they are encoded: an index beyond the classes has no class vector.
+    # Check labels while encoding, because an index beyond the classes has no class vector.
     source.label_below = len(names)
     features = encode_set(source, units, store, task.workers)
     if source.kind == "labels":
-        raise ConfigError(f"{source.root}: has several labels per image, whose average precision is no sum over units")
-    # As `sparo eval` makes them, and cut only then: units are shares of that very score.
+        raise ConfigError(
+            f"{source.root}: has several labels per image, whose average precision is not a sum over units"
+        )
+    # As in `sparo eval`, and split into units afterwards, so that units sum to the same score.
     vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
     weights = units.texts(vectors)
     if classifier_slots == "renorm":
@@ -159,9 +162,9 @@ def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     features = encode_set(source, units, store, task.workers)
     caption_pairs = [pair for row in features.facts for pair in row]
     if not caption_pairs:
-        raise DataError(f"{source.root}: not one image has a pair of captions")
+        raise DataError(f"{source.root}: no image has a pair of captions")
     owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
-    # Together: a caption that is true of one image and false of another is encoded once.
+    # Together, so that a caption that is true for one image and false for another is encoded once.
     both = store.texts(tower, [p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
     true, false = both.split(len(caption_pairs))
     return Pairs(units, features, true, false, owner, caption_pairs, task.average, identities(source))
@@ -176,7 +179,7 @@ def _probe_inputs(
     transform: Transform | None = None,
 ) -> tuple[Units, Features, Tensor, Features, Tensor, str]:
     if units.rest:
-        raise ConfigError("--units heads: are chosen on tasks of kind zeroshot or pairs")
+        raise ConfigError("--units heads: are selected on tasks of kind zeroshot or pairs")
     bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
     assert bank is not None and test is not None
     labels = labels_of(bank, bank_set), labels_of(test, test_set)
@@ -184,9 +187,9 @@ def _probe_inputs(
 
 
 def groups_of(material: Material) -> list[str]:
-    """A name per question, the same for those that must stay together: of one image, and pairs that share a true caption.
+    """Return a group name per question; questions with one image, or pairs with a common true caption, share a group.
 
-    The second because a set may hold an image once per pair, or several pictures of one thing.
+    A set may contain an image once per pair, or several images of one object.
     """
     if isinstance(material, ProbeTask):
         return material.test.keys
@@ -195,7 +198,7 @@ def groups_of(material: Material) -> list[str]:
     captions = [pair.caption for pair in material.caption_pairs]
     place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
     images = material.owner.numpy()
-    # Captions and images are the two sides of one graph; a part of it is what must stay together.
+    # Captions and images are the nodes of a bipartite graph; its connected components are the groups.
     nodes = len(place) + len(material.features)
     ends = np.array([place[caption] for caption in captions]), len(place) + images
     links = coo_array((np.ones(len(images), np.int8), ends), shape=(nodes, nodes))
@@ -204,24 +207,24 @@ def groups_of(material: Material) -> list[str]:
     for (
         caption,
         i,
-    ) in place.items():  # in sorted order, so that a group is called the same whatever the order of its pairs
+    ) in place.items():  # in sorted order, so that a group's name does not depend on the order of its pairs
         name.setdefault(int(member[i]), caption)
     return [name[int(member[place[caption]])] for caption in captions]
 
 
 def halves(name: str, material: Material, seed: int) -> Tensor:
-    """(n,) bool: about half of the groups, drawn by their names, so that the other half was not seen.
+    """Return (n,) bool: about half of the groups, selected by a hash of their names, so that the other half is held out.
 
     Raises:
         DataError: so few images that one half would be empty.
     """
     keys = groups_of(material)
-    # By name: a question stays in its half whatever else the set holds.
+    # By name, so that a question stays in its half whatever else the set contains.
     in_half = torch.tensor(
         [hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool
     )
     if not bool(in_half.any()) or bool(in_half.all()):
         raise DataError(
-            f"{name}: its {len(set(keys))} image(s) that differ cannot be halved; give more, or --same-data"
+            f"{name}: has {len(set(keys))} different image(s), too few to halve. Give more images, or --same-data."
         )
     return in_half

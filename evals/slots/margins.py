@@ -1,7 +1,7 @@
-"""Shares of margins: by how much each unit prefers the right answer to the wrong ones.
+"""Margins of units: by how much each unit prefers the right answer to the wrong ones.
 
-An answer is right where the sum of the shares over the units in use is positive against every wrong answer; equal scores are decided
-as `sparo eval` decides them (the lower class; of captions the false one).
+An answer is right if the sum of the margins over the units in use is positive against every wrong answer. Ties are
+decided as in `sparo eval` (the lower class; for captions the false one).
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from ..tasks.result import DRAWS, percentiles, wilson
 from ..tasks.zeroshot import rank_classes
 
 Average = Literal["macro", "micro"]
-CANDIDATES = 50  # wrong classes of an image that are kept for searching: those that the whole encoding ranks highest
+CANDIDATES = 50  # wrong classes of an image that are kept for searches: those that the whole encoding ranks highest
 
 
 class Margins(NamedTuple):
-    """Of n questions with U units and K wrong answers each.
+    """Margins of n questions with U units and K wrong answers each.
 
-    values: (n, U, K) fp32.  fixed: (n, K), what no unit can change.  tie: (n, K) bool, where an equal score is right.
-    kinds: (n,) int64, over which accuracy is averaged; all zero for a plain average.  keys: of each, its image.
+    Attributes:
+        values: (n, U, K) fp32.
+        fixed: (n, K), the part that no unit changes.
+        tie: (n, K) bool, True if a tie counts as right.
+        kinds: (n,) int64, over which accuracy is averaged; all zero for a plain average.
+        keys: image of each question.
     """
 
     values: Tensor
@@ -36,38 +40,38 @@ class Margins(NamedTuple):
 
     @property
     def questions(self) -> int:
-        """n; not `len`, which is a named tuple's own."""
+        """Return n; not `len`, which a named tuple defines already."""
         return len(self.values)
 
     @property
     def units(self) -> int:
-        """U."""
+        """Return U."""
         return self.values.shape[1]
 
     def only(self, rows: Tensor) -> Margins:
-        """Some of the questions, by number or by a mask."""
+        """Return some of the questions, by number or by a mask."""
         numbers = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
         keys = [self.keys[int(i)] for i in numbers]
         return Margins(self.values[numbers], self.fixed[numbers], self.tie[numbers], self.kinds[numbers], keys)
 
     @property
     def weight(self) -> Tensor:
-        """(n,) fp64 that sum to one: equal over kinds, and within a kind over its questions."""
+        """Return (n,) fp64 weights that sum to one: equal over kinds, and equal within a kind."""
         of = torch.bincount(self.kinds)
-        # A half may have none of a kind; those that it has share alike.
+        # A half may lack a kind; the others share its weight.
         return 1.0 / ((of > 0).sum() * of)[self.kinds].double()
 
     def right(self, total: Tensor) -> Tensor:
-        """(n, …) bool, from sums of shares (n, K, …), what is fixed included."""
-        # One comparison in place of three: above the number next to zero is at least zero.
+        """Return right answers (n, …) bool from sums of margins (n, K, …), including the fixed part."""
+        # One comparison instead of three: at least zero is the same as above the number next to zero.
         zero = torch.where(self.tie, torch.nextafter(torch.tensor(0.0), torch.tensor(-1.0)), torch.tensor(0.0))
         correct = total > zero[(...,) + (None,) * (total.dim() - 2)]
         return correct[:, 0] if correct.shape[1] == 1 else correct.all(dim=1)
 
     def accuracy(self, right: Tensor) -> Tensor:
-        """(…) fp64 of (n, …) bool: the mean over kinds of the share that is right, as the tasks compute it."""
+        """Return accuracies (…) fp64 of (n, …) bool: the mean over kinds, as in the tasks."""
         of = torch.bincount(self.kinds)
-        # By a product, not a loop over kinds: (n, …) may be a curve of every order at once.
+        # A product instead of a loop over kinds, because (n, …) may contain a curve for every order.
         member = torch.zeros(len(of), len(self.kinds), dtype=torch.float64)
         member[self.kinds, torch.arange(len(self.kinds))] = 1
         counts = torch.tensordot(member[of > 0], right.double(), dims=1)
@@ -84,10 +88,11 @@ def pair_margins(
     average: Average,
     rest: int = 0,
 ) -> Margins:
-    """Of true and false captions.
+    """Return the margins of true and false captions.
 
     Args:
-        image: (n, U + rest, d).  true, false: (n, U, d) or (n, 1, d).
+        image: (n, U + rest, d).
+        true, false: (n, U, d) or (n, 1, d).
     """
     share = (image * (true - false)).sum(-1)
     names = list(dict.fromkeys(kinds))
@@ -103,25 +108,28 @@ def class_margins(
     rest: int = 0,
     keep: int = CANDIDATES,
 ) -> Margins:
-    """Of classes: the label against the `keep` others that the whole encoding ranks highest.
+    """Return the margins of classes: the label against the `keep` other classes that the whole encoding ranks highest.
+
+    With at most `keep` + 1 classes nothing is dropped; otherwise an accuracy is over these candidates, and slightly too
+    high.
 
     Args:
-        images: (b, U + rest, d) in blocks.  weights: (C, U, d) or (C, 1, d).  labels: (n,) int64.
-
-    With no more than `keep` + 1 classes nothing is left out; else an accuracy is of these candidates, and a little too high.
+        images: (b, U + rest, d) in blocks.
+        weights: (C, U, d) or (C, 1, d).
+        labels: (n,) int64.
     """
     parts, ties, first = [], [], 0
     for block in images:
         label = labels[first : first + len(block)]
         first += len(block)
         logits = unit_logits(block, weights)  # (U, b, C)
-        # The right answer is no candidate for a wrong one.
+        # The right answer is not among the wrong ones.
         total = logits.sum(0).scatter(1, label[:, None], -torch.inf)
         wrong = rank_classes(total, min(keep, total.shape[1] - 1))
         of = torch.arange(len(block))[:, None]
         right = logits[:, torch.arange(len(block)), label]
         parts.append((right[:, :, None] - logits[:, of, wrong]).transpose(0, 1))
-        ties.append(label[:, None] < wrong)  # of equal logits the lower class is taken
+        ties.append(label[:, None] < wrong)  # a tie goes to the lower class
     kinds = torch.zeros(len(labels), dtype=torch.int64)
     return _margins(torch.cat(parts), rest, torch.cat(ties), kinds, keys)
 
@@ -132,22 +140,22 @@ def _margins(share: Tensor, rest: int, tie: Tensor, kinds: Tensor, keys: Sequenc
 
 
 def unit_logits(block: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """Images (b, U, d) against class vectors (C, U, d) or (C, 1, d): each unit's share of the logits, (U, b, C)."""
+    """Return each unit's part of the logits, (U, b, C), for images (b, U, d) and class vectors (C, U, d) or (C, 1, d)."""
     if weights.shape[1] == 1:
         return torch.matmul(block.transpose(0, 1), weights[:, 0].T, out=out)
     return torch.bmm(block.transpose(0, 1), weights.permute(1, 2, 0), out=out)
 
 
 def renormed(weights: Tensor) -> Tensor:
-    """Class vectors (C, U, d) with every unit at one norm.
+    """Scale every unit of class vectors (C, U, d) to one norm.
 
-    The mean over prompts leaves a slot shorter whose prompts disagree; `classifier_slots: renorm` undoes that.
+    The mean over prompts shortens a slot in which prompts disagree; `classifier_slots: renorm` undoes that.
     """
     return F.normalize(weights, dim=-1) * weights.shape[1] ** -0.5
 
 
 class EachUnit(NamedTuple):
-    """What one pass over the images tells of every unit: right answers (n, U) alone and without it, and (n,) of all."""
+    """Right answers (n, U) with each unit alone and without each unit, and (n,) with all, from one pass over the images."""
 
     single_unit: Tensor
     without: Tensor
@@ -155,17 +163,19 @@ class EachUnit(NamedTuple):
 
 
 def each_unit(images: Iterable[Tensor], weights: Tensor, labels: Tensor, rest: int = 0) -> EachUnit:
-    """Each unit's zero-shot answers, those without it, and those of all, in one pass; equal to a masked pass per unit.
+    """Compute zero-shot answers with each unit alone, without it, and with all, in one pass; equal to one masked pass per unit.
 
     Args:
-        images: (b, U + rest, d) in blocks.  weights: (C, U, d) or (C, 1, d).  labels: (n,) int64.
+        images: (b, U + rest, d) in blocks.
+        weights: (C, U, d) or (C, 1, d).
+        labels: (n,) int64.
     """
     single_unit, without, whole = [], [], []
     for logits, truth in _logits(images, weights, labels):
         total, own = logits.sum(0), logits[: len(logits) - rest]
         whole.append(_first_best(total) == truth)
         single_unit.append((_first_best(own) == truth).T)
-        # In place: `own` is written over by the next images anyway.
+        # In place, because the next images overwrite `own` anyway.
         without.append((_first_best(torch.sub(total, own, out=own)) == truth).T)
     return EachUnit(torch.cat(single_unit), torch.cat(without), torch.cat(whole))
 
@@ -173,45 +183,48 @@ def each_unit(images: Iterable[Tensor], weights: Tensor, labels: Tensor, rest: i
 def class_curves(
     images: Iterable[Tensor], weights: Tensor, labels: Tensor, orders: Sequence[Sequence[int]], rest: int = 0
 ) -> Tensor:
-    """Right answers (O, n, U) over all classes with the first 1, 2, … U units of each of O orders."""
+    """Return right answers (O, n, U) over all classes with the first 1, 2, … U units of each of O orders."""
     curves = []
     for logits, truth in _logits(images, weights, labels):
         table, answer = logits.numpy(), truth.numpy()
         right = np.empty((len(orders), len(answer), table.shape[0] - rest), bool)
-        # What no unit can change is there before the first of them.
+        # Start with the part that no unit changes.
         fixed = table[table.shape[0] - rest :].sum(0)
         for o, order in enumerate(orders):
             total = fixed.copy()
             for k, unit in enumerate(order):
-                # numpy, as nothing is gained by two threads for so few numbers, and much is lost where others use the processor
+                # numpy, because a second thread gains nothing for so few values and loses much if other programs use
+                # the cores.
                 np.add(total, table[unit], out=total)
                 right[o, :, k] = total.argmax(-1) == answer
         curves.append(torch.from_numpy(right))
     return torch.cat(curves, dim=1)
 
 
-_ROWS = 64  # images whose logits of all units are held at once: 16 MB for 64 units and 1,000 classes, which caches still help
+_ROWS = (
+    64  # images whose logits of all units are stored at once: 16 MB for 64 units and 1,000 classes, which fits caches
+)
 
 
 def _logits(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(U + rest, b, C) of a few images at a time, overwritten by the next, and their labels."""
+    """Yield logits (U + rest, b, C) of a few images at a time, overwritten by the next ones, and their labels."""
     first, buffer = 0, torch.empty(0)
     for block in images:
         label = labels[first : first + len(block)]
         first += len(block)
         for rows, truth in zip(block.split(_ROWS), label.split(_ROWS), strict=True):
             shape = (rows.shape[1], len(rows), len(weights))
-            buffer = buffer if buffer.shape == shape else torch.empty(shape)  # fresh pages cost as much as the product
+            buffer = buffer if buffer.shape == shape else torch.empty(shape)  # new pages cost as much as the product
             yield unit_logits(rows, weights, buffer), truth
 
 
 def _first_best(logits: Tensor) -> Tensor:
-    """argmax over the last dimension, of equal ones the first; numpy's is five times as fast as torch's on a CPU."""
+    """Return argmax over the last dimension, the first of ties; numpy's is five times as fast as torch's on a CPU."""
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def interval(right: Tensor, kinds: Tensor) -> tuple[float, float]:
-    """95 % of an accuracy: Wilson's, or over several kinds a bootstrap within each."""
+    """Return a 95 % interval of an accuracy: Wilson's, or with several kinds a bootstrap within each."""
     of = torch.bincount(kinds)
     if len(of) == 1:
         return wilson(float(right.double().mean()), len(right))
@@ -219,6 +232,6 @@ def interval(right: Tensor, kinds: Tensor) -> tuple[float, float]:
     draws = []
     for kind, count in enumerate(of.tolist()):
         if count:
-            # Within its kind: a mean over kinds weighs small ones as large ones, and is as unsure as they are.
+            # Within kinds, because a mean over kinds weighs small ones like large ones.
             draws.append(rng.binomial(count, float(right[kinds == kind].double().mean()), DRAWS) / count)
     return percentiles(np.mean(draws, axis=0))

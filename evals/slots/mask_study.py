@@ -15,7 +15,7 @@ from .margins import Margins
 
 
 class Factors(NamedTuple):
-    """Of n pairs and P parts: `d`, `q` (n, P) fp32; `kinds` (n,) int64 decide the standard score (macro)."""
+    """For n pairs and P parts: `d`, `q` (n, P) fp32; `kinds` (n,) int64 define the standard score (macro)."""
 
     d: Tensor
     q: Tensor
@@ -28,20 +28,24 @@ class Factors(NamedTuple):
 def factors(
     image: Tensor, true: Tensor, false: Tensor, kinds: Tensor, granularity: Literal["unit", "dimension"]
 ) -> Factors:
-    """From encodings (n, U, V) of images and captions; a part is a unit, or every single number."""
+    """Return factors from encodings (n, U, V) of images and captions; a part is a unit, or a single value."""
     d, q = image * (true - false), image.square()
-    # Summed before training: a mask of units needs no number of theirs apart.
+    # Sum before training, because a mask per unit does not need single values.
     if granularity == "unit":
         return Factors(d.sum(-1), q.sum(-1), kinds)
     return Factors(d.flatten(1), q.flatten(1), kinds)
 
 
 class MaskTraining(NamedTuple):
-    """How a mask is trained; what the paper leaves open has a default here.
+    """Training of a mask; the paper leaves some of these open.
 
-    clamp: `max` is the paper's formula, s >= 100; `min` is CLIP's own clamp, s <= 100, of which `max` may be a slip.
-    alpha: at the start; ln(1/0.07) is CLIP's.  theta starts at 0, a mask of halves everywhere, which ranks as no mask does.
-    batch: pairs per step; None: all of them.  best: keep the epoch with the best standard score, as the paper does, else the last.
+    Attributes:
+        clamp: `max` is the paper's formula, s >= 100; `min` is CLIP's own clamp, s <= 100, of which `max` may be a
+            typo.
+        alpha: initial value; ln(1/0.07) is CLIP's. theta starts at 0, which makes all mask values one half and does not
+            change rankings.
+        batch: pairs per step; None: all.
+        best: keep the epoch with the best standard score, as in the paper; otherwise the last.
     """
 
     lr: float = 0.02
@@ -65,7 +69,7 @@ class TrainedMask(NamedTuple):
 
 
 def train_mask(train_factors: Factors, how: MaskTraining = MaskTraining()) -> TrainedMask:
-    """SGD on `train_factors`. The same seed gives the same mask."""
+    """Train a mask with SGD on `train_factors`. The same seed gives the same mask."""
     theta = torch.zeros(train_factors.d.shape[1], requires_grad=True)
     alpha = torch.tensor(how.alpha, requires_grad=True)
     optimizer = torch.optim.SGD([theta, alpha], lr=how.lr, momentum=how.momentum)
@@ -84,22 +88,22 @@ def train_mask(train_factors: Factors, how: MaskTraining = MaskTraining()) -> Tr
         losses.append(total / n)
         mask = mask_of(theta, alpha, how.clamp).detach()
         curve.append(accuracy(train_factors, mask))
-        # The first of equal epochs: later ones only drift.
+        # The first of equal epochs, because later ones only drift.
         if not how.best or curve[-1] > max(curve[:-1]):
             best = (mask, epoch)
     return TrainedMask(*best, curve, losses, n)
 
 
 def loss(d: Tensor, q: Tensor, theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:
-    """Mean cross-entropy of pairs, in the factored form."""
+    """Return the mean cross-entropy of pairs, in the factored form."""
     m = mask_of(theta, alpha, clamp)
-    # A mask that closes everything has no direction; without the floor its gradient would be NaN.
+    # An all-zero mask has no direction; without the floor, its gradient would be NaN.
     cosine = (d @ m) / (q @ m.square()).clamp(min=1e-24).sqrt()
     return F.softplus(-_scale(alpha, clamp) * cosine).mean()
 
 
 def mask_of(theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:
-    """sigmoid(s/4 theta)."""
+    """Return sigmoid(s/4 theta)."""
     return torch.sigmoid(_scale(alpha, clamp) / 4 * theta)
 
 
@@ -108,14 +112,14 @@ def _scale(alpha: Tensor, clamp: str) -> Tensor:
 
 
 def accuracy(pair_factors: Factors, mask: Tensor) -> float:
-    """The standard score: the mean over kinds of the share of pairs whose true caption wins; ties lose."""
+    """Return the standard score: the mean over kinds of the share of pairs whose true caption wins; ties lose."""
     right = (pair_factors.d @ mask > 0).double()
     of = torch.bincount(pair_factors.kinds)
     return float((torch.bincount(pair_factors.kinds, weights=right) / of.clamp(min=1))[of > 0].mean())
 
 
 def masked_margins(margins: Margins, mask: Tensor) -> Tensor:
-    """(n,) bool: right answers behind a mask (U,), where a mask per unit is folded into the shares."""
+    """Return (n,) bool: right answers with a mask (U,), where a mask per unit is applied to the margins."""
     return margins.right(torch.einsum("nuk,u->nk", margins.values, mask) + margins.fixed)
 
 
@@ -123,10 +127,14 @@ Granularity = Literal["unit", "dimension"]
 
 
 class MaskRow(NamedTuple):
-    """A row of Table 5, over several seeds of the training.
+    """A row of Table 5, over several training seeds.
 
-    parts: (how many, numbers in each).  shape: of an encoding.  pairs: the standard score without and with each seed's mask;
-    `held_out`: on pairs that no mask saw.  tasks: by name, accuracy without and with each seed's mask.
+    Attributes:
+        parts: (number of parts, values in each).
+        shape: of an encoding.
+        pairs: standard score without a mask and with each seed's mask.
+        held_out: on pairs that were not used in training.
+        tasks: by name, accuracy without a mask and with each seed's mask.
     """
 
     label: str
@@ -138,8 +146,8 @@ class MaskRow(NamedTuple):
 
 
 def relative_change(pairs: tuple[float, float], task: tuple[float, float]) -> float:
-    """A task's relative change over that of the pairs, as Table 5 has it; NaN where the mask changed nothing there."""
-    # Over nothing gained it would be any number: the paper's table has no such row, ours says so.
+    """Return a task's relative change divided by that of the pairs, as in Table 5; NaN if the mask changed nothing on the pairs."""
+    # Without a gain on the pairs, the ratio is undefined.
     gained = (pairs[1] - pairs[0]) / pairs[0] if pairs[0] else 0.0
     return float("nan") if gained == 0 or task[0] == 0 else (task[1] - task[0]) / task[0] / gained
 
@@ -152,10 +160,10 @@ def mask_row(
     how: Sequence[MaskTraining],
     held_out: bool = False,
 ) -> tuple[MaskRow, list[TrainedMask]]:
-    """Train a mask per element of `how`, and score each on tasks, whose classifiers it is folded into."""
+    """Train a mask for each element of `how`, and score each on tasks by multiplying it into their classifiers."""
     train_factors = eval_factors = mask_factors(pairs, per)
     if held_out:
-        # One half for all seeds of the training, whose spread is then of the training alone.
+        # One half for all training seeds, so that their spread comes from training only.
         half = halves(label, pairs, how[0].seed)
         train_factors, eval_factors = train_factors.only(half), train_factors.only(~half)
     trained_masks = [train_mask(train_factors, one) for one in how]
@@ -176,17 +184,17 @@ def mask_row(
 
 
 def mask_factors(pairs: Pairs, per: Granularity) -> Factors:
-    """What a mask's training needs of pairs of captions."""
+    """Return the inputs of mask training for pairs of captions."""
     u = pairs.units
     image = u.images(pairs.features.rows(pairs.owner))
     names = list(dict.fromkeys(pair.kind for pair in pairs.caption_pairs))
-    # Micro: one kind, whose mean is the mean over pairs.
+    # Micro: a single kind, whose mean is the mean over pairs.
     kinds = torch.tensor([names.index(pair.kind) if pairs.average == "macro" else 0 for pair in pairs.caption_pairs])
     return factors(image, u.texts(pairs.true), u.texts(pairs.false), kinds, per)
 
 
 def _folded(task: Classes, masks: Sequence[Tensor], width: int) -> list[float]:
-    """Accuracy behind each mask: argmax_c <m*y, w_c> = argmax_c <y, m*w_c>, so images are not encoded again."""
+    """Return accuracy with each mask: argmax_c <m*y, w_c> = argmax_c <y, m*w_c>, so images are not encoded again."""
     weights = task.weights.flatten(1)
     folded = [weights * mask.repeat_interleave(width // len(mask)) for mask in masks]
     right, first = [0] * len(masks), 0
@@ -201,10 +209,10 @@ def _folded(task: Classes, masks: Sequence[Tensor], width: int) -> list[float]:
 def mask_selection(
     name: str, pairs: Pairs, trained: TrainedMask, per: Granularity, how: MaskTraining, held_out: bool
 ) -> Selection:
-    """A mask as a file that `--slots` takes; `selected_units` are the units that it lets through by more than half on average."""
+    """Return a mask in the form of a file for `--slots`; `selected_units` are the units with a mean mask value above one half."""
     units = pairs.units
     by_unit = trained.mask.view(units.number, -1).mean(1)
-    # A file must choose something; where all are half closed it is the most open one.
+    # A file must select something; if all are below one half, it selects the largest.
     selected_units = (by_unit > 0.5).nonzero().flatten().tolist() or [int(by_unit.argmax())]
     order = by_unit.argsort(descending=True, stable=True).tolist()
     share = "half" if held_out else "all"

@@ -1,4 +1,4 @@
-"""Attention drawn over an image as it was, not as it was cut: the patches lie where the model saw them."""
+"""Attention drawn on the original image, with patches at the positions where the model saw them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..encoders.pixels import MappedPixels, Pixels, SquarePixels
 
 
 class ImageCrop(NamedTuple):
-    """What a model saw of an image: `image` to draw on, and in its pixels the box (left, top, right, bottom) that was looked at."""
+    """Image to draw on, and the box (left, top, right, bottom) in its pixels that the model saw."""
 
     image: Image.Image
     box: tuple[float, float, float, float]
 
 
 def image_crop(encoder: Encoder, image: Image.Image) -> ImageCrop:
-    """The whole image and the part that was cut out of it; of a transform that is not ours the part alone."""
+    """Return the whole image and the crop's box; for a foreign transform, the crop only."""
     transform = encoder.transform
     if isinstance(transform, MappedPixels):
         image = to_8bit(image, transform.pixel_range)
     if isinstance(transform, SquarePixels):
         return ImageCrop(image, (0, 0, image.width, image.height))
     if isinstance(transform, Pixels):
-        # As `eval_pixels` cuts: the middle, `size` of the `resize` pixels that the shortest side becomes.
+        # Like `eval_pixels`: the centre, `size` of the `resize` pixels of the shorter side.
         side = min(image.size) * transform.size / transform.resize
         left, top = (image.width - side) / 2, (image.height - side) / 2
         return ImageCrop(image, (left, top, left + side, top + side))
@@ -40,10 +40,12 @@ def image_crop(encoder: Encoder, image: Image.Image) -> ImageCrop:
 
 
 def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
-    """The image in grey under its attention (g, g), black where the model did not look; its longest side has `size` pixels.
+    """Draw attention (g, g) over the grey image, black outside the crop; its longer side has `size` pixels.
 
     Args:
-        brightest: the attention that has the brightest colour.
+        what, heat: the image and its attention.
+        brightest: attention that gets the brightest colour.
+        size: pixels of the longer side.
     """
     picture, level, looked = _laid(what, heat, brightest, size)
     grey = picture @ np.asarray([0.299, 0.587, 0.114], np.float32)
@@ -53,13 +55,13 @@ def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) ->
 
 
 def spotlight(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
-    """The image in its own colours where the slot looks, washed out towards white elsewhere; as `overlay` otherwise."""
+    """Draw the image in colour where the slot attends, and fade it to white elsewhere; otherwise like `overlay`."""
     picture, level, _ = _laid(what, heat, brightest, size)
     return _image(picture * level[..., None] + (0.25 * picture + 0.75) * (1 - level[..., None]))
 
 
 def _laid(what: ImageCrop, heat: Tensor, brightest: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """At one size: the picture (H, W, 3) in 0..1, its attention (H, W) in 0..1, and where the model looked at all."""
+    """Return at one size: the image (H, W, 3) in 0..1, its attention (H, W) in 0..1, and the mask of the crop."""
     scale = size / max(what.image.size)
     shape = _scaled(what.image.size, scale)
     picture = np.asarray(what.image.convert("RGB").resize(shape, Image.Resampling.BICUBIC), np.float32) / 255
@@ -78,7 +80,7 @@ def _image(pixels: np.ndarray) -> Image.Image:
 
 
 def thumbnail(what: ImageCrop, size: int = 160) -> Image.Image:
-    """The image itself, at the size of its overlays."""
+    """Return the image itself, at the size of its overlays."""
     scale = size / max(what.image.size)
     return what.image.convert("RGB").resize(_scaled(what.image.size, scale))
 
@@ -88,7 +90,7 @@ def _scaled(size: tuple[int, int], by: float) -> tuple[int, int]:
 
 
 def jpeg(image: Image.Image) -> bytes:
-    """Encoded for a page."""
+    """Encode an image for a page."""
     out = io.BytesIO()
     image.save(out, format="JPEG", quality=85)
     return out.getvalue()

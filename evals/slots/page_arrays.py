@@ -1,7 +1,8 @@
-"""A task as arrays from which scores of any choice of units are computed without the model: what the explorer's page gets.
+"""Arrays from which scores of any selection of units can be computed without the model, for the explorer's page.
 
-Of pairs the margins of every unit; of the other tasks the encodings of both sides, unit by unit. From these a page computes what
-`sparo eval --slots` prints: the kept units of an image, normed as a whole where norms matter, against whole texts.
+For pairs, the margins of every unit; for other tasks, the encodings of both sides by unit. From these a page computes
+what `sparo eval --slots` prints: the selected units of an image, normalised as a whole if norms matter, against whole
+texts.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ from .eval_inputs import Classes, Pairs, encode_set, material, open_images
 from .probe_tasks import Neighbours
 from .units import Units, texts_of
 
-LIMIT = 500  # images of a task that a page gets where nobody says how many; pairs are small and sent whole
+LIMIT = 500  # default number of a task's images on a page; pairs are small and sent completely
 _K = 20  # DINO's headline
 
 
 class Arrays(NamedTuple):
-    """What a page needs of one task.
+    """Data of one task for a page.
 
-    kind: zeroshot, pairs, retrieval or knn.  metric: as `sparo eval` calls the score.  n: questions.  of: images that the set has.
-    data: identities of the data (SHA-256), as it is shown and whole.  arrays: little-endian fp32 and int32, C order, see `arrays_of`.
-    facts: small things that go with them.
+    Attributes:
+        kind: zeroshot, pairs, retrieval or knn.
+        metric: name of the score in `sparo eval`.
+        n: number of questions.
+        of: number of images in the set.
+        data: identities of the data (SHA-256), as shown and whole.
+        arrays: little-endian fp32 and int32, C order, see `arrays_of`.
+        facts: small values that belong to them.
     """
 
     kind: str
@@ -47,7 +53,7 @@ class Arrays(NamedTuple):
 
 
 def limited(task: TaskConfig, count: int | None) -> TaskConfig:
-    """The task with as many images as a page gets. An explicit number is the task's own `limit`, as of `sparo eval --limit`."""
+    """Limit a task to the number of images for a page. An explicit number is the task's own `limit`, like `sparo eval --limit`."""
     if count is None:
         sizes = [len(s) for s in (open_labelled(task) if isinstance(task, LabelledTaskConfig) else [open_images(task)])]
         if task.task == "pairs" or max(sizes) <= LIMIT:
@@ -58,16 +64,17 @@ def limited(task: TaskConfig, count: int | None) -> TaskConfig:
 def arrays_of(
     name: str, task: TaskConfig, units: Units, store: FeatureStore, classifier_slots: str = "slice"
 ) -> Arrays:
-    """A task's arrays.
+    """Return a task's arrays.
 
     `zeroshot`: `left` (U, n, d) images, `right` (U, C, d) classes, `labels` (n,).
     `pairs`: `left` (U, n) margins, `kinds` (n,); facts: names of kinds, macro or micro.
     `retrieval`: `left` (U, I, d), `right` (U, T, d), `owner` (T,) each text's image; facts: k of the headline.
-    `knn`: `left` (U, n, d) test, `right` (U, m, d) bank, `labels` (n,), `bank_labels` (m,); facts: k, temperature, classes.
+    `knn`: `left` (U, n, d) test, `right` (U, m, d) bank, `labels` (n,), `bank_labels` (m,); facts: k, temperature,
+    classes.
 
     Raises:
-        ConfigError: a task that is none of these, or needs texts that the encoder has not.
-        DataError: data that is not there, or cannot be read.
+        ConfigError: a task of another kind, or one that needs texts the encoder does not have.
+        DataError: data are missing or cannot be read.
     """
     if isinstance(task, RetrievalTaskConfig):
         return _retrieval(task, units, store)
@@ -75,7 +82,7 @@ def arrays_of(
     sources = open_labelled(task) if isinstance(task, LabelledTaskConfig) else (open_images(task),)
     set_facts = _set_facts(sources)
     if isinstance(task_material, Pairs):
-        # Margins, not encodings: a pair's two captions are one number per unit, and a page stays small.
+        # Margins instead of encodings: two captions are one value per unit, so a page stays small.
         margins = task_material.margins()
         kinds = list(dict.fromkeys(pair.kind for pair in task_material.caption_pairs))
         numbers = np.array([kinds.index(pair.kind) for pair in task_material.caption_pairs], np.int32)
@@ -102,7 +109,7 @@ def arrays_of(
     if isinstance(task_material, Neighbours):
         return _knn(task_material, set_facts)
     raise ConfigError(
-        f"{name}: {task.task} cannot be scored on a page; name tasks of kind zeroshot, pairs, retrieval or knn"
+        f"{name}: {task.task} cannot be scored on a page. Name tasks of kind zeroshot, pairs, retrieval or knn."
     )
 
 
@@ -110,7 +117,7 @@ def _knn(neighbours: Neighbours, set_facts: Mapping[str, Any]) -> Arrays:
     ks = [k for k in neighbours.config.k if k <= len(neighbours.bank)]
     if not ks:
         raise ConfigError(
-            f"k={list(neighbours.config.k)}: {neighbours.config.train} has {len(neighbours.bank)} images; name a k that is not above that"
+            f"k={list(neighbours.config.k)}: exceeds the {len(neighbours.bank)} images of {neighbours.config.train}. Use a smaller k."
         )
     k = _K if _K in ks else ks[0]
     number = neighbours.units.number
@@ -129,28 +136,28 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
     lines = [line for captions in features.facts for line in captions]
     owner = torch.tensor([i for i, found in enumerate(features.facts) for _ in found], dtype=torch.int64)
     if not lines:
-        raise DataError(f"{source.root}: not one image has a caption")
+        raise DataError(f"{source.root}: no image has a caption")
     both = [k for k in task.k if k <= min(len(features), len(lines))]
     if not both:
-        raise ConfigError(f"k={list(task.k)}: {source.root} has {len(features)} images and {len(lines)} captions; name a smaller k")  # fmt: skip
+        raise ConfigError(f"k={list(task.k)}: {source.root} has {len(features)} images and {len(lines)} captions. Use a smaller k.")  # fmt: skip
     k = 5 if 5 in both else max(both)
     left, right = units.images(features.in_memory()), units.texts(store.texts(tower, lines))
     arrays = {"left": _by_unit(left), "right": _by_unit(right), "owner": _int32(owner)}
-    # Images without a caption are in the way of others' texts, and ask for none themselves.
+    # Images without a caption are candidates for other texts, but no queries.
     num_queries = len(owner.unique())
     return Arrays("retrieval", f"mean_R@{k}", num_queries, arrays=arrays, facts={"k": k}, **_set_facts((source,)))
 
 
 def _set_facts(sources: Sequence[EvalSet]) -> dict[str, Any]:
-    """Of the sets behind a task, the last of which is scored: how much of it, and what it is called as it is and whole."""
-    # By both names, so that a choice made on a part is known again on the whole.
+    """Return size and identities of a task's sets, the last of which is scored, as shown and whole."""
+    # Both identities, so that a selection on a part is recognized on the whole set.
     whole = [source.whole if isinstance(source, Limited) else source for source in sources]
     names = (" ".join(source.identity() for source in some) for some in (sources, whole))
     return {"images": len(sources[-1]), "of": len(whole[-1]), "data": tuple(dict.fromkeys(names))}
 
 
 def _by_unit(rows: Tensor) -> np.ndarray:
-    """(n, U, d) to (U, n, d)."""
+    """Rearrange (n, U, d) to (U, n, d)."""
     return _fp32(rows.transpose(0, 1))
 
 

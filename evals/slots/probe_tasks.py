@@ -1,7 +1,7 @@
-"""Tasks of labelled images where what is right is learnt from other images, for any set of units: k-NN votes and linear layers.
+"""Tasks of labelled images whose answers are learned from other images, for any set of units: k-NN votes and linear layers.
 
-They stand for zero-shot accuracy where an encoder has no texts. Their scores are no sums over units, so every set of units is a
-question of its own.
+They replace zero-shot accuracy for encoders without texts. Their scores are not sums over units, so every set of units
+is evaluated separately.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..tasks import knn
 from .units import Units
 
 _K = 20  # DINO's headline
-_RIDGE = 1e-3  # of the mean eigenvalue
+_RIDGE = 1e-3  # relative to the mean eigenvalue
 
 
 @dataclass(frozen=True)
 class ProbeTask(ABC):
-    """A task's two sets and their labels: learnt from `bank`, asked of `test`. `data`: identity of both."""
+    """A task's training set (`bank`) and test set with labels; `data` is the identity of both."""
 
     units: Units
     bank: Features
@@ -42,11 +42,11 @@ class ProbeTask(ABC):
         return 1 + int(torch.cat([self.bank_labels, self.labels]).max())
 
     def single_unit(self) -> Tensor:
-        """(n, U) bool: is the answer right, where one unit alone is seen?"""
+        """Return (n, U) bool: right answers with each unit alone."""
         return self._answers([[unit] for unit in range(self.units.number)])
 
     def curve(self, order: Sequence[int]) -> Tensor:
-        """(n, U) bool: the same by the first 1, 2, … U units of an order."""
+        """Return (n, U) bool: right answers with the first 1, 2, … U units of an order."""
         return self._answers([list(order[: k + 1]) for k in range(len(order))])
 
     def _answers(self, sets: Sequence[Sequence[int]]) -> Tensor:
@@ -54,7 +54,7 @@ class ProbeTask(ABC):
 
     @abstractmethod
     def _right(self, units: Sequence[int]) -> Tensor:
-        """(n,) bool, of these units alone."""
+        """Return (n,) bool: right answers with these units only."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Neighbours(ProbeTask):
     """DINO's weighted k-NN, k = 20."""
 
     config: KnnTaskConfig
-    why = "a vote is no sum over units"
+    why = "a vote is not a sum over units"
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class Neighbours(ProbeTask):
 
     def _right(self, units: Sequence[int]) -> Tensor:
         test, bank = (rows[:, units].flatten(1) for rows in self._rows)
-        # A bank of fewer images has no twentieth neighbour.
+        # A bank with fewer images has no twentieth neighbour.
         k = min(_K, len(self.bank))
         near = knn.nearest(test, bank, k)
         result = knn.score(near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k)
@@ -80,17 +80,17 @@ class Neighbours(ProbeTask):
 
 @dataclass(frozen=True)
 class Linear(ProbeTask):
-    """A linear layer by ridge regression to one-hot labels, in closed form: thousands of sets of units for one pass over the bank.
+    """Linear layer by ridge regression to one-hot labels, in closed form: thousands of sets of units for one pass over the bank.
 
-    Encodings are normed as a whole; the penalty is a thousandth of the mean eigenvalue of their covariance. `sparo eval` trains
-    clip-benchmark's logistic probe in its place, whose scores are others.
+    Encodings are normalised as a whole; the penalty is a thousandth of the mean eigenvalue of their covariance. `sparo
+    eval` trains clip-benchmark's logistic probe instead, whose scores differ.
     """
 
-    why = "a linear layer is fitted anew for every set of units"
+    why = "a linear layer is fitted for every set of units"
 
     @cached_property
     def _fitted(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Covariance (W, W), covariance with the labels (W, C), means of encodings (W,) and labels (C,); fp64."""
+        """Return covariance (W, W), covariance with the labels (W, C), means of encodings (W,) and labels (C,); fp64."""
         width = self.bank.width
         gram, cross = (
             torch.zeros(width, width, dtype=torch.float64),
@@ -98,7 +98,7 @@ class Linear(ProbeTask):
         )
         total, first = torch.zeros(width, dtype=torch.float64), 0
         for block in self.bank.blocks():
-            # fp64: a covariance of unit vectors loses half of its digits as a difference of two means.
+            # fp64, because a covariance of unit vectors loses half of its digits as a difference of two means.
             rows = F.normalize(block.flatten(1), dim=-1).double()
             truth = F.one_hot(self.bank_labels[first : first + len(rows)], self.classes).double()
             first += len(rows)
@@ -116,7 +116,7 @@ class Linear(ProbeTask):
         gram, cross, mean, share = self._fitted
         size = self.bank.width // self.units.number
         at = (torch.tensor(list(units))[:, None] * size + torch.arange(size)).flatten()
-        # Of the whole encoding's scale, so that small sets of units are not penalised more than large ones.
+        # Relative to the whole encoding, so that small sets of units are not penalised more than large ones.
         ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-12) * torch.eye(len(at), dtype=torch.float64)
         weight = torch.cholesky_solve(cross[at], torch.linalg.cholesky(gram[at][:, at] + ridge))
         logits = (self._test[:, at] - mean[at]) @ weight + share

@@ -19,60 +19,63 @@ from .units import Units
 
 
 def similarity(slots: Tensor) -> Tensor:
-    """(L, L) fp64: linear CKA between slots over images (Kornblith et al. 2019, equation 3), 1 where one is a rotation of the other.
+    """Return (L, L) fp64: linear CKA between slots over images (Kornblith et al. 2019, equation 3), 1 if one is a rotation of the other.
 
     Args:
         slots: (n, L, V).
     """
     x = (slots - slots.mean(0)).double().transpose(0, 1)  # (L, n, V)
     n, (count, _, width) = x.shape[1], x.shape
-    if n > width:  # |X^T Y|^2 by the smaller of two matrices
+    if n > width:  # |X^T Y|^2 from the smaller of two matrices
         cross = torch.stack([(torch.matmul(x[i].T, x) ** 2).sum((1, 2)) for i in range(count)])
     else:
         grams = torch.matmul(x, x.transpose(1, 2)).flatten(1)
         cross = grams @ grams.T
-    # A slot that is the same for all images is like none, not like all.
+    # A slot that is constant over images is similar to none.
     own = cross.diagonal().clamp(min=1e-300).sqrt()
     return cross / own[:, None] / own
 
 
 def redundancy(alike: Tensor) -> float:
-    """The mean similarity of two different slots."""
+    """Return the mean similarity of two different slots."""
     count = len(alike)
     return float((alike.sum() - alike.diagonal().sum()) / (count * (count - 1)))
 
 
 def effective_number(alike: Tensor) -> float:
-    """exp of the entropy of the eigenvalues of `alike`/L: L where no slot repeats another, 1 where all are one (Roy & Vetterli 2007)."""
-    # Rounding leaves eigenvalues of -1e-17, which have no logarithm.
+    """Return exp of the entropy of the eigenvalues of `alike`/L: L without redundancy, 1 if all slots are equal (Roy & Vetterli 2007)."""
+    # Rounding gives eigenvalues of -1e-17, which have no logarithm.
     values = torch.linalg.eigvalsh(alike / len(alike)).clamp(min=0)
     share = values / values.sum()
     return float(torch.exp(torch.special.entr(share).sum()))
 
 
 def monosemanticity(activations: Tensor, embeddings: Tensor) -> Tensor:
-    """(K,) fp64: the MonoSemanticity score of neurons (Pach et al. 2025, arXiv 2504.02821, Section 3.2).
+    """Return (K,) fp64: the MonoSemanticity score of neurons (Pach et al. 2025, arXiv 2504.02821, Section 3.2).
 
-    The mean cosine of two images' embeddings, each pair weighted by the product of a neuron's two activations, which are scaled
-    to 0..1 over the images. A neuron that fires for one kind of image alone has 1.
+    It is the mean cosine of two images' embeddings, each pair weighted by the product of a neuron's two activations,
+    which are scaled to 0..1 over the images. A neuron that fires for one kind of image only has 1.
 
     Args:
-        activations: (n, K).  embeddings: (n, D), by an encoder that has nothing to do with the neurons.
+        activations: (n, K).
+        embeddings: (n, D), from an unrelated encoder.
     """
     low, high = activations.min(0).values, activations.max(0).values
     a = ((activations - low) / (high - low).clamp(min=1e-12)).double()
     e = F.normalize(embeddings.double(), dim=-1)
-    # Over pairs of different images, without the n x n table: |sum a e|^2 holds each pair twice, and each image with itself.
+    # Over pairs of different images, without an n x n table: |sum a e|^2 contains each pair twice, and each image with
+    # itself.
     own = a.square().sum(0)
-    # A neuron that fires for one image alone has no pairs, and scores 0.
+    # A neuron that fires for a single image has no pairs, and scores 0.
     together = (a.T @ e).square().sum(-1) - own
     return together / (a.sum(0).square() - own).clamp(min=1e-12)
 
 
 def sharpness(attention: Tensor, keep: Tensor | None = None) -> Tensor:
-    """(n, L) in [0, 1]: 1 less the entropy of attention (n, L, N) over its greatest value; 1 is a single position.
+    """Return (n, L) in [0, 1]: one minus the entropy of attention (n, L, N) divided by its maximum; 1 is a single position.
 
     Args:
+        attention: (n, L, N).
         keep: (n, N) bool, positions that may be attended; None: all.
     """
     places = torch.full((len(attention), 1), attention.shape[-1]) if keep is None else keep.sum(-1, keepdim=True)
@@ -80,14 +83,19 @@ def sharpness(attention: Tensor, keep: Tensor | None = None) -> Tensor:
     return 1 - torch.special.entr(attention).sum(-1) / most
 
 
-_ATTENTION_IMAGES = 512  # images whose attention is looked at
+_ATTENTION_IMAGES = 512  # images whose attention is computed
 
 
 class Quality(NamedTuple):
-    """redundancy: mean CKA of two slots, 0..1.  effective: number of slots in effect, 1..L.  image_sharpness: median over slots.
+    """Quality of slots.
 
-    meaning: mean MonoSemanticity score of the encoding's numbers, and `meaning_of_units` (U,) of each unit's; `alike`: the score of
-    a neuron that fires for all images alike. None where there is no attention, no second encoder.
+    Attributes:
+        redundancy: mean CKA of two slots, 0..1.
+        effective: effective number of slots, 1..L.
+        image_sharpness: median over slots; None without attention.
+        meaning, meaning_of_units: mean MonoSemanticity score of the encoding's values, and (U,) of each unit's; None
+            without a reference encoder.
+        alike: score of a neuron that fires equally for all images.
     """
 
     label: str
@@ -105,21 +113,22 @@ class Quality(NamedTuple):
 def quality_of(
     label: str, units: Units, source: EvalSet, store: FeatureStore, by: Encoder | None, workers: int = 0
 ) -> Quality:
-    """A checkpoint's row.
+    """Compute the measures for a checkpoint.
 
     Args:
-        by: an encoder whose cosines say how alike two images are; it should have nothing to do with the one that is looked at.
+        label, units, source, store, workers: the checkpoint and the images.
+        by: reference encoder whose cosines define the similarity of images; it should be unrelated to the checkpoint.
 
     Raises:
-        DataError: fewer than two images, of which nothing can be said to repeat.
+        DataError: fewer than two images, which cannot show redundancy.
     """
     if len(source) < 2:
-        raise DataError(f"{source.root}: has {len(source)} image(s); slots are compared over two at least")
+        raise DataError(f"{source.root}: has {len(source)} image(s), but slots are compared over at least two")
     features = store.images(units.encoder, source, workers=workers)
     assert features is not None
     rows = features.in_memory()
     slots = units.images(rows)
-    # Over all images: what repeats in a few need not repeat in the set.
+    # Over all images, because a few may look redundant by chance.
     alike = similarity(slots)
     sharp = _image_sharpness(units.encoder, source, workers)
     meaning, base = None, None
@@ -127,7 +136,7 @@ def quality_of(
         reference_features = store.images(by, source, workers=workers)
         assert reference_features is not None
         embeddings = reference_features.in_memory()
-        # Number by number, as the score is of neurons; a unit's is the mean of its own.
+        # Value by value, because the score is defined for neurons; a unit's score is the mean of its values.
         meaning = monosemanticity(slots.flatten(1), embeddings).view(units.number, -1)
         base = _mean_cosine(embeddings)
     return Quality(
@@ -147,12 +156,12 @@ def quality_of(
 def _mean_cosine(embeddings: Tensor) -> float:
     e = torch.nn.functional.normalize(embeddings.double(), dim=-1)
     n = len(e)
-    # Of all pairs without those of an image and itself, whose cosine is one.
+    # Over all pairs of different images, without the cosines of one.
     return float((e.sum(0).square().sum() - n) / (n * (n - 1)))
 
 
 def _image_sharpness(encoder: Encoder, source: EvalSet, workers: int) -> Tensor | None:
-    """(L,) each slot's mean over the first images; None where an encoder shows no attention."""
+    """Return (L,) each slot's mean over the first images; None if the encoder has no attention maps."""
     show: Any = getattr(encoder, "image_slots", None)
     if show is None or encoder.slots < 2:
         return None
@@ -163,7 +172,7 @@ def _image_sharpness(encoder: Encoder, source: EvalSet, workers: int) -> Tensor 
 
 
 def _images(encoder: Encoder, source: EvalSet, workers: int) -> Iterator[list[np.ndarray]]:
-    """Some images as the model takes them, evenly spaced over the set."""
+    """Yield some images as the model takes them, evenly spaced over the set."""
     count = min(_ATTENTION_IMAGES, len(source))
     numbers = [i * len(source) // count for i in range(count)]
     for batch in read_batches(source, encoder.transform, batched(numbers, 32), workers):
@@ -171,9 +180,9 @@ def _images(encoder: Encoder, source: EvalSet, workers: int) -> Iterator[list[np
 
 
 def refuse_same(encoder: Encoder, by: Encoder) -> None:
-    """Raise `ConfigError` where a checkpoint would judge itself."""
-    # What two images have in common would be what the slots say of them. Pixels have no weights to compare.
+    """Raise `ConfigError` if a checkpoint is its own reference."""
+    # Similarity of images would then be derived from the slots themselves. Pixels have no weights to compare.
     if encoder.weights == by.weights and by.weights != "none":
         raise ConfigError(
-            f"--reference {by.label}: is the checkpoint that is looked at; name one of another kind, or pixels:32"
+            f"--reference {by.label}: is the evaluated checkpoint itself. Name another one, or pixels:32."
         )

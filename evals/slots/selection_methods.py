@@ -1,7 +1,7 @@
-"""Orders of units, best first, from shares of margins; the first k of an order are a selection.
+"""Orders of units, best first, from margins; the first k of an order are a selection.
 
-`top` is the paper's (Section 5.1): units by their own accuracy. `forward`, `backward` add and take away one at a time. `cover` is the
-set cover that the paper names as future work. `bottom` and `random` are controls.
+`top` is the paper's (Section 5.1): units by their own accuracy. `forward`, `backward` add and remove one at a time.
+`cover` is the set cover that the paper names as future work. `bottom` and `random` are controls.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .margins import Margins
 
 
 def accuracies(margins: Margins) -> Tensor:
-    """(U,) fp64: each unit alone, without what is fixed."""
+    """Return (U,) fp64: accuracy of each unit alone, without the fixed part."""
     return margins.accuracy(_single_unit_answers(margins))
 
 
 def comparable(scores: Tensor) -> Tensor:
-    """Accuracies, of which equal ones are equal to the last bit, whatever kinds they were summed over."""
-    # Sums of thirds in another order differ in the last bit, and would turn a tie into a choice.
+    """Round accuracies so that equal ones are equal to the last bit, whatever kinds they were summed over."""
+    # Sums of thirds in another order differ in the last bit, which would decide ties.
     return scores.round(decimals=12)
 
 
@@ -31,52 +31,52 @@ def _single_unit_answers(margins: Margins) -> Tensor:
 
 
 def best_first(scores: Tensor) -> list[int]:
-    """Highest first; of equal ones the lower number."""
+    """Return units with the highest score first, the lower number first among ties."""
     return comparable(scores).argsort(descending=True, stable=True).tolist()
 
 
 def top(margins: Margins) -> list[int]:
-    """By the accuracy of each unit alone."""
+    """Order units by their accuracy alone."""
     return best_first(accuracies(margins))
 
 
 def forward(margins: Margins) -> list[int]:
-    """Starting with none, the unit that helps most is added, again and again."""
+    """Order units by repeatedly adding the one that helps most."""
     values, total = margins.values.transpose(1, 2).contiguous(), margins.fixed
     order: list[int] = []
     while len(order) < margins.units:
         scores = comparable(margins.accuracy(margins.right(total[..., None] + values)))
-        scores[order] = -1  # there already
+        scores[order] = -1  # already selected
         order.append(int(scores.argmax()))
         total = total + values[..., order[-1]]
     return order
 
 
 def backward(margins: Margins) -> list[int]:
-    """Starting with all, the unit that is missed least is taken away, again and again; the one taken first is the last of the order."""
+    """Order units by repeatedly removing the one that is missed least; the first removed is last in the order."""
     values = margins.values.transpose(1, 2).contiguous()
     total, gone = values.sum(-1) + margins.fixed, list[int]()
-    # Among units that are gone already none may be chosen again.
+    # Exclude units that were removed already.
     while len(gone) < margins.units:
         scores = comparable(margins.accuracy(margins.right(total[..., None] - values)))
         scores[gone] = -1
-        # Of equal ones the higher number goes, so that the lower one stays.
+        # Among ties, remove the higher number.
         gone.append(margins.units - 1 - int(scores.flip(0).argmax()))
         total = total - values[..., gone[-1]]
     return gone[::-1]
 
 
 def cover(margins: Margins) -> list[int]:
-    """Greedy set cover: the unit that answers most questions which none before it has answered.
+    """Order units by greedy set cover: next is the unit that answers most questions which no earlier unit answers.
 
-    When all that can be answered are, the same begins again with the units that are left.
+    When all answerable questions are covered, the cover restarts with the remaining units.
     """
     answers, weight = _single_unit_answers(margins).double(), margins.weight
     left, order = list(range(margins.units)), []
     open_ = weight.clone()
     while left:
         gains = (open_ @ answers[:, left]).round(decimals=12)
-        # Everything that can be answered is; without the second test a set of hopeless questions would go round for ever.
+        # Everything answerable is covered; the second test avoids an endless loop for questions that no unit answers.
         if float(gains.max()) <= 0 and not torch.equal(open_, weight):
             open_ = weight.clone()
             continue
@@ -86,7 +86,7 @@ def cover(margins: Margins) -> list[int]:
 
 
 def bottom(margins: Margins) -> list[int]:
-    """The other way round than `top`."""
+    """Order units in reverse of `top`."""
     return top(margins)[::-1]
 
 
@@ -100,16 +100,16 @@ METHODS: dict[str, Callable[[Margins], list[int]]] = {
 
 
 def random_order(units: int, seed: int) -> list[int]:
-    """A permutation."""
+    """Return a random permutation."""
     return torch.randperm(units, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def curve(margins: Margins, order: Sequence[int]) -> Tensor:
-    """Right answers (n, U) of the candidates with the first 1, 2, … U units of an order."""
+    """Return right answers (n, U) among the candidates with the first 1, 2, … U units of an order."""
     return margins.right(margins.values[:, list(order)].cumsum(1).transpose(1, 2) + margins.fixed[..., None])
 
 
 def random_curves(margins: Margins, draws: int, seed: int = 0) -> Tensor:
-    """(draws, U) fp64: accuracies of the first 1, 2, … U units of random orders."""
+    """Return (draws, U) fp64: accuracies with the first 1, 2, … U units of random orders."""
     orders = (random_order(margins.units, seed + i) for i in range(draws))
     return torch.stack([margins.accuracy(curve(margins, order)) for order in orders])

@@ -1,4 +1,4 @@
-"""Select units on one task, and report scores of the selection, all, random and the worst units; Table 4 of the SPARO paper."""
+"""Selection of units on one task, and scores of the selection, all, random and the worst units; Table 4 of the SPARO paper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .margins import Margins, interval
 from .probe_tasks import ProbeTask
 
 Share = Literal["held out", "other data", "same data", "by hand"]
-_PROBE_DRAWS = 5  # random orders of a task that is learnt anew for every point of a curve
+_PROBE_DRAWS = 5  # random orders for tasks that are learned again for every point of a curve
 
 
 class Score(NamedTuple):
@@ -31,13 +31,15 @@ class Score(NamedTuple):
 
 
 class ChoiceReport(NamedTuple):
-    """What a choice does to a task.
+    """Scores of a selection on a task.
 
-    share: of the data: the half that the choice did not see, data of another task, or the very data it was made on; by hand: nobody
-    knows what it was made on.
-    whole, chosen, bottom: all units, the choice, as many of the worst.  gain: chosen less whole, paired.
-    chance_mean, chance_low, chance_high: as many random units, over `draws`.
-    curve: accuracy of the first 1, 2, … units of the order; `random_mean`, `random_low`, `random_high` likewise.
+    Attributes:
+        share: which data: the half that was held out from the selection, data of another task, or the data of the
+            selection itself; unknown for selections made by hand.
+        whole, chosen, bottom: scores of all units, the selection, and equally many of the worst units.
+        gain: chosen minus whole, paired.
+        chance_mean, chance_low, chance_high: equally many random units, over `draws` orders.
+        curve: accuracy with the first 1, 2, … units of the order; `random_mean`, `random_low`, `random_high` likewise.
     """
 
     task: str
@@ -54,14 +56,18 @@ class ChoiceReport(NamedTuple):
     random_high: list[float]
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the report in a form for JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
 
 
 class ChoiceOptions(NamedTuple):
-    """method: a key of `choosing.METHODS`, or `random`.  k: how many; None: half of them; 0: as many as score best where they are chosen.
+    """Options of a selection.
 
-    held_out: choose on one half of the images and report on the other.  draws: random orders of the controls.
+    Attributes:
+        method: a key of `selection_methods.METHODS`, or `random`.
+        k: number of units; None: half; 0: the number that scores best where they are selected.
+        held_out: select on one half of the images and report on the other.
+        draws: random orders of the controls.
     """
 
     method: str = "top"
@@ -74,16 +80,16 @@ class ChoiceOptions(NamedTuple):
 def choose(
     name: str, material: Material, how: ChoiceOptions, classifier_slots: Any = "slice", head_layers: int = 4
 ) -> Selection:
-    """An order of units and the first k of it.
+    """Return an order of units and its first k.
 
     Raises:
-        ConfigError: a method that the task cannot carry, or a k above the number of units.
+        ConfigError: the task does not support the method, or k exceeds the number of units.
         DataError: a half without images.
     """
     units = material.units
     if how.k is not None and not 0 <= how.k <= units.number:
-        raise ConfigError(f"--k {how.k}: there are {units.number} {units.kind}")
-    # By names and seed, not by rows: a report finds the other half again from the file alone.
+        raise ConfigError(f"--k {how.k}: exceeds the {units.number} {units.kind}")
+    # By names and seed instead of rows, so that a report finds the other half from the file alone.
     half = halves(name, material, how.seed) if how.held_out else None
     if isinstance(material, ProbeTask):
         order, scores = _by_learning(material, how, half)
@@ -94,7 +100,7 @@ def choose(
     if how.k == 0:
         kinds, (right,) = _right(material, [order])
         kinds, right = (kinds, right) if half is None else (kinds[half], right[half])
-        # Of numbers of units that score alike the smallest: argmax takes the first.
+        # The smallest of several numbers of units with equal scores, because argmax returns the first.
         best = int(choosing.comparable(_accuracies(kinds)(right)).argmax()) + 1
     k = units.number // 2 if how.k is None else how.k or best
     share = "half" if how.held_out else "all"
@@ -106,7 +112,7 @@ def choose(
         head_layers=head_layers,
         method=how.method,
         classifier_slots=classifier_slots,
-        # One at least: half of a single unit would be an empty choice.
+        # At least one, because half of a single unit would be empty.
         chosen=tuple(order[: max(k, 1)]),
         order=tuple(order),
         scores=tuple(scores.tolist()),
@@ -121,7 +127,7 @@ def _num_questions(material: Material, half: Tensor | None) -> int:
 
 
 def _single_unit_accuracies(material: Classes | Pairs, half: Tensor | None) -> Tensor:
-    """(U,) each unit's own accuracy; of classes over all of them."""
+    """Return (U,) each unit's own accuracy; for classes, over all of them."""
     if isinstance(material, Pairs):
         margins = material.margins()
         return choosing.accuracies(margins if half is None else margins.only(half))
@@ -135,7 +141,7 @@ def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: 
     if how.method in (
         "top",
         "bottom",
-    ):  # by the scores themselves: a search's candidates would rank single slots otherwise
+    ):  # by exact scores, because the candidates of a search would change the ranking of single slots
         order = choosing.best_first(scores)
         return order if how.method == "top" else order[::-1]
     margins = material.margins()
@@ -144,9 +150,7 @@ def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: 
 
 def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
     if how.method not in ("top", "bottom", "random"):
-        raise ConfigError(
-            f"--method {how.method}: on such a task units are chosen by top, bottom or random; {material.why}"
-        )
+        raise ConfigError(f"--method {how.method}: this task supports top, bottom or random, because {material.why}")
     answers = material.single_unit().double()
     scores = (answers if half is None else answers[half]).mean(0)
     order = choosing.best_first(scores)
@@ -156,7 +160,7 @@ def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -
 
 
 def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
-    """Kinds (n,), and for each order the right answers (n, U) of its first 1, 2, … units."""
+    """Return kinds (n,), and for each order the right answers (n, U) with its first 1, 2, … units."""
     if isinstance(material, ProbeTask):
         kinds = torch.zeros(len(material.test), dtype=torch.int64)
         return kinds, [material.curve(order) for order in orders]
@@ -167,18 +171,18 @@ def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor,
 
 
 def report(name: str, material: Material, selection: Selection, how: ChoiceOptions) -> ChoiceReport:
-    """What a selection does to a task; on the data that it was made on, to the half that it did not see where there is one."""
+    """Return the effect of a selection on a task; on its own data, on the held-out half if there is one."""
     order, k, rows = list(selection.order), len(selection.chosen), None
     share: Share = "other data" if selection.made_on.data else "by hand"
-    # Of several sets, and of a part and its whole: images that one word stands for were seen.
+    # Compare identities of parts and whole sets, because one name may share images with another.
     selection_data_ids = {word for ids in (selection.made_on.data, *selection.looked_at) for word in ids.split()}
     if selection_data_ids & set(material.data.split()):
         share = "same data"
-    # Who chose with scores in sight has seen the whole of it, whatever half the file names.
+    # A user who selected with scores in sight saw the whole set, whatever half the file names.
     looked = any(word in told.split() for told in selection.looked_at for word in material.data.split())
     if selection.made_on.data == material.data and selection.made_on.share == "half" and not looked:
         share, rows = "held out", ~halves(name, material, selection.made_on.seed)
-    # The worst on this very task: the control is to be as bad as it gets.
+    # The worst on this very task, because the control should be as bad as possible.
     worst = choosing.best_first(
         material.single_unit().double().mean(0)
         if isinstance(material, ProbeTask)
@@ -186,7 +190,7 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
     )[::-1]
     draws = min(how.draws, _PROBE_DRAWS) if isinstance(material, ProbeTask) else how.draws
     kinds, answers = _right(
-        # Far from the seeds of `--method random`, which would be its own control.
+        # Far from the seeds of `--method random`, which would otherwise be its own control.
         material,
         [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))],
     )
@@ -222,12 +226,12 @@ def _score(right: Tensor, kinds: Tensor) -> Score:
 
 
 def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
-    """Accuracy of the first answers less that of the second, with a bootstrap over questions within each kind, paired."""
+    """Return the accuracy of the first answers minus that of the second, with a paired bootstrap over questions within each kind."""
     rng, draws, values = np.random.default_rng(0), [], []
     for kind in kinds.unique().tolist():
         here = kinds == kind
         a, b = first[here], second[here]
-        # Three outcomes are all that a pair has; a multinomial of them is what resampling pairs would give.
+        # A pair has three outcomes, so a multinomial is equivalent to resampling pairs.
         counts = np.array([int((a & ~b).sum()), int((b & ~a).sum()), int((a == b).sum())])
         values.append((counts[0] - counts[1]) / counts.sum())
         resampled_counts = rng.multinomial(counts.sum(), counts / counts.sum(), DRAWS)
@@ -236,13 +240,13 @@ def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
 
 
 def by_hand(selection: Selection, order: Sequence[int]) -> Selection:
-    """A selection of somebody's own with the others behind it in their order, so that curves can be drawn."""
+    """Complete a selection made by hand with the other units in their order, so that curves can be drawn."""
     rest = [unit for unit in order if unit not in selection.chosen]
     return selection.model_copy(update={"order": (*selection.chosen, *rest)})
 
 
 class FourColumn(NamedTuple):
-    """A checkpoint's half of Table 4: by kind, and their average last. `share`: of the slots, e.g. `50 %`; `random`: the mean of many."""
+    """Part of Table 4 for one checkpoint: by kind, and the average last. `share` of the slots, e.g. `50 %`; `random` is the mean of many."""
 
     label: str
     share: str
@@ -256,12 +260,12 @@ class FourColumn(NamedTuple):
 
 
 def four_column(label: str, name: str, selection_data: Classes, pairs: Pairs, how: ChoiceOptions) -> FourColumn:
-    """Choose on `selection_data` (all of it: the pairs are other data) and score on `pairs`."""
+    """Select on `selection_data` (all of it, because the pairs are other data) and score on `pairs`."""
     selection = choose(name, selection_data, how._replace(held_out=False))
     margins, k = pairs.margins(), len(selection.chosen)
     names = list(dict.fromkeys(pair.kind for pair in pairs.caption_pairs))
     kinds = torch.tensor([names.index(pair.kind) for pair in pairs.caption_pairs])
-    # Kinds as the table's rows have them, whatever average the task itself is set to.
+    # Kinds as in the table's rows, whatever average the task itself uses.
     margins = margins._replace(kinds=kinds)
 
     def first(order: list[int], count: int) -> Tensor:
@@ -287,7 +291,7 @@ def four_column(label: str, name: str, selection_data: Classes, pairs: Pairs, ho
 
 
 def by_kind(right: Tensor, margins: Margins) -> list[Score]:
-    """Accuracy of each kind, and their mean, with 95 % intervals."""
+    """Return the accuracy of each kind, and their mean, with 95 % intervals."""
     scores = []
     for kind in range(int(margins.kinds.max()) + 1):
         here = right[margins.kinds == kind]

@@ -1,1 +1,1 @@
-"""Tasks by name: what each needs, what has to be encoded for it, and who scores it."""
+"""Evaluation tasks: requirements on encoders, data to encode, and scoring."""

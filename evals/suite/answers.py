@@ -23,11 +23,13 @@ EncodeTexts = Callable[[list[str]], Tensor]
 
 
 class Answers(NamedTuple):
-    """Which items of a set an encoder answered.
+    """Correctly answered items of a set.
 
-    correct: by metric, bool (m,), one per item; the first metric is the headline.  chance: its value when guessing, by metric.
-    keys: names of the m items; None: those of the images.  kinds: of each item; each kind with a name gets a metric of its own,
-    `METRIC/KIND`.
+    Attributes:
+        correct: by metric, bool (m,), one per item; the first metric is the headline.
+        chance: value of random guessing, by metric.
+        keys: names of the m items; None: those of the images.
+        kinds: kind of each item; each named kind gets its own metric, `METRIC/KIND`.
     """
 
     correct: Mapping[str, Tensor]
@@ -46,9 +48,10 @@ def answers_task(
 
     Args:
         config: derives from `SetTaskConfig`, with `task: Literal[NAME] = NAME`.
-        facts: what the set says of every image: a word of a layout's `kinds`.
-        answer: (unit-norm encodings (n, D) of the images, a function from texts to unit-norm encodings, the facts) to the answers.
-        options: from a task's config to what is written into the result, for settings that change the score.
+        facts: annotations that the set needs for every image: a word of a layout's `kinds`.
+        answer: (unit-norm encodings (n, D) of the images, a function from texts to unit-norm encodings, the
+            annotations) to the answers.
+        options: returns options to record in the result from a task's config, for settings that change the score.
     """
 
     def run(scoring: Scoring, task: Any) -> Result:
@@ -77,7 +80,7 @@ def result_of(answers: Answers, task: str) -> Result:
             metric = f"{name}/{kind}" if kind else name
             metrics[metric] = float(here.mean())
             intervals[metric] = wilson(metrics[metric], len(here))
-    # `right` is what `sparo eval compare` pairs.
+    # `sparo eval compare` pairs samples by `right`.
     predictions = {name: correct.numpy() for name, correct in answers.correct.items()}
     predictions["right"] = predictions[headline]
     chance = {f"chance_{name}": value for name, value in answers.chance.items() if name != headline}
@@ -88,7 +91,7 @@ def result_of(answers: Answers, task: str) -> Result:
 
 
 def numbers_by(facts: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
-    """Return the numbers of the images by a value of their facts, in the order first met."""
+    """Return the numbers of the images by a value of their annotations, in order of first occurrence."""
     numbers: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):
         numbers.setdefault(fact[key], []).append(number)
@@ -109,10 +112,10 @@ class MatchingTaskConfig(SetTaskConfig):
 def match(images: Tensor, encode: EncodeTexts, facts: Sequence[dict[str, Any]]) -> Answers:
     """Score every row of two images and two captions.
 
-    text: for both images, the right caption is the more similar one.  image: for both captions, the right image is.  group: both.
-    With random similarities, 1/4, 1/4 and 1/6 of the pairs are right.
+    text: the right caption is more similar for both images. image: the right image is more similar for both captions.
+    group: both. With random similarities, 1/4, 1/4 and 1/6 of the pairs are right.
     """
-    pairs = numbers_by(facts, "row")  # a row's images follow each other, the first one first
+    pairs = numbers_by(facts, "row")  # a row's images are consecutive, the first one first
     firsts = [facts[first] for first, _ in pairs.values()]
     texts = encode([caption for fact in firsts for caption in fact["captions"]]).unflatten(0, (-1, 2))
     cosine = similarities(images[torch.tensor(list(pairs.values()))], texts)  # (pairs, image, caption)

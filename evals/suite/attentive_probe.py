@@ -1,4 +1,4 @@
-"""Read-outs as attentive probes: tokens of a frozen encoder are computed once and kept, and a head that is named is trained on them."""
+"""Readouts as attentive probes: tokens of a frozen encoder are computed once and stored, and a readout is trained on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .task import Task
 
 
 class AttentiveTaskConfig(LabelledTaskConfig):
-    """A read-out of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
+    """A readout of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
 
     task: Literal["attentive_probe"] = field("attentive_probe", "Entry of sparo.tasks.")
     head: Annotated[Any, FromRegistry(READOUTS, default="ep")] = Field(
@@ -42,11 +42,11 @@ class AttentiveTaskConfig(LabelledTaskConfig):
 
 
 class Head(nn.Module):
-    """What a probe's `head` makes of tokens (B, N, d), which the tower's last norm has seen: encodings (B, width).
+    """Readout of tokens (B, N, d) after the tower's last norm to encodings (B, width).
 
     Args:
-        readout: None: the first token as it is.
-        prefix: tokens before the patches, the class token the first of them.
+        readout: None: use the first token.
+        prefix: number of tokens before the patches, including the class token.
     """
 
     def __init__(self, readout: ReadOut | None, place: Placement, prefix: int):
@@ -63,27 +63,27 @@ class Head(nn.Module):
 
 
 def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tuple[Head, int]:
-    """The head of a block, and its width. Raises `ConfigError` for one that needs a class token where there is none, or texts."""
+    """Return the head of a block, and its width. Raises `ConfigError` for one that needs a missing class token, or texts."""
     if config.conditioned:
-        raise ConfigError(f"head.kind={config.kind}: is pooled by texts, and a probe has none; use map or ep")
-    # A probe standardises what it is given: slots are taken as they are, unless the block says otherwise.
+        raise ConfigError(f"head.kind={config.kind}: is pooled by texts, which a probe lacks. Use map or ep.")
+    # A probe standardises its input, so slots are not normalized, unless the block sets it.
     config = config.resolved(normalize=False)
     place, readout = config.placement, config.build(dim, None, dim).image
     if config.reads_cls and not has_cls:
-        raise ConfigError(f"head.kind={config.kind}: reads the class token, and this encoder has none; use gap")
+        raise ConfigError(f"head.kind={config.kind}: needs a class token, which this encoder lacks. Use gap.")
     slots, width = (1, dim) if readout is None else (readout.slots, readout.width)
-    if readout is not None and place.normalize:  # a learned weight is no number of the encoding
+    if readout is not None and place.normalize:  # a learned weight is not part of the encoding
         slots, width = config.shape(dim)
     return Head(readout, place, prefix), slots * width
 
 
 def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
-    """Train on one rank; the others wait for the result."""
+    """Train on one rank, while the others wait for the result."""
     encoder = scoring.encoder
-    assert isinstance(encoder, TokensEncoder)  # what offers `tokens`
+    assert isinstance(encoder, TokensEncoder)  # encoders with `tokens`
     train_set, test_set = open_labelled(task)
     size, prefix = encoder.image_size, encoder.prefix_tokens
-    # By a black image: how many tokens there are depends on registers and patches that only the model knows.
+    # Use a black image, because only the model knows its number of registers and patches.
     length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
     view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
     train, test = scoring.features(
@@ -98,7 +98,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
 
     def train_and_score() -> Result:
         probe = attentive.train_attentive(
-            # Made inside, behind the seed: first weights depend on it.
+            # Created inside, after seeding, because the initial weights depend on it.
             lambda: attentive.AttentiveProbe(*build_head(task.head, dim, prefix, encoder.has_class_token), classes),
             sets[0],
             how,
@@ -120,15 +120,15 @@ def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labell
 
 
 def _incompatibility(task: AttentiveTaskConfig, encoder: Any) -> str | None:
-    """Why the head cannot read this encoder's tokens: told before they are encoded, of a training before its first step."""
+    """Return why the head cannot read this encoder's tokens, before they are encoded, or before a training starts."""
     width = getattr(encoder, "token_width", None)
-    if width is None:  # a stranger's encoder may not say: then the first image does
+    if width is None:  # a plug-in's encoder may not know; then the first image shows it
         return None
     try:
         with torch.device("meta"):
             build_head(task.head, width, encoder.prefix_tokens, encoder.has_class_token)
     except (ConfigError, ValueError, AssertionError, RuntimeError) as error:
-        message = str(error).replace("readout.", "head.") or f"does not fit tokens of width {width}"
+        message = str(error).replace("readout.", "head.") or f"does not match tokens of width {width}"
         return message if message.startswith("head") else f"head={task.head.kind}: {message}"
     return None
 

@@ -1,8 +1,8 @@
-"""Data sets by name: where their files must lie, and what they must hold. A set is an entry of a YAML file (`dataset_folders`).
+"""Catalogue of data sets: where their files must be, and their content. A set is an entry of a YAML file (`dataset_folders`).
 
-Names and sizes of the shipped ones, the sets of the SPARO paper and Winoground, are clip-benchmark's, DataComp's and VTAB's. Nothing is
-downloaded here. Every set may also lie in the `wds/` layout (`clip_benchmark_export_wds`, or the Hub's clip-benchmark/wds_* copies), in
-ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
+Names and sizes of the shipped ones, the sets of the SPARO paper and Winoground, are those of clip-benchmark, DataComp
+and VTAB. Nothing is downloaded. Every set may also be in the `wds/` layout (`clip_benchmark_export_wds`, or the hub's
+clip-benchmark/wds_* copies), in ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Datasets(Frozen):
 
 
 def dataset_folders() -> list[Path]:
-    """Return the folders whose YAML files list data sets: ./configs/datasets, the user's own, and the package's. Earlier ones win."""
+    """Return the folders whose YAML files list data sets: ./configs/datasets, the user's own, and the package's. Earlier folders take precedence."""
     own = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config")) / "sparo/datasets"
     return [Path("configs/datasets"), own, Path(__file__).parent / "datasets"]
 
@@ -60,7 +60,7 @@ def datasets() -> list[DatasetEntry]:
 
 @lru_cache
 def _read_entries(path: Path, _modified: int) -> tuple[DatasetEntry, ...]:
-    """Return the entries of a file, parsed once for each time it was written: every task of an evaluation asks for them."""
+    """Return the entries of a file, parsed once per modification time, because every task of an evaluation asks for them."""
     known, entries = TASKS.names(), []
     for name, entry in resolve(_Datasets, {"datasets": load_recipe(path)}, str(path)).datasets.items():
         if entry.task not in known:
@@ -70,12 +70,12 @@ def _read_entries(path: Path, _modified: int) -> tuple[DatasetEntry, ...]:
 
 
 def names() -> list[str]:
-    """What `tasks` takes: sets, `SET:probe`, and the groups."""
+    """Return the names that `tasks` accepts: sets, `SET:probe`, and groups."""
     return list(dict.fromkeys(name for listed in datasets() for name in (listed.name, listed.group)))
 
 
 def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
-    """The tasks that a name stands for, their files below `root`; none where it is no name of ours."""
+    """Return the tasks that a name stands for, with files below `root`; empty for an unknown name."""
     base, _, other = name.partition(":")
     entries = [listed for listed in datasets() if base in (listed.name, listed.group)]
     if other not in ("", "probe"):
@@ -88,8 +88,8 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
 
 
 def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
-    """The config of a set's task, in the layout that is there."""
-    # The Hub's copies are called wds_…, and are as good under that name.
+    """Return the config of a set's task, in the layout that exists on disk."""
+    # The hub's copies are called wds_… and are equivalent.
     places = [root / listed.name, root / f"wds_{listed.name.replace('/', '-')}"]
     as_wds = next((p for p in places if (p / "test" / "nshards.txt").is_file()), None)
     options: dict[str, Any] = {"task": task, "root": str(as_wds or places[0]), "benchmark_name": listed.name}
@@ -106,7 +106,7 @@ def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
 
 def _karpathy(place: Path, name: str) -> dict[str, str]:
     short = {"mscoco_captions": "coco"}.get(name, name)
-    # clip-benchmark's own files first: they are what its published numbers were made of.
+    # clip-benchmark's own files first, because its published scores are based on them.
     candidates = [f"{short}_test_karpathy.json", f"{short}_test_karpathy.txt", f"dataset_{short}.json"]
     annotations_file = next((place / c for c in candidates if (place / c).is_file()), place / candidates[0])
     images = next((place / f for f in ("val2014", "images", "Images") if (place / f).is_dir()), place)
@@ -114,14 +114,14 @@ def _karpathy(place: Path, name: str) -> dict[str, str]:
 
 
 class Presence(NamedTuple):
-    """`state`: absent, intact, odd (there, with what is odd about it)."""
+    """State of a set: absent, intact, or odd (present, with a description of what is unusual)."""
 
     state: str
     note: str
 
 
 def check_presence(listed: DatasetEntry, root: Path) -> Presence:
-    """Is it there, and whole? Files are counted and their sizes read, images are not decoded."""
+    """Check whether a set is present and complete. Files are counted and their sizes read; images are not decoded."""
     try:
         config = task_of(listed, root, listed.task)
         assert isinstance(config, SetTaskConfig)
@@ -135,14 +135,14 @@ def check_presence(listed: DatasetEntry, root: Path) -> Presence:
 
 
 def oddity(name: str, task: TaskConfig) -> str:
-    """What tells a task's data from the listed set whose name it has (`benchmark_name`, else its own); empty where nothing does."""
+    """Describe how a task's data differ from the catalogue's set with that name (`benchmark_name`, otherwise its own); empty if they do not."""
     if not isinstance(task, SetTaskConfig):
         return ""
     base = task.benchmark_name or name.partition(":")[0]
     listed = next((entry for entry in datasets() if entry.name == base), None)
     if listed is None or task.task not in (listed.task, "probe"):
         return ""
-    # Of the whole set: `limit` is said with the score already, and is no other data.
+    # Check the whole set, because `limit` is reported with the score.
     presence = _presence_of(listed, open_set(task.model_copy(update={"limit": None}), TASKS.get(listed.task).facts))
     return presence.note if presence.state == "odd" else ""
 
@@ -151,15 +151,15 @@ def _presence_of(listed: DatasetEntry, source: EvalSet) -> Presence:
     notes = []
     if isinstance(source, SugarCrepeSet):
         notes.append(source.version)
-        # The data that the paper was scored on, before its authors took one pair back (commit 546eb51).
+        # The data on which the paper was scored, before its authors withdrew one pair (commit 546eb51).
         if source.version == "7,512 pairs" and len(source) == 1561:
             return Presence("intact", notes[0])
         if source.version == "not published data":
             return Presence("odd", "the JSON files are not the published ones (SHA-256)")
     if len(source) != listed.n:
-        return Presence("odd", f"{len(source):,} images, {listed.n:,} expected")
+        return Presence("odd", f"{len(source):,} images instead of {listed.n:,}")
     if listed.task == "zeroshot":
         num_names = len(source.classnames())
         if listed.classes is not None and num_names != listed.classes:
-            return Presence("odd", f"{num_names} class names, {listed.classes} expected")
+            return Presence("odd", f"{num_names} class names instead of {listed.classes}")
     return Presence("intact", ", ".join([*notes, f"{len(source):,} images"]))

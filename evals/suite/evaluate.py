@@ -1,4 +1,4 @@
-"""`sparo eval`: checkpoints to scores."""
+"""`sparo eval`: scores of checkpoints."""
 
 from __future__ import annotations
 
@@ -43,11 +43,14 @@ class _Tasks(Frozen):
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of `sparo eval` beyond checkpoints and tasks.
+    """Options of `sparo eval` besides checkpoints and tasks.
 
-    features: folder of the feature store; None keeps no features.  results: where lines and predictions go; None: to the
-    run folder of a run, nowhere for other checkpoints.  part: (i, n): encode the i-th of n shares only.
-    slots: of the image's encoding, these alone, or those of a selection's file.
+    Attributes:
+        features: folder of the feature store; None: features are not stored.
+        results: folder of result lines and predictions; None: the run folder of a run, and nowhere for other
+            checkpoints.
+        part: (i, n): only encode the i-th of n shares.
+        slots: slots of the image's encoding to use, or the file of a selection.
     """
 
     model: str | None = None
@@ -62,14 +65,14 @@ class EvalOptions:
 
     @property
     def slots_named(self) -> str:
-        """The slots in a few words, for names and titles."""
+        """Describe the slots in a few words, for names and titles."""
         if isinstance(self.slots, Path):
             return f"of {self.slots}: {described(read_selection(self.slots))}"
         return ranges(self.slots or ())
 
 
 def features_folder() -> Path:
-    """Where features are kept unless the command line says otherwise."""
+    """Return the default folder of features."""
     return Path(os.environ.get("SPARO_FEATURES") or cache_folder() / "features")
 
 
@@ -80,30 +83,33 @@ def tasks_for(
     root: Path | None = None,
     option: str = "--tasks",
 ) -> dict[str, TaskConfig]:
-    """What to score a checkpoint on.
+    """Return the tasks to score a checkpoint on.
 
     Args:
-        data: a YAML with `tasks:`, or a recipe with `eval.tasks`; default: `eval.tasks` of the run that the checkpoint belongs to.
-        only: names of these tasks, of the folder that their data lies in (`scenes` for data/scenes/…), or of the catalogue's
-            sets and groups, whose files lie below `root`; default: all of the YAML or the run.
-        option: what the user typed the names behind, for errors.
+        checkpoint: the checkpoint.
+        data: a YAML with `tasks:`, or a recipe with `eval.tasks`; default: `eval.tasks` of the run that the checkpoint
+            belongs to.
+        only: names of these tasks, of the folder with their data (`scenes` for data/scenes/…), or of the catalogue's
+            sets and groups, whose files are below `root`; default: all of the YAML or the run.
+        root: folder of the catalogue's sets.
+        option: option with the names, for errors.
 
     Raises:
-        ConfigError: neither is there, or a name that is none of these.
-        CheckpointError: the checkpoint is no file or folder that is there.
+        ConfigError: there are no tasks, or a name is unknown.
+        CheckpointError: the checkpoint does not exist.
     """
     refuse_absent(checkpoint)
     available_tasks = _available_tasks(checkpoint, data)
     if not only and not available_tasks:
         raise ConfigError(
-            f"--data: {checkpoint} has no run folder with eval.tasks; give a YAML with `tasks:` that says what to score, "
-            "or --tasks with names of `sparo eval --list`"
+            f"--data: {checkpoint} has no run folder with eval.tasks. Give a YAML with `tasks:`, "
+            "or --tasks with names of `sparo eval --list`."
         )
     if not only:
         return available_tasks
     selected_tasks: dict[str, TaskConfig] = {}
     for name in only:
-        # One name of a folder stands for all that `sparo data` made into it.
+        # A folder name stands for all sets that `sparo data` wrote to it.
         folder_tasks = {
             n: t
             for n, t in available_tasks.items()
@@ -111,9 +117,9 @@ def tasks_for(
         }
         listed = catalogue.tasks(name, root or Path("data"))
         matches = {name: available_tasks[name]} if name in available_tasks else folder_tasks or listed
-        # A likely slip, whose near miss among task names would lead astray.
+        # A likely mistake, for which suggesting a task name would mislead.
         if not matches and Path(name).suffix in (".yaml", ".yml"):
-            raise ConfigError(f"{option} {name}: names tasks; a file that says them goes behind --data")
+            raise ConfigError(f"{option} {name}: expected names of tasks. Give a file with tasks to --data.")
         if not matches:
             candidates = [
                 *available_tasks,
@@ -128,13 +134,13 @@ def tasks_for(
 def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:
     if data is not None:
         tree = load_recipe(data)
-        # A recipe will do: what it is scored on in training is what one asks for here.
+        # A recipe is accepted, too, and gives the tasks of its training.
         if "tasks" not in tree and isinstance(tree.get("eval"), dict):
             tree = {"tasks": tree["eval"].get("tasks", {})}
         return dict(resolve(_Tasks, tree, str(data)).tasks)
     try:
         return dict(read_recipe(Path(split_slots(checkpoint)[0])).eval.tasks)
-    # A weight file has no run; that is no error before somebody asks for its tasks.
+    # A weight file has no run, which only matters if its tasks are needed.
     except CheckpointError:
         return {}
 
@@ -148,16 +154,17 @@ def evaluate(
     """Score a checkpoint in this process, as `sparo eval` does.
 
     Args:
-        checkpoint: whatever `sparo eval` accepts, or a loaded encoder.
+        checkpoint: anything that `sparo eval` accepts, or a loaded encoder.
         tasks: names as for `sparo eval --tasks`, or configurations by name; default: the tasks of the run or of `data`.
         data: a YAML file with `tasks:`.
-        options: by default nothing is written; `latest=True` keeps the results in the run folder.
+        options: by default nothing is written; `latest=True` stores the results in the run folder.
 
     Returns:
-        results by task name; `result.metrics` are fractions.
+        Results by task name; `result.metrics` are fractions.
 
     Raises:
-        ConfigError: no tasks are known, one does not fit the checkpoint, or an encoder comes with `data` or `options`.
+        ConfigError: no tasks are known, one does not fit the checkpoint, or an encoder is combined with `data` or
+            `options`.
     """
     ranks = Ranks(World(), "gloo", 0.0)
     if isinstance(checkpoint, Encoder):
@@ -180,31 +187,32 @@ def evaluate_checkpoint(
     on_progress: Callable[[str, int, int], None],
     into: dict[str, Result] | None = None,
 ) -> dict[str, Result]:
-    """Score one checkpoint on `tasks` and keep the results; `on_progress` is told a place, the images done, and their number.
+    """Score one checkpoint on `tasks` and store the results; `on_progress` receives a name, the encoded images, and their total.
 
-    Tasks that its kind of encoder cannot do are said and left out; `IncompatibleTaskError` where nothing is left. One that fails does not keep
-    the others from being scored: its error comes at the end.
+    Tasks that the encoder does not support are reported and skipped; `IncompatibleTaskError` if none is left. If one
+    fails, the others are still scored, and its error is raised at the end.
 
     Args:
-        into: results are put here as they come, so that they are there when this raises.
+        checkpoint, tasks, how, ranks: checkpoint, tasks, options and ranks.
+        into: receives results as they are computed, so that they are available if this raises.
     """
-    # Together: a rank that fails here alone must not leave the others waiting in an exchange. The sets first: one that is missing
-    # is told before an hour of encoding others.
+    # All ranks together, so that a failure on one does not leave the others waiting. Check the sets first, before hours
+    # of encoding.
     ranks.call_on_all(Suite(tasks).check)
-    # Said with the scores: a number over other images must not stand unmarked beside those over the published ones.
+    # Reported with the scores, because scores on other images must be marked.
     odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
     encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks)))
     encoder.precision = how.precision
     is_run = (Path(checkpoint) / "config.yaml").is_file()
-    scored = str(Path(checkpoint)) if is_run else checkpoint  # as training wrote it down
+    scored = str(Path(checkpoint)) if is_run else checkpoint  # normalised as in training
     if how.slots is not None:
         encoder = only_slots(encoder, how.slots)
-        # Under a name of its own: half of the slots must not stand where the whole model is looked for.
+        # Under a separate name, so that scores of some slots are not mistaken for the model's.
         scored = f"{scored} (slots {how.slots_named})"
     if how.limit is not None:
         tasks = {name: task.model_copy(update={"limit": how.limit}) for name, task in tasks.items()}
     store = FeatureStore(how.features, how.storage, on_progress)
-    # Other checkpoints have no place of their own that we may write into.
+    # Other checkpoints have no folder that sparo may write to.
     folder = how.results or (Path(checkpoint) / "evals" if is_run and how.write_to_run else None)
     results: dict[str, Result] = {} if into is None else into
     write_errors: list[SparoError] = []
@@ -217,8 +225,8 @@ def evaluate_checkpoint(
             if folder is not None and ranks.rank == 0:
                 try:
                     append(folder, scored, task, result, result_facts(encoder, how, seconds))
-                except OSError as error:  # a colleague's run that is read-only; its scores are shown all the same
-                    text = f"{folder}: the results of {task} could not be kept ({error})"
+                except OSError as error:  # a read-only run of another user; its scores are still shown
+                    text = f"{folder}: the results of {task} could not be stored ({error})"
                     logger.warning(text)
                     if disk_error(error) not in (None, errno.EROFS):
                         write_errors.append(
@@ -226,16 +234,16 @@ def evaluate_checkpoint(
                         )
 
     incompatible, failed = _score_each(Suite(tasks, store), encoder, how, ranks, keep)
-    # Some tasks left out is an answer; all of them is a mistake.
+    # Skipping some tasks is fine, skipping all is an error.
     if incompatible and len(incompatible) == len(tasks):
         raise incompatible[0]
     for error in incompatible:
-        logger.warning(f"left out: {error}")
+        logger.warning(f"skipped: {error}")
     waiting = len(tasks) - len(incompatible) - len(failed) - len(results)
     if waiting and how.part:
         logger.warning(
-            f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares: "
-            "the same line without --part scores"
+            f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares. "
+            "The same command without --part scores them."
         )
     if how.write_to_run and is_run and results and how.slots is None and ranks.rank == 0:
         try:
@@ -253,7 +261,7 @@ def evaluate_checkpoint(
 def _score_each(
     suite: Suite, encoder: Encoder, how: EvalOptions, ranks: Ranks, keep: Callable[[Mapping[str, Result], float], None]
 ) -> tuple[list[IncompatibleTaskError], list[SparoError]]:
-    """Score the tasks one by one; returns why some were left out, and what others failed with."""
+    """Score the tasks one by one; return why some were skipped, and the errors of others."""
     incompatible, failed = [], []
     for name in suite.tasks:
         begin = time.monotonic()
@@ -264,7 +272,7 @@ def _score_each(
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
-            # Of one rank alone: the others are elsewhere, and could not follow to the next task.
+            # Raised on this rank only: the other ranks are elsewhere, and could not go on to the next task.
             if ranks.size > 1 and not error.on_all_ranks:
                 raise
             failed.append(error)
@@ -274,14 +282,14 @@ def _score_each(
 
 
 def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:
-    """These slots of an encoder's encodings, or a selection's, the others at zero. Raises `ConfigError` where it has no such slot."""
+    """Return an encoder with only these slots, or those of a selection; others are zero. Raises `ConfigError` for a slot that it does not have."""
     if isinstance(slots, Path):
         return selected(encoder, read_selection(slots), f"--slots {slots}")
     return selected(encoder, of_numbers(encoder, tuple(slots)))
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers as they are typed: 0,3,8-15."""
+    """Format ascending numbers as a user types them: 0,3,8-15."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -292,7 +300,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:
-    """All that a score depends on beside its set: weights, preprocessing, precision, environment."""
+    """Return everything that a score depends on besides its set: weights, preprocessing, precision, environment."""
     pooling = {"pooling": encoder.pooling} if encoder.pooling else {}
     return {
         "checkpoint": {

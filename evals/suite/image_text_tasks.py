@@ -26,8 +26,8 @@ from .task import Task
 class ZeroshotTaskConfig(SetTaskConfig):
     """Classification by prompts; multilabel sets (`.npy` members) get mean average precision.
 
-    Of ObjectNet's red border: wise-ft crops it, clip-benchmark does not. DataComp's headline is mean_per_class_recall for some sets,
-    the SPARO paper's is accuracy.
+    wise-ft crops ObjectNet's red border, clip-benchmark does not. DataComp's headline is mean_per_class_recall for some
+    sets, the SPARO paper's is accuracy.
     """
 
     task: Literal["zeroshot"] = field("zeroshot", "Entry of sparo.tasks.")
@@ -37,7 +37,7 @@ class ZeroshotTaskConfig(SetTaskConfig):
 
 
 class CaptionedTaskConfig(SetTaskConfig):
-    """Images with captions, in ranks."""
+    """Images with captions, and the ranks to report."""
 
     annotations: str | None = field(
         None, "For layout=karpathy: file with the captions of each image.", examples=["dataset_coco.json"]
@@ -61,10 +61,10 @@ class PairsTaskConfig(SetTaskConfig):
 
 
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
-    """Accuracy over the set's class names with its templates, or mean average precision of a multilabel set."""
+    """Compute accuracy over the set's class names with its templates, or mean average precision for a multilabel set."""
     source = open_set(task, "label")
     names, templates = _prompted(source, task)
-    # A label without a name would be scored against whatever class comes last.
+    # A label without a name would be scored as the last class.
     source.label_below = len(names)
     (images,) = scoring.features([source], task.workers)
     labels = labels_of(images, source)
@@ -76,7 +76,7 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
         result = zeroshot.score(images.blocks(), weights, labels)
         return result._replace(headline=task.headline)
 
-    prompts_digest = sha256(*names, *templates)[:16]  # two lists of as many prompts are not the same prompts
+    prompts_digest = sha256(*names, *templates)[:16]  # two lists with equally many prompts may differ
     options = {
         "templates": len(templates),
         "prompts": prompts_digest,
@@ -86,22 +86,22 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     if task.layout == "objectnet":
         options["border_crop"] = task.border_crop
     result = scoring.ranks.rank0_broadcast(score)
-    # As CLIP's tokenizer reads them: without case and extra blanks. Ties go to the lower class.
+    # Lowercased and with single spaces, as CLIP's tokenizer reads them. Ties go to the lower class.
     if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
         result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
     return attach_data_info(result, images, source, options)
 
 
 def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:
-    """Class names and templates. Raises `DataError` where there are none, or another number of classes than the task says."""
+    """Return class names and templates. Raises `DataError` without any, or if their number differs from the task's."""
     names, templates = source.classnames(), source.templates()
     if task.classes not in (None, len(names)):
-        raise DataError(f"{source.root}: has {len(names)} class names, {task.classes} expected")
+        raise DataError(f"{source.root}: expected {task.classes} class names, got {len(names)}")
     return names, templates
 
 
 def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
-    """R@k in both directions over the set's captions."""
+    """Compute R@k in both directions over the set's captions."""
     source = open_set(task, "captions")
     (images,) = scoring.features([source], task.workers)
     texts, owner = captions_of(images, task.k, source)
@@ -112,27 +112,27 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
 
 
 def captions_of(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:
-    """All captions of a set, and the number of each one's image (T,). Raises `ConfigError` where there are too few for `ks`."""
+    """Return all captions of a set, and the number of each one's image (T,). Raises `ConfigError` if there are too few for `ks`."""
     owner = torch.tensor([i for i, lines in enumerate(images.facts) for _ in lines], dtype=torch.int64)
     texts = [line for lines in images.facts for line in lines]
     if not texts:
-        raise DataError(f"{source.root}: not one image has a caption")
+        raise DataError(f"{source.root}: no image has a caption")
     if min(ks) > min(len(images), len(texts)):
         raise ConfigError(
-            f"k={list(ks)}: {source.root} has {len(images)} images and {len(texts)} captions; name a smaller k"
+            f"k={list(ks)}: {source.root} has {len(images)} images and {len(texts)} captions. Use a smaller k."
         )
     return texts, owner
 
 
 def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
-    """Accuracy of true against false captions."""
+    """Compute the accuracy of true against false captions."""
     source = open_set(task, "pairs")
     (images,) = scoring.features([source], task.workers)
     caption_pairs: list[Pair] = [pair for row in images.facts for pair in row]
     owner = torch.tensor([i for i, row in enumerate(images.facts) for _ in row])
 
     def score() -> Result:
-        # All at once: texts that occur on both sides, or with several images, are encoded once.
+        # All at once, so that texts on both sides, or with several images, are encoded once.
         both = scoring.texts([p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
         true, false = both.split(len(caption_pairs))
         texts = [(p.caption, p.negative_caption) for p in caption_pairs]
@@ -157,19 +157,19 @@ RETRIEVAL = Task(
 PAIRS = Task(PairsTaskConfig, run_pairs, lambda task: open_set(task, "pairs").check(), ("texts",), "pairs")
 
 
-_IMAGES = 64  # pooled at a time
+_IMAGES = 64  # images pooled at a time
 
 
 class ConditionedRetrievalTaskConfig(CaptionedTaskConfig):
-    """Images to captions and back, each image as the caption pools its patches."""
+    """Images to captions and back; each image is pooled by the caption."""
 
     task: Literal["conditioned_retrieval"] = field("conditioned_retrieval", "Entry of sparo.tasks.")
 
 
 def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> Result:
-    """Patches are encoded by all ranks and kept; the first rank scores."""
+    """Score on the first rank; all ranks encode patches, which are stored."""
     encoder = scoring.encoder
-    assert isinstance(encoder, ConditionedEncoder)  # what offers `conditioned`
+    assert isinstance(encoder, ConditionedEncoder)  # encoders with `conditioned`
     source = open_set(task, "captions")
     view = View("patches", lambda pixels: encoder.patches(pixels).flatten(1))
     (images,) = scoring.features([source], task.workers, None, view)
@@ -178,8 +178,8 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
     def scored() -> Result:
         queries = encoder.queries(texts)
         if not queries.isfinite().all():
-            raise DataError(f"{encoder.label}: some text embeddings are not finite; the checkpoint cannot be scored")
-        # Some images at a time: (images, texts, patches) at once would not fit.
+            raise DataError(f"{encoder.label}: some text embeddings are not finite. Use an earlier checkpoint.")
+        # A few images at a time, because (images, texts, patches) would not fit in memory.
         rows = [encoder.conditioned(images.rows(some), queries) for some in torch.arange(len(images)).split(_IMAGES)]
         return retrieval.score_table(torch.cat(rows), owner, task.k)
 

@@ -21,9 +21,9 @@ from .task import Task
 
 
 class ProbeTaskConfig(SetTaskConfig):
-    """clip-benchmark's linear probe on the whole encoding: AdamW, a cosine per step, the weight decay searched on held-out data.
+    """clip-benchmark's linear probe on the whole encoding: AdamW, a cosine per step, the weight decay selected on held-out data.
 
-    The SPARO paper gives lr and epochs, and neither batch size nor held-out share.
+    The SPARO paper gives lr and epochs, but neither batch size nor held-out share.
     """
 
     task: Literal["probe"] = field("probe", "Entry of sparo.tasks.")
@@ -44,7 +44,7 @@ class ProbeTaskConfig(SetTaskConfig):
 
 
 class KnnTaskConfig(LabelledTaskConfig):
-    """DINO's weighted k-NN; the headline is k = 20 where it is among them. Encodings as they are, normalised as a whole."""
+    """DINO's weighted k-NN; the headline is k = 20 if it is included. Encodings are normalised as a whole."""
 
     task: Literal["knn"] = field("knn", "Entry of sparo.tasks.")
     k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field(
@@ -56,20 +56,20 @@ class KnnTaskConfig(LabelledTaskConfig):
 
 
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
-    """clip-benchmark's linear probe on the encodings."""
+    """Run clip-benchmark's linear probe on the encodings."""
     parts = _parts(task)
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source) for name, source in parts.items()}
-    # Of all parts: a class that only the test has must not be beyond the layer's rows.
+    # Over all parts, because a class that only the test has needs a row in the layer.
     classes = 1 + max(int(class_ids.max()) for class_ids in labels.values())
     labelled_parts = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
     train, held_out = labelled_parts["train"], labelled_parts.get("val")
     if held_out is None and task.val_proportion > 0:
-        # By the task's seed: the same share is held out whatever is scored.
+        # By the task's seed, so that the held-out share does not depend on the model.
         order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(task.seed))
         cut = round(task.val_proportion * len(order))
         if not 0 < cut < len(order):
-            raise ConfigError(f"val_proportion={task.val_proportion}: of {len(order)} images leaves one side empty")
+            raise ConfigError(f"val_proportion={task.val_proportion}: leaves one side of {len(order)} images empty")
         train, held_out = train.only(order[cut:]), train.only(order[:cut])
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
     found = scoring.ranks.rank0_broadcast(
@@ -81,24 +81,24 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
 
 
 def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
-    """What is learned from, what is scored, and what decides on the weight decay. Raises `DataError` where classes differ."""
+    """Return the data for training, scoring, and selecting the weight decay. Raises `DataError` if classes differ."""
     parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
     if task.val_split is not None:
         parts["val"] = open_set(task, "label", task.val_split)
     if several := [name for name, source in parts.items() if source.kind != "label"]:
         raise DataError(
-            f"{task.root}: {several[0]} has several labels per image, and a probe is of one; use zeroshot, whose score is mean average precision"
+            f"{task.root}: {several[0]} has several labels per image, but a probe needs one. Use zeroshot, whose score is mean average precision."
         )
     own = {name: source.own_classnames() for name, source in parts.items()}
     if other := [name for name in own if own[name] != own["test"]]:
         raise DataError(
-            f"{task.root}: {other[0]} and test have other class folders, whose numbers mean other classes; make them alike"
+            f"{task.root}: {other[0]} and test have different class folders, so label ids do not match. Use the same class folders in both."
         )
     return parts
 
 
 def _check_probe(task: ProbeTaskConfig) -> None:
-    for source in _parts(task).values():  # the training split, too: it would be missed at the first evaluation
+    for source in _parts(task).values():  # the training split, too, which the first evaluation needs
         source.check()
 
 
@@ -111,7 +111,7 @@ def _labelled(features: Features, labels: torch.Tensor, normalize: bool) -> prob
 
 
 def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
-    """DINO's k-NN: the training images are the bank, whose search is cut over the ranks; all return the same result."""
+    """Run DINO's k-NN: the training images are the bank, whose search is divided over the ranks; all return the same result."""
     encoder, ranks = scoring.encoder, scoring.ranks
     transform = encoder.transform_with_resize(task.resize)
     bank_set, test_set = open_labelled(task)
@@ -119,14 +119,14 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     share, first = bank.share(ranks.rank, ranks.size)
     ks = tuple(k for k in task.k if k <= len(bank))  # fewer rows cannot give more neighbours
     if not ks:
-        raise ConfigError(f"k={list(task.k)}: {task.train} has {len(bank)} images; name a k that is not above that")
+        raise ConfigError(f"k={list(task.k)}: exceeds the {len(bank)} images of {task.train}. Use a smaller k.")
     queries, k = test.in_memory().to(encoder.device), max(ks)
-    # The queries stay, the bank streams past: it may not fit, and they have to.
+    # Queries stay in memory and the bank is streamed, because it may not fit.
     neighbours = knn.nearest(queries, share.blocks(), k, first)
-    # Every rank has searched its own share of the bank; the best of each are the best of all.
+    # Every rank searched its share of the bank; the best of all ranks are the result.
     neighbours = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in neighbours))), k)
     labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
-    # A test class without training images is missed, and not an index beyond the votes.
+    # A test class without training images counts as an error, and needs no index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline)
@@ -134,7 +134,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
 
 
 def check_labelled(task: LabelledTaskConfig) -> None:
-    """Raise `DataError` where the images are not there."""
+    """Raise `DataError` if the images are missing."""
     open_labelled(task)
 
 

@@ -1,4 +1,4 @@
-"""DINO's linear probe on a set's images: features once where the protocol allows it, through the backbone where not."""
+"""DINO's linear probe on a set's images: on stored features if the protocol allows it, otherwise through the backbone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BATCH = 256
 
 
 class LinearTaskConfig(LabelledTaskConfig):
-    """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding for the last one's)."""
+    """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding instead of the last one's)."""
 
     task: Literal["linear"] = field("linear", "Entry of sparo.tasks.")
     n_last_blocks: int = field(4, "Number of last blocks whose CLS tokens are concatenated.", ge=1)
@@ -55,11 +55,11 @@ class LinearTaskConfig(LabelledTaskConfig):
 
 
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
-    """The test features are computed once; those of training too where `augment` is off. All ranks return the same result."""
+    """Run the probe. Test features are computed once, and training features, too, if `augment` is off. All ranks return the same result."""
     encoder, ranks = scoring.encoder, scoring.ranks
-    assert isinstance(encoder, BlocksEncoder)  # what offers `blocks`
+    assert isinstance(encoder, BlocksEncoder)  # encoders with `blocks`
     train, test = open_labelled(task)
-    # Told to the readers: a label beyond them is found where it is read, with its file's name.
+    # Set for the readers, so that a label beyond it is reported with its file's name.
     train.label_below = test.label_below = task.classes
     probe = partial(encoder.probe, n=task.n_last_blocks, avgpool=task.avgpool)
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
@@ -78,7 +78,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
         right.append(torch.tensor(ranks.gather(counts.tolist())).sum(dim=0))
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        # Of the epoch alone, so any number of ranks deals out the same batches.
+        # From the epoch only, so any number of ranks has the same batches.
         order = generator(task.seed, "probe", epoch).permutation(len(train)).tolist()
         if bank is None:
             yield from _augmented_batches(scoring, task, train, epoch, order, probe, classes, test_features.width)
@@ -87,7 +87,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
             at = torch.tensor(mine, dtype=torch.int64)
             yield bank.rows(at).to(encoder.device), label_sets[1][at].to(encoder.device), len(numbers)
 
-    # The official script scales by the batch in the same way, so published rates can be typed as they are.
+    # The official script scales the rate by the batch size, too, so published rates can be used directly.
     lr, seed = task.lr * task.batch_size / 256, torch_seed(task.seed, "probe")
     # not by the process group: in training the others wait
     reduce_kwargs = {"summed": sum_over_ranks} if ranks.size > 1 else {}
@@ -99,12 +99,12 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
 
 
 def _split_like(features: Features, labels: Tensor) -> list[Tensor]:
-    """Labels in the blocks of `features`."""
+    """Split labels into the blocks of `features`."""
     return list(labels.split([len(block) for block in features.blocks(_BATCH)]))
 
 
 def _rank_batches(order: list[int], size: int, ranks: Ranks) -> Iterator[tuple[list[int], list[int]]]:
-    """Global batches, and of each what is this rank's."""
+    """Yield global batches, and this rank's part of each."""
     for numbers in batched(order, size):
         yield list(numbers), list(numbers[ranks.rank :: ranks.size])
 
@@ -113,12 +113,12 @@ def _augmented_batches(
     scoring: Scoring, task: LinearTaskConfig, train: EvalSet, epoch: int, order: list[int], probe: partial[Tensor],
     classes: int, width: int,
 ) -> Iterator[tuple[Tensor, Tensor, int]]:  # fmt: skip
-    """An epoch through the backbone."""
+    """Yield an epoch through the backbone."""
     encoder = scoring.encoder
     dealt = list(_rank_batches(order, task.batch_size, scoring.ranks))
     crops = _Crops(train, encoder.image_size, task.seed, epoch)
     single_rank = scoring.ranks.size == 1
-    if not single_rank:  # gradients are summed at every step: ranks may leave between two epochs only, all of them
+    if not single_rank:  # gradients are summed in every step, so ranks may only stop together, between epochs
         scoring.ranks.call_on_all(stop_here)
     own = [mine for _, mine in dealt if mine]
     with closing(read_batches(crops, np.asarray, own, task.workers, stoppable=single_rank)) as read:
@@ -131,13 +131,13 @@ def _augmented_batches(
             labels = torch.tensor(batch.facts, dtype=torch.int64)
             if int(labels.max()) >= classes:
                 raise DataError(
-                    f"{task.train}: label {int(labels.max())}, and {task.test} has {classes} classes; set the task's classes"
+                    f"{task.train}: label {int(labels.max())} exceeds the {classes} classes of {task.test}. Set the task's classes."
                 )
             yield probe(batch.pixels), labels.to(encoder.device), len(numbers)
 
 
 class _Crops(EvalSet):
-    """torchvision's RandomResizedCrop and flip as eval_linear.py has them: bilinear, 8 to 100 per cent of the area."""
+    """torchvision's RandomResizedCrop and flip as in eval_linear.py: bilinear, 8 to 100 per cent of the area."""
 
     def __init__(self, whole: EvalSet, size: int, seed: int, epoch: int):
         self.whole, self.size, self.names = whole, size, (seed, epoch)
@@ -149,7 +149,7 @@ class _Crops(EvalSet):
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         key, image, fact = self.whole.read(number)
         rng = generator(self.names[0], "probe-augment", self.names[1], number)
-        # Of the image's own number, not of the order in which workers come to it.
+        # Seeded by the image's number, not by the order in which workers process images.
         box = random_resized_crop_box(image.size, (0.08, 1.0), rng)
         pixels = resized_crop(image.convert("RGB"), box, self.size, Image.Resampling.BILINEAR)
         return key, Image.fromarray(pixels[:, ::-1] if rng.random() < 0.5 else pixels), fact

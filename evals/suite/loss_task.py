@@ -1,4 +1,4 @@
-"""`task: validation_loss`: what a run is trained to make small, on samples that it was not trained on."""
+"""`task: validation_loss`: a run's training loss on held-out samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .task import Task
 
 
 class LossTaskConfig(TaskConfig):
-    """Shards as those of training; images are cut in the middle and never mirrored, all else is drawn as in training, by `seed`."""
+    """Shards as in training; images are center-cropped and not mirrored, other random numbers are drawn as in training, from `seed`."""
 
     task: Literal["validation_loss"] = field("validation_loss", "Entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
@@ -38,12 +38,12 @@ class LossTaskConfig(TaskConfig):
     frames: int | None = field(
         None, "Frames of a clip, instead of objective.frames.count.", gt=0, le=100_000, examples=[12]
     )
-    seed: int = field(0, "Seed of what a sample draws: its first frame, its initial slots.", ge=0)
+    seed: int = field(0, "Random seed of a sample: its first frame, its initial slots.", ge=0)
     limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[100])
 
 
 def open_held_out(task: LossTaskConfig) -> Source:
-    """Its shards. Raises `DataError` or `ConfigError` where they are not there."""
+    """Open its shards. Raises `DataError` or `ConfigError` if they are missing."""
     return open_source("validation_loss", ShardsConfig(shards=task.shards), block="")
 
 
@@ -52,18 +52,18 @@ def _check(task: LossTaskConfig) -> None:
 
 
 def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
-    """The mean of `Loss.total` over samples, each a batch of its own, at the end of the run's schedules.
+    """Compute the mean of `Loss.total` over samples, each a separate batch, at the end of the run's schedules.
 
     Raises:
-        DataError: not one sample can be used, or a loss is not finite.
+        DataError: no sample can be used, or a loss is not finite.
     """
     if scoring.part is not None and scoring.part[0]:
-        raise PartsMissingError(f"{scoring.name}: nothing is encoded that could be shared; the first share scores it")
+        raise PartsMissingError(f"{scoring.name}: has no encodings to share; the first share scores it")
     encoder, source = scoring.encoder, open_held_out(task)
-    assert encoder.trained is not None  # what offers `loss`
+    assert encoder.trained is not None  # encoders with `loss`
     training_run = encoder.trained
     loss = {"loss": _loss_options(training_run), "frames": task.frames or _frames(training_run), "seed": task.seed}
-    # What is made small is part of what a score is of: of two losses, or lengths, none is the better.
+    # The loss is part of the score's identity, because losses of different kinds cannot be ranked.
     identity_facts = {"samples": fingerprint([source]), **loss}
     data = sha256(json.dumps(identity_facts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -71,12 +71,12 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
         skipped: dict[str, int] = {}
         loss_by_key = dict(_losses(encoder, training_run, source, task, skipped))
         if not loss_by_key:
-            raise DataError(f"{task.shards}: not one sample can be used: {', '.join(skipped)}")
+            raise DataError(f"{task.shards}: no sample can be used: {', '.join(skipped)}")
         loss_values = np.array(list(loss_by_key.values()))
         if not np.isfinite(loss_values).all():
             key = list(loss_by_key)[int(np.flatnonzero(~np.isfinite(loss_values))[0])]
             raise DataError(
-                f"{task.shards}: the loss of sample {key} is not finite; its weights or its data are damaged"
+                f"{task.shards}: the loss of sample {key} is not finite. Check the checkpoint and the sample."
             )
         result = score_losses(loss_values)
         options, counts = {**loss, "skipped": skipped, **result.options}, {"skipped": sum(skipped.values())}
@@ -90,15 +90,16 @@ def _losses(
 ) -> Iterator[tuple[str, float]]:
     objective, examples = training_run.objective, _examples(training_run, task)
     own = training_run.config.data.sources.values()
-    # Which member is the image is the recipe's to say.
+    # The recipe determines which member is the image.
     image_source = source._replace(config=source.config.model_copy(update={"image_keys": next(iter(own)).image_keys}))
     total, count = source.samples, min(task.limit or source.samples, source.samples)
-    # Of a run that counts epochs or samples its plan alone knows the steps; behind this many every schedule has ended, too.
+    # For a run in epochs or samples, only its plan knows the number of steps; at this large step every schedule has
+    # ended.
     end = training_run.config.steps or 10**9
-    # Its other parts may have been left behind where only the encoder moved. It stays in evaluation mode, as encoders are: whoever trains
-    # it puts it back.
+    # Other parts may be on another device if only the encoder was moved. The objective stays in evaluation mode, like
+    # encoders; training resets it.
     objective.to(encoder.device).eval()
-    # Forwards may count in buffers, and these are the run's.
+    # A forward may update buffers, which belong to the run.
     saved_buffers = [(b, b.clone()) for b in objective.buffers()]
     try:
         for number in (i * total // count for i in range(count)):
@@ -112,7 +113,7 @@ def _losses(
             batch = {name: table.to(encoder.device) for name, table in batch.items()}
             gpus = [encoder.device] if encoder.device.type == "cuda" else []
             with torch.no_grad(), torch.random.fork_rng(devices=gpus), encoder.autocast():
-                torch.manual_seed(task.seed)  # what a forward draws is the sample's own, too
+                torch.manual_seed(task.seed)  # random numbers of a forward belong to the sample, too
                 loss = objective(batch, Progress(max(end - 1, 0), end, 0))
             yield f"{number:08d}-{key}", float(loss.total)
     finally:
@@ -137,7 +138,7 @@ def _examples(training_run: TrainingRun, task: LossTaskConfig) -> Examples:
 
 
 def _loss_options(training_run: TrainingRun) -> dict[str, Any]:
-    """What tells a recipe's loss from another's: what is drawn or said, and how errors are counted."""
+    """Return what distinguishes one recipe's loss from another's: targets, and how errors are computed."""
     objective_config = training_run.config.objective.model_dump(mode="json")
     keys = METHODS.get(objective_config["kind"]).loss_keys
     if keys is None:
@@ -162,13 +163,13 @@ def _incompatibility(task: LossTaskConfig, encoder: Any) -> str | None:
         or next(iter(training_run.objective.ema_pairs()), None) is not None
     ):
         return (
-            f"task=validation_loss: what objective.kind={kind} makes small is of whole batches, or of a teacher that moves, and no "
-            "sample has a loss of its own; score what it is for"
+            f"task=validation_loss: the loss of objective.kind={kind} depends on whole batches, or on a changing teacher, so single "
+            "samples have none. Use another task."
         )
     if task.frames is not None and _frames(training_run) is None:
-        return f"frames={task.frames}: is of clips, and objective.kind={kind} has none; leave it away"
+        return f"frames={task.frames}: applies to clips, which objective.kind={kind} does not have. Remove it."
     if _examples(training_run, task.model_copy(update={"frames": None})).reads_model:
-        return "task=validation_loss: objective.cache trains on kept tokens, which held-out samples have none of"
+        return "task=validation_loss: objective.cache trains on cached tokens, which held-out samples lack. Use another task."
     return None
 
 
@@ -176,7 +177,7 @@ VALIDATION_LOSS = Task(LossTaskConfig, run_validation_loss, _check, needs=("loss
 
 
 def score_losses(losses: np.ndarray) -> Result:
-    """The mean of losses (n,) with an interval that resamples samples. Smaller is better; there is no chance level."""
+    """Return the mean of losses (n,) with an interval that resamples samples. Smaller is better; there is no chance level."""
     table = losses.astype(np.float64)[:, None]
     draws = bootstrap(table, np.ones_like(table))
     return Result(

@@ -1,4 +1,4 @@
-"""What a runner works with: an encoder, the store, and the ranks that score together."""
+"""Inputs of a task's scoring function: an encoder, the store, and the ranks that score together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..tasks.result import Result
 
 
 class Scoring(NamedTuple):
-    """`name`: the task's, for errors.  `part`: encode only this share of the images (i of n), and score nothing before all are there."""
+    """Encoder, store and ranks of a task; `part`: only encode this share of the images (i of n), and score once all are there."""
 
     name: str
     encoder: Encoder
@@ -33,12 +33,12 @@ class Scoring(NamedTuple):
     def features(
         self, sources: Sequence[EvalSet], workers: int, transform: Transform | None = None, view: View | None = None
     ) -> list[Features]:
-        """The sets' encodings, all that a task needs at once: this process's shares of all of them come before any is missed.
+        """Return the encodings of all sets of a task. This process's shares of all sets are computed before a missing one is reported.
 
         Raises:
-            PartsMissingError: other processes have not encoded theirs.
+            PartsMissingError: shares of other processes are missing.
         """
-        # All of them before the first that is missing: a share that stops early would leave others waiting for it.
+        # All sets before the first missing share, because other processes may wait for this one.
         tried = [self.store.images(self.encoder, s, transform, view, workers, self.ranks, self.part) for s in sources]
         available = [features for features in tried if features is not None]
         if len(available) < len(tried):
@@ -48,24 +48,24 @@ class Scoring(NamedTuple):
         return available
 
     def texts(self, captions: list[str]) -> Tensor:
-        """Unit-norm encodings (n, D) of captions, by an encoder that offers `texts`."""
+        """Return unit-norm encodings (n, D) of captions, by an encoder with `texts`."""
         assert isinstance(self.encoder, TextEncoder)
         return self.store.texts(self.encoder, captions)
 
 
 class PartsMissingError(DataError):
-    """Not an error where several processes share the encoding: the last one of them scores."""
+    """Raised while several processes share the encoding; the last one of them scores."""
 
 
 def labels_of(features: Features, source: EvalSet) -> Tensor:
-    """(n,) int64, or (n, C) of a multilabel set. Raises `DataError` where one is not below `source.label_below`."""
-    for key, fact in zip(features.keys, features.facts, strict=True):  # stored features did not come by the reader
+    """Return (n,) int64, or (n, C) for a multilabel set. Raises `DataError` for a label that is not below `source.label_below`."""
+    for key, fact in zip(features.keys, features.facts, strict=True):  # stored features were not checked by the reader
         refuse_label(source, key, fact)
     return torch.tensor(features.facts, dtype=torch.int64)
 
 
 def learned_on(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict[str, Any]:
-    """Return the options of a score that is learned first: the training images, those left out, and the resize."""
+    """Return the options of a score with training: the training images, skipped files, and the resize."""
     options: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
     if train.left_out:
         options["left_out_of_training"] = dict(train.left_out)
@@ -75,21 +75,21 @@ def learned_on(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict
 
 
 def _same_images(train: EvalSet, test: EvalSet) -> bool:
-    """Return whether two sets hold the same images: by their identity, which knows names and sizes, and the pixels of 16 of them."""
+    """Return whether two sets contain the same images: by their identity, which includes names and sizes, and the pixels of 16 of them."""
     if train.identity() != test.identity():
         return False
     try:
         return all(
             np.array_equal(np.asarray(train.read(i)[1]), np.asarray(test.read(i)[1])) for i in evenly(len(test), 16)
         )
-    except DataError:  # the features are stored, and the images are gone
+    except DataError:  # the features are stored, but the images were removed
         return False
 
 
 def attach_data_info(
     result: Result, images: Features, source: EvalSet, options: dict[str, Any], keys: list[str] | None = None
 ) -> Result:
-    """A result with what only the caller knows: options, the data's identity, and the keys of its predictions."""
+    """Add to a result what only the caller knows: options, the data's identity, and the keys of its predictions."""
     options = {**options, **result.options, "facts": facts_digest(images.keys, images.facts)}
     if source.left_out:
         options["left_out"] = dict(source.left_out)
@@ -98,7 +98,7 @@ def attach_data_info(
 
 
 def facts_digest(keys: Sequence[str], facts: Sequence[Any]) -> str:
-    """Of what a score goes by: the identity of shards is where samples lie in them, which other captions or masks of one length share."""
+    """Return a hash of the annotations, because the identity of shards only contains positions, which other captions or masks of equal length share."""
     digest = xxhash.xxh3_128()
     for key, fact in zip(keys, facts, strict=True):
         fact_bytes = fact.tobytes() if isinstance(fact, np.ndarray) else json.dumps(fact, default=str).encode()

@@ -1,4 +1,4 @@
-"""Data sets times tasks: encode what a task needs, hand the features over, collect results."""
+"""Evaluation suites: encode what the tasks need, score them, and collect results."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SINGLE_PROCESS = Ranks(World(), "gloo", 0.0)
 
 
 class Suite:
-    """Several evaluation sets, scored as often as asked.
+    """Several evaluation sets, which can be scored repeatedly.
 
     Args:
         tasks: by name, as in a recipe's `eval.tasks`.
-        store: where features are kept; default: nowhere.
+        store: store of features; default: none.
     """
 
     def __init__(self, tasks: Mapping[str, TaskConfig], store: FeatureStore | None = None):
         self.tasks, self.store = dict(tasks), store or FeatureStore()
 
     def check(self) -> None:
-        """Raise `DataError` now where a set lacks a file that its task needs."""
+        """Raise `DataError` if a set lacks a file that its task needs."""
         for task in self.tasks.values():
             TASKS.get(task.task).check(task)
 
@@ -46,8 +46,9 @@ class Suite:
         """Score `encoder` on the tasks named in `only` (default: all).
 
         Args:
-            ranks: those that score together; each encodes its share of the images, and all return the same results.
-            part: (i, n): encode the i-th of n shares only; tasks whose other shares are missing are left out of the results.
+            encoder, only: encoder and tasks.
+            ranks: ranks that score together; each encodes its share of the images, and all return the same results.
+            part: (i, n): only encode the i-th of n shares; tasks whose other shares are missing are not in the results.
         """
         tasks, out = select_tasks(self.tasks, only), {}
         for name, task in tasks.items():
@@ -61,11 +62,11 @@ class Suite:
 
 
 class TaskError(SparoError):
-    """A task broke off, or gave what is no score: its own mistake, which ends neither other tasks' scores nor a training unsaved."""
+    """Error of a task itself, which does not prevent scoring other tasks or saving a training."""
 
 
 def _score_task(scoring: Scoring, task: TaskConfig) -> Result:
-    """A task's result with plain numbers, as files and tables take them."""
+    """Return a task's result with plain numbers, for files and tables."""
     try:
         raw_result: Result = TASKS.get(task.task).run(scoring, task)
         metrics = {name: float(value) for name, value in raw_result.metrics.items()}
@@ -74,15 +75,15 @@ def _score_task(scoring: Scoring, task: TaskConfig) -> Result:
         result = raw_result._replace(
             metrics=metrics, intervals=intervals, counts=counts, chance=float(raw_result.chance), n=int(raw_result.n)
         )
-        json.dumps(result.options)  # what no file takes is told here, with the task's name
+        json.dumps(result.options)  # report here, with the task's name, what files cannot store
         if result.headline not in metrics:
-            raise KeyError(f"headline {result.headline!r} is none of its metrics: {', '.join(metrics) or 'none'}")
-    except UnexpectedError as error:  # of rank 0, which all of them have
+            raise KeyError(f"headline {result.headline!r} is not one of its metrics: {', '.join(metrics) or 'none'}")
+    except UnexpectedError as error:  # of rank 0, and all ranks raise it
         failed = TaskError(f"{scoring.name}: task={task.task} failed ({error})")
         failed.on_all_ranks, failed.repeated = error.on_all_ranks, error.repeated
         raise failed from error
     except SparoError:
         raise
-    except Exception as error:  # a stranger's task may fail in any way
+    except Exception as error:  # a plug-in's task may fail in any way
         raise TaskError(f"{scoring.name}: task={task.task} failed ({UnexpectedError.of(error)})") from error
     return result

@@ -1,4 +1,4 @@
-"""What a task is: one value, which `sparo.tasks` names."""
+"""Tasks: entries of `sparo.tasks`, and their requirements on encoders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .scoring import Scoring
 
 
 class Need(NamedTuple):
-    """What a task needs of an encoder, what is so where one does not offer it, and what to do then."""
+    """Requirement of a task, the message if an encoder lacks it, and the remedy."""
 
     what: str
     instead: str
@@ -34,25 +34,25 @@ class Need(NamedTuple):
 
 
 NEEDS = {
-    "images": Need("images or clips encoded", "takes views with their cameras", "use view_masks or scene_probe"),
-    "texts": Need("texts encoded", "encodes images alone", "use knn, linear or probe"),
+    "images": Need("an encoder of images or clips", "takes views with their cameras", "Use view_masks or scene_probe."),
+    "texts": Need("a text tower", "has none", "Use knn, linear or probe."),
     "conditioned": Need(
-        "patches that texts pool", "has none", "use retrieval, or train with objective.model.readout.kind=flair"
+        "patches that texts pool", "has none", "Use retrieval, or train with objective.model.readout.kind=flair."
     ),
-    "blocks": Need("the last blocks of a DINO backbone", "has none", "use probe"),
-    "tokens": Need("a vision transformer's tokens", "gives none", "use probe or knn"),
-    "slots": Need("slots", "has none", "use a model with a read-out (objective.model.readout.kind=sparo)"),
-    "masks": Need("a mask per slot", "has none", "use an object-centric model"),
-    "drawing": Need("images drawn again", "draws none", "use a slot model that has a decoder"),
-    "clips": Need("a mask per slot of every frame", "takes images alone", "train with objective.kind=video_slots"),
-    "views": Need("posed views drawn", "takes images without cameras", "train with objective.kind=novel_views"),
-    "loss": Need("what it was trained with", "is weights alone", "name a run folder of `sparo train`"),
-    "objects": Need("objects listed", "lists none", "train with objective.kind=set_prediction"),
+    "blocks": Need("the last blocks of a DINO backbone", "has none", "Use probe."),
+    "tokens": Need("the tokens of a vision transformer", "has none", "Use probe or knn."),
+    "slots": Need("slots", "has none", "Use a model with a slot readout (objective.model.readout.kind=sparo)."),
+    "masks": Need("a mask per slot", "has none", "Use an object-centric model."),
+    "drawing": Need("reconstructed images", "has no decoder", "Use a slot model with a decoder."),
+    "clips": Need("a mask per slot and frame", "takes single images", "Train with objective.kind=video_slots."),
+    "views": Need("rendered views", "takes images without cameras", "Train with objective.kind=novel_views."),
+    "loss": Need("the recipe of its training run", "has weights only", "Give a run folder of `sparo train`."),
+    "objects": Need("predicted objects", "has none", "Train with objective.kind=set_prediction."),
 }
 
 
 class TaskPictures(NamedTuple):
-    """What is drawn at an evaluation while a run trains: a sheet, and the frames of a moving one, where there is something that moves."""
+    """Pictures of an evaluation during training: a sheet, and frames of an animation if something moves."""
 
     sheet: Image.Image
     frames: Sequence[Image.Image] = ()
@@ -60,17 +60,19 @@ class TaskPictures(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A row of `sparo.tasks`.
+    """Entry of `sparo.tasks`.
 
     Args:
         config: the entry of `eval.tasks`, with `task: Literal[NAME] = NAME`.
         run: scores it.
-        check: raises `DataError` now where the config's data is not there, or not what the task takes.
-        needs: of `NEEDS`, or words of one's own that an encoder's `offers` may have.
-        facts: what its set says of every image, where it has one set (evals/sets/base.py: FactKind).
-        incompatibility: why this config cannot be scored with an encoder that offers all of `needs`, and what to do; None: it can.
-        pictures: `module:attribute` of `(encoder, config, how many) -> TaskPictures | None`, which draws at evaluations of a run; imported
-            when something is drawn. Empty: of this task nothing is.
+        check: raises `DataError` if the config's data are missing, or of another kind.
+        needs: requirements in `NEEDS`, or other words that an encoder's `offers` may contain.
+        facts: annotations that its set needs for every image, if it has one set (evals/sets/base.py: FactKind).
+        incompatibility: returns why this config cannot be scored with an encoder that offers all of `needs`, and the
+            remedy; None: it can.
+        pictures: `module:attribute` of `(encoder, config, how many) -> TaskPictures | None`, which draws at evaluations
+            of a run; imported
+            when something is drawn. Empty: the task has no pictures.
     """
 
     config: type[TaskConfig]
@@ -83,31 +85,31 @@ class Task:
 
 
 class IncompatibleTaskError(ConfigError):
-    """A task that this kind of encoder cannot do; raised before anything is encoded."""
+    """A task that the encoder does not support; raised before anything is encoded."""
 
 
 def check_compatible(name: str, task: TaskConfig, encoder: Encoder) -> None:
-    """Raise `IncompatibleTaskError` where `encoder` does not offer what the task needs, or not as it is set; `name`: what the task is called."""
+    """Raise `IncompatibleTaskError` if `encoder` lacks a requirement of the task, or does not support its settings."""
     row: Task = TASKS.get(task.task)
     needs = row.needs
-    # What is made of clips or of views asks for no image on its own.
+    # Features of clips or views do not imply features of single images.
     for word in needs if {"clips", "views", "loss"} & set(needs) else ("images", *needs):
         if word not in encoder.offers:
-            # Who takes posed views takes neither images nor clips, and is told of its own tasks.
+            # Encoders of posed views take neither images nor clips, so suggest their own tasks.
             lacked = "images" if word == "clips" and "views" in encoder.offers else word
             offered = ", ".join(sorted(encoder.offers)) or "nothing more"
-            need = NEEDS.get(lacked, Need(lacked, "does not offer that", f"it offers {offered}"))
+            need = NEEDS.get(lacked, Need(lacked, "does not offer it", f"It offers {offered}."))
             if isinstance(encoder, MaskedEncoder | SelectedHeads):
                 need = need._replace(
-                    instead="is encodings alone, as some of them were chosen", remedy="leave --slots away for it"
+                    instead="has encodings of selected slots only", remedy="Remove --slots for this task."
                 )
-            raise IncompatibleTaskError(f"{name}: needs {need.what}, and {encoder.label} {need.instead}; {need.remedy}")
+            raise IncompatibleTaskError(f"{name}: needs {need.what}, but {encoder.label} {need.instead}. {need.remedy}")
     if reason := row.incompatibility(task, encoder):
         raise IncompatibleTaskError(f"{name}.{reason}")
 
 
 def encoder_of(objective: Objective, config: Any) -> Encoder:
-    """What encodes inside a training objective, on its device, in evaluation mode; `config`: the run's recipe."""
+    """Return the encoder of a training objective, on its device, in evaluation mode; `config` is the run's recipe."""
     encoder: Encoder = encoder_entry(config.objective.kind)(objective)
     encoder.trained = TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)
@@ -121,7 +123,7 @@ def check_tasks_compatible(
     block: str = "eval.tasks",
     exported: bool = False,
 ) -> None:
-    """Raise `IncompatibleTaskError` where one of a recipe's (`config`) tasks cannot be done with what it trains, or (`exported`) with an export of it."""
+    """Raise `IncompatibleTaskError` if a recipe's tasks cannot be scored with the model that it trains, or (`exported`) with its export."""
     if not tasks:
         return
     try:
@@ -136,10 +138,11 @@ def check_tasks_compatible(
 
 
 def check_recipe_compatible(config: RunConfig, objective: Objective | None = None) -> None:
-    """Raise `ConfigError` where `eval.tasks` or `eval.job` of a recipe cannot be done with what it trains.
+    """Raise `ConfigError` if `eval.tasks` or `eval.job` of a recipe cannot be scored with the model that it trains.
 
     Args:
-        objective: what is trained; default: made of the recipe on the meta device, which takes no memory.
+        config: the recipe.
+        objective: the trained objective; default: built from the recipe on the meta device, which needs no memory.
     """
     side = config.eval.job
     if not config.eval.tasks and side is None:
@@ -152,12 +155,12 @@ def check_recipe_compatible(config: RunConfig, objective: Objective | None = Non
         check_tasks_compatible(objective, config, side.tasks, "eval.job.tasks", exported=True)
         if not METHODS.get(config.objective.kind).exports:
             raise ConfigError(
-                f"eval.job: objective.kind={config.objective.kind} names no layout to export to, which a job of its own would read"
+                f"eval.job: objective.kind={config.objective.kind} has no export layout, which a separate job needs"
             )
 
 
 def select_tasks(tasks: Mapping[str, Any], only: Iterable[str] | None) -> dict[str, Any]:
-    """The tasks of these names (default: all). Raises `ConfigError` with a near miss."""
+    """Return the tasks with these names (default: all). Raises `ConfigError` with a suggestion."""
     names = list(only or tasks)
     for name in names:
         if name not in tasks:

@@ -1,1 +1,1 @@
-"""Tasks are functions of features; they know no files and no models."""
+"""Tasks as functions of features; they depend on no files or models."""

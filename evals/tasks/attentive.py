@@ -1,7 +1,7 @@
-"""An attentive probe: a read-out and a linear layer trained on frozen tokens (Psomas et al. 2026, and before it CAPI, V-JEPA, AIM).
+"""Attentive probe: a readout and a linear layer trained on frozen tokens (Psomas et al. 2026, and before it CAPI, V-JEPA, AIM).
 
-What the read-out gives is standardised by its batch (no scale, no offset, as MAE's linear probe has it) and classified by one linear
-layer; both are trained by AdamW with a warm-up and a cosine per step.
+The readout's output is standardised over the batch (without scale and offset, as in MAE's linear probe) and classified
+by one linear layer; both are trained by AdamW with warm-up and a cosine per step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK = 256  # images that are scored at once
 
 
 class AttentiveTraining(NamedTuple):
-    """How a probe is trained."""
+    """Training options of a probe."""
 
     lr: float
     weight_decay: float
@@ -36,10 +36,11 @@ class AttentiveTraining(NamedTuple):
 
 
 class AttentiveProbe(nn.Module):
-    """Tokens (B, N, d) to logits (B, classes).
+    """Probe of tokens (B, N, d) that returns logits (B, classes).
 
     Args:
         head: tokens to encodings (B, width).
+        width, classes: sizes of the linear layer.
     """
 
     def __init__(self, head: nn.Module, width: int, classes: int):
@@ -50,7 +51,7 @@ class AttentiveProbe(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Standardised between both: what read-outs give differs by factors of a hundred, and one rate has to do.
+        # Standardise between both, because readouts' outputs differ by factors of a hundred, and one rate must fit all.
         return self.linear(self.norm(self.head(tokens)))
 
 
@@ -60,18 +61,20 @@ def train_attentive(
     how: AttentiveTraining,
     on_epoch_end: Callable[[int], None] = lambda epoch: None,
 ) -> AttentiveProbe:
-    """Train on rows (m, N, d); the start and the order of images are drawn from `how.seed`. A last batch of one image is left out: it
-    has no deviation.
+    """Train on rows (m, N, d); initial weights and the order of images come from `how.seed`.
+
+    A last batch with a single image is skipped, because it has no deviation.
 
     Raises:
         DataError: fewer than two images.
     """
     if len(train.labels) < 2:
-        raise DataError(f"attentive_probe: {len(train.labels)} training image(s); at least two are needed")
+        raise DataError(f"attentive_probe: needs at least two training images, got {len(train.labels)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(how.seed)
         probe = build().to(how.device)
-        # All orders at once, from the stream that the start came from: a training takes the same ones whatever else draws.
+        # All orders at once, from the stream of the initial weights, so that they do not depend on other random
+        # numbers.
         orders = [torch.randperm(len(train.labels)) for _ in range(how.epochs)]
     optimizer = torch.optim.AdamW(
         [
@@ -82,7 +85,7 @@ def train_attentive(
     )
     per_epoch = -(-len(train.labels) // how.batch_size)
     warm, steps, step = how.warmup_epochs * per_epoch, how.epochs * per_epoch, 0
-    # Cosine and warm-up per step, not per epoch: small sets have few epochs' worth of steps.
+    # Cosine and warm-up per step, not per epoch, because small sets have few epochs.
     for epoch, order in enumerate(orders):
         for rows in order.split(how.batch_size):
             for group in optimizer.param_groups:
@@ -102,15 +105,15 @@ def train_attentive(
 
 @torch.no_grad()
 def score(probe: AttentiveProbe, test: Labelled, classes: int, device: torch.device) -> Result:
-    """acc1, acc5 and mean per-class recall.
+    """Compute acc1, acc5 and mean per-class recall.
 
     Raises:
-        DataError: a logit that is not finite: what the probe says is no answer.
+        DataError: a logit is not finite.
     """
     top_classes = []
     for rows in torch.arange(len(test.labels)).split(_BLOCK):
         logits = probe(test.rows(rows).to(device)).float()
         if not logits.isfinite().all():
-            raise DataError("attentive_probe: its logits are not finite, so it diverged; lower the task's lr")
+            raise DataError("attentive_probe: its logits are not finite, so it diverged. Lower the task's lr.")
         top_classes.append(rank_classes(logits, min(5, classes)).cpu())
     return result_from_ranking(torch.cat(top_classes), test.labels, classes, "attentive_probe")

@@ -1,7 +1,7 @@
-"""Weighted k-nearest-neighbour classification as DINO scores it (Wu et al. 2018; eval_knn.py), in bounded memory and exact.
+"""Weighted k-nearest-neighbour classification as scored by DINO (Wu et al. 2018; eval_knn.py), in bounded memory and exact.
 
-Similarities are computed in blocks and only the best k of every query are kept, so neither the number of queries nor
-that of the bank's rows is limited by memory. Equal similarities are decided by the lower row, whatever the blocks.
+Similarities are computed in blocks and only the best k of every query are kept, so memory limits neither the number of
+queries nor that of the bank's rows. Ties go to the lower row, whatever the blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch.nn import functional as F
 from .result import Result, wilson
 from .zeroshot import class_recall
 
-# Similarities of 4 MiB: with the rows, no more than the official evaluation takes; more rows at once, and groups' maxima find the best.
+# Similarities of 4 MiB: together with the rows, no more than the official evaluation uses. With more rows at once, the
+# best are found through group maxima.
 QUERIES, ROWS = 128, 8192
-_SAME_ENCODING_TOLERANCE = 1e-6  # how far below 1 rounding leaves the cosine of an encoding with itself
+_SAME_ENCODING_TOLERANCE = 1e-6  # largest rounding error of the cosine of an encoding with itself
 
 
 class Nearest(NamedTuple):
-    """Per query the best rows of a bank, best first: `similarity` (m, k) fp32 and `row` (m, k) int64."""
+    """Best rows of a bank for each query, best first: `similarity` (m, k) fp32 and `row` (m, k) int64."""
 
     similarity: Tensor
     row: Tensor
@@ -36,21 +37,21 @@ def nearest(
     first_row: int = 0,
     block: tuple[int, int] = (QUERIES, ROWS),
 ) -> Nearest:
-    """The k rows of `bank` with the largest cosine to each query.
+    """Return the k rows of `bank` with the largest cosine to each query.
 
     Args:
         queries: (m, D), any float dtype.
-        bank: (n, D), any float dtype, or its rows in pieces, each of which is dropped once it was seen; a memory map is
-            read once, block by block.
-        k: at most n are found.
-        first_row: the number of the bank's first row, where it is a part of a larger one.
-        block: queries and rows whose similarities are held at once.
+        bank: (n, D), any float dtype, or its rows in pieces, each of which is released after use; a memory map is read
+            once, block by block.
+        k: at most n are returned.
+        first_row: the number of the bank's first row, if it is part of a larger one.
+        block: queries and rows whose similarities are stored at once.
     """
     parts = [F.normalize(q.float(), dim=-1) for q in queries.split(block[0])]
     nearest_parts: list[Nearest | None] = [None] * len(parts)
     buffer = queries.new_empty(
         0, dtype=torch.float32
-    )  # one memory for all blocks: fresh pages cost as much as a fifth of the product
+    )  # one buffer for all blocks, because new pages cost a fifth of the product
     for piece in [bank] if isinstance(bank, Tensor) else bank:
         for rows in piece.split(block[1]):
             rows = normalised(rows, queries.device)
@@ -69,43 +70,43 @@ def nearest(
 
 
 def normalised(rows: Tensor, device: torch.device) -> Tensor:
-    """`F.normalize` of fp32 rows, without a second copy of those that had to be converted."""
+    """Normalize fp32 rows like `F.normalize`, without a second copy of converted rows."""
     converted = rows.to(device, torch.float32)
     norm = torch.linalg.vector_norm(converted, dim=1, keepdim=True).clamp_min_(1e-12)
     return converted / norm if converted is rows else converted.div_(norm)
 
 
 def merge(parts: Sequence[Nearest], k: int) -> Nearest:
-    """The best k among what several parts of a bank gave, the parts in the order of their rows."""
+    """Merge the best k of several parts of a bank, in the order of their rows."""
     similarity, row = torch.cat([p.similarity for p in parts], 1), torch.cat([p.row for p in parts], 1)
     order = similarity.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return Nearest(similarity.gather(1, order), row.gather(1, order))
 
 
 def best_of(table: Tensor, k: int, first: int) -> Nearest:
-    """The k largest of every row (m, n), ties to the lower column; columns are counted from `first`."""
+    """Return the k largest of every row (m, n), ties to the lower column; columns are counted from `first`."""
     k = min(k, table.shape[1])
     value, row = _largest(table, min(k + 1, table.shape[1]))
-    # One more than is wanted was taken: whether the last one ties is seen by the next.
+    # Take one more than needed, which shows whether the last one ties.
     if value.shape[1] > k:
         tied = (value[:, k - 1] == value[:, k]).nonzero().flatten()  # topk may keep any of them
         value, row = value[:, :k].clone(), row[:, :k].clone()
         if len(tied):
             ordered = table[tied].sort(dim=1, descending=True, stable=True)
             value[tied], row[tied] = ordered.values[:, :k], ordered.indices[:, :k]
-    # By row first, then stably by value: of equal values the lower row is first.
+    # Sort by row first, then stably by value, so that the lower row comes first among ties.
     row, by_row = row.sort(dim=1)
     value, order = value.gather(1, by_row).sort(dim=1, descending=True, stable=True)
     return Nearest(value, row.gather(1, order) + first)
 
 
 def _largest(table: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`topk` of long rows: the k groups with the largest maxima hold the k largest values (of equal ones, some)."""
+    """Compute `topk` of long rows: the k groups with the largest maxima contain the k largest values (of ties, some)."""
     n = table.shape[1]
     group_size = math.isqrt(n // max(1, k)) // 2
     if group_size < 3:
         return table.topk(k, dim=1)
-    # Groups of one size where some number divides: what is left over is looked at one by one.
+    # Groups of one size if possible; the remainder is processed one by one.
     size = next((s for s in range(group_size, 2 * group_size) if n % s == 0), group_size)
     groups = n // size
     top_groups = _maxima(table[:, : size * groups], size, groups).topk(k, dim=1, sorted=False).indices
@@ -118,16 +119,16 @@ def _largest(table: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _maxima(table: Tensor, size: int, groups: int) -> Tensor:
-    """(m, groups) over the columns that are equal modulo `groups`; a transposed table is read in the order in which it lies."""
+    """Return (m, groups) maxima over the columns that are equal modulo `groups`; a transposed table is read in memory order."""
     if table.stride(1) == 1:
         return table.unflatten(1, (size, groups)).amax(dim=1)
     return table.T.unflatten(0, (size, groups)).amax(dim=0).T.contiguous()
 
 
 def predictions(neighbours: Nearest, labels: Tensor, classes: int, k: int, temperature: float, top: int = 5) -> Tensor:
-    """Classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class."""
+    """Return classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class."""
     k = min(k, neighbours.row.shape[1])
-    # Part by part: votes of all queries for all classes, sorted, would be most of what an evaluation takes.
+    # In parts, because sorted votes of all queries for all classes would dominate the time.
     best = [
         _voted(similarity, row, labels, classes, temperature)[:, : min(top, classes)].clone()
         for similarity, row in zip(
@@ -138,9 +139,9 @@ def predictions(neighbours: Nearest, labels: Tensor, classes: int, k: int, tempe
 
 
 def _voted(similarity: Tensor, row: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
-    """All classes for some queries, best first."""
+    """Return all classes for some queries, best first."""
     weights = (similarity / temperature).exp()
-    # Summed on the labels' places: a table of one-hot labels would be classes times larger.
+    # Sum at the labels' positions, because a table of one-hot labels would be larger by the number of classes.
     votes = weights.new_zeros(len(weights), classes).scatter_add_(1, labels[row], weights)
     return votes.sort(dim=1, descending=True, stable=True).indices
 
@@ -154,12 +155,11 @@ def score(
     temperature: float,
     headline: int,
 ) -> Result:
-    """acc1 and acc5 per k of queries with `labels` (m,), whose neighbours are in a bank with `bank_labels` (n,).
+    """Score acc1 and acc5 per k of queries with `labels` (m,), whose neighbours are in a bank with `bank_labels` (n,).
 
-    `mean_per_class_recall` is that of k = `headline`. `counts["same_encoding"]` is the number of queries that have the same
-    encoding as a row of the bank, which tells a test set that overlaps the training set.
-
-    As in eval_knn.py a right class counts for acc5 among the best min(5, k).
+    `mean_per_class_recall` is that of k = `headline`. `counts["same_encoding"]` is the number of queries that have the
+    same encoding as a row of the bank, which reveals a test set that overlaps the training set. As in eval_knn.py, acc5
+    counts the best min(5, k) classes.
     """
     metrics, predicted = {}, {}
     for k in ks:
@@ -169,7 +169,7 @@ def score(
         if classes > 5:
             metrics[f"acc5_k{k}"] = right[:, : min(5, k)].any(dim=1).double().mean().item()
     intervals = {name: wilson(value, len(labels)) for name, value in metrics.items()}
-    # Of the headline's k alone: compare pairs one number per sample.
+    # For the headline's k only, because compare pairs one value per sample.
     right = torch.from_numpy(predicted[f"predicted_k{headline}"][:, 0]) == labels
     predicted["right"] = right.numpy()
     hits = torch.bincount(labels, weights=right.double(), minlength=classes)

@@ -1,4 +1,4 @@
-"""True caption against false caption, as SugarCrepe scores it: strictly greater similarity wins, ties lose."""
+"""True caption against false caption, as scored in SugarCrepe: strictly greater similarity wins, ties lose."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def score(
     average: Literal["macro", "micro"] = "macro",
     texts: Sequence[tuple[str, str]] = (),
 ) -> Result:
-    """Accuracy per kind, their unweighted mean (`macro`) and over all pairs (`micro`).
+    """Return the accuracy per kind, their unweighted mean (`macro`) and that over all pairs (`micro`).
 
     Args:
-        image, true, false: (n, D) encodings of each pair's image and captions.  kinds: its kind, e.g. `swap_att`.
-        average: the headline. Table B.1 of the SPARO paper has the macro one; SugarCrepe's authors use micro.
-        texts: true and false caption of each pair; those with the same words in another order are scored apart, as
-            `order_only`, where an encoder blind to order guesses.
+        image, true, false: (n, D) encodings of each pair's image and captions.
+        kinds: kind of each pair, e.g. `swap_att`.
+        average: the headline. Table B.1 of the SPARO paper has the macro average; SugarCrepe's authors use micro.
+        texts: true and false caption of each pair; pairs with the same words in another order are also scored
+            separately, as `order_only`, on which an encoder that ignores order guesses.
     """
     image = F.normalize(image.float(), dim=-1)
-    # In one difference: what both captions share cannot decide by rounding.
+    # As one difference, so that rounding of a common part cannot decide.
     margin = (image * (F.normalize(true.float(), dim=-1) - F.normalize(false.float(), dim=-1))).sum(dim=1)
     return of_margins(margin, kinds, average, texts)
 
@@ -41,7 +42,7 @@ def of_margins(
     average: Literal["macro", "micro"] = "macro",
     texts: Sequence[tuple[str, str]] = (),
 ) -> Result:
-    """The same from margins (n,): similarity to the true caption less that to the false one."""
+    """Return the same from margins (n,): similarity to the true caption minus that to the false one."""
     right, rng = (margin > 0).numpy(), np.random.default_rng(0)
     metrics: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
@@ -53,11 +54,11 @@ def of_margins(
         intervals[kind] = wilson(metrics[kind], len(here))
         draws.append(
             rng.binomial(len(here), metrics[kind], DRAWS) / len(here)
-        )  # a bootstrap within the kind is just this
+        )  # equivalent to a bootstrap within the kind
     metrics |= {"macro": sum(metrics.values()) / len(metrics), "micro": float(right.mean())}
     intervals |= {"macro": percentiles(np.mean(draws, axis=0)), "micro": wilson(metrics["micro"], len(right))}
     counts = {"ties": int((margin == 0).sum())}
-    # The same words in another order: a bag of words cannot tell them apart.
+    # The same words in another order, which a bag of words cannot distinguish.
     same = np.asarray([_words(a) == _words(b) for a, b in texts], dtype=bool)
     if same.any():
         metrics["order_only"] = float(right[same].mean())

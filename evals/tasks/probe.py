@@ -31,14 +31,16 @@ def train_probe(
     report: Callable[[int, nn.Linear], None],
     summed: Callable[[Tensor], Tensor] = lambda gradient: gradient,
 ) -> nn.Linear:
-    """Train the layer; `report` sees it after every epoch.
+    """Train the layer; `report` receives it after every epoch.
+
+    The loss is the mean over the global batch, so any number of ranks trains the same layer.
 
     Args:
         batches: an epoch's batches on this rank: features (b, width), labels (b,), and the size of the global batch.
-        lr: of the whole batch (the official one is 0.001 * batch / 256).
-        summed: adds up a gradient over the ranks that train together.
-
-    The loss is the mean over the global batch, so any number of ranks trains the same layer.
+        width, classes, epochs, seed, device: sizes and schedule.
+        lr: for the whole batch (the official one is 0.001 * batch / 256).
+        report: called with the layer.
+        summed: sums a gradient over the ranks that train together.
 
     Raises:
         ConfigError: training diverged.
@@ -53,7 +55,7 @@ def train_probe(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=0)
     for epoch in range(epochs):
         for features, labels, size in batches(epoch):
-            # Over the global size, so that the ranks' gradients add up to its mean.
+            # Divide by the global size, so that the ranks' gradients sum to its mean.
             loss = F.cross_entropy(layer(features), labels, reduction="sum") / size
             optimizer.zero_grad()
             loss.backward()
@@ -83,11 +85,13 @@ def count_right(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[T
 def result(right: Sequence[Tensor], labels: Tensor, classes: int) -> Result:
     """Score the counts of every epoch.
 
-    The headline and `mean_per_class_recall` belong to the last epoch; `acc1_best` is the best epoch on this test set, as
-    eval_linear.py reports it.
+    The headline and `mean_per_class_recall` belong to the last epoch; `acc1_best` is the best epoch on this test set,
+    as reported by eval_linear.py.
 
     Args:
-        right: per epoch what `count_right` gives, of all ranks, (2, C).  labels: of the test images, (n,) int64.
+        right: per epoch the counts of `count_right` over all ranks, (2, C).
+        labels: of the test images, (n,) int64.
+        classes: number of classes.
     """
     n, totals = len(labels), [tuple(counts.sum(dim=1).tolist()) for counts in right]
     last, best = totals[-1], max(totals)
@@ -110,11 +114,11 @@ class Labelled(NamedTuple):
     labels: Tensor
 
     def only(self, numbers: Tensor) -> Labelled:
-        """Some of them."""
+        """Return some of them."""
         return Labelled(lambda at: self.rows(numbers[at]), self.labels[numbers])
 
     def with_more(self, other: Labelled) -> Labelled:
-        """These, then others."""
+        """Concatenate with others."""
 
         def rows(at: Tensor) -> Tensor:
             mine = at < len(self.labels)
@@ -133,14 +137,14 @@ class Probes(NamedTuple):
     bias: Tensor
 
     def logits(self, x: Tensor) -> Tensor:
-        """(n, D) -> (n, P, C)."""
-        # One product for all decays: they differ in their weights alone.
+        """Return logits (n, P, C) for (n, D)."""
+        # One product for all decays, which only differ in their weights.
         p, c, d = self.weight.shape
         return torch.addmm(self.bias.flatten(), x, self.weight.view(p * c, d).T).view(-1, p, c)
 
 
 class Training(NamedTuple):
-    """How probes are trained; the defaults are clip-benchmark's command line."""
+    """Training options of probes; the defaults are clip-benchmark's command line."""
 
     lr: float = 0.1
     epochs: int = 10
@@ -150,10 +154,10 @@ class Training(NamedTuple):
 
 
 def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Training) -> Probes:
-    """Train one layer per weight decay, all from the same start and in the same order of the data.
+    """Train one layer per weight decay, all from the same initial weights and in the same order of the data.
 
-    Start and order are those that `torch.manual_seed(how.seed)`, `nn.Linear` and a shuffling DataLoader give one after
-    the other, so that every layer is the one that a training of its own would find (fp32 rounding apart).
+    These are the ones that `torch.manual_seed(how.seed)`, `nn.Linear` and a shuffling DataLoader produce one after the
+    other, so every layer equals the one from a separate training (up to fp32 rounding).
     """
     width, count, n = data.rows(torch.zeros(1, dtype=torch.int64)).shape[1], len(decays), len(data.labels)
     with torch.random.fork_rng(devices=[]):
@@ -161,12 +165,12 @@ def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Tra
         layer = torch.nn.Linear(width, classes)
         orders = []
         for _ in range(how.epochs):
-            # Drawn and thrown away: without it the shuffles would be others than clip-benchmark's.
+            # Drawn and discarded, because otherwise shuffles would differ from clip-benchmark's.
             torch.empty((), dtype=torch.int64).random_()  # a DataLoader's seed for its workers
             orders.append(torch.tensor(list(RandomSampler(range(n)))))
     weight = layer.weight.detach().expand(count, -1, -1).contiguous().to(how.device)
     bias = layer.bias.detach().expand(count, -1).contiguous().to(how.device)
-    # Views: the optimizer steps what the products are computed with.
+    # Views, so that the optimizer updates the weights of the products.
     each = [[w, b] for w, b in zip(weight.unbind(), bias.unbind(), strict=True)]
     groups = [{"params": pair, "weight_decay": decay} for pair, decay in zip(each, decays, strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=how.lr, fused=True)
@@ -185,28 +189,28 @@ def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Tra
 
 
 def _gradient(probes: Probes, x: Tensor, y: Tensor) -> Probes:
-    """Of every layer's mean cross-entropy."""
+    """Return the gradient of every layer's mean cross-entropy."""
     error = probes.logits(x).softmax(dim=-1)
-    # The gradient of a softmax with cross-entropy, without a graph for P layers at once.
+    # The gradient of softmax with cross-entropy, without a graph for P layers at once.
     error[torch.arange(len(y), device=y.device), :, y] -= 1
     error /= len(y)
     return Probes((error.flatten(1).T @ x).view_as(probes.weight), error.sum(dim=0))
 
 
 def best_classes(probes: Probes, data: Labelled, device: torch.device, k: int = 1, block: int = 4096) -> Tensor:
-    """(P, n, k) int64; layers with logits that are not finite find class -1."""
+    """Return (P, n, k) int64; layers with logits that are not finite return class -1."""
     out = []
     for rows in torch.arange(len(data.labels)).split(block):
         logits = probes.logits(data.rows(rows).to(device))
         top_classes = torch.stack([rank_classes(one, k) for one in logits.unbind(dim=1)])
-        # A decay that diverged has no answer, rather than the first class for all.
+        # A diverged layer has no answer, instead of the first class for all.
         top_classes[~logits.isfinite().all(dim=2).T] = -1
         out.append(top_classes.cpu())
     return torch.cat(out, dim=1)
 
 
 def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> tuple[float, dict[float, float]]:
-    """The weight decay that is best on `held_out`, and every accuracy seen on the way; ties keep the earlier one."""
+    """Return the weight decay that is best on `held_out`, and all accuracies; ties keep the earlier one."""
     accuracies: dict[int, float] = {}
 
     def best_of(numbers: Sequence[int]) -> int:
@@ -217,7 +221,7 @@ def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> 
             )
             right = (top_classes[:, :, 0] == held_out.labels).double().mean(dim=1)
             accuracies.update(zip(new, right.tolist(), strict=True))
-        # Of equals the earlier one, as a loop over them would keep it.
+        # The earlier one of ties, as in a loop over them.
         return max(numbers, key=lambda i: (accuracies[i], -numbers.index(i)))
 
     peak = best_of(range(0, len(DECAYS), _COARSE))
@@ -227,9 +231,9 @@ def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> 
 
 
 def few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
-    """Numbers of k samples per class, in a random order that `seed` decides. Raises `DataError` where a class has fewer."""
+    """Return numbers of k samples per class, in a random order by `seed`. Raises `DataError` if a class has fewer."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    # Stable sorts of a drawn order: the first k of each class are a draw.
+    # Stable sort of a random order: the first k of each class are a random sample.
     by_class = labels[order].sort(stable=True)
     counts = torch.bincount(labels)
     poor = ((counts > 0) & (counts < k)).nonzero().flatten()
@@ -248,13 +252,13 @@ def score(
     fewshot_k: int = -1,
     decay: float = 0.0,
 ) -> Result:
-    """Train and test: the weight decay from `held_out` where there is one (then trained on both, unless few-shot), else `decay`."""
+    """Train and score with the weight decay selected on `held_out` if given (then trained on both, unless few-shot), otherwise with `decay`."""
     tried: dict[float, float] = {}
     if fewshot_k > 0:
         train = train.only(few_shots(train.labels, fewshot_k, how.seed))
     if held_out is not None:
         decay, tried = search(train, held_out, classes, how)
-        # A few shots stay few: the held-out images are not of them.
+        # Few-shot training excludes the held-out images.
         train = train if fewshot_k > 0 else train.with_more(held_out)
     probes = train_probes(train, classes, [decay], how)
     top_classes = best_classes(probes, test, how.device, min(5, classes))[0]

@@ -1,4 +1,4 @@
-"""One result: metrics with n, intervals, the chance level, the options that decided it, and what was predicted."""
+"""Results: metrics with n, intervals, the chance level, the options that affect them, and predictions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 DRAWS = 2000
-# Scores that are no shares: what a number is multiplied by to be shown, digits, and a unit. All others are per cent.
+# Metrics that are not shares: display factor, digits, and unit. All others are per cent.
 _METRIC_FORMATS = {
     **{f"psnr{which}": (1, 2, " dB") for which in ("", "_held_out", "_shown", "_nearest", "_mean")},
     "mse": (1, 5, " mse"),
@@ -16,7 +16,7 @@ _METRIC_FORMATS = {
     "loss": (1, 5, " loss"),
 }
 LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error"})
-_BOOTSTRAP_BLOCK = 2**24  # numbers of a bootstrap that are held at once
+_BOOTSTRAP_BLOCK = 2**24  # values of a bootstrap that are stored at once
 
 
 _FIELD_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -28,11 +28,18 @@ _FIELD_KINDS: dict[str, type | tuple[type, ...]] = {
 class Result(NamedTuple):
     """A scored task.
 
-    metrics: fractions in 0..1 by name, but for those of `shown`.  headline: the metric to show first.  n: items behind it.
-    chance: its value for random guessing.  intervals: 95 % by metric; the headline's is Wilson's where none is given.
-    options: what the papers leave open, as it was decided here.  counts: what else there is to know, in samples.
-    predictions: arrays with one row per sample.  keys: the samples' names, in their order.  data: the set's identity (SHA-256).
-    note: what is odd about the data, in words; empty where nothing is. Tables mark such a score.
+    Attributes:
+        metrics: fractions in 0..1 by name, except for those in `shown`.
+        headline: the metric to show first.
+        n: number of items behind it.
+        chance: its value for random guessing.
+        intervals: 95 % by metric; if missing, the headline's is Wilson's.
+        options: choices that papers leave open.
+        counts: further numbers of samples.
+        predictions: arrays with one row per sample.
+        keys: names of the samples, in order.
+        data: the set's identity (SHA-256).
+        note: what is unusual about the data; tables mark such a score.
     """
 
     task: str
@@ -57,43 +64,47 @@ class Result(NamedTuple):
         return self.intervals.get(self.headline) or wilson(self.value, self.n)
 
     def headed(self, headline: str) -> Result:
-        """By another of its metrics, with the number of samples that have one where each has its own."""
+        """Return the result with another of its metrics as headline, with the number of samples that have it."""
         column = self.predictions.get(headline)
         return self._replace(headline=headline, n=self.n if column is None else int((~np.isnan(column)).sum()))
 
     def remarks(self) -> list[str]:
-        """What has to be known beside the scores, in words."""
+        """Return warnings to show with the scores."""
         notes = [f"not the listed data: {self.note}"] if self.note else []
         if skipped := self.left_out():
             notes.append(skipped)
         if count := self.counts.get("images_without_caption"):
-            notes.append(f"{count} image(s) without a caption are no queries")
+            notes.append(f"{count} image(s) without a caption are not queries")
         if count := self.counts.get("scenes_beyond_rays"):
-            notes.append(f"{count} of {self.n} scenes have something where this model looks at no ray (near, far)")
+            notes.append(
+                f"{count} of {self.n} scenes have something outside the distances that this model samples (near, far)"
+            )
         if count := self.counts.get("skipped"):
             reasons = self.options.get("skipped")
             first = (
                 max(reasons, key=lambda name: reasons[name]) if isinstance(reasons, dict) and reasons else "unusable"
             )
-            notes.append(f"{count} of {self.n + count} samples could not be used ({first}); the score is of the others")
+            notes.append(
+                f"{count} of {self.n + count} samples could not be used ({first}); the score is that of the others"
+            )
         notes += self._odd_data()
         if self.n == 1 and self.intervals:
-            # Drawn again and again, one sample is itself: an interval of no width, which looks like certainty.
-            notes.append("n is 1: how sure these scores are cannot be said, whatever their intervals are")
+            # Resampling a single sample gives an interval of zero width, which looks like certainty.
+            notes.append("n is 1, so the intervals of these scores mean nothing")
         elif flat := [name for name, (low, high) in self.intervals.items() if low == high]:
-            # One sample of a class, drawn from that class again and again, is itself.
+            # Resampling a single sample of a class always returns that sample.
             notes.append(
-                f"{', '.join(flat)}: an interval of no width, since all draws are alike (one sample per class, or all samples equal); "
-                "how sure it is cannot be said"
+                f"{', '.join(flat)}: the interval has zero width, because all draws are equal (one sample per class, or all samples equal); "
+                "the uncertainty is unknown"
             )
         return notes
 
     def _odd_data(self) -> list[str]:
-        """Return warnings about data that inflates or limits a score on labelled images."""
+        """Return warnings about data that inflate or limit a score on labelled images."""
         notes, largest = [], self.counts.get("largest_class", 0)
         if largest > 1 and largest / self.n > min(1.2 * self.chance, self.chance + 0.05):
             notes.append(
-                f"the largest class holds {100 * largest / self.n:.1f} % of the images, which is acc1 of always naming it "
+                f"the largest class has {100 * largest / self.n:.1f} % of the images, which is the acc1 of always naming it "
                 f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall weighs all classes equally"
             )
         if self.options.get("scored_on_training"):
@@ -107,23 +118,23 @@ class Result(NamedTuple):
         return notes
 
     def left_out(self) -> str:
-        """Name the files of the scored and the training folder that were not read; empty where all were."""
+        """Return the files of the scored and the training folder that were skipped; empty if there are none."""
         notes = []
         for key, where in (("left_out", ""), ("left_out_of_training", " in training")):
             if isinstance(by_suffix := self.options.get(key), dict):
                 listed = ", ".join(f"{n} {suffix}" for suffix, n in by_suffix.items())
-                notes.append(f"{sum(by_suffix.values())} file(s) skipped{where}, not readable as pictures: {listed}")
+                notes.append(f"{sum(by_suffix.values())} file(s) skipped{where}, not readable as images: {listed}")
         return "; ".join(notes)
 
     def odd(self) -> str:
-        """Return why its cell in a table is marked: other data than the catalogue lists, or files that were skipped."""
+        """Return why its cell in a table is marked: data that differ from the catalogue, or skipped files."""
         return "; ".join(
             text for text in (f"not the listed data: {self.note}" if self.note else "", self.left_out()) if text
         )
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Result:
-        """Return what `as_dict` gave, without predictions and keys. Raises `TypeError` for a field of another kind."""
+        """Return the result from `as_dict`, without predictions and keys. Raises `TypeError` for a field of another type."""
         fields = {name: value for name, value in content.items() if name in cls._fields}
         for name, kinds in _FIELD_KINDS.items():
             if name in fields and (not isinstance(fields[name], kinds) or isinstance(fields[name], bool)):
@@ -134,7 +145,7 @@ class Result(NamedTuple):
         return cls(**{**fields, "intervals": {name: tuple(v) for name, v in fields.get("intervals", {}).items()}})
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the predictions and their keys, as JSON takes it."""
+        """Return everything except predictions and their keys, in a form for JSON."""
         intervals = {name: list(bounds) for name, bounds in self.intervals.items()}
         out = {**self._asdict(), "intervals": intervals, "interval": list(self.interval)}
         del out["predictions"], out["keys"]
@@ -142,21 +153,24 @@ class Result(NamedTuple):
 
 
 def is_share(metric: str) -> bool:
-    """Whether a score is a share, shown in per cent, for which chance means something."""
+    """Return whether a score is a share, which is shown in per cent and has a chance level."""
     return metric not in _METRIC_FORMATS
 
 
 def axis_of(metric: str) -> tuple[float, str]:
-    """What a score is multiplied by on a plot's axis, and what the axis counts."""
+    """Return the display factor of a score on a plot's axis, and the axis unit."""
     times, _, name = _METRIC_FORMATS.get(metric, (100, 0, "per cent"))
     return times, name.strip()
 
 
 def format_metric(metric: str, value: float, sign: str = "", unit: bool = False, digits: int = 1) -> str:
-    """A score for people: per cent, or what this metric is counted in.
+    """Format a score for display: per cent, or the metric's unit.
 
     Args:
-        sign: "+" shows a plus, too.  unit: name it, unless it is per cent.  digits: behind the point, of per cent.
+        metric, value: the score.
+        sign: "+" shows a plus, too.
+        unit: append the unit, unless it is per cent.
+        digits: after the decimal point, for per cent.
     """
     times, decimals, name = _METRIC_FORMATS.get(metric, (100, digits, ""))
     return f"{times * value:{sign}.{decimals}f}" + (name if unit else "")
@@ -171,27 +185,29 @@ def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
         return 0.0, 1.0
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # Never beyond the share itself, by a rounding: at 0 of n the lower end came out above it.
+    # Not beyond the proportion itself by rounding: at 0 of n, the lower end was above it.
     return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
 def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
-    """Ratios of means under resampling of clusters with replacement: (draws, M).
+    """Return ratios of means under resampling of clusters with replacement: (draws, M).
 
     Args:
-        sums: (n, M), each cluster's sum of M metrics.  counts: (n, M), the items behind each.
+        sums: (n, M), each cluster's sum of M metrics.
+        counts: (n, M), the number of items behind each.
+        draws, seed: number of draws, and random seed.
     """
     rng, n = np.random.default_rng(seed), len(sums)
     table, times = np.unique(np.concatenate([sums, counts], axis=1, dtype=np.float64), axis=0, return_counts=True)
     out, step = [], max(1, _BOOTSTRAP_BLOCK // len(table))
     for begin in range(0, draws, step):
-        weights = rng.multinomial(n, times / n, min(step, draws - begin))  # clusters that are alike are drawn together
+        weights = rng.multinomial(n, times / n, min(step, draws - begin))  # equal clusters are drawn together
         total = weights @ table
         out.append(total[:, : sums.shape[1]] / np.maximum(total[:, sums.shape[1] :], 1))
     return np.concatenate(out)
 
 
 def percentiles(draws: np.ndarray) -> tuple[float, float]:
-    """The middle 95 per cent of draws."""
+    """Return the middle 95 per cent of draws."""
     low, high = np.percentile(draws, [2.5, 97.5])
     return float(low), float(high)

@@ -12,38 +12,40 @@ from .knn import Nearest, best_of, merge, normalised
 from .result import Result, bootstrap, percentiles
 
 KS = (1, 5, 10)
-_BLOCK = 2**25  # similarities held at once: 128 MiB
+_BLOCK = 2**25  # similarities stored at once: 128 MiB
 
 
 def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
-    """R@k: is any right item among the k nearest?
+    """Return R@k: whether any right item is among the k nearest.
 
     Args:
-        image: (I, D) encodings.  text: (T, D) encodings.  image_of_text: (T,) index of each text's image.
-        ks: those larger than the number of candidates are left away.
+        image: (I, D) encodings.
+        text: (T, D) encodings.
+        image_of_text: (T,) index of each text's image.
+        ks: values larger than the number of candidates are skipped.
 
     Returns:
-        `text_R@k`: image query, texts ranked; `image_R@k`: text query, images ranked; headline `mean_R@5`, the mean of both.
-        Predictions have, per image, each metric's sum and the number of queries behind it.
-        `text_precision@k`: the share of the k texts that are right (how Section 4.2 of the SPARO paper words its R@5);
-        `text_recall@k`: the share of the image's texts that are among the k. Images without a text are no queries and are
-        counted (clip-benchmark takes them for misses). Intervals resample images, each with its texts.
+        `text_R@k`: image query, texts ranked; `image_R@k`: text query, images ranked; headline `mean_R@5`, the mean of
+        both. `text_precision@k`: the share of the k texts that are right (how Section 4.2 of the SPARO paper describes
+        its R@5); `text_recall@k`: the share of the image's texts that are among the k. Predictions have, per image,
+        each metric's sum and the number of queries behind it. Images without a text are not queries and are counted
+        (clip-benchmark counts them as misses). Intervals resample images, each with its texts.
     """
     most = _most(ks, len(image), len(text))
     return _result_from_neighbours(nearest_both(image, text, *most), len(image), image_of_text, ks, most)
 
 
 def score_table(table: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
-    """The same of similarities (I, T) that are no products of encodings."""
+    """Return the same for similarities (I, T) that are not products of encodings."""
     most = _most(ks, *table.shape)
     neighbours = best_of(table, most[0], 0), best_of(table.T.contiguous(), most[1], 0)
     return _result_from_neighbours(neighbours, len(table), image_of_text, ks, most)
 
 
 def _most(ks: Sequence[int], images: int, texts: int) -> tuple[int, int]:
-    """How many texts of an image, and images of a text, have to be found."""
+    """Return how many texts of an image, and images of a text, must be found."""
     if min(ks) > min(texts, images):
-        raise ValueError(f"k={list(ks)}: every one is above the {min(texts, images)} candidates")
+        raise ValueError(f"k={list(ks)}: all exceed the {min(texts, images)} candidates")
     one, other = (max((k for k in ks if k <= n), default=1) for n in (texts, images))
     return one, other
 
@@ -56,7 +58,7 @@ def _result_from_neighbours(
     right_images = retrieved_images == image_of_text[:, None]
     texts_per_image = torch.bincount(image_of_text, minlength=images)
     is_query = texts_per_image > 0
-    columns: dict[str, tuple[Tensor, Tensor]] = {}  # per image: sum, and of how many
+    columns: dict[str, tuple[Tensor, Tensor]] = {}  # per image: sum, and number of queries
     for k in [k for k in ks if k <= largest_text]:
         num_hits = right_texts[:, :k].sum(1).double() * is_query
         columns[f"text_R@{k}"] = (num_hits > 0).double(), is_query.double()
@@ -97,9 +99,9 @@ def _result_from_neighbours(
 
 
 def nearest_both(image: Tensor, text: Tensor, texts: int, images: int) -> tuple[Nearest, Nearest]:
-    """For every image its nearest `texts` texts, for every text its nearest `images` images; each similarity is computed once."""
+    """Return the nearest `texts` texts of every image, and the nearest `images` images of every text; each similarity is computed once."""
     image, text = (normalised(x, image.device) for x in (image, text))
-    rows = min(len(text), max(64, _BLOCK // len(image) // 64 * 64))  # round numbers are cut into equal groups
+    rows = min(len(text), max(64, _BLOCK // len(image) // 64 * 64))  # round numbers can be divided into equal groups
     buffer = image.new_empty(rows * len(image))
     by_image: list[Nearest] = []
     by_text: list[Nearest] = []

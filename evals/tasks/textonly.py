@@ -1,4 +1,4 @@
-"""How well can text alone tell a pair's true caption from its false one? Near chance, or the pairs test no vision."""
+"""Blind baseline of caption pairs: how well text alone tells the true caption from the false one. Far above chance, pairs do not test vision."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from .result import Result
 
 
 def score(true: Sequence[str], false: Sequence[str], corpus: Sequence[str], folds: int = 5) -> Result:
-    """Accuracy of three blind guessers on caption pairs; ties count half.
+    """Return the accuracy of three text-only guessers on caption pairs; ties count half.
 
-    `likelihood`: the caption more probable under a bigram model of `corpus` (training captions).
-    `length`: the shorter caption, or the longer one, whichever is right more often.
-    `learned`: naive Bayes on words and bigrams, trained on the other folds' pairs.
-    `blind` (headline) is the best of the three.
+    `likelihood`: the more probable caption under a bigram model of `corpus` (training captions). `length`: the shorter
+    caption, or the longer one, whichever is right more often. `learned`: naive Bayes on words and bigrams, trained on
+    the other folds' pairs. `blind` (headline) is the best of the three.
     """
     bigrams = _Bigrams(corpus)
     margins = [bigrams(t) - bigrams(f) for t, f in zip(true, false, strict=True)]
     metrics = {"likelihood": _wins(margins)}
     shorter = _wins([len(f.split()) - len(t.split()) for t, f in zip(true, false, strict=True)])
-    # Whoever guesses by length may choose which: the better of both is what pairs give away.
+    # The better of both, because a guesser by length may use either.
     metrics["length"] = max(shorter, 1 - shorter)
     learned: list[float] = []
     for fold in range(folds):
-        # Judged on pairs that it was not taught, or every pair would tell its own answer.
+        # Trained on other pairs only, or every pair would reveal its own answer.
         train = [i for i in range(len(true)) if i % folds != fold]
         learned += _naive_bayes(true, false, train, range(fold, len(true), folds))
     metrics["learned"] = _wins(learned)
@@ -47,7 +46,7 @@ class _Bigrams:
 
     def __call__(self, text: str) -> float:
         words = _words(text)
-        # Per word: of two captions the shorter would always be the likelier.
+        # Per word, because otherwise the shorter caption would always be more probable.
         steps = [math.log((self.pairs[a, b] + 1) / (self.firsts[a] + self.size)) for a, b in pairwise(words)]
         return sum(steps) / len(steps)
 
@@ -66,7 +65,7 @@ def _naive_bayes(true: Sequence[str], false: Sequence[str], train: Sequence[int]
 
 
 def _wins(margins: Sequence[float]) -> float:
-    # Ties count half: a guesser that says nothing is at chance, not below it.
+    # Ties count half, so that an undecided guesser is at chance instead of below.
     return sum(1.0 if m > 1e-12 else 0.5 if m > -1e-12 else 0.0 for m in margins) / len(margins)
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot classification with prompt templates, as CLIP and open_clip do it."""
+"""Zero-shot classification with prompt templates, as in CLIP and open_clip."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from .result import DRAWS, Result, percentiles, wilson
 
 
 def prompts(classnames: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """Class after class, every template filled in; `{c}` is the class name."""
+    """Fill in every template for each class in turn; `{c}` is the class name."""
     return [template.replace("{c}", name) for name in classnames for template in templates]
 
 
 def classifier(text: Tensor, classes: int) -> Tensor:
-    """Class vectors from prompt encodings (classes * templates, D): mean over templates, one global L2 norm; (classes, D).
+    """Return class vectors (classes, D) from prompt encodings (classes * templates, D): mean over templates, then unit norm.
 
-    With SPARO the slots of a class vector are not normalised again (sparo-clip does the same): a slot whose prompts disagree counts less.
+    With SPARO, the slots of a class vector are not normalised again (as in sparo-clip): a slot in which prompts
+    disagree has less weight.
     """
-    # Prompts first, the mean second: long encodings must not outvote others.
+    # Normalise prompts before averaging, so that long encodings do not dominate.
     per_class = F.normalize(text.float(), dim=-1).view(classes, -1, text.shape[-1])
     return F.normalize(per_class.mean(dim=1), dim=-1)
 
 
 def score(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
-    """acc1, acc5 (from five classes on, as clip-benchmark has it) and mean per-class recall.
+    """Return acc1, acc5 (with at least five classes, as in clip-benchmark) and mean per-class recall. Ties go to the lower class.
 
     Args:
-        images: encodings (n_i, D) in blocks.  weights: class vectors (C, D).  labels: (n,) int64.
-
-    Equal logits are decided for the lower class.
+        images: encodings (n_i, D) in blocks.
+        weights: class vectors (C, D).
+        labels: (n,) int64.
     """
     parts = []
     for block in images:
@@ -43,8 +44,8 @@ def score(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
 
 
 def rank_classes(logits: Tensor, k: int) -> Tensor:
-    """The k best classes (n, k), best first; of equal logits the lower class comes first."""
-    # One more than asked for: a tie at the border has to be seen.
+    """Return the k best classes (n, k), best first; the lower class comes first among ties."""
+    # One more than needed, which shows ties at the border.
     value, top_classes = logits.topk(min(k + 1, logits.shape[1]), dim=1)
     tied = (value[:, 1:] == value[:, :-1]).any(dim=1).nonzero().flatten()  # topk may take any of them
     if len(tied):
@@ -53,7 +54,7 @@ def rank_classes(logits: Tensor, k: int) -> Tensor:
 
 
 def result_from_ranking(top_classes: Tensor, labels: Tensor, classes: int, task: str) -> Result:
-    """From each sample's best classes (n, min(5, C))."""
+    """Return the result from each sample's best classes (n, min(5, C))."""
     right = top_classes == labels[:, None]
     first = right[:, 0]
     metrics = {"acc1": first.double().mean().item()}
@@ -72,20 +73,23 @@ def class_recall(hits: Tensor, labels: Tensor) -> tuple[float, tuple[float, floa
     """Return the mean recall over the classes that occur (balanced accuracy), and its 95 % interval.
 
     Args:
-        hits: (C,), how many samples of each class were classified right.  labels: (n,) int64.
+        hits: (C,), number of correct samples of each class.
+        labels: (n,) int64.
     """
     support = torch.bincount(labels, minlength=len(hits))
     recall, of = (hits.double()[support > 0] / support[support > 0]).numpy(), support[support > 0].numpy()
-    # Resampled within classes: ten images of a rare one weigh as much as a thousand of another.
+    # Resample within classes: ten images of a rare class weigh as much as a thousand of another.
     resampled = np.random.default_rng(0).binomial(of, np.clip(recall, 0, 1), (DRAWS, len(of))) / of
     return float(recall.mean()), percentiles(resampled.mean(1))
 
 
 def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
-    """Mean average precision over classes, as clip-benchmark defines it: precision at every positive's rank.
+    """Return the mean average precision over classes, as in clip-benchmark: precision at every positive's rank.
 
     Args:
-        labels: (n, C) of zeros and ones. A class without a positive counts as 0 there; `classes_without_positive` says how many.
+        images, weights: as in `score`.
+        labels: (n, C) of zeros and ones. A class without a positive counts as 0, as in clip-benchmark;
+            `classes_without_positive` counts them.
     """
     scores = torch.cat([F.normalize(block.float(), dim=-1) @ weights.T for block in images])
     order = scores.sort(dim=0, descending=True, stable=True).indices
@@ -94,7 +98,9 @@ def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) 
     average = (precision * truth).sum(0) / truth.sum(0).clamp(min=1)
     value = average.mean().item()
     chance = labels.double().mean().item()
-    half = 1.959964 * average.std().item() / len(average) ** 0.5  # over classes: images do not enter one by one
+    half = (
+        1.959964 * average.std().item() / len(average) ** 0.5
+    )  # over classes, because images do not contribute separately
     return Result(
         "zeroshot",
         len(labels),

@@ -1,1 +1,1 @@
-"""Scores of objects, in images, videos and posed scenes: masks, sets, what is drawn, what slots say."""
+"""Scores of objects in images, videos and posed scenes: masks, sets, reconstructions, and probes of slots."""

@@ -1,4 +1,4 @@
-"""Average precision of predicted sets of objects, all images pooled (Locatello et al. 2020, Appendix; Zhang et al. 2019)."""
+"""Average precision of predicted sets of objects, over all images together (Locatello et al. 2020, Appendix; Zhang et al. 2019)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ _DRAWS = 500  # each is a pass over all predictions
 
 
 class Pooled(NamedTuple):
-    """Predictions of all images, the most confident first: `image`, whose it is; `target`, the object of all that is nearest among
-    those with its attributes, or -1; `distance` to it. `total`: objects there are."""
+    """Predictions of all images, the most confident first.
+
+    Attributes:
+        image: image of each prediction.
+        target: nearest object among those with the same attributes, or -1.
+        distance: distance to it.
+        total: number of objects.
+    """
 
     image: np.ndarray
     target: np.ndarray
@@ -28,11 +34,13 @@ class Pooled(NamedTuple):
 def pooled(
     predicted: Sequence[np.ndarray], true: Sequence[np.ndarray], attributes: Mapping[str, slice], unit: float
 ) -> Pooled:
-    """Rank predictions by their last column; equal confidences rank in reverse order of images and slots, as in the reference.
+    """Rank predictions by their last column; ties rank in reverse order of images and slots, as in the reference.
 
     Args:
-        predicted: per image (P, W): position (3), attributes, confidence.  true: per image (n, W), objects that are there.
-        attributes: columns of each; they agree where their largest entries do.  unit: what one unit of position is in the world.
+        predicted: per image (P, W): position (3), attributes, confidence.
+        true: per image (n, W), existing objects.
+        attributes: columns of each; they agree if their largest entries do.
+        unit: size of one unit of position in the world.
     """
     image, target, distance, confidence = [], [], [], []
     before = 0
@@ -51,20 +59,20 @@ def pooled(
 
 
 def _distances(prediction: np.ndarray, objects: np.ndarray, attributes: Mapping[str, slice], unit: float) -> np.ndarray:
-    """(P, n) distances, infinite where an attribute differs."""
+    """Return (P, n) distances, infinite if an attribute differs."""
     alike = np.ones((len(prediction), len(objects)), bool)
     for columns in attributes.values():
-        # By their largest entries: what is predicted is a distribution, what is true one-hot.
+        # Compare largest entries, because predictions are distributions and targets one-hot.
         alike &= prediction[:, None, columns].argmax(-1) == objects[None, :, columns].argmax(-1)
     between = (prediction[:, None, :3].astype(np.float64) - objects[None, :, :3]) * unit
     return np.where(alike, np.sqrt((between**2).sum(-1)), np.inf)
 
 
 def hits(ranked: Pooled, threshold: float) -> np.ndarray:
-    """(P,) bool: the first prediction whose nearest object is this one, and near enough; later ones of the same object are false."""
+    """Return (P,) bool: the first prediction whose nearest object is this one and near enough; later ones for the same object are false."""
     near = (ranked.target >= 0) & (ranked.distance < threshold)
     at = np.flatnonzero(near)
-    # The first of each object alone: `unique` returns where a value comes first.
+    # Only the first for each object: `unique` returns the first occurrence.
     _, first = np.unique(ranked.target[at], return_index=True)
     is_hit = np.zeros(len(near), bool)
     is_hit[at[first]] = True
@@ -78,7 +86,7 @@ def hits_dspn(
     unit: float,
     threshold: float,
 ) -> np.ndarray:
-    """As `hits`, where an object that is taken is out of the way of the next prediction (iDSPN's rule); in `pooled`'s order."""
+    """Return hits as `hits`, but an object that is taken is no obstacle for later predictions (iDSPN's rule); in `pooled`'s order."""
     flags, confidence = [], []
     for prediction, objects in zip(predicted, true, strict=True):
         far = _distances(prediction, objects, attributes, unit)
@@ -86,7 +94,7 @@ def hits_dspn(
         for row in _ranking(prediction[:, -1].astype(np.float64)):
             if len(objects) and far[row].min() < threshold:
                 hit[row] = True
-                # Taken by its column: nobody else can find it again.
+                # Remove its column, so that no other prediction matches it.
                 far[:, far[row].argmin()] = np.inf
         flags.append(hit)
         confidence.append(prediction[:, -1].astype(np.float64))
@@ -96,20 +104,20 @@ def hits_dspn(
 def _ranking(confidence: np.ndarray) -> np.ndarray:
     """Return indices from the most to the least confident prediction.
 
-    google-research/slot_attention reverses an ascending sort, so equal confidences are visited last to first. The sort is stable
+    google-research/slot_attention reverses an ascending sort, so ties are visited last to first. The sort is stable
     here, so that the order is the same on every machine.
     """
     return np.argsort(confidence, kind="stable")[::-1]
 
 
 def area(hit: np.ndarray, total: float, weights: np.ndarray | None = None) -> float:
-    """Under the envelope of precision over recall, at all points; `weights`: how often each prediction counts. NaN of no object."""
+    """Return the area under the envelope of precision over recall, at all points; `weights` are multiplicities of predictions. NaN without objects."""
     if total <= 0:
         return float("nan")
     weights = np.ones(len(hit)) if weights is None else weights
     true, predicted_count = np.cumsum(hit * weights), np.cumsum(weights)
     precision = np.divide(true, predicted_count, out=np.zeros(len(hit)), where=predicted_count > 0)
-    # The envelope from behind: precision at a recall is the best that any larger one has.
+    # Envelope from the end: precision at a recall is the maximum over larger recalls.
     envelope = np.maximum.accumulate(precision[::-1])[::-1]
     recall = np.concatenate([[0.0], true]) / total
     return float((np.diff(recall) * envelope).sum())
@@ -122,12 +130,12 @@ def score(
     unit: float,
     match: Match = "nearest",
 ) -> Result:
-    """AP at every threshold, `ap_inf` … `ap_0.0625`; arguments as `pooled`'s.
+    """Compute AP at every threshold, `ap_inf` … `ap_0.0625`; arguments as in `pooled`.
 
-    Intervals resample images (500 draws). Every prediction counts, also those that say that they are nobody.
+    Intervals resample images (500 draws). Every prediction counts, even those with low confidence.
     """
     ranked = pooled(predicted, true, attributes, unit)
-    # Images are what is drawn anew; objects of one image are not independent.
+    # Resample images, because objects of one image are not independent.
     of_image = np.array([len(rows) for rows in true], np.float64)
     resamples = np.random.default_rng(0).multinomial(len(true), np.full(len(true), 1 / len(true)), _DRAWS)
     metrics, intervals = {}, {}

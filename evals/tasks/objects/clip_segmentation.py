@@ -1,4 +1,4 @@
-"""How well masks follow the objects of videos: a slot has to stay with its object, or not; all from counts of pixels."""
+"""Scores of masks against the objects of videos, with or without consistency over time; all from counts of pixels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADLINE = "video_fg_ari"
 
 
 class MaskedClip(NamedTuple):
-    """Label maps (T, H, W) of one shape.  errors: (T,) mean squared error of every frame as it is drawn, NaN where nothing is."""
+    """Label maps (T, H, W) of one shape; errors (T,): mean squared error of every reconstructed frame, or NaN."""
 
     true: np.ndarray
     predicted: np.ndarray
@@ -24,14 +24,14 @@ class MaskedClip(NamedTuple):
 def clip_scores(
     clip: MaskedClip, background: int | None = 0, ignore: int | None = None, pixels: bool = True
 ) -> dict[str, float]:
-    """One clip's scores; NaN where it has no object.
+    """Return one clip's scores; NaN without objects.
 
-    `video_fg_ari`, `video_mbo`, `video_miou`, `ari`: of all T * H * W pixels together, an object one label, so that a slot which goes over
-    to another object counts as wrong.  `video_fg_ari_savi`: the same as `video_fg_ari`, with 1 where there is no foreground.
-    `image_fg_ari`, `image_mbo`: of each frame on its own, then the mean of those with an object.  `mse`, `psnr`: mean over frames;
-    of errors that are not of `pixels` there is no `psnr`.
+    `video_fg_ari`, `video_mbo`, `video_miou`, `ari`: over all T * H * W pixels together, with one label per object, so
+    that a slot which changes to another object counts as wrong. `video_fg_ari_savi`: like `video_fg_ari`, with 1 if
+    there is no foreground. `image_fg_ari`, `image_mbo`: per frame, averaged over frames with an object. `mse`, `psnr`:
+    mean over frames; errors that are not of `pixels` have no `psnr`.
     """
-    # A clip as one picture of T frames: an object that changes slots loses.
+    # A clip is one image of T frames, so an object that changes slots scores lower.
     whole = image_scores(clip.true, clip.predicted, background, ignore)
     frames = [count_pixels(t, p, background, ignore) for t, p in zip(clip.true, clip.predicted, strict=True)]
     frame_aris = [adjusted_rand(counts.objects) for counts in frames]
@@ -45,7 +45,7 @@ def clip_scores(
         "image_mbo": _mean(boxes),
         "video_miou": whole["miou"],
         "mse": _mean(clip.errors),
-        # Of each frame, then the mean: the PSNR of a mean is another number.
+        # Per frame, then averaged, because the PSNR of a mean differs.
         "psnr": _mean(-10 * np.log10(np.maximum(clip.errors, 1e-10))) if pixels else float("nan"),
         "slots_used": whole["slots_used"],
     }
@@ -58,11 +58,12 @@ def score(
     first_frame: bool = True,
     pixels: bool = True,
 ) -> Result:
-    """Means over clips of `clip_scores`; intervals resample clips.
+    """Return means over clips of `clip_scores`; intervals resample clips.
 
     Args:
+        clips, background, ignore: clips and labels.
+        first_frame: include it; SAVi's code does if slots had hints, its paper says it does not.
         pixels: whether errors are of pixels in 0..1.
-        first_frame: count it; SAVi's code does where slots were told its boxes, its paper says it does not.
     """
     scores = []
     for clip in clips:
@@ -81,7 +82,7 @@ def score(
             "background": background,
             "ignore": ignore,
             "first_frame": first_frame,
-            "empty": "left out; video_fg_ari_savi: 1",
+            "empty": "excluded; video_fg_ari_savi: 1",
             "mean": "over clips",
             "interval": "bootstrap over clips",
         },

@@ -23,7 +23,7 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
     line = torch.arange(_SIDE, dtype=torch.float64, device=first.device) - _SIDE // 2
     weights = torch.exp(-(line**2) / (2 * _SIGMA**2))
     window = (weights[:, None] * weights / weights.sum() ** 2)[None, None]
-    # fp64: variances are small differences of large numbers.
+    # fp64, because variances are small differences of large numbers.
     x, y = (table.double().flatten(0, 1)[:, None] for table in (first, second))
 
     def mean(table: Tensor) -> Tensor:
@@ -37,14 +37,15 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
 
 
 def score(errors: np.ndarray, numbers: int, pixels: bool) -> Result:
-    """Means over images of `mse` and, of pixels, `psnr` in dB and `mse_sum`.
+    """Return means over images of `mse` and, for pixels, `psnr` in dB and `mse_sum`.
+
+    PSNR is computed per image, then averaged (the PSNR of a mean differs). An image without an error counts as 100 dB.
+    `mse_sum` is summed over pixels and colours, as reported by Biza et al. (2023).
 
     Args:
-        errors: (n,) squared error of each image, mean over its numbers; of pixels in 0..1.
-        numbers: that are drawn of an image: 3 * S * S, or those of its features.
-
-    PSNR is that of each image, then the mean (the PSNR of a mean is another number). An image without an error has none; it
-    counts as 100 dB. `mse_sum` is summed over pixels and colours, as Biza et al. (2023) report it.
+        errors: (n,) mean squared error of each image; for pixels in 0..1.
+        numbers: values per image: 3 * S * S, or the number of its features.
+        pixels: whether errors are of pixels.
     """
     columns = {"mse": errors.astype(np.float64)}
     if pixels:

@@ -1,7 +1,7 @@
-"""How well masks follow objects: ARI and FG-ARI, Hungarian mIoU, mBO. All from counts of pixels, in fp64.
+"""Scores of masks against objects: ARI and FG-ARI, Hungarian mIoU, mBO. All from counts of pixels, in fp64.
 
-The same name means different numbers in different code bases; here each definition has a name of its own, and every result says which
-size masks had, what counts as background, and what an image without foreground gives.
+One name stands for different definitions in different code bases. Here each definition has its own name, and results
+record the size of masks, the background label, and the score of images without foreground.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _SMALL = 512  # labels that are counted without a sort
 
 
 class Counts(NamedTuple):
-    """Pixels by true and predicted label of one image: table (Kt, Kp) int64; `background`: the row that is no object, or None."""
+    """Pixels by true and predicted label of one image: table (Kt, Kp) int64; `background`: the row that is not an object, or None."""
 
     table: np.ndarray
     background: int | None
 
     @property
     def objects(self) -> np.ndarray:
-        """(Ko, Kp): the rows of objects that occur."""
+        """Return (Ko, Kp): the rows of objects that occur."""
         rows = self.table if self.background is None else np.delete(self.table, self.background, axis=0)
         return rows[rows.sum(1) > 0]
 
 
 class Masked(NamedTuple):
-    """An image's label maps, of one shape.  classes: the class of every pixel, where classes are known."""
+    """Label maps of an image, of one shape; classes: class of every pixel, if known."""
 
     true: np.ndarray
     predicted: np.ndarray
@@ -42,16 +42,17 @@ class Masked(NamedTuple):
 def count_pixels(
     true: np.ndarray, predicted: np.ndarray, background: int | None = 0, ignore: int | None = None
 ) -> Counts:
-    """Label maps of equal shape, any number of dimensions (a clip's masks are one map), of whole numbers from 0.
+    """Count pixels of label maps of equal shape, with any number of dimensions (a clip's masks are one map), of integers from 0.
 
     Args:
-        ignore: the true label of pixels that are counted nowhere.
+        true, predicted, background: label maps, and the label that is not an object.
+        ignore: true label of pixels that are not counted.
 
     Raises:
         ValueError: other shapes, or negative labels.
     """
     if true.shape != predicted.shape:
-        raise ValueError(f"masks of {true.shape} against {predicted.shape}; bring them to one size first")
+        raise ValueError(f"masks of {predicted.shape} and {true.shape} differ in size. Resize them first.")
     if true.size and (true.min() < 0 or predicted.min() < 0):
         raise ValueError("a label is below 0")
     if ignore is not None:
@@ -59,7 +60,7 @@ def count_pixels(
         true, predicted = true[there], predicted[there]
     names, rows, many = _numbered(true)
     _, columns, most = _numbered(predicted)
-    # One pass over pixels: a pair of labels is one number.
+    # One pass over pixels: a pair of labels is one integer.
     whole = np.bincount(rows * most + columns, minlength=many * most).reshape(many, most)
     used_rows, of = whole.sum(1) > 0, whole.sum(0) > 0
     names, table = names[used_rows], whole[used_rows][:, of]
@@ -68,9 +69,9 @@ def count_pixels(
 
 
 def _numbered(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Labels in use (some of them perhaps by nobody), each pixel's place among them, and how many they are."""
+    """Return labels (possibly unused ones), each pixel's index among them, and their number."""
     flat = labels.reshape(-1)
-    if not flat.size or flat.max() < _SMALL:  # as they are: counting them off would need a sort
+    if not flat.size or flat.max() < _SMALL:  # unchanged, because removing gaps would need a sort
         many = int(flat.max(initial=0)) + 1
         return np.arange(many), flat.astype(np.int64), many
     names, places = np.unique(flat, return_inverse=True)
@@ -78,13 +79,13 @@ def _numbered(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def adjusted_rand(table: np.ndarray) -> float:
-    """Hubert and Arabie's adjusted Rand index of a contingency table; 1 where both sides are one cluster or all are alone; NaN of nothing."""
+    """Return Hubert and Arabie's adjusted Rand index of a contingency table; 1 if both sides are one cluster or all singletons; NaN for an empty table."""
     n = float(table.sum())
     if n == 0:
         return float("nan")
     if n == 1:
         return 1.0
-    # As shares of all pairs: products of counts would leave int64 for clips, and fp32 long before.
+    # As shares of all pairs, because products of counts exceed int64 for clips, and fp32 much earlier.
     pairs = n * (n - 1)
     together, rows, columns = (
         float((counts * (counts - 1.0)).sum()) / pairs
@@ -95,14 +96,14 @@ def adjusted_rand(table: np.ndarray) -> float:
 
 
 def overlaps(counts: Counts) -> np.ndarray:
-    """(Ko, Kp) intersection over union of every object with every predicted mask, its whole area included."""
+    """Return (Ko, Kp) intersection over union of every object with every predicted mask over its whole area."""
     rows = counts.objects.astype(float)
     union = rows.sum(1)[:, None] + counts.table.sum(0).astype(float)[None] - rows
     return rows / np.maximum(union, 1)
 
 
 def matched_iou(iou: np.ndarray) -> float:
-    """The mean IoU of objects under the best one-to-one matching; an object without a mask counts as 0. NaN without objects."""
+    """Return the mean IoU of objects under the best one-to-one matching; an object without a mask counts as 0. NaN without objects."""
     if not len(iou):
         return float("nan")
     rows, columns = linear_sum_assignment(-iou)
@@ -110,7 +111,7 @@ def matched_iou(iou: np.ndarray) -> float:
 
 
 def best_overlap(iou: np.ndarray) -> float:
-    """The mean over objects of the best IoU; a mask may be the best of several. NaN without objects."""
+    """Return the mean over objects of the best IoU; a mask may be the best for several. NaN without objects."""
     return float(iou.max(1).mean()) if len(iou) else float("nan")
 
 
@@ -121,12 +122,13 @@ def image_scores(
     ignore: int | None = None,
     classes: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """One image's scores, or one clip's; NaN where there is no object.
+    """Return one image's scores, or one clip's; NaN without objects.
 
-    `ari`: over all pixels.  `fg_ari`: over those whose true label is no background; predictions keep all their masks.
-    `fg_ari_savi`: the same, with 1 where there is no foreground (SAVi, OCLF, OSRT, MESH); `fg_ari_videosaur`: with 1 there, too, unless
-    every pixel is ignored.  `miou`: Hungarian, over objects (videosaur's `hungarian`).  `mbo_i` (its `overlap`): mean best overlap of
-    instances; `mbo_c`: of classes, whose instances are one.  `slots_used`: predicted masks that hold a pixel.
+    `ari`: over all pixels. `fg_ari`: over those whose true label is not background; predictions keep all their masks.
+    `fg_ari_savi`: the same, with 1 if there is no foreground (SAVi, OCLF, OSRT, MESH); `fg_ari_videosaur`: also with 1,
+    unless every pixel is ignored. `miou`: Hungarian, over objects (videosaur's `hungarian`). `mbo_i` (its `overlap`):
+    mean best overlap of instances; `mbo_c`: of classes, with their instances merged. `slots_used`: number of predicted
+    masks with a pixel.
     """
     counts = count_pixels(true, predicted, background, ignore)
     of_classes = float("nan")
@@ -147,22 +149,23 @@ def image_scores(
 
 
 def coverage(predicted: np.ndarray, slots: int) -> np.ndarray:
-    """Each slot's share of an image's pixels, (slots,)."""
+    """Return each slot's share of an image's pixels, (slots,)."""
     return np.bincount(predicted.reshape(-1), minlength=slots)[:slots] / max(predicted.size, 1)
 
 
 def score(
     masks: Iterable[Masked], background: int | None = 0, ignore: int | None = None, slots: int | None = None
 ) -> Result:
-    """Means over images of `image_scores`; those without an object are left out of what needs one, and
-    counted as `empty`. A metric that no image has is left out.
+    """Return means over images of `image_scores`. Images without an object are excluded from scores that need one, and counted as `empty`.
+
+    Metrics that no image has are omitted. Intervals resample images. `slots_used` is among the predictions, per image.
 
     Args:
-        masks: per image true and predicted label maps of one size.  ignore: see `counted`.
-        slots: that a model has. Their shares of each image are then among the predictions (`coverage`), and among the counts in how
-            many images each holds a pixel.
-
-    Intervals resample images. `slots_used` is among the predictions, per image.
+        masks: per image true and predicted label maps of one size.
+        background: label that is not an object.
+        ignore: see `count_pixels`.
+        slots: number of the model's slots. Their shares of each image are then among the predictions (`coverage`), and
+            the number of images in which each has a pixel among the counts.
     """
     scores, covered = [], []
     for m in masks:
@@ -182,7 +185,7 @@ def score(
         {
             "background": background,
             "ignore": ignore,
-            "empty": "left out; fg_ari_savi, fg_ari_videosaur: 1",
+            "empty": "excluded; fg_ari_savi, fg_ari_videosaur: 1",
             "mean": "over images",
             "interval": "bootstrap over images",
         },
@@ -199,7 +202,7 @@ def score(
 
 
 class Means(NamedTuple):
-    """columns: (n,) of each metric, NaN where a sample has none.  metrics, intervals: of those that any sample has."""
+    """Columns (n,) of each metric, NaN if a sample has none; metrics, intervals: of those that any sample has."""
 
     columns: dict[str, np.ndarray]
     metrics: dict[str, float]
@@ -207,16 +210,17 @@ class Means(NamedTuple):
 
 
 def metric_means(rows: Sequence[Mapping[str, float]], without: Sequence[str] = ()) -> Means:
-    """Means of samples' metrics over those that have them, and intervals that resample samples.
+    """Return means of metrics over the samples that have them, and intervals that resample samples.
 
     Args:
-        without: columns that are no metrics.
+        rows: metrics per sample.
+        without: columns that are not metrics.
     """
     names = list(rows[0]) if rows else []
     table = np.array([[row[name] for name in names] for row in rows]).reshape(len(rows), len(names))
     there = ~np.isnan(table)
     sums, counts = np.where(there, table, 0.0), there.sum(0)
-    # What no sample has is no score of zero.
+    # A metric that no sample has is missing, not zero.
     shares = {name: i for i, name in enumerate(names) if name not in without and counts[i]}
     draws = bootstrap(sums, there.astype(float)) if rows else np.zeros((1, 0))
     return Means(

@@ -1,5 +1,4 @@
-"""What slots of videos say of the objects, linearly, whichever slot has which object: the permutation-invariant probe of Singh et al.
-(2024, Appendix E.1), after Dang-Nhu (2021)."""
+"""Permutation-invariant linear probe of objects from slots of videos (Singh et al. 2024, Appendix E.1, after Dang-Nhu 2021)."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from scipy.optimize import linear_sum_assignment
 from ..result import Result, bootstrap, percentiles
 
 HEADLINE = "position_r2"
-_MAX_ITERATIONS = 100  # of E and M; each lowers the error, so it ends long before
+_MAX_ITERATIONS = 100  # limit on iterations of E and M; each lowers the error, so it usually ends long before
 
 
 class ProbedClip(NamedTuple):
-    """slots: (T, K, D).  position: (T, M, 3), M objects.  numbers: by name (T, M, c).  words: by name, M of them."""
+    """Slots (T, K, D) of a clip; position (T, M, 3) of M objects; numbers by name (T, M, c); words by name, M of them."""
 
     slots: np.ndarray
     position: np.ndarray
@@ -25,8 +24,13 @@ class ProbedClip(NamedTuple):
 
 
 class SlotMatching(NamedTuple):
-    """weights: (D + 1, 3), from slots (and 1) to positions.  slots_of: of each clip (M,), which slot has which object.
-    errors: the mean squared error that each restart ended with."""
+    """Matching of slots and objects.
+
+    Attributes:
+        weights: (D + 1, 3), from slots (and 1) to positions.
+        slots_of: (M,) for each clip, the slot of each object.
+        errors: mean squared error of each restart.
+    """
 
     weights: np.ndarray
     slots_of: list[np.ndarray]
@@ -34,23 +38,26 @@ class SlotMatching(NamedTuple):
 
 
 def match_slots(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge: float = 1e-3) -> SlotMatching:
-    """Which slot has which object, the same at all times, by turns: a linear map from assigned slots to positions (E), and the
-    assignment of least error under it (M), which is Hungarian, as errors add up over objects. The best of `restarts` random beginnings.
+    """Match slots to objects, with one matching for all times of a clip.
+
+    It alternates a linear map from matched slots to positions (E) with the assignment of least error under it (M),
+    which is Hungarian because errors add up over objects. The best of `restarts` random initializations is returned.
 
     Args:
-        ridge: of the linear map, as a share of the mean square of what it sees.
+        clips, restarts, seed: clips and initializations.
+        ridge: of the linear map, as a share of its inputs' mean square.
     """
     rng, errors = np.random.default_rng(seed), []
     best: tuple[np.ndarray, list[np.ndarray]] | None = None
     positions = np.concatenate([clip.position.reshape(-1, 3) for clip in clips])
     for _ in range(restarts):
-        # Each clip's own permutation: slots have no order, so none is better to begin with.
+        # A separate permutation per clip, because slots have no order.
         slots_of = [rng.permutation(clip.slots.shape[1])[: clip.position.shape[1]] for clip in clips]
         weights, error = np.zeros(0), np.inf
         for _ in range(_MAX_ITERATIONS):
             last, weights = error, fit_ridge(_assigned(clips, slots_of), positions, ridge)
             slots_of, error = assign_slots(clips, weights)
-            # Down to what rounding gives: with equal errors both steps would go round for ever.
+            # Stop at the level of rounding, because with equal errors both steps would alternate forever.
             if error >= last * (1 - 1e-9):
                 break
         errors.append(error / len(positions))
@@ -61,7 +68,7 @@ def match_slots(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge
 
 
 def assign_slots(clips: Sequence[ProbedClip], weights: np.ndarray) -> tuple[list[np.ndarray], float]:
-    """Of each clip the assignment of least error under a map to positions, and all clips' summed squared error."""
+    """Return for each clip the assignment of least error under a map to positions, and the summed squared error of all clips."""
     slots_of, total = [], 0.0
     for clip in clips:
         predicted = clip.slots @ weights[:-1] + weights[-1]  # (T, K, 3)
@@ -78,11 +85,11 @@ def assign_slots(clips: Sequence[ProbedClip], weights: np.ndarray) -> tuple[list
 
 
 def fit_ridge(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
-    """Ridge regression of y (n, c) on x (n, D) and one: (D + 1, c), fp64; the offset is not held down."""
+    """Return ridge regression of y (n, c) on x (n, D) and one: (D + 1, c), fp64; the offset is not penalised."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     middle, level = x.mean(0), y.mean(0)
     gram = (x - middle).T @ (x - middle)
-    # As a share of the data's own scale, so that wide slots and narrow ones are held down alike.
+    # Relative to the data's scale, so that wide and narrow slots are penalised alike.
     gram[np.diag_indices(len(gram))] += ridge * max(gram.diagonal().mean(), 1e-12)
     weights = np.linalg.solve(gram, (x - middle).T @ (y - level))
     return np.concatenate([weights, (level - middle @ weights)[None]])
@@ -91,16 +98,18 @@ def fit_ridge(x: np.ndarray, y: np.ndarray, ridge: float = 1e-3) -> np.ndarray:
 def score(
     fit: Sequence[ProbedClip], held_out: Sequence[ProbedClip], restarts: int = 10, seed: int = 0, ridge: float = 1e-3
 ) -> Result:
-    """R2 of positions and other numbers (over all coordinates, about the mean of what was fitted on), accuracy of words, on clips that
-    nothing was fitted on, whose assignments come from positions as well. Intervals resample clips.
+    """Return R2 of positions and other numbers, and accuracy of words, on held-out clips, whose matching also comes from positions.
+
+    R2 is over all coordinates, relative to the mean of the clips used for fitting. Intervals resample clips.
 
     Args:
         fit, held_out: clips with at most as many objects as slots.
+        restarts, seed, ridge: see `match_slots`.
     """
     matching = match_slots(fit, restarts, seed, ridge)
     others, _ = assign_slots(held_out, matching.weights)
     x = _assigned(fit, matching.slots_of)
-    # Every other number goes by the assignment that positions gave: only positions tell objects apart.
+    # Other numbers use the matching from positions, because only positions distinguish objects.
     sums, counts = {}, {}
     for name in ("position", *fit[0].numbers):
         true = [clip.position if name == "position" else clip.numbers[name] for clip in (*fit, *held_out)]
@@ -111,7 +120,7 @@ def score(
             predicted = clip.slots[:, own] @ weights[:-1] + weights[-1]
             rest.append(((predicted - t) ** 2).sum())
             whole.append(((t - level) ** 2).sum())
-        # What never changes, or not where it is fitted, has no R2: by its own size, as a mean of equal numbers is off by a rounding.
+        # A constant has no R2; decided relative to its size, because a mean of equal numbers has a rounding error.
         size = 1e-9 * max(float(np.abs(ours).max(initial=0)), 1e-12)
         spread = float(np.sqrt(np.sum(whole) / max(1, sum(t.size for t in true[len(fit) :]))))
         if name != "position" and min(spread, float(np.ptp(ours, axis=0).max(initial=0))) <= size:
@@ -148,7 +157,7 @@ def _result(
 ) -> Result:
     names = list(sums)
     table, of = np.stack([sums[n] for n in names], 1), np.stack([counts[n] for n in names], 1)
-    # Drawn in large units: a bootstrap takes what is behind a ratio for items, of which there is at least one.
+    # In large units, because the bootstrap treats denominators as counts of at least one.
     draws = bootstrap(table * 1e6, of * 1e6)
     options: dict[str, Any] = {
         "restarts": restarts,
@@ -173,7 +182,7 @@ def _result(
 
 
 def _assigned(clips: Sequence[ProbedClip], slots_of: Sequence[np.ndarray]) -> np.ndarray:
-    """Slots of all objects, clip by clip, time by time: (n, D)."""
+    """Return the slots of all objects, clip by clip, time by time: (n, D)."""
     return np.concatenate(
         [clip.slots[:, own].reshape(-1, clip.slots.shape[-1]) for clip, own in zip(clips, slots_of, strict=True)]
     )

@@ -1,4 +1,4 @@
-"""How well slots of scenes follow objects over time and over cameras, and how near the views are that they draw."""
+"""Scores of scenes' slots: consistency of masks over time and cameras, and accuracy of rendered views."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ HEADLINE = "psnr_held_out"
 
 
 class ViewedClip(NamedTuple):
-    """true, predicted: label maps (T, V, H, W).  errors, ssim: (T, V) of each view as it is drawn.  nearest, mean: (T, V), mean squared
-    error of the nearest shown view in its place, and of the shown views' mean colour.  depth, true_depth: (T, V, H, W), NaN where nobody says it.
+    """A scored scene.
+
+    Attributes:
+        true, predicted: label maps (T, V, H, W).
+        errors, ssim: (T, V) of each rendered view.
+        nearest, mean: (T, V), mean squared error of two baselines: the nearest context view, and the context views'
+            mean colour.
+        depth, true_depth: (T, V, H, W), NaN if unknown.
     """
 
     true: np.ndarray
@@ -29,13 +35,13 @@ class ViewedClip(NamedTuple):
 
 
 def scene_scores(clip: ViewedClip, num_context_views: int, far: float, background: int | None = 0) -> dict[str, float]:
-    """One scene's scores; NaN where it has no object, or nothing is held out.
+    """Return one scene's scores; NaN without objects, or without held-out views.
 
-    `image_fg_ari`: of each view of each time, then the mean. `video_fg_ari`: of each camera over all times. `camera_fg_ari`: of each time over
-    all cameras. `scene_fg_ari`: all together, so that a slot has to be with its object everywhere (Singh et al. 2024, Section 5.2.1).
-    `psnr_…`, `ssim_…`, `mse_…`: views that were held out, and shown ones. `psnr_nearest`, `psnr_mean`: the nearest shown view, or the shown
-    views' mean colour, in the place of a held-out one.
-    `depth_error`: mean absolute error over the true depth, of held-out views where that is below `far`.
+    `image_fg_ari`: per view and time, then averaged. `video_fg_ari`: per camera over all times. `camera_fg_ari`: per
+    time over all cameras. `scene_fg_ari`: over everything together, so that a slot must follow its object everywhere
+    (Singh et al. 2024, Section 5.2.1). `psnr_…`, `ssim_…`, `mse_…`: held-out views, and context views. `psnr_nearest`,
+    `psnr_mean`: the baselines, on held-out views. `depth_error`: mean absolute error divided by the true depth, on
+    held-out views where that is below `far`.
     """
     t, p = clip.true, clip.predicted
     times, views = t.shape[:2]
@@ -48,7 +54,7 @@ def scene_scores(clip: ViewedClip, num_context_views: int, far: float, backgroun
         slice(None, num_context_views),
         count_pixels(t, p, background),
     )
-    valid_depth = clip.true_depth[:, held_out] < far  # NaN is not
+    valid_depth = clip.true_depth[:, held_out] < far  # false for NaN
     relative_error = np.abs(clip.depth[:, held_out] - clip.true_depth[:, held_out]) / np.maximum(
         clip.true_depth[:, held_out], 1e-6
     )
@@ -57,7 +63,7 @@ def scene_scores(clip: ViewedClip, num_context_views: int, far: float, backgroun
         "video_fg_ari": ari((t[:, v], p[:, v]) for v in range(views)),
         "camera_fg_ari": ari((t[i], p[i]) for i in range(times)),
         "scene_fg_ari": adjusted_rand(whole.objects),
-        # Of a scene whose masks nobody told, it would say that all pixels are one object.
+        # For a scene without masks, it would treat all pixels as one object.
         "ari": adjusted_rand(whole.table) if len(whole.objects) else float("nan"),
         "psnr_held_out": _psnr(clip.errors[:, held_out]),
         "psnr_shown": _psnr(clip.errors[:, context]),
@@ -77,10 +83,11 @@ def score(
     background: int | None = 0,
     ends: tuple[float, float] | None = None,
 ) -> Result:
-    """Means over scenes of `scene_scores`; intervals resample scenes.
+    """Return means over scenes of `scene_scores`; intervals resample scenes.
 
     Args:
-        ends: distances between which a model looks; `counts` says how many scenes have something nearer than them, or farther.
+        clips, num_context_views, far, background: scenes and options.
+        ends: range of distances that a model samples; `counts` has the number of scenes with something outside of it.
     """
     scores, outside = [], 0
     for clip in clips:
@@ -99,7 +106,7 @@ def score(
             "background": background,
             "mean": "over scenes",
             "interval": "bootstrap over scenes",
-            "empty": "left out of ARIs",
+            "empty": "excluded from ARIs",
         },
         {"scenes": len(scores), "empty": empty, **({} if ends is None else {"scenes_beyond_rays": outside})},
         {name: column.astype(np.float32) for name, column in means.columns.items()},
@@ -107,13 +114,13 @@ def score(
 
 
 def _exceeds_depth_range(depth: np.ndarray, ends: tuple[float, float], far: float) -> bool:
-    """Whether something of a scene, the sky aside, lies where a model does not look; a thousandth is what files round away."""
+    """Return whether something of a scene, except the sky, is outside the sampled distances; a tolerance of a thousandth covers rounding in files."""
     scene_depth = depth[depth < far]
     return bool(((scene_depth < ends[0] * 0.999) | (scene_depth > ends[1] * 1.001)).any())
 
 
 def _psnr(errors: np.ndarray) -> float:
-    """Of each view, then the mean."""
+    """Return the PSNR of each view, averaged."""
     return _mean(-10 * np.log10(np.maximum(errors, 1e-10)))
 
 
