@@ -1,1 +1,1 @@
-"""Object-centric slot models; they share the trainer and the data plan of `sparo_train`."""
+"""Object-centric slot models, with the trainer and the data plan of `sparo_train`."""

@@ -1,1 +1,1 @@
-"""From slots back to pixels."""
+"""Decoders from slots to pixels."""

@@ -1,4 +1,4 @@
-"""A Transformer that says an image's tokens one after the other, looking at its slots (Singh et al. 2022)."""
+"""Transformer that predicts an image's tokens one after another, with cross-attention to slots (Singh et al. 2022)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparo_train.core.config import Frozen, field
 
 
 class AutoregressiveConfig(Frozen):
-    """Blocks of causal attention to tokens, attention to slots, and a perceptron of four times the width."""
+    """Blocks of causal self-attention, cross-attention to slots, and an MLP of four times the width."""
 
     width: int = field(192, "Token width.", gt=0, le=65536)
     blocks: int = field(8, "Transformer blocks.", gt=0, le=256)
@@ -41,7 +41,7 @@ class KVCache(NamedTuple):
 
 
 class AutoregressiveDecoder(nn.Module):
-    """Embedded tokens (b, n, width) and slots (b, K, width) to what each token says of the next, (b, n, width)."""
+    """Decoder of embedded tokens (b, n, width) and slots (b, K, width) to a prediction of each next token, (b, n, width)."""
 
     def __init__(self, config: AutoregressiveConfig):
         super().__init__()
@@ -57,7 +57,7 @@ class AutoregressiveDecoder(nn.Module):
         return self.norm(x)
 
     def decode_next(self, x: Tensor, slots: Tensor, past: list[KVCache] | None) -> tuple[Tensor, list[KVCache]]:
-        """The same for the next token alone, (b, 1, width), with what is kept of those before it."""
+        """Decode the next token only, (b, 1, width), with the cache of earlier tokens."""
         presents: list[KVCache] = []
         for number, block in enumerate(self.blocks):
             x, present = block(x, slots, past[number] if past else None)
@@ -66,7 +66,7 @@ class AutoregressiveDecoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One block; `past`: of tokens before those in `x`."""
+    """One block; `past` caches tokens before those in `x`."""
 
     def __init__(self, config: AutoregressiveConfig, on_stream: bool):
         super().__init__()
@@ -86,18 +86,18 @@ class DecoderBlock(nn.Module):
         normed = self.norm_tokens(x)
         k, v = self.to_tokens.project_kv(normed)
         if past is not None and past.tokens is not None:
-            # What was said before is not looked at anew: a token costs one row of attention.
+            # Earlier tokens are not recomputed, so a token costs one row of attention.
             k, v = torch.cat([past.tokens[0], k], dim=2), torch.cat([past.tokens[1], v], dim=2)
         self_attn_out = self.to_tokens(normed, k, v, causal=past is None)
         x = (normed if self.on_stream else x) + self_attn_out
-        # Slots do not change while an image is said.
+        # Slots do not change during the generation of an image.
         slot_kv = past.slots if past is not None else self.to_slots.project_kv(slots)
         x = x + self.to_slots(self.norm_slots(x), *slot_kv)
         return x + self.mlp(self.norm_mlp(x)), KVCache((k, v), slot_kv)
 
 
 class _Attention(nn.Module):
-    """Heads of scaled dot products, without biases."""
+    """Multi-head attention without biases."""
 
     def __init__(self, config: AutoregressiveConfig, gain: float):
         super().__init__()
@@ -109,7 +109,7 @@ class _Attention(nn.Module):
         nn.init.xavier_uniform_(self.out.weight, gain)
 
     def project_kv(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of (b, n, width)."""
+        """Return keys and values of (b, n, width)."""
         return self._split(self.to_k(x)), self._split(self.to_v(x))
 
     def forward(self, x: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Spatial broadcast decoders (Watters et al. 2019): a slot on every point of a grid, with where it stands, to colour and share."""
+"""Spatial broadcast decoders (Watters et al. 2019): each slot on every point of a grid, with positions, to colour and mask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from sparo_train.models.precision import in_fp32
 
 
 class BroadcastConfig(Frozen):
-    """mlp: a perceptron per pixel (Biza et al. 2023, Table 8).  cnn: transposed convolutions of stride 2, then convolutions (Table 7).
-    patch: a perceptron per patch, whose place is learned (Seitzer et al. 2023)."""
+    """Options of the decoder.
+
+    mlp: an MLP per pixel (Biza et al. 2023, Table 8). cnn: transposed convolutions of stride 2, then convolutions
+    (Table 7). patch: an MLP per patch, with learned positions (Seitzer et al. 2023).
+    """
 
     kind: Literal["mlp", "cnn", "patch"] = field("mlp", "Decoder of a broadcast slot.")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
@@ -59,25 +62,32 @@ class BroadcastConfig(Frozen):
     def _check_kind_options(self) -> Self:
         if self.kind == "patch" and self.fourier_bands:
             raise ValueError(
-                f"fourier_bands={self.fourier_bands}: are of places by coordinates, and kind=patch learns its own; leave it away"
+                f"fourier_bands={self.fourier_bands}: applies to coordinates, but kind=patch learns its positions. Remove it."
             )
         if self.norm and self.kind != "cnn":
-            raise ValueError(f"norm: is of kind=cnn, not of {self.kind}; leave it away")
+            raise ValueError(f"norm: applies to kind=cnn, not {self.kind}. Remove it.")
         if self.upsample_output and (self.kind != "cnn" or self.convs or not self.num_upsample):
-            raise ValueError("upsample_output: is of kind=cnn with ups and with convs=0; leave it away")
+            raise ValueError("upsample_output: applies to kind=cnn with num_upsample > 0 and convs=0. Remove it.")
         return self
 
     def side(self, image_size: int) -> int:
-        """Of the grid that slots are put on. Raises `ValueError` where it does not come out at the image's size."""
+        """Return the side of the grid that slots are put on. Raises `ValueError` if no side leads to the image's size."""
         if self.kind != "cnn":
             return image_size
         if image_size % 2**self.num_upsample:
-            raise ValueError(f"num_upsample={self.num_upsample}: image_size={image_size} cannot be halved so often")
+            raise ValueError(
+                f"num_upsample={self.num_upsample}: image_size={image_size} cannot be halved that many times"
+            )
         return image_size // 2**self.num_upsample
 
 
 class DecoderOutput(NamedTuple):
-    """image (b, C, S, S), the sum of the slots' slot_images (b, K, C, S, S) by their shares `masks` (b, K, S, S), which sum to one."""
+    """Decoded images.
+
+    Attributes:
+        image: (b, C, S, S), the sum of `slot_images` (b, K, C, S, S) weighted by `masks`.
+        masks: (b, K, S, S), which sum to one over slots.
+    """
 
     image: Tensor
     slot_images: Tensor
@@ -85,10 +95,11 @@ class DecoderOutput(NamedTuple):
 
 
 class Broadcast(nn.Module):
-    """Slots (b, K, D) on a grid as each sees it, (b, K, N, 2) or (N, 2) for all, to pictures.
+    """Decoder of slots (b, K, D) on a grid, which is (N, 2) for all, or (b, K, N, 2) in each slot's own frame.
 
     Args:
-        out: colours, or features, of a pixel or patch.
+        config, width: options and width of slots.
+        out: number of colours, or of features per pixel or patch.
     """
 
     adamw_only_parameters = ("pos_embed",)
@@ -105,7 +116,8 @@ class Broadcast(nn.Module):
             widths = (width, *c.hidden)
             layers = [m for a, b in zip(widths, c.hidden, strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
             self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], out + 1))
-            # What shrinks on its way up makes the first masks alike, and slots then share pixels for long.
+            # Activations that shrink on the way up make the first masks equal, and slots then share pixels for a long
+            # time.
             init_weights(self.layers, c.weight_init)
             return
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.GroupNorm(1, width)]) if c.norm else None
@@ -131,7 +143,7 @@ class Broadcast(nn.Module):
         b, k = slots.shape[:2]
         norms: Any = self.norms if self.config.kind == "cnn" else None
         slots = slots if norms is None else norms[0](slots)
-        # Added after the projection, in fp32: bf16 tells places apart by 1/256 alone, and neighbours would have one.
+        # Added after the projection, in fp32: bf16 resolves positions to 1/256 only, so neighbours would coincide.
         pos_embed = (
             self.pos_embed
             if self.config.kind == "patch"
@@ -144,15 +156,15 @@ class Broadcast(nn.Module):
             planes = x.flatten(0, 1).unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
             planes = planes if norms is None else norms[1](planes)
             outputs = self.layers(planes).unflatten(0, (b, k))
-        # Shares are compared over slots at every pixel: in 16 bits a tie is not rare.
+        # Masks are compared over slots at every pixel, and in 16 bits ties are common.
         slot_images, logits = outputs[:, :, :-1], outputs[:, :, -1]
         masks = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
-        # The mean by shares, before any clamp: what is scored is what was trained.
+        # Mix before any clamp, so that the scored image is the trained one.
         return DecoderOutput((slot_images * masks[:, :, None]).sum(1), slot_images, masks)
 
 
 def init_weights(layers: nn.Module, scheme: Literal["torch", "lecun", "kaiming"]) -> None:
-    """Give layers their first weights, and biases of zero; torch: leave them as they are."""
+    """Initialize the weights of layers and set biases to zero; torch: leave them unchanged."""
     for layer in layers.modules():
         if scheme == "torch" or not isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
             continue
@@ -160,7 +172,7 @@ def init_weights(layers: nn.Module, scheme: Literal["torch", "lecun", "kaiming"]
         fan_in = (layer.weight[:, 0] if transposed else layer.weight[0]).numel()
         if (
             scheme == "kaiming"
-        ):  # of a transposed kernel a pixel sums every second row and column; flax counts all of them
+        ):  # in a transposed kernel, a pixel sums every second row and column; flax counts all of them
             fan_in /= 2 * (layer.stride[0] ** 2 if isinstance(layer, nn.ConvTranspose2d) else 1)
         std = fan_in**-0.5 / 0.87962566103423978
         nn.init.trunc_normal_(layer.weight, 0.0, std, -2 * std, 2 * std)
@@ -169,7 +181,7 @@ def init_weights(layers: nn.Module, scheme: Literal["torch", "lecun", "kaiming"]
 
 
 def fourier_features(grid: Tensor, num_bands: int) -> Tensor:
-    """Places (..., 2), and the sines and cosines of pi, 2 pi, 4 pi, ... times their coordinates: (..., 2 + 4 * octaves)."""
+    """Return positions (..., 2) with the sines and cosines of pi, 2 pi, 4 pi, ... times their coordinates: (..., 2 + 4 * num_bands)."""
     if not num_bands:
         return grid
     angles = grid[..., None, :] * (
@@ -179,8 +191,11 @@ def fourier_features(grid: Tensor, num_bands: int) -> Tensor:
 
 
 class _Upsample(nn.ConvTranspose2d):
-    """A transposed convolution of stride 2 that doubles the side, aligned as SAME is in flax and Keras; or as torch's usual idiom
-    (padding 2, output_padding 1 for 5 pixels), which is the same filter a pixel further."""
+    """Transposed convolution of stride 2 that doubles the side.
+
+    It is aligned like SAME in flax and Keras, or like torch's usual idiom (padding 2, output_padding 1 for 5 pixels),
+    which is the same filter shifted by one pixel.
+    """
 
     def __init__(self, wide: int, out: int, kernel: int, align: Literal["same", "torch"] = "same"):
         same = max(kernel - 2, 0) // 2
@@ -189,5 +204,5 @@ class _Upsample(nn.ConvTranspose2d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         upsampled = F.conv_transpose2d(input, self.weight, self.bias, 2, self.padding, self.extra_padding)  # type: ignore[arg-type]
-        # A kernel of odd side leaves a row and a column more than twice the side.
+        # An odd kernel leaves one row and column more than twice the side.
         return upsampled[..., : 2 * input.shape[-2], : 2 * input.shape[-1]]

@@ -1,4 +1,4 @@
-"""A discrete VAE: an image to a token per patch and back (Singh et al. 2022, SLATE; after Ramesh et al. 2021)."""
+"""A discrete VAE: an image to one token per patch and back (Singh et al. 2022, SLATE; after Ramesh et al. 2021)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, field
 from sparo_train.models.precision import at_least_fp32
 
-PATCH = 4  # pixels of a token's side: the decoder doubles the side twice
-_HIDDEN_LAYERS = 6  # of the encoder, per patch, between its patches and its logits
+PATCH = 4  # pixels per side of a token: the decoder doubles the side twice
+_HIDDEN_LAYERS = 6  # layers of the encoder per patch, between its patches and its logits
 
 
 class DvaeConfig(Frozen):
-    """Tokens, and the temperature that they are drawn with while it trains."""
+    """Tokens, and the temperature of their samples in training."""
 
     vocab: int = field(4096, "Number of tokens in the vocabulary.", gt=1, le=1 << 20)
     channels: int = field(64, "Channels of every layer.", gt=0)
@@ -41,14 +41,14 @@ class DvaeConfig(Frozen):
     @model_validator(mode="after")
     def _check_tau(self) -> Self:
         if self.tau_end > self.tau_start:
-            raise ValueError(f"tau_end={self.tau_end}: is above tau_start={self.tau_start}")
+            raise ValueError(f"tau_end={self.tau_end}: must not exceed tau_start={self.tau_start}")
         return self
 
 
 class Dvae(nn.Module):
-    """`logits`: images (b, 3, S, S) to log-probabilities (b, vocab, S/4, S/4).  `decode`: shares of tokens, of that shape, to images.
+    """VAE. `logits` maps images (b, 3, S, S) to log-probabilities (b, vocab, S/4, S/4), `decode` token weights of that shape to images.
 
-    Both are methods of modules that are called, so that an engine may shard them.
+    Both are methods of modules that are called, so that an engine can shard them.
     """
 
     def __init__(self, config: DvaeConfig):
@@ -70,40 +70,43 @@ class Dvae(nn.Module):
             nn.init.zeros_(last.bias)  # type: ignore[arg-type]
 
     def logits(self, images: Tensor) -> Tensor:
-        # In fp32: logarithms of probabilities among thousands of tokens.
+        # In fp32, because these are logarithms of probabilities among thousands of tokens.
         return F.log_softmax(at_least_fp32(self.encoder(images)), dim=1)
 
     def decode(self, token_probs: Tensor) -> Tensor:
         return at_least_fp32(self.decoder(token_probs))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens (b, s, s) to images (b, 3, 4s, 4s)."""
+        """Decode tokens (b, s, s) to images (b, 3, 4s, 4s)."""
         one_hot = F.one_hot(tokens, self.config.vocab).permute(0, 3, 1, 2)
         return self.decode(one_hot.to(next(self.decoder.parameters()).dtype))
 
 
 def sample_gumbel(like: Tensor) -> Tensor:
-    """Numbers of a standard Gumbel distribution, in the shape of `like`; from torch's stream, which the trainer names by step and rank."""
-    # An exponential draw may be 0, whose logarithm is not finite.
+    """Return standard Gumbel noise in the shape of `like`, from torch's stream, which the trainer seeds by step and rank."""
+    # An exponential sample may be 0, whose logarithm is not finite.
     return -torch.empty_like(like).exponential_().clamp(min=torch.finfo(like.dtype).tiny).log()
 
 
 def gumbel_softmax(logits: Tensor, gumbel_noise: Tensor, tau: float, hard: bool) -> Tensor:
-    """Shares of tokens (b, vocab, s, s) by the Gumbel-softmax (Jang et al. 2017), with temperature `tau`.
+    """Return token weights (b, vocab, s, s) of the Gumbel-softmax (Jang et al. 2017) with temperature `tau`.
 
     Args:
-        gumbel_noise: what `sample_gumbel` drew.  hard: one token per patch has all, with the gradient of the shares.
+        logits: (b, vocab, s, s).
+        gumbel_noise: from `sample_gumbel`.
+        tau: temperature.
+        hard: one-hot weights, with the gradient of the soft ones.
     """
     probs = F.softmax((logits + gumbel_noise) / tau, dim=1)
     if not hard:
         return probs
-    # The forward sees one token, the backward the shares (straight through).
+    # Forward uses one token, backward the soft weights (straight through).
     one_hot = torch.zeros_like(probs).scatter_(1, probs.argmax(1, keepdim=True), 1.0)
     return one_hot - probs.detach() + probs
 
 
 class _Block(nn.Module):
-    """Convolution, GroupNorm with one group or none, ReLU; the convolution has a bias only without a norm."""
+    """Convolution, GroupNorm with one group or no norm, ReLU; the convolution has a bias only without a norm."""
 
     def __init__(self, norm: bool, width: int, out: int, kernel: int, stride: int = 1):
         super().__init__()

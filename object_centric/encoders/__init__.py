@@ -1,1 +1,1 @@
-"""From images to features on a grid."""
+"""Encoders of images to features on a grid."""

@@ -13,7 +13,7 @@ from sparo_train.core.config import Frozen, between, field
 
 
 class ConvNetConfig(Frozen):
-    """Layers of one kernel size."""
+    """Convolutions with one kernel size."""
 
     kind: Literal["conv"] = field("conv", "Entry of sparo.slot_encoders.")
     channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
@@ -32,7 +32,7 @@ class ConvNetConfig(Frozen):
     def _as_many(self) -> Self:
         if len(self.strides) != len(self.channels):
             raise ValueError(
-                f"strides={list(self.strides)}: name one per layer, as channels={list(self.channels)} does"
+                f"strides={list(self.strides)}: needs one value per layer, like channels={list(self.channels)}"
             )
         if self.padding == "symmetric" and self.kernel % 2 == 0:
             raise ValueError(f"padding=symmetric: requires an odd kernel, got kernel={self.kernel}. Use padding: same.")
@@ -40,11 +40,11 @@ class ConvNetConfig(Frozen):
 
     @property
     def width(self) -> int:
-        """Of the features."""
+        """Return the width of the features."""
         return self.channels[-1]
 
     def cost(self, image_size: int) -> int:
-        """Numbers that the layers write for an image."""
+        """Return the number of values that the layers write for an image."""
         total, side = 0, image_size
         for wide, stride in zip(self.channels, self.strides, strict=True):
             side = -(-side // stride)
@@ -55,14 +55,14 @@ class ConvNetConfig(Frozen):
         return ConvNet(self)
 
     def side(self, image_size: int) -> int:
-        """Features per side."""
+        """Return the number of features per side."""
         for stride in self.strides:
             image_size = -(-image_size // stride)
         return image_size
 
 
 class ConvNet(nn.Module):
-    """Images (b, 3, S, S) to features (b, s, s, C), channels last."""
+    """Encoder of images (b, 3, S, S) to features (b, s, s, C), channels last."""
 
     def __init__(self, config: ConvNetConfig):
         super().__init__()
@@ -78,7 +78,7 @@ class ConvNet(nn.Module):
             x = layer(self._padded(x, layer.stride[0]))  # type: ignore[union-attr, index, operator]
             if number + 1 < len(self.layers) or self.config.last_relu:
                 x = F.relu(x)
-        # Channels last: slots read rows of features.
+        # Channels last, because slots read rows of features.
         return x.permute(0, 2, 3, 1)
 
     def _padded(self, x: Tensor, stride: int) -> Tensor:
@@ -87,9 +87,9 @@ class ConvNet(nn.Module):
 
 
 def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """SAME padding: an output per `stride` pixels, what is odd of the padding at the right and below (torch's own puts it left)."""
+    """Apply SAME padding: an output per `stride` pixels, with the odd pixel of padding at the right and bottom."""
     pads: list[int] = []
-    # flax and Keras put the odd pixel behind; torch's own padding puts it in front.
+    # flax and Keras put the odd pixel last; torch's own padding puts it first.
     for size in (x.shape[-1], x.shape[-2]):
         missing = max((-(-size // stride) - 1) * stride + kernel - size, 0)
         pads += [missing // 2, missing - missing // 2]
@@ -99,7 +99,7 @@ def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
 def grid(side: int, like: Tensor | None = None) -> Tensor:
     """Return (side * side, 2) positions y, x in [-1, 1], row by row, on the device of `like` and in its precision, fp32 at least."""
     dtype = torch.float32 if like is None else torch.promote_types(like.dtype, torch.float32)
-    # First and last on the edge, as the papers' code; pixel centres would be half a pixel inside.
+    # First and last on the edge, as in the papers' code; pixel centres would be half a pixel inside.
     line = torch.linspace(-1, 1, side, device=None if like is None else like.device, dtype=dtype)
     return torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1).flatten(0, 1)
 
@@ -108,7 +108,7 @@ _BLOCKS = (3, 4, 6, 3)
 
 
 class ResNet34Config(Frozen):
-    """An eighth of the image's side, 512 wide."""
+    """ResNet-34 whose features have an eighth of the image's side and width 512."""
 
     kind: Literal["resnet34"] = field("resnet34", "Entry of sparo.slot_encoders.")
     root_width: int = field(64, "Channels of the stem and the first stage. Each further stage doubles them.", gt=0)
@@ -122,18 +122,18 @@ class ResNet34Config(Frozen):
 
     @property
     def width(self) -> int:
-        """Of the features."""
+        """Return the width of the features."""
         return self.root_width * 8
 
     def side(self, image_size: int) -> int:
-        """Features per side."""
-        # Odd sides round up at each stage, as SAME padding leaves them.
+        """Return the number of features per side."""
+        # Odd sides round up at each stage, as with SAME padding.
         for _ in range(3):
             image_size = -(-image_size // 2)
         return image_size
 
     def cost(self, image_size: int) -> int:
-        """Numbers that the layers write for an image."""
+        """Return the number of values that the layers write for an image."""
         per_stage = [2 * n * (self.root_width << i) * (image_size >> i) ** 2 for i, n in enumerate(_BLOCKS)]
         return sum(per_stage)
 
@@ -142,7 +142,7 @@ class ResNet34Config(Frozen):
 
 
 class ResNet34(nn.Module):
-    """Images (b, 3, S, S) to features (b, S/8, S/8, C), channels last. What follows the root has no ReLU, as in the official code."""
+    """Encoder of images (b, 3, S, S) to features (b, S/8, S/8, C), channels last. The root has no ReLU after it, as in the official code."""
 
     def __init__(self, config: ResNet34Config):
         super().__init__()
@@ -167,7 +167,7 @@ class _Block(nn.Module):
         self.stride = stride
         self.conv1, self.conv2 = nn.Conv2d(wide, out, 3, stride, bias=False), nn.Conv2d(out, out, 3, bias=False)
         self.norms = nn.ModuleList(nn.GroupNorm(groups, out, eps=1e-6) for _ in range(2))
-        nn.init.zeros_(self.norms[1].weight)  # type: ignore[arg-type]  a block begins as what it is added to
+        nn.init.zeros_(self.norms[1].weight)  # type: ignore[arg-type]  a block is initialized as the identity
         self.downsample = self.downsample_norm = None
         if stride != 1 or wide != out:
             self.downsample, self.downsample_norm = (

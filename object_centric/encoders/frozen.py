@@ -1,4 +1,4 @@
-"""Features of a trained ViT that is not trained on: what DINOSAUR groups and draws again (Seitzer et al. 2023)."""
+"""Features of a trained, frozen ViT, which DINOSAUR groups and reconstructs (Seitzer et al. 2023)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor  # what FLOPs are counted with has no pixels
+from torch._subclasses import FakeTensor  # encoders whose FLOPs are counted have no pixels
 
 from sparo_train.core.config import Frozen, field, resumable_field
 from sparo_train.core.errors import ConfigError, DataError
@@ -20,10 +20,11 @@ from sparo_train.core.files import write_whole
 
 
 class FeatureCache:
-    """A folder FOLDER/KEY/ab/cdef….npy, by the hash of a picture's pixels.
+    """Cache with files FOLDER/KEY/ab/cdef….npy, named by the hash of an image's pixels.
 
     Args:
-        key: of what computes them: its weights, architecture and precision.
+        folder: the folder.
+        key: hash of what determines the features: weights, architecture and precision.
 
     Raises:
         DataError: the folder cannot be written.
@@ -34,45 +35,45 @@ class FeatureCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(f"encoder.cache: {self.folder} cannot be made ({error}); name another folder") from None
+            raise DataError(f"encoder.cache: {self.folder} cannot be created ({error}). Name another folder.") from None
 
     def paths(self, pixels: Tensor) -> list[Path]:
-        """Where the features of pictures (b, 3, S, S) uint8 are."""
+        """Return the paths of the features of images (b, 3, S, S) uint8."""
         rows = pixels.cpu().contiguous().numpy()
         digests = [xxhash.xxh3_128_hexdigest(row.tobytes()) for row in rows]
-        # In folders of two letters: a million files in one are slow to list.
+        # Subfolders of two letters, because listing a million files in one folder is slow.
         return [self.folder / digest[:2] / f"{digest[2:]}.npy" for digest in digests]
 
     @staticmethod
     def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
-        """(N, D) as they were written; None where there are none, or a file that was cut off."""
+        """Return features (N, D) as they were written; None if there are none, or the file is truncated."""
         try:
             features = np.load(path, allow_pickle=False)
-        except Exception:  # a damaged header raises anything
+        except Exception:  # a damaged header may raise anything
             return None
         return torch.from_numpy(features) if features.dtype == np.float32 and features.shape == shape else None
 
     @staticmethod
     def write(path: Path, features: Tensor) -> None:
-        """Whole or not at all, whoever else writes the same; what is no number is not kept.
+        """Write features atomically, even if another process writes the same; features that are not finite are not cached.
 
         Raises:
-            DataError: nothing can be written.
+            DataError: the folder cannot be written.
         """
         if not features.isfinite().all():
-            return  # an overflow once must not be one for every run to come
+            return  # one overflow must not affect every later run
         buffer = io.BytesIO()
         np.save(buffer, features.float().cpu().numpy())
         try:
             write_whole(path, buffer.getvalue())
         except OSError as error:
             raise DataError(
-                f"encoder.cache: {path} cannot be written ({error}); make room, or set cache: null"
+                f"encoder.cache: {path} cannot be written ({error}). Free space, or set cache: null."
             ) from None
 
 
 class FrozenConfig(Frozen):
-    """Patch tokens behind the last block and its norm, without CLS. Images come in 0..1."""
+    """Patch tokens after the last block and its norm, without CLS, for images in 0..1."""
 
     kind: Literal["frozen"] = field("frozen", "Entry of sparo.slot_encoders.")
     checkpoint: str = field(
@@ -89,11 +90,11 @@ class FrozenConfig(Frozen):
     )
 
     def side(self, image_size: int) -> int:
-        """Patches per side."""
+        """Return the number of patches per side."""
         return image_size // self.patch
 
     def cost(self, image_size: int) -> int:
-        """Numbers that are kept for an image: nothing is, beside the features."""
+        """Return the number of values that are kept for an image; nothing but the features."""
         return self.side(image_size) ** 2 * self.width
 
     def build(self) -> nn.Module:
@@ -101,11 +102,11 @@ class FrozenConfig(Frozen):
 
 
 class FrozenPatches(nn.Module):
-    """Images (b, 3, S, S) in 0..1 to features (b, s, s, width).
+    """Frozen ViT that maps images (b, 3, S, S) in 0..1 to features (b, s, s, width).
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ConfigError: it has no patches, or others than the config says.
+        ConfigError: it has no patch tokens, or their number or width differs from the config.
     """
 
     mean: Tensor
@@ -113,39 +114,39 @@ class FrozenPatches(nn.Module):
 
     def __init__(self, config: FrozenConfig):
         super().__init__()
-        from evals.encoders.capabilities import PatchesEncoder  # a config is made without them
+        from evals.encoders.capabilities import PatchesEncoder  # imported here, because configs are made without it
         from evals.encoders.encoder import Encoder
         from evals.encoders.loading import load_encoder
 
         self.config = config
-        # Whoever builds a model without weights, to count with it, reads these all the same; and what a run of ours
-        # seeds when it is built must not be what the rest of this model begins from.
+        # Models that are built without weights, for counting, still read these weights. Building a run's model must not
+        # change the random numbers of the rest of this model.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             encoder = load_encoder(config.checkpoint)
         if not isinstance(encoder, PatchesEncoder):
             raise ConfigError(
-                f"encoder.checkpoint={config.checkpoint}: has no patch tokens; give a ViT's: DINO's, or timm's"
+                f"encoder.checkpoint={config.checkpoint}: has no patch tokens. Give a ViT's checkpoint, such as DINO's or timm's."
             )
         assert isinstance(encoder, Encoder)
         self.model = encoder.model.requires_grad_(False)
         self._tokens = encoder.patch_tokens
         self.identity = f"{encoder.weights} {encoder.architecture} patches"
-        self._feature_caches: dict[str, FeatureCache] = {}  # by what they are computed with
+        self._feature_caches: dict[str, FeatureCache] = {}  # everything that determines the features
         self.register_buffer("mean", encoder.mean.clone(), persistent=False)
         self.register_buffer("std", encoder.std.clone(), persistent=False)
 
     def fit_to(self, image_size: int) -> None:
-        """Take images of this size: positions of one of timm's ViTs are interpolated once, as timm does it."""
+        """Accept images of this size: positions of timm's ViTs are interpolated once, as in timm."""
         model: Any = self.model
         img_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if img_size is not None and tuple(img_size) != (image_size, image_size) and hasattr(model, "set_input_size"):
             with torch.device("cpu"), torch.no_grad():
                 model.set_input_size(img_size=(image_size, image_size))
-            self.model.requires_grad_(False)  # they are parameters anew
+            self.model.requires_grad_(False)  # interpolation replaced the parameters
 
     def train(self, mode: bool = True) -> Self:
-        """It stays in evaluation mode."""
-        # Whoever calls `.train()` on the model that holds it means the rest.
+        """Keep it in evaluation mode."""
+        # `.train()` on the model that contains it applies to the other modules only.
         return super().train(False)
 
     @torch.no_grad()
@@ -163,11 +164,11 @@ class FrozenPatches(nn.Module):
                 Path(self.config.cache), hashlib.sha256(cache_key.encode()).hexdigest()
             )
         cache, side = self._feature_caches[cache_key], self.config.side(images.shape[-1])
-        # By the pixels as bytes: what was decoded alike is the same picture, whatever file it lay in.
+        # By the pixels as bytes, so that equal images share features, whatever their files.
         paths = cache.paths((images * 255).round().to(torch.uint8))
         features = [cache.read(path, (side, side, self.config.width)) for path in paths]
         if any(one is None for one in features):
-            # All of the batch: a picture's features then depend on the plan, and not on what happens to be kept.
+            # Compute the whole batch, so that features depend on the plan and not on the content of the cache.
             computed = self._features(images).float()
             for number, (name, one) in enumerate(zip(paths, features, strict=True)):
                 if one is None:
@@ -178,9 +179,9 @@ class FrozenPatches(nn.Module):
     def _features(self, images: Tensor) -> Tensor:
         try:
             tokens = self._tokens((images - self.mean) / self.std)
-        except AssertionError as error:  # timm's, of a model that takes one size
+        except AssertionError as error:  # raised by timm for a model with a fixed size
             raise ConfigError(
-                f"encoder.checkpoint={self.config.checkpoint}: {error}; set objective.model.image_size to it"
+                f"encoder.checkpoint={self.config.checkpoint}: {error}. Set objective.model.image_size to it."
             ) from None
         side = math.isqrt(tokens.shape[1])
         expected_shape = (self.config.side(images.shape[-1]) ** 2, self.config.width)

@@ -1,4 +1,4 @@
-"""Tokens of a discrete VAE in place of features, which SLATE groups; the model that has the VAE makes them."""
+"""Tokens of a discrete VAE instead of features, which SLATE groups; the model that contains the VAE computes them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class TokensConfig(Frozen):
     width: int = field(192, "Width of embedded tokens. Must equal the decoder's.", gt=0)
 
     def side(self, image_size: int) -> int:
-        """Tokens per side."""
+        """Return the number of tokens per side."""
         return image_size // PATCH
 
     def cost(self, image_size: int) -> int:
-        """Numbers that are kept for an image: the embedded tokens."""
+        """Return the number of values that are kept for an image: the embedded tokens."""
         return self.side(image_size) ** 2 * self.width
 
     def build(self) -> nn.Module:
-        """What takes embedded tokens (b, s, s, width) as they are."""
+        """Return a module that passes embedded tokens (b, s, s, width) on."""
         return nn.Identity()

@@ -1,4 +1,4 @@
-"""Transformer blocks over the slots of a frame, or over tokens, as SAVi, SAVi++, STEVE, videosaur, SRT and PSB's scenes have them."""
+"""Transformer blocks over the slots of a frame, or over tokens, as in SAVi, SAVi++, STEVE, videosaur, SRT and PSB's scenes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 
-# Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py), martius-lab/videosaur,
-# stelzner/osrt and stelzner/srt (layers.py; attention to first features alone and post-norm, which the SRT paper has, are in neither),
-# papers/parallel-spatiotemporal-binder, Table 8 (slsr).
-# mlp_ratio: hidden units of the perceptron as a multiple of the width.
+# Sources: slot-attention-video (savi, savi++: modules/attention.py), singhgautam/steve (transformer.py),
+# martius-lab/videosaur, stelzner/osrt and stelzner/srt (layers.py; neither has the SRT paper's post-norm and attention
+# to the first features only), papers/parallel-spatiotemporal-binder, Table 8 (slsr). mlp_ratio: hidden units of the MLP
+# as a multiple of the width.
 PRESETS: dict[str, dict[str, Any]] = {
     "savi": {},
     "savi++": {"norm": "pre", "blocks": 4, "qkv_width": 64, "mlp_width": 1024},
@@ -27,7 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class TransformerConfig(Frozen):
-    """Blocks of self-attention and a perceptron."""
+    """Blocks of self-attention and an MLP."""
 
     preset: str = field(
         "savi", "Named set of options. Options that a recipe names itself take precedence.", examples=["savi++"]
@@ -68,7 +68,7 @@ class TransformerConfig(Frozen):
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
         preset = dict(PRESETS[name])
-        # Named by itself it goes before the preset's multiple.
+        # If given, it takes precedence over the preset's multiple.
         if values.get("mlp_width") is not None:
             preset.pop("mlp_ratio", None)
         return {**preset, **values}
@@ -76,24 +76,24 @@ class TransformerConfig(Frozen):
     @model_validator(mode="after")
     def _check_transformer_options(self) -> Self:
         if self.first_norm == "stream" and self.norm == "post":
-            raise ValueError("first_norm=stream: is of norm=pre")
+            raise ValueError("first_norm=stream: applies to norm=pre. Set norm: pre, or remove it.")
         if self.mlp_ratio is None and self.mlp_width is None:
-            raise ValueError("mlp_width: name it, or mlp_ratio")
+            raise ValueError("mlp_width: is not set. Set it, or mlp_ratio.")
         return self
 
     def refuse_width(self, width: int, where: str) -> None:
-        """Raise `ValueError` where heads do not divide what they share; `where`: the key of this block, and of the width."""
+        """Raise `ValueError` if heads do not divide the attention width; `where` is the key of this block."""
         if (self.qkv_width or width) % self.heads:
             raise ValueError(f"{where}.heads={self.heads}: does not divide {self.qkv_width or width}")
 
     def build(self, width: int) -> nn.Module:
-        """(b, n, width) to (b, n, width)."""
+        """Return blocks (b, n, width) to (b, n, width)."""
         last = [nn.LayerNorm(width, eps=self.ln_eps)] if self.last_norm else []
         return nn.Sequential(*(SelfBlock(self, width, number == 0) for number in range(self.blocks)), *last)
 
 
 class SelfBlock(nn.Module):
-    """(b, n, width) to (b, n, width)."""
+    """Block (b, n, width) to (b, n, width)."""
 
     def __init__(self, config: TransformerConfig, width: int, first: bool):
         super().__init__()
@@ -126,7 +126,7 @@ class SelfBlock(nn.Module):
             for layer in (self.to_q, self.to_k, self.to_v)
         )
         dropout_p = self.config.dropout if self.training else 0.0
-        # videosaur multiplies where others divide: attention that is nearly a choice.
+        # videosaur multiplies where others divide, which makes attention almost one-hot.
         scale = q.shape[-1] ** (0.5 if self.config.scale_by_sqrt_d else -0.5)
         attn_out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, scale=scale)
         return self._dropout(self.out(attn_out.transpose(1, 2).flatten(2)))

@@ -1,4 +1,4 @@
-"""A ViT that is trained with the slots, or came with them: timm's, tokens of its patches."""
+"""Patch tokens of timm's ViT, trained with the slots or loaded with them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import Frozen, field
 
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, which DINO and DINOv2 were trained with
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with which DINO and DINOv2 were trained
 
 
 class VitFeaturesConfig(Frozen):
-    """timm's VisionTransformer with a class token, biases and LayerNorms of eps 1e-6. Images come in 0..1."""
+    """timm's VisionTransformer with a class token, biases and LayerNorms with eps 1e-6, for images in 0..1."""
 
     kind: Literal["vit"] = field("vit", "Entry of sparo.slot_encoders.")
     width: int = field(384, "Token width.", gt=0)
@@ -40,7 +40,7 @@ class VitFeaturesConfig(Frozen):
         return self
 
     def side(self, image_size: int) -> int:
-        """Patches per side. Raises `ValueError` where they do not come out at the image's size."""
+        """Return the number of patches per side. Raises `ValueError` if patches do not fit the image's size."""
         input_size = int(image_size * self.input_scale)
         if input_size % self.patch:
             raise ValueError(
@@ -50,7 +50,7 @@ class VitFeaturesConfig(Frozen):
         return input_size // self.patch
 
     def cost(self, image_size: int) -> int:
-        """Numbers that the blocks keep for an image."""
+        """Return the number of values that the blocks keep for an image."""
         return self.side(image_size) ** 2 * self.width * self.blocks * 12
 
     def build(self) -> nn.Module:
@@ -58,14 +58,16 @@ class VitFeaturesConfig(Frozen):
 
 
 class VitFeatures(nn.Module):
-    """Images (b, 3, S, S) in 0..1 to features (b, s, s, width)."""
+    """Encoder of images (b, 3, S, S) in 0..1 to features (b, s, s, width)."""
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, config: VitFeaturesConfig):
         super().__init__()
-        from timm.models.vision_transformer import VisionTransformer  # a second to import: a config is made without it
+        from timm.models.vision_transformer import (
+            VisionTransformer,
+        )  # imports in a second, and configs are made without it
 
         self.config, c = config, config
         self.vit = VisionTransformer(
@@ -79,7 +81,7 @@ class VitFeatures(nn.Module):
             reg_tokens=c.registers,
             no_embed_class=not c.class_pos_embed,
             final_norm=c.final_norm,
-            # Images of another size than positions were learned for: timm interpolates them per forward.
+            # For images of another size than the positions were learned for, timm interpolates them in each forward.
             dynamic_img_size=True,
             num_classes=0,
             global_pool="",

@@ -1,1 +1,1 @@
-"""From features to slots: one attention core whose knobs make every published variant, and its equivariant form."""
+"""Grouping of features to slots: one attention core whose options give every published variant, and its equivariant form."""

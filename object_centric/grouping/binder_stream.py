@@ -1,4 +1,4 @@
-"""A causal binder, frame by frame as they come: what earlier frames gave is kept, so that a new one costs its own slots alone."""
+"""A causal binder on a stream of frames, with a cache of earlier frames, so that a new frame costs its own slots only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from .parallel_binder import BinderBlock, ParallelBinder
 
 
 class _BlockCache(NamedTuple):
-    """Of a block, its last w frames. weighted_sum (b, w, R, in), total (b, w, R): what its slots took of each, where they ask all of them the
-    same.  slots: (b, K, w, D) as attention across time gets them."""
+    """Cache of a block's last w frames.
+
+    Attributes:
+        weighted_sum, total: (b, w, R, in) and (b, w, R), what the block's slots read from each frame, if all times send
+            the same queries.
+        slots: (b, K, w, D), inputs of attention across time.
+    """
 
     weighted_sum: Tensor
     total: Tensor
@@ -21,21 +26,21 @@ class _BlockCache(NamedTuple):
 
 
 class BinderStream:
-    """Slots of a video without an end.
+    """Slots of a video of unlimited length; equal to the binder with that `window` on all frames at once.
 
     Args:
-        binder: causal.  window: a frame's slots see so many of the last ones, itself among them; None: as many as the binder's own,
-            or all, which are kept then.
-            Equal to the binder with that `window` on all frames at once.
+        binder: a causal binder.
+        window: number of last frames that a frame's slots depend on, including itself; None: the binder's own, or all,
+            which are then kept.
 
     Raises:
-        ValueError: a binder that looks ahead, or whose slots of all times compete.
+        ValueError: the binder looks ahead, or slots of all times compete.
     """
 
     def __init__(self, binder: ParallelBinder, window: int | None = None):
         binder_config = binder.config.binder
         assert binder_config is not None
-        # What is kept must not change when a later frame comes.
+        # The cache must not depend on later frames.
         if (
             not binder_config.causal
             or binder_config.softmax_scope == "clip"
@@ -48,15 +53,15 @@ class BinderStream:
             )
         self.binder, self.window = binder, window or binder_config.context_frames
         self._caches: list[_BlockCache | None] = [None] * len(binder.blocks)
-        self._tokens: Tokens | None = None  # (b, w * N, in) of the last frames, in a ring
-        self._count = 0  # frames that came
+        self._tokens: Tokens | None = None  # (b, w * N, in) of the last frames, in a ring buffer
+        self._count = 0  # number of frames received
 
     @torch.no_grad()
     def push(self, tokens: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Tokens (b, N, in_width) of the next frame to its slots (b, K, D); `noise` as the binder's, the same for every frame."""
+        """Return slots (b, K, D) for tokens (b, N, in_width) of the next frame; `noise` as in the binder, the same for every frame."""
         new_tokens = Tokens(*(table[:, 0] for table in self.binder.standardize(tokens[:, None])))
         slots = self.binder.norm(self.binder.init_slots(noise, len(tokens)))[:, None]
-        # Before the blocks: a frame sees itself.
+        # Before the blocks, because a frame sees itself.
         self._store_tokens(new_tokens)
         for number, block in enumerate(self.binder.blocks):
             assert isinstance(block, BinderBlock)
@@ -69,10 +74,10 @@ class BinderStream:
         self, block: BinderBlock, slots: Tensor, new_tokens: Tokens, cache: _BlockCache | None, shared_slots: bool
     ) -> tuple[Tensor, _BlockCache]:
         heads, tokens_per_frame = block.config.heads, new_tokens.x.shape[1]
-        depends_on_age = heads > 1 or block.binder.temporal_decay  # frames count by how far they are
+        depends_on_age = heads > 1 or block.binder.temporal_decay  # distances between frames, for biases
         queries, offset = block.queries(block.norm_slots(slots))
         if shared_slots and not depends_on_age:
-            # The first block asks the same of every frame, whose answers are kept.
+            # The first block has the same queries for every frame, so its results are cached.
             weighted_sum, total, *_ = inverted_attention(queries, offset, _as_single_frame(new_tokens), None, "all")
             if cache is not None:
                 weighted_sum, total = (
@@ -100,10 +105,10 @@ class BinderStream:
     def _attend_frames(
         self, block: BinderBlock, queries: Tensor, offset: Tensor, num_frames: int
     ) -> tuple[Tensor, Tensor]:
-        """Of several heads, or shares that fade, which weigh frames by how far they are: one frame of the ring after another."""
+        """Attend frame by frame over the ring, for several heads or temporal decay, which weigh frames by their distance."""
         assert self._tokens is not None
         frames = Tokens(*(table.unflatten(1, (num_frames, -1)) for table in self._tokens))
-        # The ring's oldest frame stands behind the newest once it is full.
+        # Once the ring is full, its oldest frame comes after the newest.
         ages = (self._count - 1 - torch.arange(num_frames, device=frames.x.device)) % num_frames
         frame_biases = block.biases(-ages).repeat_interleave(block.config.slots, 0)  # (all heads * K, held)
         rows = queries.shape[2]
@@ -121,7 +126,7 @@ class BinderStream:
         return weighted_sum, total
 
     def _store_tokens(self, new_tokens: Tokens) -> None:
-        """A new frame in the place of the oldest."""
+        """Replace the oldest frame by a new one."""
         tokens_per_frame, number = new_tokens.x.shape[1], self._count
         self._count += 1
         if self._tokens is None:
@@ -129,7 +134,7 @@ class BinderStream:
         elif self.window is None or number < self.window:
             self._tokens = Tokens(*(torch.cat(pair, 1) for pair in zip(self._tokens, new_tokens, strict=True)))
         else:
-            # In place: a ring needs no copy of what stays.
+            # In place, because a ring needs no copy of the other frames.
             at = number % self.window * tokens_per_frame
             for table, new in zip(self._tokens, new_tokens, strict=True):
                 table[:, at : at + tokens_per_frame] = new
@@ -143,5 +148,5 @@ class BinderStream:
 
 
 def _as_single_frame(tokens: Tokens) -> Tokens:
-    """As the tokens of one time."""
+    """Return the tokens as those of a single time."""
     return Tokens(*(table[:, None] for table in tokens))

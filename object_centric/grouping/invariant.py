@@ -1,7 +1,8 @@
 """Slot attention in each slot's own frame of reference: translation (T-SA) and scale (TS-SA) equivariant (Biza et al. 2023, Algorithm 1).
 
-Where paper and official code differ the code is the default, and the paper an option: width of queries, keys and values (64; paper 128), the
-renormalisation of scales (`scale_mean`), what slots' positions and scales are drawn from.
+Where paper and official code differ, the code is the default and the paper an option: the width of queries, keys and
+values (64; paper 128), the renormalisation of scales (`scale_mean`), and the initial distribution of positions and
+scales.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .slot_config import SlotAttentionConfig
 
 
 class FrameConfig(Frozen):
-    """Slots' positions and scales."""
+    """Positions and scales of slots."""
 
     scales: bool = field(True, "Slots have scales as well as positions (TS-SA). false: positions only (T-SA).")
     delta: float = field(5.0, "Divisor of relative coordinates, which keeps them small.", gt=0)
@@ -34,7 +35,7 @@ class FrameConfig(Frozen):
 
 
 class FramedGroupingOutput(NamedTuple):
-    """slots (b, K, D), their positions and scales (b, K, 2) in y, x of [-1, 1], and attention (b, K, N) of the last round."""
+    """Slots (b, K, D), their positions and scales (b, K, 2) in y, x of [-1, 1], and attention (b, K, N) of the last iteration."""
 
     slots: Tensor
     positions: Tensor
@@ -43,9 +44,9 @@ class FramedGroupingOutput(NamedTuple):
 
 
 class InvariantSlotAttention(nn.Module):
-    """Features (b, N, in_width) without positions, and the grid (N, 2) that they stand on, to slots with frames.
+    """Grouping of features (b, N, in_width) without positions, and their grid (N, 2), to slots with frames.
 
-    There is a round more than `iterations`: it brings positions and scales up to date and leaves slots alone.
+    One additional iteration after `iterations` updates positions and scales, but not slots.
     """
 
     adamw_only_parameters = ("initial_slots",)
@@ -75,15 +76,15 @@ class InvariantSlotAttention(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def init_slots(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots, positions and scales to begin with, from `noise` (b, K, D + 4) of a standard normal.
+        """Return initial slots, positions and scales from standard normal `noise` (b, K, D + 4).
 
-        Slots are learned or N(0, 1), positions U(-1, 1), scales N(0.1, 0.1) as far as the clip lets them. Each has numbers of its own; the
+        Slots are learned or N(0, 1), positions U(-1, 1), scales N(0.1, 0.1), clipped. Each has its own noise; the
         official code draws positions and scales from one key, which correlates them by 0.98.
         """
         c, f = self.config, self.frame
         slot_noise, position_noise, scale_noise = noise.split([c.width, 2, 2], dim=-1)
         slots = self.initial_slots.expand_as(slot_noise) if c.slot_init == "learned" else slot_noise
-        # A normal's distribution function makes a uniform of it: all noise of a batch is of one kind.
+        # A normal's distribution function makes it uniform, so all noise of a batch is of one kind.
         positions = torch.special.ndtr(position_noise) * 2 - 1
         return slots, positions, (0.1 + 0.1 * scale_noise).clamp(*f.scale_clip)
 
@@ -94,7 +95,7 @@ class InvariantSlotAttention(nn.Module):
     def run_iterations(
         self, features: Tensor, grid: Tensor, slots: Tensor, positions: Tensor, scales: Tensor
     ) -> FramedGroupingOutput:
-        """From given slots, positions and scales."""
+        """Run the iterations from given slots, positions and scales."""
         c, x = self.config, self.norm_input(features)
         k, v = self.to_k(x), self.to_v(x)
         grid_enc: Any = self.grid_enc
@@ -102,17 +103,18 @@ class InvariantSlotAttention(nn.Module):
         attention = k
         for i in range(c.iterations + 1):
             normed = self.norm_slots(slots)
-            # Relative to each slot: what makes the same object elsewhere give the same slot.
+            # Relative to each slot, so that the same object elsewhere gives the same slot.
             grid_embed = self.grid_proj(self.relative(grid, positions, scales))  # (b, K, N, d)
             q = self.to_q(normed) * c.qkv**-0.5
-            # The second layer of keys and values is linear: applied to K queries and K means in place of K * N tokens.
+            # The second layer of keys and values is linear, so it is applied to K queries and K means instead of K * N
+            # tokens.
             keys = hidden_layers(k[:, None] + grid_embed)
             logits = (keys @ (q @ output_layer.weight)[..., None])[..., 0] + q @ output_layer.bias[:, None]
             attention = F.softmax(logits.to(slots.dtype), dim=1)
             weights = attention / (attention.sum(-1, keepdim=True) + c.renorm_eps)
-            with torch.autocast(grid.device.type, enabled=False):  # bf16 tells places apart by 1/256 alone
+            with torch.autocast(grid.device.type, enabled=False):  # bf16 resolves positions to 1/256 only
                 positions, scales = self._update_frames(weights, grid, scales)
-            # The round more than asked for is for frames: slots stay as they are.
+            # The additional iteration is for frames only.
             if i == c.iterations:
                 break
             values = hidden_layers(v[:, None] + grid_embed)
@@ -123,13 +125,13 @@ class InvariantSlotAttention(nn.Module):
         return FramedGroupingOutput(slots, positions, scales, attention)
 
     def relative(self, grid: Tensor, positions: Tensor, scales: Tensor) -> Tensor:
-        """The grid (N, 2) as each slot sees it: (b, K, N, 2)."""
+        """Return the grid (N, 2) in each slot's frame: (b, K, N, 2)."""
         offsets = grid - positions[:, :, None]
         return offsets / (scales[:, :, None] * self.frame.delta) if self.frame.scales else offsets
 
     def _update_frames(self, weights: Tensor, grid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         f: Any = self.frame
-        # Places are in fp32 at least; shares are in 16 bits where an engine holds first slots so.
+        # Positions are in fp32 at least; attention is in 16 bits if an engine's initial slots are.
         weights = weights.to(torch.promote_types(weights.dtype, grid.dtype))
         positions = weights @ grid
         if not f.scales:
@@ -139,5 +141,5 @@ class InvariantSlotAttention(nn.Module):
         if f.scale_mean == "paper":
             smoothed_weights = smoothed_weights / smoothed_weights.sum(-1, keepdim=True)
         spread = torch.einsum("bkn,bknc->bkc", smoothed_weights, squared_offsets)
-        # A root has no slope at zero: a slot that took one token has no spread.
+        # A square root has an infinite slope at zero, which a slot with a single token would reach.
         return positions, spread.clamp(min=f.scale_clip[0] ** 2).sqrt().clamp(max=f.scale_clip[1])

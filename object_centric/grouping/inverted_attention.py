@@ -1,5 +1,8 @@
-"""A binder's attention to tokens, key frame by key frame: who competes for a token stands beside each other at once, so a frame's
-shares are final when it is met, and only their sums go on. Nothing of the size of all times' tokens by all times' slots is kept."""
+"""A binder's attention to tokens, one key frame at a time.
+
+All queries that compete for a frame's tokens are processed together, so the frame's weights are final at once and only
+sums are kept. No table of all times' tokens by all times' slots is stored.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,13 @@ AttentionScope = Literal["earlier", "all"]
 
 
 class Tokens(NamedTuple):
-    """x (b, T, N, W) as they are, of T frames; mean, rstd (b, T, N) fp32 of each: rstd * (x - mean) is what is attended to, and is never made.
+    """Tokens of T frames.
 
-    Gradients go to `x` alone, those through its mean and deviation included.
+    Gradients go to `x` only, including those through its mean and deviation.
+
+    Attributes:
+        x: (b, T, N, W).
+        mean, rstd: (b, T, N) fp32. Attention is to rstd * (x - mean), which is never stored.
     """
 
     x: Tensor
@@ -25,19 +32,25 @@ class Tokens(NamedTuple):
 
     @classmethod
     def with_statistics(cls, x: Tensor, eps: float) -> Tokens:
-        """With their statistics, as a LayerNorm without weights takes them."""
+        """Compute the statistics as in a LayerNorm without weights."""
         exact = torch.promote_types(x.dtype, torch.float32)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            # Frame by frame: statistics in fp32 of 16-bit tokens would copy the whole clip at once.
+            # Frame by frame, because fp32 statistics of 16-bit tokens would copy the whole clip at once.
             frames = (frame.to(exact) for frame in x.detach().unbind(1))
             statistics = [torch.native_layer_norm(frame, frame.shape[-1:], None, None, eps)[1:] for frame in frames]
         return cls(x, *(torch.stack(column, 1).squeeze(-1) for column in zip(*statistics, strict=True)))
 
 
 class AttentionSums(NamedTuple):
-    """weighted_sum (b, T, R, W): sums of standardised tokens by shares.  total (b, T, R): sums of shares.  attention (b, T, R, N): shares of a time's
-    own tokens, without a gradient; None where they were not asked for.  x: the tokens, for who attends to them next: gradients of all
-    who do so in turn are added up in one table."""
+    """Result of attention.
+
+    Attributes:
+        weighted_sum: (b, T, R, W), sums of standardised tokens by weights.
+        total: (b, T, R), sums of weights.
+        attention: (b, T, R, N), weights of a time's own tokens, without gradient; None if not requested.
+        x: the tokens, to be used by the next attention to them, so that the gradients of all are accumulated in one
+            table.
+    """
 
     weighted_sum: Tensor
     total: Tensor
@@ -56,19 +69,23 @@ def inverted_attention(
     with_attention: bool = False,
     weight: Tensor | None = None,
 ) -> AttentionSums:
-    """Inverted attention of R rows per time (slots of each head) to standardised tokens.
+    """Compute inverted attention of R rows per time (slots of each head) to standardised tokens.
 
     Args:
-        queries: (b, T, R, W), scaled.  offset: (b, T, R), of all logits of a row.
-        bias: (T, T, R), of the logits of a time and what it sees; None: none.
-        scope: a time looks at itself and earlier ones, or at all.  window: at so many of the last ones.
-        softmax_scope: rows of one time share a token, or those of all times that see it.
-        weight: (T, T, R), of the shares that a time takes of what it sees; None: ones.
+        queries: (b, T, R, W), scaled.
+        offset: (b, T, R), added to all logits of a row.
+        tokens: the tokens.
+        bias: (T, T, R), added to the logits of a time and a frame it sees; None: none.
+        scope: whether a time sees itself and earlier frames, or all.
+        softmax_scope: whether rows of one time share a token, or those of all times that see it.
+        window: number of last frames that a time sees.
+        with_attention: also return attention.
+        weight: (T, T, R), factor of the weights of each frame that a time sees; None: ones.
     """
     device, x = queries.device.type, tokens.x
     autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     with torch.autocast(device, enabled=False):
-        # q (x - mean) is (q - its mean) x: centred queries, and sums that are centred behind, spare every token's centring.
+        # q (x - mean) is (q - its mean) x, so queries and sums are centred instead of every token.
         queries = queries - queries.mean(-1, keepdim=True)
         if autocast_dtype is not None:
             queries, x = queries.to(autocast_dtype), x.to(autocast_dtype)
@@ -77,7 +94,7 @@ def inverted_attention(
             queries, offset.to(tokens.mean.dtype), x, tokens.mean, tokens.rstd, bias, weight, options
         )  # type: ignore[misc]
         weighted_sum = weighted_sum - weighted_sum.mean(-1, keepdim=True)
-    # In 16 bits each gradient is rounded once, and they are added in the tokens' own type.
+    # In 16 bits, each gradient is rounded once and accumulated in the tokens' dtype.
     return AttentionSums(
         weighted_sum, total, attention if with_attention else None, next_x if autocast_dtype is None else tokens.x
     )
@@ -92,10 +109,10 @@ def softmax_attention(
     window: int | None = None,
     with_attention: bool = False,
 ) -> AttentionSums:
-    """The same of tokens x (b, T, N, W) without competition: every row's shares of all tokens that it sees sum to one, `total` is ones;
-    what is added to all logits of a row would change nothing.
+    """Compute ordinary attention to tokens x (b, T, N, W), without competition.
 
-    `attention` is of a time's tokens alone, brought to a sum of one per token, as masks are made of it.
+    Every row's weights of all tokens that it sees sum to one, so `total` is ones, and a common offset of a row's logits
+    has no effect. `attention` covers a time's own tokens, normalized to a sum of one per token for masks.
     """
     times, device = queries.shape[1], queries.device.type
     with torch.autocast(device, enabled=False):
@@ -114,7 +131,7 @@ def softmax_attention(
                 )
             keys = visible_tokens.flatten(1, 2)
             weighted_sums.append(F.scaled_dot_product_attention(queries[:, t], keys, keys, attn_mask=mask, scale=1.0))
-        # For masks alone, so without a graph: nobody learns from what is only looked at.
+        # For masks only, so without a graph.
         attention = None
         if with_attention:
             with torch.no_grad():
@@ -124,7 +141,7 @@ def softmax_attention(
 
 
 class _InvertedAttention(torch.autograd.Function):
-    """Of centred queries. Backward makes every frame's shares again: products of R by N per pair of times, against keeping them."""
+    """Attention with centred queries. Backward recomputes every frame's weights: R x N products per pair of times instead of storing them."""
 
     @staticmethod
     def forward(
@@ -140,7 +157,7 @@ class _InvertedAttention(torch.autograd.Function):
     ) -> Any:
         scope, softmax_scope, window, with_attention = options
         b, times, rows, wide = queries.shape
-        # In fp32 at least: sums over all times of shares of one.
+        # In fp32 at least, because the weights are summed over all times.
         weighted_sum, total = offset.new_zeros(b, times, rows, wide), torch.zeros_like(offset)
         attention = offset.new_zeros((b, times, rows, x.shape[2]) if with_attention else (0,))
         for s in range(times):
@@ -154,13 +171,13 @@ class _InvertedAttention(torch.autograd.Function):
             if weight is not None:
                 shares = shares * weight[query_times, s, :, None]
             total[:, query_times] += shares.sum(-1)
-            # The deviation goes into the shares, which are (R, N), not into the tokens, which are (N, W).
+            # Scale the weights (R, N) by the deviation instead of the tokens (N, W).
             weights = shares.mul_(rstd[:, s, None, None]).flatten(1, 2).to(x.dtype)
             weighted_sum[:, query_times] += (weights @ x[:, s]).view(b, -1, rows, wide)
         ctx.save_for_backward(queries, offset, x, mean, rstd, bias, weight)
         ctx.how = scope, softmax_scope, window
         ctx.mark_non_differentiable(attention)
-        ctx.set_materialize_grads(False)  # nobody may go on with x, and zeros of its size are what is spared
+        ctx.set_materialize_grads(False)  # no later use of x, so a table of zeros is avoided
         return weighted_sum, total, attention, x
 
     @staticmethod
@@ -172,7 +189,7 @@ class _InvertedAttention(torch.autograd.Function):
         d_next: Tensor | None,
     ) -> Any:
         saved = ctx.saved_tensors
-        # Where backward is called inside an autocast block, its products would be in another precision than forward's.
+        # If backward is called inside an autocast block, its products would have another precision than forward's.
         with torch.autocast(saved[0].device.type, enabled=False):
             return _gradients(saved, ctx.how, d_weighted_sum, d_total, d_next)
 
@@ -180,7 +197,7 @@ class _InvertedAttention(torch.autograd.Function):
 def _gradients(
     saved: Sequence[Tensor], options: Any, d_weighted_sum: Tensor | None, d_total: Tensor | None, d_next: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `_InvertedAttention`'s eight arguments, from the tensors that forward saved."""
+    """Return the gradients of `_InvertedAttention`'s eight arguments, from the tensors that forward saved."""
     queries, offset, x, mean, rstd, bias, weight = saved
     scope, softmax_scope, window = options
     b, times, rows, wide = queries.shape
@@ -189,13 +206,14 @@ def _gradients(
     if d_total is None:
         d_total = torch.zeros_like(offset)
     d_queries, d_offset = torch.zeros_like(d_weighted_sum), torch.zeros_like(offset)
-    # The table of who went on with x is nobody else's: written to in place, all blocks need one and not three.
+    # The gradient of the later use of x belongs to this function: writing in place, all blocks need one table instead
+    # of three.
     d_x = torch.zeros_like(x) if d_next is None else d_next
     d_bias, d_weight = (None if table is None else torch.zeros_like(table) for table in (bias, weight))
     ones = x.new_ones(b, 1, wide)
     for s in range(times):
         query_times, r = _query_times(s, times, scope, window), rstd[:, s, None, None]
-        # Beside each other: twice as many rows to a product are done sooner than two of them.
+        # Concatenated, because one larger product is faster than two.
         stacked_rows = torch.cat(
             [queries[:, query_times].flatten(1, 2), d_weighted_sum[:, query_times].to(x.dtype).flatten(1, 2), ones], 1
         )
@@ -206,7 +224,7 @@ def _gradients(
         if weight is not None and d_weight is not None:
             d_weight[query_times, s] += d_shares.sum((0, 3))
             d_shares = d_shares * weight[query_times, s, :, None]
-        # A softmax's: shares * (gradient - its mean by shares), over all who compete for a token.
+        # Softmax backward: weights * (gradient - its weighted mean), over all that compete for a token.
         competitor_sum = (
             d_shares.sum(2, keepdim=True) if softmax_scope == "time" else d_shares.sum((1, 2), keepdim=True)
         )
@@ -216,14 +234,14 @@ def _gradients(
             d_bias[query_times, s] += d_logits.sum((0, 3))
         if weight is not None:
             shares = shares * weight[query_times, s, :, None]
-        # What x gets through its deviation, which all numbers of a token share: slope * (x - mean).
+        # The gradient of x through its deviation, which all values of a token share: slope * (x - mean).
         both[:, 0], both[:, 1] = raw * d_logits, inner * shares
-        # Of rstd the derivative is its cube over the number of its terms, times what is centred.
+        # The derivative of rstd is its cube divided by the number of terms, times the centred values.
         slope = both.sum((1, 2, 3)) * rstd[:, s] ** 3 / -wide
         both[:, 0], both[:, 1] = d_logits * r, shares * r
         rest = (slope * mean[:, s]).neg_()[:, None].to(x.dtype)
         weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
-        # The first half of the rows is what queries get; the second, and `rest`, are for x alone.
+        # The first half of the rows is the gradient of queries; the second, and `rest`, are for x only.
         d_queries[:, query_times] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
         torch.baddbmm(d_x[:, s], weights.transpose(1, 2), stacked_rows, out=d_x[:, s])
         d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
@@ -231,7 +249,7 @@ def _gradients(
 
 
 def _query_times(s: int, times: int, scope: AttentionScope, window: int | None) -> slice:
-    """Which times look at key frame `s`."""
+    """Return the times that see key frame `s`."""
     if scope == "all":
         return slice(0, times)
     return slice(s, times if window is None else min(times, s + window))
@@ -240,7 +258,7 @@ def _query_times(s: int, times: int, scope: AttentionScope, window: int | None) 
 def _attention_weights(
     raw: Tensor, offset: Tensor, rstd: Tensor, bias: Tensor | None, s: int, query_times: slice, softmax_scope: str
 ) -> Tensor:
-    """Products (b, t, R, N) with the tokens of frame `s` to what each row of the times that look takes of them, fp32 at least."""
+    """Return the raw products (b, t, R, N) with the tokens of frame `s` and the weights of each row of the times that see it, fp32 at least."""
     add = offset[:, query_times] if bias is None else offset[:, query_times] + bias[query_times, s]
     logits = torch.addcmul(add[..., None], raw.to(offset.dtype), rstd[:, s, None, None])
     if softmax_scope == "time":

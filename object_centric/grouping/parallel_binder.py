@@ -16,10 +16,10 @@ from .slot_config import SlotAttentionConfig
 
 
 class ParallelBinder(nn.Module):
-    """Features (b, T, N, in_width), or (b, N, in_width) of one time, to slots (b, T, K, D), or (b, K, D).
+    """Grouping of features (b, T, N, in_width), or (b, N, in_width) for one time, to slots (b, T, K, D), or (b, K, D).
 
-    Slots begin alike at all times: learned, or drawn from one learned Gaussian by `noise` (b, K, D).
-    `checkpointed`: what a block writes is made again in backward.
+    Slots start equal at all times: learned, or sampled from one learned Gaussian with `noise` (b, K, D). With
+    `checkpointed`, backward recomputes each block.
     """
 
     checkpointed = False
@@ -33,30 +33,30 @@ class ParallelBinder(nn.Module):
         if c.slot_init == "learned":
             self.initial_slots = nn.Parameter(nn.init.trunc_normal_(torch.empty(c.slots, c.width)))
         else:
-            # Keras' bound for (1, D), as slots that take turns begin.
+            # Keras' bound for (1, D), as for recurrent slots.
             limit = (6 / (1 + c.width)) ** 0.5
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(c.width).uniform_(-limit, limit)) for _ in range(2))
 
     def units(self) -> list[nn.Module]:
-        """What an engine wraps one by one."""
+        """Return the modules that an engine wraps one by one."""
         return list(self.blocks)
 
     def init_slots(self, noise: Tensor | None, count: int) -> Tensor:
-        """(b, K, D). Raises `ValueError` where slots are drawn and no noise was given."""
+        """Return initial slots (b, K, D). Raises `ValueError` if they are sampled and no noise was given."""
         c = self.config
         if c.slot_init == "learned":
             return self.initial_slots.expand(count, -1, -1)
         if noise is None:
-            raise ValueError(f"slots begin at random: give noise (b, {c.slots}, {c.width})")
-        # The deviation as its logarithm: it stays positive whatever the optimizer does.
+            raise ValueError(f"slots are initialized at random: give noise (b, {c.slots}, {c.width})")
+        # The deviation is stored as its logarithm, so it stays positive whatever the optimizer does.
         return self.mu + self.log_sigma.exp() * noise
 
     def standardize(self, tokens: Tensor) -> Tokens:
-        """With what brings them to mean 0 and variance 1, once for all blocks: what each block's norm does beyond it is its own."""
+        """Compute the statistics for mean 0 and variance 1, once for all blocks; each block's norm only adds its own affine map."""
         return Tokens.with_statistics(tokens, self.config.ln_eps)
 
     def forward(self, features: Tensor, noise: Tensor | None = None) -> GroupingOutput:
-        """`attention`: what slots took of the tokens of their own time in the last block, all heads together."""
+        """Return slots, and as `attention` the weights of the tokens of each time in the last block, summed over heads."""
         is_image = features.ndim == 3
         tokens = features[:, None] if is_image else features
         count, times = tokens.shape[:2]
@@ -70,19 +70,18 @@ class ParallelBinder(nn.Module):
             else:
                 slots, attention, x = block(*block_inputs)
             key_tokens = key_tokens._replace(x=x)
-        # A still image is a clip of one time: one code path, so one set of tests.
+        # A still image is a clip of one time, so there is one code path.
         return GroupingOutput(slots[:, 0], attention[:, 0]) if is_image else GroupingOutput(slots, attention)
 
 
 class BinderBlock(nn.Module):
-    """Slots (b, T, K, D) and standardised tokens (b, T, N, in_width) to the next slots, attention (b, T, K, N), and the tokens for the
-    next block. All branches are pre-norm."""
+    """Block that returns the next slots (b, T, K, D), attention (b, T, K, N), and the tokens for the next block. All branches are pre-norm."""
 
     def __init__(self, c: SlotAttentionConfig, in_width: int):
         super().__init__()
         assert c.binder is not None
         self.config, self.binder, wide = c, c.binder, c.width
-        # Branches shrink with depth, so that what is added up over all blocks begins with the size of one.
+        # Scale branches by depth, so that the sum over all blocks starts with the size of one.
         gain = (4 * c.iterations) ** -0.5
         self.norm_slots, self.norm_time, self.norm_mlp = (nn.LayerNorm(wide, eps=c.ln_eps) for _ in range(3))
         self.norm_input = nn.LayerNorm(in_width, eps=c.ln_eps)
@@ -98,7 +97,8 @@ class BinderBlock(nn.Module):
             nn.Linear(wide, c.mlp_width), ACTIVATIONS[c.activation](), nn.Linear(c.mlp_width, wide)
         )
         hidden = self.binder.distance_width
-        # Biases by distance in time, of the heads to tokens and of those across time; then the logarithms of weights.
+        # Biases by temporal distance, for the heads of attention to tokens and for those across time; then the
+        # logarithms of weights.
         num_outputs = c.heads + self.binder.heads + (c.heads if self.binder.temporal_decay else 0)
         self.distance = nn.Sequential(
             nn.Linear(2 * self.binder.fourier_bands, hidden), nn.GELU(), nn.Linear(hidden, num_outputs)
@@ -117,13 +117,17 @@ class BinderBlock(nn.Module):
     def forward(
         self, slots: Tensor, tokens: Tokens, shared_slots: bool = False, with_attention: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """
+        """Update slots.
+
         Args:
-            shared_slots: slots are the same at all times.  with_attention: give it, too; None otherwise.
+            slots: (b, T, K, D).
+            tokens: standardised tokens (b, T, N, in_width).
+            shared_slots: slots are the same at all times.
+            with_attention: also return attention; None otherwise.
         """
         times, w = slots.shape[1], self.binder.context_frames
         time_offsets = torch.arange(times, device=slots.device)
-        time_offsets = time_offsets[None] - time_offsets[:, None]  # (time of a slot, time of what it sees)
+        time_offsets = time_offsets[None] - time_offsets[:, None]  # (time of a slot, time that it sees)
         visible = (
             (time_offsets <= 0) & (time_offsets > -(w or times))
             if self.binder.causal
@@ -132,7 +136,7 @@ class BinderBlock(nn.Module):
         bias, temporal_bias, log_decay = self.biases(time_offsets).tensor_split(
             (self.config.heads, self.config.heads + self.binder.heads)
         )
-        # Minus infinity, of which every row keeps at least its own time: no softmax of nothing.
+        # Minus infinity, but every row keeps at least its own time, so no softmax is empty.
         temporal_bias = temporal_bias.masked_fill(~visible, -math.inf)
         update, attention, x = self._attend(
             self.norm_slots(slots), tokens, bias, log_decay, shared_slots, with_attention
@@ -147,7 +151,7 @@ class BinderBlock(nn.Module):
         return self.mix_slots(slots), attention, x
 
     def mix_slots(self, slots: Tensor) -> Tensor:
-        """What happens among the slots of a time."""
+        """Apply self-attention and the MLP among the slots of a time."""
         if self.binder.interaction == "decoupled":
             slots = slots + self.self_attention(self.norm_self_attention(slots), None)
         return slots + self.mlp(self.norm_mlp(slots))
@@ -155,10 +159,10 @@ class BinderBlock(nn.Module):
     def _attend(
         self, slots: Tensor, tokens: Tokens, bias: Tensor, log_decay: Tensor, shared_slots: bool, with_attention: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Attention of normed slots to tokens of all times that they see."""
+        """Attend with normed slots to the tokens of all times that they see."""
         c, binder = self.config, self.binder
         queries, offset = self.queries(slots)
-        # What one head adds to all who compete for a token of one time changes no share; else it weighs them.
+        # With one head, a common bias of all that compete for a token of one time changes no weight; otherwise it does.
         bias_matters = c.heads > 1 or binder.softmax_scope == "clip" or not binder.inverted
         slot_bias = bias.permute(1, 2, 0).repeat_interleave(c.slots, -1) if bias_matters else None
         weight = log_decay.exp().permute(1, 2, 0).repeat_interleave(c.slots, -1) if binder.temporal_decay else None
@@ -169,7 +173,8 @@ class BinderBlock(nn.Module):
             )
             return self.values(sums.weighted_sum, sums.total), self._sum_over_heads(sums.attention), sums.x
         if shared_slots and slot_bias is None:
-            # Equal queries take the same of a frame at all times: each frame once, and sums over the times that see it.
+            # Equal queries read the same from a frame at all times: process each frame once, then sum over the frames
+            # that a time sees.
             frame_tokens = Tokens(*(table.flatten(0, 1)[:, None] for table in tokens))
             weighted_sum, total, attention, x = inverted_attention(
                 queries.flatten(0, 1)[:, None],
@@ -204,29 +209,31 @@ class BinderBlock(nn.Module):
         return None if attention is None else attention.unflatten(2, (self.config.heads, -1)).sum(2)
 
     def queries(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """(b, T, H * K, in_width) for standardised tokens z, and what is added to all logits of a row (b, T, H * K).
+        """Return queries (b, T, H * K, in_width) for standardised tokens z, and offsets of all logits of a row (b, T, H * K).
 
-        q (W_k (g z + o)) = (q W_k g) z + q W_k o: neither the keys' weights nor the norm's own touch the long side.
+        q (W_k (g z + o)) = (q W_k g) z + q W_k o: neither the weights of keys nor those of the norm touch the tokens.
         """
         heads = self.config.heads
         q = self.to_q(slots).unflatten(-1, (heads, -1)).transpose(2, 3)
         q = q * q.shape[-1] ** -0.5
         q = torch.einsum("bthkd,hdi->bthki", q, self.to_k.weight.unflatten(0, (heads, -1)).to(q.dtype)).flatten(2, 3)
-        # In the bias's own type: under autocast queries are 16 bits, and this is added to all logits.
+        # In the bias's own dtype: under autocast, queries have 16 bits, and this is added to all logits.
         return q * self.norm_input.weight, q.to(self.norm_input.bias.dtype) @ self.norm_input.bias
 
     def values(self, weighted_sum: Tensor, total: Tensor) -> Tensor:
-        """Sums of standardised tokens (b, T, H * K, in_width) and of shares to the values of their means: (b, T, K, D)."""
-        # What every head took is a mean, or slots that took much of a frame would grow with it.
+        """Return the values (b, T, K, D) from sums of standardised tokens (b, T, H * K, in_width) and sums of weights."""
+        # Use the mean of each head, because slots that receive much of a frame would grow otherwise.
         heads, norm = self.config.heads, self.norm_input
-        eps = self.config.renorm_eps if self.binder.inverted else 0.0  # what slots choose sums to one as it is
+        eps = (
+            self.config.renorm_eps if self.binder.inverted else 0.0
+        )  # weights of ordinary attention sum to one already
         means = (weighted_sum * norm.weight + total[..., None] * norm.bias) / (total + eps)[..., None]
         means = means.unflatten(2, (heads, -1)).to(self.to_v.weight.dtype)
         values = torch.einsum("bthki,hdi->btkhd", means, self.to_v.weight.unflatten(0, (heads, -1)))
         return self.out(values.flatten(-2))
 
     def _sum_visible_frames(self, frame_values: Tensor, weight: Tensor | None) -> Tensor:
-        """Of each frame's own (b, T, R, …) the sums over the times that a time sees; by weights (T, T, R) of those."""
+        """Sum each frame's values (b, T, R, …) over the frames that a time sees, with weights (T, T, R)."""
         if weight is not None:
             visible = torch.ones(weight.shape[:2], device=weight.device, dtype=weight.dtype)
             if self.binder.causal:
@@ -243,13 +250,13 @@ class BinderBlock(nn.Module):
         sums, w = frame_values.cumsum(1), self.binder.context_frames
         if w is None or w >= frame_values.shape[1]:
             return sums
-        # Sums of all, less sums of what left the window: two running sums for any length of it.
+        # The sum of all, minus the sum of what left the window: two running sums for any window.
         return sums - F.pad(sums[:, :-w].movedim(1, -1), (w, 0)).movedim(-1, 1)
 
     def biases(self, time_offsets: Tensor) -> Tensor:
-        """Biases (heads, …) of how far from a slot's time what it sees is."""
+        """Return biases (heads, …) by temporal distance."""
         b, dtype = self.binder, next(self.distance.parameters()).dtype
-        # In fp32 at least: sines of a thousand in 16 bits are noise.
+        # In fp32 at least, because sines of large numbers in 16 bits are noise.
         exact = torch.promote_types(dtype, torch.float32)
         period = 2.0 * b.max_time_distance - 1
         octaves = 2.0 ** torch.arange(b.fourier_bands, device=time_offsets.device, dtype=exact)
@@ -259,8 +266,10 @@ class BinderBlock(nn.Module):
 
 
 class SlotSelfAttention(nn.Module):
-    """Self-attention over the last but one dimension of (…, n, D), with biases (heads, n, n) added to its scores; `last`: of the last
-    row alone, (…, 1, D), and its biases (heads, 1, n)."""
+    """Self-attention over the last but one dimension of (…, n, D), with biases (heads, n, n).
+
+    With `last`, only the last row is computed, (…, 1, D), with biases (heads, 1, n).
+    """
 
     def __init__(self, width: int, heads: int, gain: float):
         super().__init__()
@@ -273,7 +282,7 @@ class SlotSelfAttention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None, last: bool = False) -> Tensor:
         query_input = x[..., -1:, :] if last else x
         q, k, v = (
-            # Only the newest time asks in a stream; all of them answer.
+            # In a stream, only the newest time has queries; all times have keys.
             layer(rows).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for layer, rows in ((self.to_q, query_input), (self.to_k, x), (self.to_v, x))
         )

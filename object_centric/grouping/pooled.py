@@ -1,4 +1,4 @@
-"""The baseline of Singh et al. (2024, B.5): a Transformer over all tokens of all frames, whose output is pooled square by square to slots."""
+"""The baseline of Singh et al. (2024, B.5): a Transformer over all tokens of all frames, whose output is pooled in squares to slots."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..encoders.transformer import TransformerConfig
 from .slot_attention import GroupingOutput
 from .slot_config import SlotAttentionConfig
 
-_OCTAVES = 8  # of a frame's number
+_OCTAVES = 8  # initialization of the embedding of a frame's number
 
 
 class PooledTransformer(nn.Module):
-    """Features (b, T, N, in_width) to slots (b, T, K, D): N a square number, whose side the side of K divides.
+    """Grouping of features (b, T, N, in_width) to slots (b, T, K, D), where sqrt(K) divides sqrt(N).
 
-    `attention` (b, T, K, N): which slot a token's place belongs to, the same for all frames.
-    `checkpointed`: what the Transformer writes is made again in backward.
+    `attention` (b, T, K, N) assigns each token to the slot of its square, the same for all frames. With `checkpointed`,
+    backward recomputes the Transformer.
     """
 
     checkpointed = False
@@ -37,16 +37,16 @@ class PooledTransformer(nn.Module):
         self.blocks = inner.build(config.width)
 
     def units(self) -> list[nn.Module]:
-        """What an engine wraps one by one."""
+        """Return the modules that an engine wraps one by one."""
         return [self.blocks]
 
     def forward(self, features: Tensor, noise: Tensor | None = None) -> GroupingOutput:
-        """`noise` is not looked at: nothing is drawn."""
+        """Return slots; `noise` is ignored, because nothing is sampled."""
         b, times, tokens = features.shape[:3]
         side, squares = math.isqrt(tokens), math.isqrt(self.slots)
         number = torch.arange(times, device=features.device, dtype=torch.float32)[:, None]
         angles = number * math.pi / 2.0 ** torch.arange(_OCTAVES, device=features.device)
-        # A frame's number, not its place in the batch: clips of any length are told the same.
+        # The number of the frame in the clip, so that clips of any length have the same embeddings.
         when = self.time(torch.cat([angles.sin(), angles.cos()], -1).to(self.time.weight.dtype))
         x = (self.project(features) + when[:, None]).flatten(1, 2)
         again = self.checkpointed and torch.is_grad_enabled()

@@ -18,13 +18,14 @@ GruKind = Literal["torch", "flax", "keras"]
 
 
 class Gru(nn.Module):
-    """(…, W) input and (…, D) state to the next state.
+    """GRU cell: input (…, W) and state (…, D) to the next state.
 
-    Gates stand in torch's order: r, z, n. `weight_ih` (3 D, W), `weight_hh` (3 D, D), `bias_ih` (3 D,); `bias_hh` (3 D,), of flax (D,):
-    that of n.
+    Gates are in torch's order: r, z, n. `weight_ih` (3 D, W), `weight_hh` (3 D, D), `bias_ih` (3 D,); `bias_hh` (3 D,),
+    or (D,) in flax, where only n has one.
 
     Args:
-        width: D.  input_size: W; default: D.
+        width: D.
+        input_size: W; default: D.
     """
 
     def __init__(self, width: int, kind: GruKind = "torch", input_size: int | None = None):
@@ -38,7 +39,7 @@ class Gru(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As the library of this kind begins."""
+        """Initialize like the chosen library."""
         if self.kind == "torch":
             for parameter in self.parameters():
                 nn.init.uniform_(parameter, -(self.width**-0.5), self.width**-0.5)
@@ -56,10 +57,10 @@ class Gru(nn.Module):
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
         lead = h.shape
-        x, h = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])  # one product, whatever is in front
-        # flax has a bias of the candidate's state alone; in torch's layout the other two are zeros.
+        x, h = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])  # one product, whatever the leading dimensions
+        # In flax, only the candidate's state has a bias; in torch's layout, the other two are zero.
         bias = self.bias_hh if self.kind != "flax" else F.pad(self.bias_hh, (2 * self.width, 0))
-        # The products in the dtype of autocast, the gates in fp32: a slot is a sum over many rounds.
+        # Products in autocast's dtype, gates in fp32, because a slot is a sum over many iterations.
         gates_x, gates_h = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, bias)
         xr, xz, xn = gates_x.to(h.dtype).chunk(3, dim=-1)
         hr, hz, hn = gates_h.to(h.dtype).chunk(3, dim=-1)
@@ -69,7 +70,7 @@ class Gru(nn.Module):
 
 
 def lecun_normal_(weight: Tensor) -> None:
-    """flax's default: a normal cut at two deviations, of variance 1 / fan_in."""
+    """Initialize as flax does by default: a normal truncated at two deviations, with variance 1 / fan_in."""
     std = weight.shape[1] ** -0.5 / 0.87962566103423978
     nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std)
 
@@ -78,19 +79,27 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
 class GroupingOutput(NamedTuple):
-    """slots: (…, K, D).  attention: (…, K, N) of the last round before it is normed over tokens, mean over heads: who took which token."""
+    """Result of grouping.
+
+    Attributes:
+        slots: (…, K, D).
+        attention: (…, K, N) of the last iteration before normalization over tokens, mean over heads: which slot each
+            token is assigned to.
+    """
 
     slots: Tensor
     attention: Tensor
 
 
 class SlotAttention(nn.Module):
-    """Features (…, N, in_width) to slots.
+    """Slot attention over features (…, N, in_width).
+
+    If slots are initialized at random, the call takes standard normal `noise` (…, K, D), because a model's random
+    numbers are part of the batch.
 
     Args:
-        config: the knobs.  in_width: of the features.
-
-    Where slots begin at random, `noise` (…, K, D) of a standard normal comes with the call: what a model draws is part of the batch.
+        config: options.
+        in_width: width of the features.
     """
 
     adamw_only_parameters = ("initial_slots",)  # queries
@@ -103,26 +112,27 @@ class SlotAttention(nn.Module):
             SlotAttentionIteration(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1)
         )
         if c.slot_init == "gaussian":
-            # Keras' glorot_uniform on (1, 1, D) counts D and 1; torch's own of that shape would count others.
+            # Keras' glorot_uniform for (1, 1, D) uses fans D and 1; torch's own would use others.
             limit = (6 / (1 + c.width)) ** 0.5
-            shape = (2, c.width) if c.ground else (c.width,)  # the ground's, and all others'
+            shape = (2, c.width) if c.ground else (c.width,)  # the background's, and those of the other slots
             self.mu, self.log_sigma = (nn.Parameter(torch.empty(shape).uniform_(-limit, limit)) for _ in range(2))
         elif c.slot_init != "given":
             self.initial_slots = nn.Parameter(torch.randn(1 if c.slot_init == "same" else c.slots, c.width))
         if c.gradient == "last" and not c.straight_through and c.slot_init != "given":
-            # No gradient reaches the initial slots. Frozen, they are counted as such, and DDP does not wait for their gradients.
+            # No gradient reaches the initial slots. Frozen, they count as such, and DDP does not wait for their
+            # gradients.
             for parameter in (self.mu, self.log_sigma) if c.slot_init == "gaussian" else (self.initial_slots,):
                 parameter.requires_grad_(False)
 
     def init_slots(self, shape: torch.Size, noise: Tensor | None) -> Tensor:
-        """(…, K, D): what the slots begin as. Raises `ValueError` where they are drawn and no noise was given, or are given and were not."""
+        """Return initial slots (…, K, D). Raises `ValueError` if noise or given slots are required and missing."""
         c = self.config
         if c.slot_init == "given":
-            raise ValueError("slot_init=given: slots begin as `first`, (…, K, D)")
+            raise ValueError("slot_init=given: needs initial slots (…, K, D)")
         if c.slot_init != "gaussian":
             return self.initial_slots.expand(*shape, c.slots, c.width)
         if noise is None:
-            raise ValueError(f"slots begin at random: give noise (…, {c.slots}, {c.width})")
+            raise ValueError(f"slots are initialized at random: give noise (…, {c.slots}, {c.width})")
         mu, log_sigma = self.mu, self.log_sigma
         if c.ground:
             mu, log_sigma = (torch.cat([t[:1], t[1:].expand(c.slots - 1, -1)]) for t in (mu, log_sigma))
@@ -138,20 +148,22 @@ class SlotAttention(nn.Module):
         """Group features (…, N, in_width).
 
         Args:
-            noise: see above.  initial_slots: (…, K, D), slots to begin with in place of the module's own.
-            num_iterations: so many rounds in place of the configuration's; of shared weights.
+            features: the features.
+            noise: see the class.
+            initial_slots: (…, K, D), instead of the module's own initial slots.
+            num_iterations: instead of the configured number; for shared weights.
         """
         c, lead = self.config, features.shape[:-2]
         wide = c.noise_width(features.shape[-2])
         if noise is not None and noise.shape[-2:] != (c.slots, wide):
-            raise ValueError(f"noise {tuple(noise.shape)}: these slots take (…, {c.slots}, {wide})")
+            raise ValueError(f"noise: expected (…, {c.slots}, {wide}), got {tuple(noise.shape)}")
         slots = self.init_slots(lead, noise) if initial_slots is None else initial_slots
-        # Lead dimensions are folded into one: images, frames and views of scenes are all samples.
+        # Flatten leading dimensions: images, frames and views of scenes are all samples.
         x = self.norm_input(features).reshape(-1, *features.shape[-2:])
         tie_noise = features.new_zeros(())
         if wide > c.width:
             if noise is None:
-                raise ValueError(f"ties are broken by chance: give noise (…, {c.slots}, {wide})")
+                raise ValueError(f"ties are broken at random: give noise (…, {c.slots}, {wide})")
             tie_noise = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
         slots, attention = self._iterate(
             x, slots.reshape(-1, *slots.shape[-2:]), tie_noise, num_iterations or c.iterations
@@ -168,14 +180,14 @@ class SlotAttention(nn.Module):
             skip_grad = c.gradient == "last" and i < last
             with torch.set_grad_enabled(torch.is_grad_enabled() and not skip_grad):
                 if skip_grad:
-                    # Without a graph, and without what a graph would keep: the rounds before the last are a search.
+                    # Without a graph, because the iterations before the last are a search for a fixed point.
                     slots = slots.detach()
                 elif c.gradient == "last":
                     slots = slots.detach()
                     if c.straight_through:
                         slots = slots + initial_slots - initial_slots.detach()
-                    kv = None  # what was projected without a graph
-                # Keys and values once, whatever the number of rounds, where all have one set of weights.
+                    kv = None  # was projected without a graph
+                # If all iterations share weights, project keys and values once.
                 if kv is None or c.layers == "own":
                     kv = step.project_kv(x, tie_noise)
                 slots, attention = step(kv, slots, with_mlp=c.mlp_last or i < last)
@@ -183,7 +195,7 @@ class SlotAttention(nn.Module):
 
 
 class SplitByGround(nn.Module):
-    """Two of a module: one for the first slot, and one for all others. Tables (b, K, ·) to one of them."""
+    """Two copies of a module: one for the first slot, and one for all others, for tables (b, K, ·)."""
 
     def __init__(self, make: Callable[[], nn.Module]):
         super().__init__()
@@ -195,7 +207,10 @@ class SplitByGround(nn.Module):
 
 
 class SlotAttentionIteration(nn.Module):
-    """One turn: queries, competition, weighted mean, update. With a ground, what is done to a slot alone is its own; keys and values are shared."""
+    """One iteration: queries, competition, weighted mean, update.
+
+    A background slot has its own weights of queries and updates; keys and values are shared.
+    """
 
     def __init__(self, c: SlotAttentionConfig, in_width: int):
         super().__init__()
@@ -226,7 +241,7 @@ class SlotAttentionIteration(nn.Module):
             nn.init.xavier_uniform_(weight)
 
     def project_kv(self, x: Tensor, tie_noise: Tensor) -> tuple[Any, Tensor]:
-        """Tokens (b, N, in) to keys and values (b, H, N, d), once for all rounds; folded, to themselves."""
+        """Return keys and values (b, H, N, d) of tokens (b, N, in), once for all iterations; folded: the tokens themselves."""
         if self.transport is not None:
             return self.transport.prepare_inputs(self.to_k(x), x, tie_noise, self.config.slots), x
         if self.config.folded:
@@ -235,7 +250,7 @@ class SlotAttentionIteration(nn.Module):
         return self.norm_k(k), v
 
     def forward(self, kv: tuple[Any, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
-        """Slots (b, K, D) to the next ones, and attention (b, K, N)."""
+        """Return the next slots (b, K, D), and attention (b, K, N)."""
         c = self.config
         normed = self.norm_slots(slots)
         scale = 1 if self.transport else (c.qkv // c.heads) ** -0.5
@@ -245,14 +260,14 @@ class SlotAttentionIteration(nn.Module):
             update = self.to_v(plan.to(kv[1].dtype) @ kv[1])
             attention = plan / plan.sum(1, keepdim=True).clamp(min=1e-20)
         elif c.folded:
-            # q (W_k x) = (q W_k) x, and sum_n a_n (W_v x_n) = W_v sum_n a_n x_n: the long side stays unprojected.
+            # q (W_k x) = (q W_k) x, and sum_n a_n (W_v x_n) = W_v sum_n a_n x_n, so tokens need no projection.
             update, attention = weighted_mean(c, (q @ self.to_k.weight)[:, None], kv[0][:, None], kv[1][:, None])
             update = self.to_v(update[:, 0])
         else:
             update, attention = weighted_mean(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *kv)
             update = update.transpose(1, 2).flatten(2)
         update = self.out(self.norm_update(update))
-        # videosaur feeds the normalised slot; the difference is a function, not a rounding.
+        # videosaur passes the normalised slot to the GRU, which is another function, not a rounding difference.
         state = normed if c.gru_on_normed else slots
         slots = state + update if self.gru is None else self.gru(update, state)
         if c.mlp_width and with_mlp:
@@ -261,13 +276,13 @@ class SlotAttentionIteration(nn.Module):
 
 
 def weighted_mean(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries (b, H, K, d), keys and values (b, H, N, ·): weighted means (b, H, K, ·), and attention (b, K, N)."""
+    """Return weighted means (b, H, K, ·) for queries (b, H, K, d), keys and values (b, H, N, ·), and attention (b, K, N)."""
     a = attention_weights(c, q @ k.transpose(-1, -2))
-    # Over heads the shares of a token sum to one where heads compete, so they are added, not averaged.
+    # If heads compete, the weights of a token sum to one over heads, so they are summed instead of averaged.
     attention = a.mean(1) if c.softmax_over != "slots_heads" else a.sum(1)
     if c.renorm in ("none", "layer"):
         return a.to(v.dtype) @ v, attention
-    # Normed behind the product, on (K, d) in place of (K, N); no copy of A + eps.
+    # Normalize after the product, on (K, d) instead of (K, N), without a copy of A + eps.
     total, weighted_sum = a.sum(-1, keepdim=True), a.to(v.dtype) @ v
     if c.renorm == "sum":
         return weighted_sum / (total + c.renorm_eps), attention
@@ -275,8 +290,8 @@ def weighted_mean(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tu
 
 
 def attention_weights(c: SlotAttentionConfig, logits: Tensor) -> Tensor:
-    """Logits (b, H, K, N) to shares, in fp32 at least."""
-    # In 16 bits shares of thirty slots are told apart by luck.
+    """Return weights for logits (b, H, K, N), in fp32 at least."""
+    # In 16 bits, weights of thirty slots tie.
     logits = at_least_fp32(logits)
     if c.softmax_over == "slots_heads":
         return F.softmax(logits.flatten(1, 2), dim=1).view(logits.shape)

@@ -1,7 +1,8 @@
 """Options in which published slot attentions differ, and presets of them.
 
-Seven code bases compute seven different functions under the name of slot attention; with equal weights, the epsilon of a LayerNorm alone
-changes slots by 1e-4 to 1e-2. A preset sets several options; options that a recipe names take precedence.
+Seven code bases compute seven different functions under the name of slot attention; with equal weights, the epsilon of
+a LayerNorm alone changes slots by 1e-4 to 1e-2. A preset sets several options; options that a recipe names take
+precedence.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ class BinderConfig(Frozen):
 
 
 class PooledConfig(Frozen):
-    """A Transformer over all tokens of a clip, whose output is pooled to slots (Singh et al. 2024, B.5): a baseline without slots' own turns."""
+    """A Transformer over all tokens of a clip, whose output is pooled to slots (Singh et al. 2024, B.5): a baseline without attention by slots."""
 
     blocks: int = field(3, "Transformer blocks.", gt=0, le=100)
     heads: int = field(4, "Attention heads.", gt=0)
 
 
-# Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF; martius-lab/videosaur;
-# invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru: papers/inverted-attention-transformers.txt;
-# tf_inv_osrt: its B.1, with the norms of Tsai et al. 2020 and Dehghani et al. 2023, which it has on OSRT alone.
-# sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later code, davzha/MESH.
-# psb: papers/parallel-spatiotemporal-binder.txt, NVlabs/PSB.
-# mlp_ratio: hidden units of the MLP as a multiple of width.
+# Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF;
+# martius-lab/videosaur; invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru:
+# papers/inverted-attention-transformers.txt; tf_inv_osrt: its B.1, with the norms of Tsai et al. 2020 and Dehghani et
+# al. 2023, used for OSRT only. sa_sinkhorn, sa_emd, sa_me: papers/slot-attention-optimal-transport.txt; mesh: its later
+# code, davzha/MESH. psb: papers/parallel-spatiotemporal-binder.txt, NVlabs/PSB. mlp_ratio: hidden units of the MLP as a
+# multiple of width.
 PRESETS: dict[str, dict[str, Any]] = {
     "sa2020": {"ln_eps": 1e-3, "renorm": "entry", "renorm_eps": 1e-8, "gru": "keras", "mlp_width": 128},
     "savi": {"ln_eps": 1e-6, "renorm": "sum", "renorm_eps": 1e-8, "gru": "flax", "mlp_width": 0, "iterations": 1},
@@ -102,7 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class SlotAttentionConfig(Frozen):
-    """Slot attention (Locatello et al. 2020) and its kin."""
+    """Slot attention (Locatello et al. 2020) and its variants."""
 
     preset: str = field("sa", "Named set of options. Options that a recipe names itself take precedence.")
     slots: int = field(7, "Number of slots, K.", gt=0, le=4096)
@@ -181,7 +182,7 @@ class SlotAttentionConfig(Frozen):
         name = data.get("preset", "sa")
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
-        # By the width that the recipe names: a preset has no width of its own.
+        # Use the recipe's width, because presets have none.
         preset_values = dict(PRESETS[name])
         if (times := preset_values.pop("mlp_ratio", None)) and isinstance(data.get("width", 64), int):
             preset_values["mlp_width"] = times * data.get("width", 64)
@@ -189,7 +190,7 @@ class SlotAttentionConfig(Frozen):
             inner = data.get(part)
             if isinstance(inner, dict) and part in preset_values:
                 preset_values[part] = {**preset_values[part], **inner}
-                # Laid over the preset's own block, so that one knob of it can be turned.
+                # Merge with the preset's own block, so that single keys can be changed.
                 data = {knob: value for knob, value in data.items() if knob != part}
         return {**preset_values, **data}
 
@@ -198,27 +199,29 @@ class SlotAttentionConfig(Frozen):
         if self.qkv % self.heads:
             raise ValueError(f"heads={self.heads} does not divide qkv_width={self.qkv}")
         if self.kv == "folded" and self.heads > 1:
-            raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves; leave kv away")
+            raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves. Remove kv.")
         if self.qk_norm and (self.kv == "folded" or self.transport is not None):
-            raise ValueError("qk_norm: is of keys, which kv=folded and transport do not make; leave one of them away")
+            raise ValueError(
+                "qk_norm: needs projected keys, which kv=folded and transport do not have. Remove one of them."
+            )
         if self.softmax_over == "keys" and self.renorm != "none":
             raise ValueError(
-                f"renorm={self.renorm}: is of shares that slots compete for; softmax_over=keys has weights of sum one: set renorm to none"
+                f"renorm={self.renorm}: applies to slots that compete; weights of softmax_over=keys sum to one already. Set renorm: none."
             )
         if self.qkv != self.width and not self.out_proj and self.gru == "none":
             raise ValueError(
-                f"qkv_width={self.qkv} is not width={self.width}, to which values are added; set out_proj, or a gru"
+                f"qkv_width={self.qkv}: must equal width={self.width}, to which values are added. Set out_proj, or a gru."
             )
         if self.ground and (self.slots < 2 or self.pooled is not None or self.slot_init in ("same", "given")):
             raise ValueError(
-                f"ground: has one slot beside others, and begins as it is learned (slots={self.slots}, slot_init={self.slot_init}); "
-                "take two or more, init gaussian or learned, and not preset pooled"
+                f"ground: needs further slots and learned initial slots, got slots={self.slots}, slot_init={self.slot_init}. "
+                "Use two or more slots, slot_init gaussian or learned, and another preset than pooled."
             )
         if self.straight_through and self.gradient == "all":
-            raise ValueError("straight_through: is of gradient=last")
+            raise ValueError("straight_through: applies to gradient=last. Remove it.")
         if self.slot_init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
             raise ValueError(
-                "slot_init=same: equal slots stay equal; it needs transport.entropy_steps and noise to break ties"
+                "slot_init=same: equal slots stay equal. Set transport.entropy_steps, with noise to break ties."
             )
         if self.transport is not None and (self.heads, self.softmax_over, self.renorm, self.kv) != (
             1,
@@ -227,67 +230,67 @@ class SlotAttentionConfig(Frozen):
             "auto",
         ):
             raise ValueError(
-                "transport: has one head and no softmax; leave heads, softmax_over and kv away, renorm: none"
+                "transport: has one head and no softmax. Remove heads, softmax_over and kv, and set renorm: none."
             )
         if self.binder is not None:
             self._check_binder_options(self.binder)
         if self.pooled is not None:
             self._check_pooled_options(self.pooled)
         if self.gradient == "last" and self.layers == "own":
-            raise ValueError(
-                "gradient=last: iterations with weights of their own would learn nothing; set layers to shared"
-            )
+            raise ValueError("gradient=last: iterations with separate weights would learn nothing. Set layers: shared.")
         return self
 
     def _check_binder_options(self, binder: BinderConfig) -> None:
-        """Raise `ValueError` where knobs of slots that take turns are turned."""
-        # A binder is a function of its own; a knob that it would not read must not look as if it did.
+        """Raise `ValueError` for options that a binder does not use."""
+        # An option without effect must not look as if it had one.
         required = {
             "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
             "gradient": "all", "kv": "auto", "ground": False, "gru_on_normed": False, "transport": None, "qkv_width": None, "qk_norm": False,
         }  # fmt: skip
         for knob, value in required.items():
             if getattr(self, knob) != value:
-                raise ValueError(f"{knob}={getattr(self, knob)}: a binder has {value} alone; leave it away")
+                raise ValueError(f"{knob}={getattr(self, knob)}: a binder supports {value} only. Remove it.")
         if self.width % binder.heads or not self.mlp_width:
             raise ValueError(
-                f"binder.heads={binder.heads}: has to divide width={self.width}, and mlp_width={self.mlp_width} to be above 0"
+                f"binder.heads={binder.heads}: must divide width={self.width}, and mlp_width={self.mlp_width} must be positive"
             )
         if not binder.inverted and (binder.softmax_scope == "clip" or binder.temporal_decay):
             raise ValueError(
-                "binder.inverted=false: nobody competes for a token; omit softmax_scope and temporal_decay"
+                "binder.inverted=false: slots do not compete for a token. Remove softmax_scope and temporal_decay."
             )
         if binder.context_frames is not None and not binder.causal:
             raise ValueError(
-                f"binder.context_frames={binder.context_frames}: is of the last times, and causal=false sees later ones, too"
+                f"binder.context_frames={binder.context_frames}: limits earlier frames, but causal=false also sees later ones. Remove one of them."
             )
         if self.slot_init in ("same", "given"):
             raise ValueError(
-                f"slot_init={self.slot_init}: slots of a binder are learned or drawn; use learned or gaussian"
+                f"slot_init={self.slot_init}: slots of a binder are learned or sampled. Use learned or gaussian."
             )
 
     def _check_pooled_options(self, pooled: PooledConfig) -> None:
-        """Raise `ValueError` where slots are no square, or heads do not divide them."""
+        """Raise `ValueError` if the number of slots is not a square, or heads do not divide the width."""
         if math.isqrt(self.slots) ** 2 != self.slots:
-            raise ValueError(f"slots={self.slots}: squares of a picture are pooled; give a square number, such as 16")
+            raise ValueError(f"slots={self.slots}: squares of an image are pooled. Use a square number, such as 16.")
         if self.width % pooled.heads:
             raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
         if self.binder is not None or self.transport is not None or self.gru != "none" or self.slot_init != "learned":
-            raise ValueError("pooled: nothing is attended to or drawn; leave binder, transport, gru and init away")
+            raise ValueError(
+                "pooled: has no attention by slots and samples nothing. Remove binder, transport, gru and slot_init."
+            )
         if self.qk_norm or self.renorm != "entry":
-            raise ValueError("pooled: has no queries and no shares; leave qk_norm and renorm away")
+            raise ValueError("pooled: has no queries. Remove qk_norm and renorm.")
 
     @property
     def qkv(self) -> int:
-        """Width of queries, keys and values."""
+        """Return the width of queries, keys and values."""
         return self.qkv_width or self.width
 
     @property
     def folded(self) -> bool:
-        """Whether tokens are left without projections."""
+        """Return whether tokens stay unprojected."""
         plain = self.heads > 1 or self.transport is not None or self.qk_norm
         return self.kv == "folded" or (self.kv == "auto" and not plain)
 
     def noise_width(self, tokens: int) -> int:
-        """Standard normal numbers that an image draws for each slot: its first state, and where transport breaks ties, one per token."""
+        """Return the number of standard normal values per slot of an image: its initial state, and one per token if transport breaks ties."""
         return self.width + (tokens if self.transport is not None and self.transport.entropy_steps else 0)

@@ -1,4 +1,4 @@
-"""Attention by optimal transport: Sinkhorn's algorithm with a closed-form backward, and tokens shared among slots by it (Zhang et al. 2023)."""
+"""Attention by optimal transport: Sinkhorn's algorithm with a closed-form backward, and assignment of tokens to slots with it (Zhang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparo_train.models.precision import at_least_fp32
 
 from .transport_config import TransportConfig
 
-_TINY = 1e-20  # MESH's clamp: below it a share has no entropy
+_TINY = 1e-20  # MESH's clamp: smaller values have no entropy
 
 
 class TransportPlan(NamedTuple):
-    """plan: (b, K, N); sums over tokens equal `b` exactly, sums over slots equal `a` approximately.  v: (b, K, 1), a warm start."""
+    """Transport plan (b, K, N), whose sums over tokens equal `b` exactly and whose sums over slots equal `a` approximately; v: (b, K, 1), a warm start."""
 
     plan: Tensor
     v: Tensor
@@ -32,9 +32,9 @@ def sinkhorn(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor |
 
 
 def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v: Tensor | None = None) -> TransportPlan:
-    """The same in torch's own operations, which have gradients of gradients."""
+    """Compute the same in torch's own operations, which support second derivatives."""
     a, b = log_a[:, None], log_b[..., None]
-    # Tokens first, then slots: the last half step's sums are exact, and slots are what is read.
+    # Tokens first, then slots: the sums of the last half step are exact, and slots are the output.
     u, v = a, torch.zeros_like(b) if v is None else v
     for _ in range(steps):
         u = a - (v - cost).logsumexp(1, keepdim=True)
@@ -43,7 +43,7 @@ def sinkhorn_unrolled(cost: Tensor, log_a: Tensor, log_b: Tensor, steps: int, v:
 
 
 class _Potentials(NamedTuple):
-    """Potentials of every step: u[t] (b, 1, N) and v[t] (b, K, 1); v[0] is what it began from."""
+    """Potentials of every step: u[t] (b, 1, N) and v[t] (b, K, 1); v[0] is the initial value."""
 
     u: list[Tensor]
     v: list[Tensor]
@@ -85,7 +85,7 @@ def _backward(
         grad_b += grad_v
         slot_step_grad = (u + (after - b) - cost).exp_().mul_(grad_v)
         grad_cost -= slot_step_grad
-        # Reverse order of the forward pass: the slots' half step first, then the tokens'.
+        # Reverse order of the forward: the slots' half step first, then the tokens'.
         grad_u = grad_u - slot_step_grad.sum(1, keepdim=True)
         grad_a += grad_u
         token_step_grad = (before + (u - a) - cost).exp_().mul_(grad_u)
@@ -133,7 +133,7 @@ class _EntropyGradient(torch.autograd.Function):
 
 
 class SimilarityRegularizer(NamedTuple):
-    """weight: lambda of Eq. 9.  slots: S (b, K, K), columns of sum one.  first: the plan of the first costs, (b, K, N)."""
+    """Regularizer with weight lambda (Eq. 9), slot similarities S (b, K, K) with columns of sum one, and the plan of the first costs, (b, K, N)."""
 
     weight: float
     slots: Tensor
@@ -153,11 +153,15 @@ def minimize_entropy(
     """Lower the entropy of the plan by `rounds` normalized gradient steps of length `rate` on the costs (Zhang et al. 2022, Eq. 9-11).
 
     Args:
-        cost: (b, K, N), with noise that breaks ties.  regularizer: the regulariser.
-        unrolled: differentiate through the steps, as in the paper's text; otherwise they are constants, as in davzha/MESH.
+        cost: (b, K, N), with noise that breaks ties.
+        log_a, log_b, steps, rounds, rate: marginals and schedule.
+        regularizer: the regularizer, or None.
+        unrolled: differentiate through the steps, as in the paper's text; otherwise they are constants, as in
+            davzha/MESH.
 
     Returns:
-        Costs (b, K, N), and the warm start `v` of the final Sinkhorn run. As in davzha/MESH, `v` keeps its graph through all rounds.
+        Costs (b, K, N), and the warm start `v` of the final Sinkhorn run. As in davzha/MESH, `v` keeps its graph
+        through all rounds.
     """
     a, b = log_a[:, None], log_b[..., None]
     v: Tensor | None = None
@@ -169,14 +173,14 @@ def minimize_entropy(
             entropy_grad, v = _EntropyGradient.apply(
                 cost, a, b, torch.zeros_like(b) if v is None else v, steps, regularizer
             )  # type: ignore[misc]
-        # Normalized per image, so one rate fits all images however flat their entropy is.
+        # Normalized per image, so that one rate fits all images, however flat their entropy is.
         length = entropy_grad.square().sum((1, 2), keepdim=True).sqrt().clamp(min=1e-12)
         cost = cost - rate * entropy_grad / length
     return cost, v
 
 
 def _entropy(plan: Tensor, regularizer: SimilarityRegularizer | None) -> Tensor:
-    """Entropy, mean over pairs, sum over the batch."""
+    """Return the entropy, averaged over pairs and summed over the batch."""
     clamped_plan = plan.clamp(_TINY, 1)
     entropy = -(clamped_plan * clamped_plan.log()).mean((1, 2)).sum()
     if regularizer is not None:
@@ -201,13 +205,13 @@ def _entropy_gradient(
 
 @torch.library.custom_op("sparo::exact_plan", mutates_args=())
 def exact_plan(cost: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    """The plan of least cost, (b, K, N), by POT's network simplex in fp64, one sample after the other; it has no gradient."""
-    import ot  # an extra, `transport`
+    """Return the plan of least cost, (b, K, N), by POT's network simplex in fp64, sample by sample; it has no gradient."""
+    import ot  # the extra `transport`
 
     costs, a, b = (x.double().cpu().numpy() for x in (cost, log_a.exp(), log_b.exp()))
     if not all(np.isfinite(x).all() for x in (costs, a, b)):
-        return torch.full_like(cost, torch.nan)  # a step that the loop leaves out
-    a = a * (b.sum(1) / a.sum(1))[:, None]  # one sum to the last bit, or the simplex finds no plan
+        return torch.full_like(cost, torch.nan)  # a step that the loop will skip
+    a = a * (b.sum(1) / a.sum(1))[:, None]  # both sums must be equal to the last bit, or the simplex fails
     plans = [
         ot.emd(token_mass, slot_mass, np.ascontiguousarray(c.T)).T
         for token_mass, slot_mass, c in zip(a, b, costs, strict=True)
@@ -221,12 +225,12 @@ def _(cost: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def log_marginal(scores: Tensor, total: int) -> Tensor:
-    """Scores (b, n) to log shares of `total`."""
+    """Convert scores (b, n) to log weights with sum `total`."""
     return F.log_softmax(scores, dim=-1) + float(np.log(total))
 
 
 class TransportInputs(NamedTuple):
-    """What tokens bring to all rounds: keys (b, N, d), log marginal (b, N), tie_noise (b, K, N) that noise breaks."""
+    """Inputs from tokens for all iterations: keys (b, N, d), log marginal (b, N), noise to break ties (b, K, N)."""
 
     keys: Tensor
     log_a: Tensor
@@ -234,13 +238,15 @@ class TransportInputs(NamedTuple):
 
 
 class Transport(nn.Module):
-    """Plans of transport.
+    """Assignment of tokens to slots by transport plans.
 
     Args:
-        in_width: of tokens.  width: of slots.
+        config: options.
+        in_width: width of tokens.
+        width: width of slots.
 
     Raises:
-        ConfigError: exact plans are asked for, and POT is not installed.
+        ConfigError: exact plans are requested, and POT is not installed.
     """
 
     def __init__(self, config: TransportConfig, in_width: int, width: int):
@@ -248,7 +254,7 @@ class Transport(nn.Module):
         self.config = config
         if config.exact != "none" and find_spec("ot") is None:
             raise ConfigError(
-                f"grouping.transport.exact={config.exact}: needs POT; pip install -e '.[transport]' in sparo's checkout"
+                f"grouping.transport.exact={config.exact}: needs POT. pip install -e '.[transport]' in sparo's checkout."
             )
         self.input_marginal = _scored(in_width, config.hidden)
         if config.slot_marginal == "learned":
@@ -259,12 +265,12 @@ class Transport(nn.Module):
             self.likeness = _scored(2 * width, config.hidden)
 
     def forward(self, queries: Tensor, normed: Tensor, token_inputs: TransportInputs) -> Tensor:
-        """Queries (b, K, d) of slots (b, K, D) to how much each takes of the tokens, (b, K, N) in fp32 at least."""
+        """Return the weight of each token for each slot, (b, K, N) in fp32 at least, for queries (b, K, d) of slots (b, K, D)."""
         c = self.config
-        # Linear layers run as the rest of the model does, whose weights an engine may hold in bf16.
+        # Linear layers run like the rest of the model, whose weights may be bf16.
         slot_scores = self.slot_marginal(normed)[..., 0] if c.slot_marginal == "learned" else None
         similarity = self._slot_similarity(normed) if c.regulariser else None
-        with torch.autocast(queries.device.type, enabled=False):  # exponents of small differences
+        with torch.autocast(queries.device.type, enabled=False):  # exponentials of small differences
             queries, keys, log_a = (
                 at_least_fp32(queries),
                 at_least_fp32(token_inputs.keys),
@@ -297,12 +303,12 @@ class Transport(nn.Module):
         return F.softmax(at_least_fp32(self.likeness(pairs)[..., 0]), dim=1)
 
     def prepare_inputs(self, keys: Tensor, tokens: Tensor, tie_noise: Tensor, slots: int) -> TransportInputs:
-        """What all rounds of an image share; tokens' marginals sum to the number of slots."""
+        """Prepare what all iterations of an image share; the marginals of tokens sum to the number of slots."""
         return TransportInputs(keys, log_marginal(at_least_fp32(self.input_marginal(tokens)[..., 0]), slots), tie_noise)
 
 
 def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:
-    """(b, K, d), (b, N, d) to (b, K, N)."""
+    """Return costs (b, K, N) for (b, K, d) and (b, N, d)."""
     if c.cost == "cdist":
         return c.cost_scale * torch.cdist(queries, keys)
     if c.cost == "cosine":

@@ -50,13 +50,13 @@ class TransportConfig(Frozen):
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.entropy_steps and self.exact != "none":
-            raise ValueError(f"exact={self.exact}: goes without entropy_steps (it has {self.entropy_steps})")
+            raise ValueError(
+                f"exact={self.exact}: cannot be combined with entropy_steps={self.entropy_steps}. Remove one of them."
+            )
         if not self.entropy_steps:
             for knob in ("second_order", "learn_rate", "regulariser"):
                 if getattr(self, knob):
-                    raise ValueError(f"{knob}: is of entropy_steps, and there are none")
+                    raise ValueError(f"{knob}: applies to entropy_steps, which is 0. Set entropy_steps, or remove it.")
         if self.regulariser and not self.second_order:
-            raise ValueError(
-                "regulariser: who is similar is learned through steps that carry a gradient; set second_order"
-            )
+            raise ValueError("regulariser: similarities are learned through steps with a gradient. Set second_order.")
         return self

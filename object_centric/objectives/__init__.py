@@ -1,1 +1,1 @@
-"""What slot models learn from."""
+"""Objectives of slot models."""

@@ -1,4 +1,4 @@
-"""Whether slots share images among them: what is logged of it, and when it is warned of."""
+"""Collapse of slots: logged statistics of masks, and warnings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sparo_train.core.config import Frozen, field
 
-_MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot drew nothing
+_MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot counts as unused
 
 
 class SlotCollapseConfig(Frozen):
-    """When the loop warns that slots do not share images among them."""
+    """Thresholds of warnings that slots do not divide images among them."""
 
     start_fraction: float = field(0.2, "Share of the training steps before which there is no warning.", ge=0, le=1)
     min_slots_used: float = field(1.5, "Warn if fewer slots than this, on average over images, explain pixels.", ge=0)
@@ -26,27 +26,29 @@ class SlotCollapseConfig(Frozen):
     )
 
     def check_health(self, metrics: Mapping[str, float], fraction_done: float) -> str | None:
-        """What is wrong with these averaged facts at this share of the steps; None where nothing is."""
+        """Return a message if these averaged metrics show a collapse at this share of the steps, otherwise None."""
         if fraction_done < self.start_fraction:
             return None
         if metrics.get("slots_used", self.min_slots_used) < self.min_slots_used:
-            return f"one slot draws nearly everything (slots_used {metrics['slots_used']:.2f}); try another seed, or a lower optim.lr"
+            return f"one slot covers almost everything (slots_used {metrics['slots_used']:.2f}). Try another seed, or a lower optim.lr."
         if metrics.get("mask_sharpness", self.min_sharpness) < self.min_sharpness:
-            return f"all slots draw the same (mask_sharpness {metrics['mask_sharpness']:.3f}); try another seed, or more steps"
+            return f"all slots have equal masks (mask_sharpness {metrics['mask_sharpness']:.3f}). Try another seed, or more steps."
         if metrics.get("mask_fixity", 0.0) > self.max_fixity:
-            return f"masks hardly depend on the image (mask_fixity {metrics['mask_fixity']:.2f}); try another seed, or a weaker decoder"
+            return f"masks hardly depend on the image (mask_fixity {metrics['mask_fixity']:.2f}). Try another seed, or a weaker decoder."
         return None
 
 
 def mask_statistics(masks: Tensor) -> dict[str, Tensor]:
-    """Shares of pixels (b, K, s, s), which sum to one over slots, to `slots_used`, `mask_sharpness` and `mask_fixity`. Pixels that nobody has
-    (fields that are cut off at zero have such) count in the last alone."""
+    """Return `slots_used`, `mask_sharpness` and `mask_fixity` of masks (b, K, s, s), which sum to one over slots.
+
+    Pixels without any slot (in fields whose density is cut off at zero) only count in the last.
+    """
     shares = masks.detach().float()
     slots, covered = shares.shape[1], (shares.sum(1) > 0).float()
-    # Of equal shares the first slot draws: all-alike masks count as one slot, not as none.
+    # With equal masks, the first slot wins, so identical masks count as one slot instead of none.
     assignment = shares.argmax(1, keepdim=True) == torch.arange(slots, device=shares.device)[:, None, None]
     assignment = assignment & (covered[:, None] > 0)
-    # A pixel that one slot has counts as sharp, whatever the number of slots.
+    # A pixel with a single slot counts as sharp, whatever the number of slots.
     pixel_entropy = -(shares.clamp(min=1e-12).log() * shares).sum(1) * covered
     entropy = pixel_entropy.sum() / covered.sum().clamp(min=1) / math.log(max(slots, 2))
     return {
@@ -57,21 +59,21 @@ def mask_statistics(masks: Tensor) -> dict[str, Tensor]:
 
 
 def fixity(labels: Tensor) -> Tensor:
-    """How alike images are in where the borders of their masks run, whatever slots are called: 0 by chance, 1 where all are the same.
+    """Return how similar the borders of masks are across images, whatever the order of slots: 0 by chance, 1 if all are equal.
+
+    Objects are elsewhere in every image; a grid or Voronoi cells, which slots form when they only use positions, are
+    not. Zero for a single image.
 
     Args:
-        labels: (b, s, s), a slot per pixel.
-
-    Objects are elsewhere in every image; a grid and Voronoi cells, which slots fall into when they go by position alone, are not.
-    Zero of a single image.
+        labels: (b, s, s), the slot of each pixel.
     """
-    # Borders, not slots: which slot draws a place is another one in every image.
+    # Borders instead of slots, because the slot of a position differs between images.
     right, down = labels[:, :, 1:] != labels[:, :, :-1], labels[:, 1:] != labels[:, :-1]
     borders = torch.cat([right.flatten(1), down.flatten(1)], dim=1).float()
     count, often = len(borders), borders.mean()
     if count < 2 or not borders.shape[1]:
         return borders.new_zeros(())
-    # Pairs of images, without those of an image with itself.
+    # Pairs of different images.
     of_pairs = borders.sum(0)
     both = (of_pairs * (of_pairs - 1)).mean() / (count * (count - 1))
     return (both - often**2) / (often - often**2).clamp(min=1e-6)

@@ -1,4 +1,4 @@
-"""An image to the set of its objects: a slot each, matched to what is there (Locatello et al. 2020, Section 4.2)."""
+"""Set prediction: an image to the set of its objects, one slot each, matched to the ground truth (Locatello et al. 2020, Section 4.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, TowerOutput, r
 
 
 class SetModelConfig(SlotTowerConfig):
-    """A tower and a perceptron that reads an object from each slot."""
+    """A tower, and an MLP that reads an object from each slot."""
 
     head_width: int = field(64, "Hidden units of the head that predicts an object from a slot.", gt=0)
 
@@ -43,14 +43,14 @@ class SetPredictionConfig(Frozen):
 
 
 class SetModelOutput(NamedTuple):
-    """objects: (b, K, WIDTH) in 0..1, the last of each how sure it is that there is one.  tower_output: of the tower."""
+    """Predicted objects (b, K, WIDTH) in 0..1, whose last value is the confidence that there is an object, and the tower's output."""
 
     objects: Tensor
     tower_output: TowerOutput
 
 
 class SetModel(nn.Module):
-    """Images (b, 3, S, S) and noise (b, *config.noise) to objects."""
+    """Model of images (b, 3, S, S) and noise (b, *config.noise) that predicts objects."""
 
     def __init__(self, config: SetModelConfig):
         super().__init__()
@@ -65,7 +65,7 @@ class SetModel(nn.Module):
 
 
 class SetPrediction(Objective):
-    """Batches hold `image` (B, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, `objects` (B, K, WIDTH) fp32, padded with zeros."""
+    """Objective for batches of `image` (B, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, `objects` (B, K, WIDTH) fp32, padded with zeros."""
 
     exact_inputs = True
 
@@ -75,23 +75,24 @@ class SetPrediction(Objective):
         self.model = SetModel(config.model)
 
     def pixels(self, image: Tensor) -> Tensor:
-        """uint8 to the range that the encoder takes."""
+        """Convert uint8 to the range of the encoder."""
         scaled = image.to(torch.float32) / 255
         return scaled * 2 - 1 if self.config.signed else scaled
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         for key in ("image", "noise", "objects"):
             if key not in batch:
-                raise DataError(f"objective set_prediction: the batch has no {key!r} (it has {', '.join(batch)})")
+                raise DataError(f"objective set_prediction: the batch has no {key!r}, got {', '.join(batch)}")
         predicted = self.model(self.pixels(batch["image"]), batch["noise"]).objects
-        # Every slot against every object; the matching minimizes the loss itself. The mean over an object's numbers is that of
-        # `tf.keras.losses.huber` in google-research/slot_attention, so published losses and clipping values carry over.
+        # Every slot against every object; the matching minimizes the loss itself. The mean over an object's values is
+        # that of `tf.keras.losses.huber` in google-research/slot_attention, so published losses and clipping values
+        # carry over.
         pairwise_loss = F.huber_loss(
             *torch.broadcast_tensors(predicted[:, :, None], batch["objects"][:, None]),
             reduction="none",
             delta=self.config.huber,
         ).mean(-1)
-        # Matched without a gradient: which pairs are cheapest is a choice, not a slope.
+        # Match without gradients, because the choice of pairs is not differentiable.
         rows, columns = cheapest_pairs(pairwise_loss.detach()).unbind(1)
         batch_index = torch.arange(len(predicted), device=predicted.device)[:, None]
         total = pairwise_loss[batch_index, rows, columns].sum(1).mean()
@@ -101,10 +102,10 @@ class SetPrediction(Objective):
 
     @staticmethod
     def _agreement(predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Means over objects that are present: of the distance, and of whether all attributes are right."""
+        """Return means over the objects that are present: the distance, and whether all attributes are correct."""
         present = target[..., -1] > 0.5
         count = present.sum().clamp(min=1)
-        # Positions are in 0..1 of twice the reach.
+        # Positions are in 0..1 of twice the range.
         distance = (predicted[..., :3] - target[..., :3]).norm(dim=-1) * (2 * REACH)
         correct = present.clone()
         for columns in attribute_columns().values():
@@ -112,7 +113,7 @@ class SetPrediction(Objective):
         return {"position_error": (distance * present).sum() / count, "attributes_right": correct.sum() / count}
 
     def shard_units(self) -> Sequence[nn.Module]:
-        # Units of their own where they are large; the perceptron is one with the root.
+        # Separate units where they are large; the MLP is one with the root.
         return [self.model.tower.encoder, self.model.tower.grouping, self.model.head]
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
@@ -123,11 +124,11 @@ class SetPrediction(Objective):
 
 @torch.library.custom_op("sparo::cheapest_pairs", mutates_args=())
 def cheapest_pairs(cost: Tensor) -> Tensor:
-    """Costs (b, K, K) to rows and columns (b, 2, K) int64 of the cheapest pairs: one copy to the host, Kuhn's algorithm per image.
+    """Return rows and columns (b, 2, K) int64 of the cheapest pairs of costs (b, K, K): one copy to the host, Kuhn's algorithm per image.
 
-    Costs that are no numbers match somehow: the loss is none either, and the loop leaves such a step out.
+    Costs that are not finite are matched arbitrarily; the loss is not finite either, and the loop skips such a step.
     """
-    # Kuhn's algorithm does not end on NaN.
+    # Kuhn's algorithm does not terminate on NaN.
     finite_cost = np.nan_to_num(cost.float().cpu().numpy(), nan=1e9, posinf=1e9)
     return torch.from_numpy(np.stack([np.stack(linear_sum_assignment(one)) for one in finite_cost])).to(cost.device)
 
@@ -138,7 +139,7 @@ def _(cost: Tensor) -> Tensor:
 
 
 class SetExamples(Examples):
-    """Images, noise, and the objects of their scenes; a scene of more objects than slots is a bad sample."""
+    """Images, noise, and the objects of their scenes; a scene with more objects than slots is a bad sample."""
 
     def __init__(self, config: DataConfig, model: SetModelConfig):
         self.images, self.slots = SlotExamples(config, model), model.grouping.slots
@@ -147,11 +148,11 @@ class SetExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         if "json" not in fields:
-            raise BadSampleError("no .json, which holds the scene's objects")
+            raise BadSampleError("no .json with the scene's objects")
         rows = object_rows(fields["json"])
         if len(rows) > self.slots:
-            raise BadSampleError(f"{len(rows)} objects, and objective.model.grouping.slots={self.slots}")
-        # What is not there is a row of zeros, which a slot has to predict, too.
+            raise BadSampleError(f"{len(rows)} objects, more than objective.model.grouping.slots={self.slots}")
+        # A missing object is a row of zeros, which a slot has to predict, too.
         padded = np.zeros((self.slots, WIDTH), np.float32)
         padded[: len(rows)] = rows
         return *self.images.prepare(fields, source, rng, on_stage), padded
@@ -164,7 +165,7 @@ class SetExamples(Examples):
 def _rules(run: Any) -> None:
     if run.data.hflip or run.data.crop_scale != (1.0, 1.0):
         raise ValueError(
-            "data: objects stand where the whole image shows them; set data.crop_scale: [1.0, 1.0] and data.hflip: 0"
+            "data: positions of objects refer to whole images. Set data.crop_scale: [1.0, 1.0] and data.hflip: 0."
         )
 
 

@@ -30,7 +30,7 @@ from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, TowerOutput
 
 
 class SlateModelConfig(SlotTowerConfig):
-    """A discrete VAE, a tower that groups its tokens (`encoder: {kind: tokens}`, SLATE) or features of the image (STEVE), a decoder."""
+    """A discrete VAE, a tower that groups its tokens (`encoder: {kind: tokens}`, SLATE) or features of the image (STEVE), and a decoder."""
 
     embeds_tokens: ClassVar[bool] = True
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = field(
@@ -44,22 +44,28 @@ class SlateModelConfig(SlotTowerConfig):
     @model_validator(mode="after")
     def _check_patches(self) -> Self:
         if self.image_size % PATCH:
-            raise ValueError(f"image_size={self.image_size}: a token is {PATCH} pixels a side; give a multiple of it")
+            raise ValueError(f"image_size={self.image_size}: must be a multiple of {PATCH}, the side of a token")
         if self.encoder.kind == "tokens" and self.encoder.width != self.decoder.width:
             raise ValueError(
-                f"encoder.width={self.encoder.width} is not decoder.width={self.decoder.width}: tokens are embedded once for both"
+                f"encoder.width={self.encoder.width}: must equal decoder.width={self.decoder.width}, because both use the same token embeddings"
             )
         return self
 
     @property
     def tokens(self) -> int:
-        """In an image."""
+        """Return the number of tokens in an image."""
         return (self.image_size // PATCH) ** 2
 
 
 class SlateOutput(NamedTuple):
-    """tower_output: of the tower.  tokens: (b, N), those that the decoder is to say.  cross_entropy: (b,), summed over them.
-    reconstruction: (b, 3, S, S), the VAE's image.  Of videos b counts frames, and what the tower gives is of videos."""
+    """Output of the model. For videos, b counts frames, except in the tower's output.
+
+    Attributes:
+        tower_output: output of the tower.
+        tokens: (b, N), targets of the decoder.
+        cross_entropy: (b,), summed over tokens.
+        reconstruction: (b, 3, S, S), the VAE's image.
+    """
 
     tower_output: Any
     tokens: Tensor
@@ -68,7 +74,7 @@ class SlateOutput(NamedTuple):
 
 
 class SlateModel(nn.Module):
-    """Images (b, 3, S, S) in 0..1 and standard normal noise (b, *config.noise)."""
+    """Model of images (b, 3, S, S) in 0..1 and standard normal noise (b, *config.noise)."""
 
     adamw_only_parameters = ("pos_embed", "embed.weight")
 
@@ -87,47 +93,47 @@ class SlateModel(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
 
     def build_tower(self, config: Any) -> nn.Module:
-        """What makes slots."""
+        """Return the tower."""
         return SlotTower(config)
 
     def forward(self, images: Tensor, noise: Tensor, tau: float) -> SlateOutput:
         return self.forward_with_grouping(images, tau, lambda embedded: self._group_slots(images, embedded, noise))
 
     def forward_with_grouping(self, images: Tensor, tau: float, group: Callable[[Tensor], Any]) -> SlateOutput:
-        """`group`: what the tower makes of embedded tokens (b, 1 + N, width), or of the images themselves."""
+        """Run the model; `group` applies the tower to embedded tokens (b, 1 + N, width), or to the images."""
         logits = self.dvae.logits(images)
         gumbel_noise = sample_gumbel(logits)
         reconstruction = self.dvae.decode(gumbel_softmax(logits, gumbel_noise, tau, self.config.dvae.hard))
-        # Tokens are labels: no gradient goes through what was drawn.
+        # Tokens are labels, so no gradient goes through the samples.
         with torch.no_grad():
             gumbel_noise = sample_gumbel(logits) if self.config.dvae.target_tokens == "other" else gumbel_noise
             tokens = (logits + gumbel_noise).argmax(1).flatten(1)
         token_embeddings = self._embed_tokens(tokens)
         tower_output = group(token_embeddings)
-        slots = tower_output.slots.flatten(0, -3)  # of every frame
-        # The last token is said and never heard: nothing follows it.
+        slots = tower_output.slots.flatten(0, -3)  # for every frame
+        # The last token is predicted but never fed back.
         token_logits = self.head(self.decoder(token_embeddings[:, :-1], self.project(slots)))
         token_nll = F.cross_entropy(at_least_fp32(token_logits).flatten(0, 1), tokens.flatten(), reduction="none")
         return SlateOutput(tower_output, tokens, token_nll.view_as(tokens).sum(1), reconstruction)
 
     def encode_slots(self, images: Tensor, noise: Tensor) -> TowerOutput:
-        """Slots alone, of each patch's most probable token."""
+        """Return slots only, from each patch's most probable token."""
         if self.config.encoder.kind != "tokens":
             return self.tower(images, noise)
         return self._group_slots(images, self.argmax_embedding(images), noise)
 
     def argmax_embedding(self, images: Tensor) -> Tensor:
-        """Each patch's most probable token, embedded with its place behind the one that begins: (b, 1 + N, width)."""
+        """Return each patch's most probable token, embedded with its position, after the beginning token: (b, 1 + N, width)."""
         logits = self.dvae.logits(images)
-        # The largest of NaNs is some token, whose slots would be scored as if it had been seen.
+        # argmax of NaNs is a valid token, whose slots would be scored as if the image had been encoded.
         is_nan = logits.isnan().flatten(1).any(1)
         return self._embed_tokens(logits.argmax(1).flatten(1)).masked_fill(is_nan[:, None, None], torch.nan)
 
     def generate(self, slots: Tensor) -> Tensor:
-        """Slots (b, K, D) to images (b, 3, S, S), the most probable token after the other; NaN where no token is."""
+        """Generate images (b, 3, S, S) from slots (b, K, D), always with the most probable token; NaN if there is no valid token."""
         side, is_nan = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
         projected, past = self.project(slots), None
-        # One token at a time with the past's keys kept: what is said next depends on what was said.
+        # One token at a time with a cache of keys, because each token depends on the previous ones.
         next_embedding, tokens = self.bos.expand(len(slots), 1, -1), []
         for position in range(self.config.tokens):
             hidden, past = self.decoder.decode_next(next_embedding + self.pos_embed[position], projected, past)
@@ -140,9 +146,9 @@ class SlateModel(nn.Module):
         return images.masked_fill(is_nan[:, None, None, None], torch.nan)
 
     def _embed_tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens (b, N) behind one that begins, with their places: (b, 1 + N, width)."""
+        """Embed tokens (b, N) with their positions after the beginning token: (b, 1 + N, width)."""
         bos = self.bos.expand(len(tokens), 1, -1)
-        # Behind the places: a dropped place would be a token without one.
+        # After the positions, because dropping a position alone would leave a token without one.
         token_embeddings = torch.cat([bos, self.embed(tokens)], dim=1) + self.pos_embed
         return F.dropout(token_embeddings, self.config.decoder.dropout, self.training)
 
@@ -150,7 +156,7 @@ class SlateModel(nn.Module):
         return self.tower(self._encoder_input(images, token_embeddings), noise)
 
     def _encoder_input(self, images: Tensor, token_embeddings: Tensor) -> Tensor:
-        """What the tower encodes: images, or their embedded tokens (b, s, s, width)."""
+        """Return the tower's input: images, or their embedded tokens (b, s, s, width)."""
         side = math.isqrt(self.config.tokens)
         return images if self.config.encoder.kind != "tokens" else token_embeddings[:, 1:].unflatten(1, (side, side))
 
@@ -162,10 +168,10 @@ class SlateConfig(Frozen):
 
 
 class Slate(Objective):
-    """Batches hold `image` (B, 3, S, S) uint8 and `noise` (B, *config.model.noise) fp32, what slots begin from.
+    """Objective for batches of `image` (B, 3, S, S) uint8 and `noise` (B, *config.model.noise) fp32, for initial slots.
 
-    The loss is the VAE's squared error and the decoder's cross-entropy, both summed over an image. What slots see of tokens has no
-    gradient to the VAE, so its parameters learn from the first alone.
+    The loss is the VAE's squared error plus the decoder's cross-entropy, both summed over an image. Slots pass no
+    gradient to the VAE through tokens, so its parameters only learn from the first term.
     """
 
     exact_inputs = True
@@ -177,7 +183,7 @@ class Slate(Objective):
         self._fraction_done = 0.0  # share of the steps
 
     def build_model(self, config: Any) -> SlateModel:
-        """The model."""
+        """Return the model."""
         return SlateModel(config)
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
@@ -187,20 +193,20 @@ class Slate(Objective):
         return self.compute_loss(images, output, output.tower_output.attention, tau)
 
     def require_keys(self, batch: Batch, *keys: str) -> None:
-        """Raise `DataError` where a batch lacks one of these."""
+        """Raise `DataError` if a batch lacks one of these keys."""
         for key in keys:
             if key not in batch:
-                raise DataError(f"objective {self.config.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
+                raise DataError(f"objective {self.config.kind}: the batch has no {key!r}, got {', '.join(batch)}")
 
     def temperature(self, progress: Progress) -> float:
-        """Of this step's relaxed draws."""
-        # Kept for the alarm, which is asked at log steps, without a step of its own.
+        """Return the temperature of this step's relaxed samples."""
+        # Stored for the health check at log steps, which has no step.
         self._fraction_done = progress.step / max(progress.total_steps, 1)
         d = self.config.model.dvae
         return cosine(d.tau_start, d.tau_end, progress.step, d.tau_steps)
 
     def compute_loss(self, images: Tensor, output: SlateOutput, attention: Tensor, tau: float) -> Loss:
-        """What the VAE drew wrong of images (b, 3, S, S), and the decoder said wrong; `attention` (n, K, s, s), of different samples."""
+        """Return the error of the VAE on images (b, 3, S, S) and the decoder's cross-entropy; `attention` (n, K, s, s) is of different samples."""
         squared_error = (output.reconstruction - images).square()
         cross_entropy = output.cross_entropy.mean()
         return Loss(
@@ -215,8 +221,8 @@ class Slate(Objective):
         )
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
-        # Names are the same in all slot models; those that this one lacks are told by who loads.
+        """Load the tower of a model of another method, whatever its decoder."""
+        # Names are equal in all slot models; the loader reports names that this one lacks.
         return {f"model.{name}": value for name, value in weights.items()}
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
@@ -234,14 +240,15 @@ class Slate(Objective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        # Logits, shares and what the head says are of the vocabulary's width, beside which all else is narrow.
+        # Logits, token weights and outputs of the head have the width of the vocabulary, beside which everything else
+        # is small.
         written = m.tokens * 3 * m.dvae.vocab + m.encoder.cost(m.image_size)
         towers = [(m.tokens * m.decoder.width, m.decoder.blocks)]
         return Footprint({"image": m.tokens}, towers, m.grouping.slots * m.grouping.width, 0, written)
 
 
 def _normalize_attention(attention: Tensor) -> Tensor:
-    """What slots took of each token, brought to a sum of one: attentions of all heads, or of none that compete, have others."""
+    """Normalize the weights of each token to a sum of one, which multi-head attention or attention without competition does not have."""
     return attention / attention.sum(1, keepdim=True).clamp(min=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Object discovery by reconstruction (Locatello et al. 2020, Section 4.1): a slot model of encoder, grouping and decoder, and its objective."""
+"""Object discovery by reconstruction (Locatello et al. 2020, Section 4.1): a model of encoder, grouping and decoder, and its objective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, refuse_signed
 
 
 class SlotModelConfig(SlotTowerConfig):
-    """A tower and what draws its slots."""
+    """A tower and a decoder of its slots."""
 
     decoder: BroadcastConfig = field(BroadcastConfig(), "Decoder from slots to pixels or features.")
     target: Literal["pixels", "features"] = field(
@@ -35,28 +35,27 @@ class SlotModelConfig(SlotTowerConfig):
         self.decoder.side(self.target_side)
         if self.target == "features" and self.encoder.kind != "frozen":
             raise ValueError(
-                f"target=features: encoder.kind={self.encoder.kind} is trained, and could make them all alike; use frozen"
+                f"target=features: encoder.kind={self.encoder.kind} is trained, so all features could become equal. Use frozen."
             )
         if self.frame is not None and self.decoder.kind == "patch":
             raise ValueError(
-                "decoder.kind=patch: its places are learned, and slots with frames bring theirs; use mlp or cnn"
+                "decoder.kind=patch: learns its positions, but slots with frames have their own. Use mlp or cnn."
             )
         return self
 
     @property
     def target_side(self) -> int:
-        """Pixels, or features, per side of what is drawn."""
+        """Return the number of pixels, or features, per side of the target."""
         return self.image_size if self.target == "pixels" else self.encoder.side(self.image_size)
 
     @property
     def target_channels(self) -> int:
-        """Colours, or features."""
+        """Return the number of colours, or features."""
         return 3 if self.target == "pixels" else self.encoder.width
 
 
 class SlotOutput(NamedTuple):
-    """What a slot model makes of images: slots (b, K, D), attention (b, K, s, s), the decoder's pictures, and what they are to be,
-    (b, C, S, S)."""
+    """Output of a slot model: slots (b, K, D), attention (b, K, s, s), decoded images, and their target (b, C, S, S)."""
 
     slots: Tensor
     attention: Tensor
@@ -65,7 +64,7 @@ class SlotOutput(NamedTuple):
 
 
 class SlotModel(nn.Module):
-    """Images (b, 3, S, S) in the range that is reconstructed, and standard normal noise (b, *config.noise)."""
+    """Model of images (b, 3, S, S) in the range of the target, and standard normal noise (b, *config.noise)."""
 
     def __init__(self, config: SlotModelConfig):
         super().__init__()
@@ -77,9 +76,10 @@ class SlotModel(nn.Module):
         slots, attention, frames, features = self.tower(images, noise)
         positions = grid(self.decoder.side, images)
         if frames is not None:
-            # What is drawn moves with a slot's frame, as what it read did: else frames would only help to see.
+            # The decoded object moves with its slot's frame, as the encoded one did; otherwise frames would only affect
+            # the encoder.
             positions = self.tower.grouping.relative(positions, *frames)
-        # In fp32: errors of features are compared with pixels' and with other precisions'.
+        # In fp32, because errors of features are compared with those of pixels and of other precisions.
         target = images if self.config.target == "pixels" else at_least_fp32(features.permute(0, 3, 1, 2))
         return SlotOutput(slots, attention, self.decoder(slots, positions), target)
 
@@ -102,7 +102,7 @@ class SlotAutoencoderConfig(Frozen):
 
 
 class SlotAutoencoder(Objective):
-    """Batches hold `image` (B, 3, S, S) uint8 and `noise` (B, K, D) fp32, what slots begin from."""
+    """Objective for batches of `image` (B, 3, S, S) uint8 and `noise` (B, K, D) fp32, for initial slots."""
 
     exact_inputs = True
 
@@ -113,14 +113,14 @@ class SlotAutoencoder(Objective):
         self._fraction_done = 0.0  # share of the steps
 
     def pixels(self, image: Tensor) -> Tensor:
-        """uint8 to the range that is reconstructed."""
+        """Convert uint8 to the range of the target."""
         scaled = image.to(torch.float32) / 255
         return scaled * 2 - 1 if self.config.signed else scaled
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         for key in ("image", "noise"):
             if key not in batch:
-                raise DataError(f"objective slots: the batch has no {key!r} (it has {', '.join(batch)})")
+                raise DataError(f"objective slots: the batch has no {key!r}, got {', '.join(batch)}")
         self._fraction_done = progress.step / max(progress.total_steps, 1)
         output = self.model(self.pixels(batch["image"]), batch["noise"])
         decoded, target = output.decoded, output.target
@@ -129,7 +129,7 @@ class SlotAutoencoder(Objective):
         return Loss(total, {"mse": squared_error.detach().mean(), **mask_statistics(decoded.masks)})
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
+        """Load the tower of a model of another method, whatever its decoder."""
         return {f"model.{name}": value for name, value in weights.items()}
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
@@ -142,7 +142,8 @@ class SlotAutoencoder(Objective):
         m = self.config.model
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
         num_positions = m.decoder.side(m.target_side) ** 2
-        # A convolution's width times what upsampling multiplies its area by; a perceptron's widths are written once per pixel.
+        # The width of a convolution, multiplied by the area after upsampling; widths of an MLP are written once per
+        # pixel.
         wide = (
             m.decoder.channels * 4 ** (m.decoder.num_upsample + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
         )
@@ -151,7 +152,7 @@ class SlotAutoencoder(Objective):
 
 
 def refuse_cache_with_augmentation(run: Any) -> None:
-    """Raise `ValueError` where features are kept by the content of pictures that are changed at random."""
+    """Raise `ValueError` if features are cached by image content while images are augmented."""
     encoder = run.objective.model.encoder
     if encoder.kind == "frozen" and encoder.cache and (run.data.hflip or run.data.crop_scale != (1.0, 1.0)):
         raise ValueError(

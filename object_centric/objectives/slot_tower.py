@@ -1,4 +1,4 @@
-"""Tower of slot models: an encoder, position embeddings and slot attention; and the examples on which slot models of images are trained."""
+"""Tower of slot models (encoder, position embeddings, slot attention), and examples for slot models of images."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _UNSUPPORTED_WITH_FRAMES = (
 )  # fmt: skip
 
 
-_POSITION_AWARE_ENCODERS = ("frozen", "tokens", "vit")  # encoders whose features know where they stand
+_POSITION_AWARE_ENCODERS = ("frozen", "tokens", "vit")  # encoders whose features contain positions
 
 
 class SlotTowerConfig(Frozen):
-    """Which parts, and how they are put together."""
+    """Parts of a tower, and how they are combined."""
 
-    embeds_tokens: ClassVar[bool] = False  # whether the model that has the tower makes features of encoder.kind=tokens
-    accepts_hint: ClassVar[bool] = False  # whether it is of videos, which may tell slots what to begin as
+    embeds_tokens: ClassVar[bool] = False  # whether the model provides the features of encoder.kind=tokens
+    accepts_hint: ClassVar[bool] = False  # whether the tower is for videos, which may have hints for initial slots
 
     image_size: int = field(64, "Image side in pixels.", gt=0, le=4096)
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
@@ -65,24 +65,26 @@ class SlotTowerConfig(Frozen):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.image_size < 1 or self.encoder.side(self.image_size) < 1:
-            raise ValueError(f"image_size={self.image_size}: encoder.kind={self.encoder.kind} leaves nothing of it")
+            raise ValueError(
+                f"image_size={self.image_size}: too small, because encoder.kind={self.encoder.kind} leaves no features"
+            )
         if self.encoder.kind == "tokens" and not self.embeds_tokens:
-            raise ValueError("encoder.kind=tokens: is of objective.kind=slate, which has a dVAE to make some")
+            raise ValueError("encoder.kind=tokens: needs objective.kind=slate, which has a dVAE")
         if self.transformer is not None:
             self.transformer.refuse_width(self.features, "transformer")
             if self.frame is not None:
                 raise ValueError(
-                    "transformer: features that see each other are of no place, which a frame shifts; set frame or transformer to null"
+                    "transformer: self-attention mixes positions, so slots with frames cannot use it. Set frame or transformer to null."
                 )
         if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(
-                "grouping.slot_init=given: is of videos with a hint (objective.kind=video_slots); use learned or gaussian"
+                "grouping.slot_init=given: needs a hint (objective.kind=video_slots). Use learned or gaussian."
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
-            raise ValueError("grouping.preset=pooled: is of videos (objective.kind=video_slots)")
+            raise ValueError("grouping.preset=pooled: applies to videos (objective.kind=video_slots)")
         if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _POSITION_AWARE_ENCODERS):
             raise ValueError(
-                f"position_init={self.position_init}: this tower projects no positions; frames and ViTs have their own. Remove it."
+                f"position_init={self.position_init}: this tower projects no positions, as with frames and ViTs. Remove it."
             )
         if self.frame is None:
             return self
@@ -90,26 +92,24 @@ class SlotTowerConfig(Frozen):
         for option in _UNSUPPORTED_WITH_FRAMES:
             if getattr(g, option) != getattr(plain, option):
                 raise ValueError(
-                    f"grouping.{option}={getattr(g, option)}: slots with frames have {getattr(plain, option)} alone"
+                    f"grouping.{option}={getattr(g, option)}: slots with frames support {getattr(plain, option)} only"
                 )
         if not g.mlp_width or g.gru == "none" or g.qkv != g.width:
-            raise ValueError(
-                "grouping: slots with frames need mlp_width and a gru, and qkv_width=width; preset=isa has them"
-            )
+            raise ValueError("grouping: slots with frames need mlp_width, a gru, and qkv_width=width. Use preset=isa.")
         return self
 
     @property
     def noise(self) -> tuple[int, int]:
-        """Shape of what an image draws: its first slots, and what breaks ties between them."""
+        """Return the shape of an image's noise: initial slots, and values that break ties between them."""
         tokens = self.encoder.side(self.image_size) ** 2
         return self.grouping.slots, self.grouping.noise_width(tokens) + (4 if self.frame else 0)
 
 
 def refuse_signed(signed: bool, model: SlotTowerConfig) -> None:
-    """Raise `ValueError` where pixels in -1..1 would go into an encoder that was trained on others."""
+    """Raise `ValueError` if pixels in -1..1 would go into an encoder that was trained on another range."""
     if signed and model.encoder.kind in ("frozen", "vit"):
         raise ValueError(
-            f"signed: encoder.kind={model.encoder.kind} takes pixels in 0..1 and scales them as it was trained; set signed: false"
+            f"signed: encoder.kind={model.encoder.kind} takes pixels in 0..1 and normalizes them itself. Set signed: false."
         )
 
 
@@ -130,8 +130,14 @@ def _init_position(layer: nn.Linear, scheme: str) -> None:
 
 
 class TowerOutput(NamedTuple):
-    """slots (b, K, D); attention (b, K, s, s); frames: positions and scales (b, K, 2) of slots that have some.
-    features: (b, s, s, C), as the encoder gave them."""
+    """Output of a tower.
+
+    Attributes:
+        slots: (b, K, D).
+        attention: (b, K, s, s).
+        frames: positions and scales (b, K, 2) of slots that have them.
+        features: (b, s, s, C), output of the encoder.
+    """
 
     slots: Tensor
     attention: Tensor
@@ -140,17 +146,17 @@ class TowerOutput(NamedTuple):
 
 
 class SlotTower(nn.Module):
-    """Images (b, 3, S, S), and standard normal noise (b, *config.noise)."""
+    """Tower for images (b, 3, S, S), and standard normal noise (b, *config.noise)."""
 
     def __init__(self, config: SlotTowerConfig):
         super().__init__()
         self.config, c = config, config
         wide = c.encoder.width
         self.encoder = c.encoder.build()
-        # One that has positions of another size (frozen.py).
+        # An encoder that supports another image size (frozen.py).
         if (fit_to := getattr(self.encoder, "fit_to", None)) is not None:
             fit_to(c.image_size)
-        # x, y and what is left of them to the other edge (Locatello et al. 2020); frames bring positions of their own.
+        # x, y and their distances to the opposite edge (Locatello et al. 2020); frames have their own positions.
         self.position = (
             nn.Linear(4, wide) if c.frame is None and c.encoder.kind not in _POSITION_AWARE_ENCODERS else None
         )
@@ -161,19 +167,19 @@ class SlotTower(nn.Module):
         self.project = nn.Sequential(
             nn.Linear(wide, hidden), ACTIVATIONS[c.activation](), nn.Linear(hidden, c.features)
         )
-        # Behind all that draws weights before it: models without one begin as they did.
+        # After all other initialization, so that models without it keep their initial weights.
         self.grouping = self.build_grouping()
         self.transformer = None if c.transformer is None else c.transformer.build(c.features)
 
     def build_grouping(self) -> Any:
-        """What makes slots of tokens."""
+        """Return the module that groups tokens into slots."""
         c = self.config
         if c.frame is not None:
             return InvariantSlotAttention(c.grouping, c.frame, c.features)
         return (SlotAttention if c.grouping.binder is None else ParallelBinder)(c.grouping, c.features)
 
     def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """What slots group (b, s * s, F), and the encoder's features (b, s, s, C)."""
+        """Return the tokens that slots group, (b, s * s, F), and the encoder's features (b, s, s, C)."""
         features = self.encoder(images)
         side, positioned_features = features.shape[1], features
         if self.position is not None:
@@ -196,9 +202,9 @@ class SlotTower(nn.Module):
 
 
 class SlotExamples(Examples):
-    """Images, and the noise that their slots begin from, drawn with the sample's own stream.
+    """Images, and the noise for initial slots, from the sample's own random stream.
 
-    Images that are not cropped at random (`crop_scale: [1, 1]`) are cut as evaluation cuts them, also where they are not square.
+    Images without random crops (`crop_scale: [1, 1]`) are cropped as in evaluation, even if they are not square.
     """
 
     def __init__(self, config: DataConfig, model: SlotTowerConfig):

@@ -1,1 +1,1 @@
-"""What slot models see, as pictures."""
+"""Pictures of slot models."""

@@ -1,4 +1,4 @@
-"""What is drawn of a task's data at the evaluations of a run: masks of images, of clips, of posed views. None where the encoder draws none."""
+"""Pictures of a task's data for the evaluations of a run: masks of images, of clips, of posed views. None if the encoder has no masks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CLIPS = 3  # each has several rows
 
 
 def of_images(encoder: Encoder, task: MasksTaskConfig, count: int) -> TaskPictures | None:
-    """Panels of `count` images."""
+    """Return panels of `count` images."""
     if not isinstance(encoder, MaskingEncoder):
         return None
     return TaskPictures(panels(encoder, [panel for _, panel in image_panels(open_images(task), count)]))
 
 
 def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPictures | None:
-    """Frames of at most three clips, and the clips as they move."""
+    """Return frames of at most three clips, and an animation of the clips."""
     if not isinstance(encoder, TimedEncoder):
         return None
     clips = [clip for _, clip in clip_panels(task, min(count, _CLIPS))]
@@ -37,7 +37,7 @@ def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPi
 
 
 def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPictures | None:
-    """Every view of the first scene: a sheet of one is as large as one of several images."""
+    """Return every view of the first scene, because a sheet of one is as large as one of several images."""
     if not isinstance(encoder, SceneEncoder):
         return None
     source, num_context_views = open_views(task), task.num_context_views or encoder.trained_views
@@ -46,8 +46,8 @@ def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPic
 
 
 def image_panels(source: EvalSet, number: int) -> list[tuple[str, Panel]]:
-    """Keys, and images with their true masks, evenly over a set."""
-    # Of masks with classes the objects are the first plane.
+    """Return keys, and images with their true masks, evenly spaced over a set."""
+    # In masks with classes, the first plane contains the objects.
     masks = source.kind == "masks"
     return [
         (key, Panel(image, (fact if fact.ndim == 2 else fact[0]) if masks else None))
@@ -56,7 +56,7 @@ def image_panels(source: EvalSet, number: int) -> list[tuple[str, Panel]]:
 
 
 def clip_panels(task: VideoMasksTaskConfig, number: int) -> list[tuple[str, ClipPanel]]:
-    """Keys and videos of a task, evenly over its set."""
+    """Return keys and videos of a task, evenly spaced over its set."""
     return [
         (key, ClipPanel(images, true, task.context_frames)) for key, images, true in _spread(open_clips(task), number)
     ]

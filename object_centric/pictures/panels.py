@@ -1,4 +1,4 @@
-"""A picture of a slot model at work: per image the true masks, its own, what it draws, and every slot alone."""
+"""Picture of a slot model: for each image the true masks, predicted masks, reconstruction, and every slot alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..tasks.mask_task import transform_mask
 from ..tasks.slot_encoder import Decomposition, MaskingEncoder
 from ..tasks.video_encoder import TimedEncoder
 
-_GAP, _HEAD, _SIDE = 4, 14, 90  # pixels between tiles, and for the words above them and behind rows
-# Okabe and Ito's colours, which colour-blind people tell apart; then darker ones.
+_GAP, _HEAD, _SIDE = 4, 14, 90  # pixels between tiles, and for text above columns and after rows
+# Okabe and Ito's colours, which colour-blind readers can distinguish; then darker ones.
 _COLOURS = [
     (0, 0, 0),
     (230, 159, 0),
@@ -32,14 +32,14 @@ _COLOURS = [
 
 
 class Panel(NamedTuple):
-    """An image, and its true masks (H, W) where they are known."""
+    """An image, and its true masks (H, W) if known."""
 
     image: Image.Image
     true: np.ndarray | None
 
 
 class ClipPanel(NamedTuple):
-    """A video's frames, its true masks (T, H, W) where they are known, and the window of the task that it is of."""
+    """Frames of a video, its true masks (T, H, W) if known, and the task's number of context frames."""
 
     images: Sequence[Image.Image]
     true: np.ndarray | None
@@ -47,28 +47,29 @@ class ClipPanel(NamedTuple):
 
 
 def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) -> Image.Image:
-    """One row per image: it, its true masks, the model's, what it draws (where it draws pixels), each slot's part on white.
+    """Draw one row per image: the image, true masks, predicted masks, reconstruction (of pixels only), and each slot's part on white.
 
     Args:
-        tile: pixels per side of each.
+        encoder, samples: the model and its images.
+        tile: pixels per side of each tile.
     """
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
     return sheet_of(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.decompose(pixels)), tile)
 
 
 def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
-    """The same of videos: a row for each of so many frames of a clip, evenly over it, one clip below the other."""
+    """Draw the same for videos: one row for each of `frames` evenly spaced frames of a clip, one clip below the other."""
     rows: list[list[Tensor]] = []
     heads: list[str] = []
     for tiles, heads in _tiles_of_clips(encoder, clips):  # noqa: B007  the heads are those of all
-        # The first and the last are among them: where a slot began and where it ended.
+        # Include the first and the last frame, which show where slots started and ended.
         times = [round(i * (len(tiles) - 1) / max(frames - 1, 1)) for i in range(min(frames, len(tiles)))]
         rows += [tiles[t] for t in times]
     return sheet_of(rows, heads, tile)
 
 
 def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
-    """A sheet for every frame, with a row for each clip; a clip that is over stays at its last frame."""
+    """Return a sheet for every frame, with one row per clip; a clip that has ended stays at its last frame."""
     clip_tiles = list(_tiles_of_clips(encoder, clips))
     longest = max(len(tiles) for tiles, _ in clip_tiles)
     return [
@@ -78,7 +79,7 @@ def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int 
 
 
 def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, fps: int = 12, **how: Any) -> None:
-    """Write sheets as one moving picture, WebP or GIF by its name, that goes round for ever."""
+    """Save sheets as an endless animation, WebP or GIF by its name."""
     if isinstance(place, str | Path):
         with whole_file(Path(place)) as temporary, temporary.open("wb") as stream:
             save_animation(sheets, stream, fps, **{"format": Path(place).suffix[1:], **how})
@@ -87,7 +88,7 @@ def save_animation(sheets: Sequence[Image.Image], place: str | Path | BinaryIO, 
 
 
 def save_sheet(sheet: Image.Image, place: Path) -> None:
-    """Write one picture as a whole file."""
+    """Save one picture atomically."""
     with whole_file(place) as temporary:
         sheet.save(temporary)
 
@@ -100,7 +101,7 @@ def _tiles_of_clips(
         pixels = encoder.stacked([encoder.transform(image) for image in clip.images])
         model_input = pixels
         if encoder.conditional and clip.true is not None:
-            # Brought to the model's size as its score's are: what is told must lie where it is seen.
+            # Resized to the model's size as for its score, so that hints match the images.
             plane = torch.from_numpy(transform_mask(encoder, clip.true[0]).astype(np.uint8)).to(pixels.device)
             model_input = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
         (decomposition,) = encoder.decompose_clips(model_input[None], clip.window)
@@ -115,7 +116,7 @@ def tiles_of(
     decomposition: Decomposition,
     has_masks: bool | None = None,
 ) -> tuple[list[list[Tensor]], list[str]]:
-    """A row of tiles per image, and what stands above the columns; `has_masks`: whether true masks have one."""
+    """Return a row of tiles per image, and the titles of the columns; `has_masks`: whether true masks have a column."""
     soft_masks = decomposition.soft_masks.cpu()
     reconstruction = None if decomposition.reconstruction is None else decomposition.reconstruction.clamp(0, 1).cpu()
     slot_images = None if decomposition.slot_images is None else decomposition.slot_images.clamp(0, 1).cpu()
@@ -124,10 +125,10 @@ def tiles_of(
     rows = []
     for i, labels in enumerate(true_masks):
         image = pixels[i].float() / 255
-        # Rows of one sheet have the same columns, whatever one of them lacks.
+        # All rows of a sheet have the same columns, even if one lacks some.
         true = blank if labels is None else coloured(transform_mask(encoder, labels))
         own = [image] * len(soft_masks[i]) if slot_images is None else slot_images[i]
-        # On white: black is a colour that slots do draw.
+        # On white, because slots can be black.
         slot_tiles = [share * picture + (1 - share) for share, picture in zip(soft_masks[i], own, strict=True)]
         tiles = [
             image,
@@ -143,10 +144,10 @@ def tiles_of(
 
 
 def coloured(labels: np.ndarray) -> Tensor:
-    """A label map to a picture (3, h, w), 0 black."""
+    """Convert a label map to colours (3, h, w), 0 black."""
     table = torch.tensor(_COLOURS)
     numbers = torch.from_numpy(labels.astype(np.int64))
-    # Past eight colours the same ones come darker.
+    # After eight colours, they repeat in darker tones.
     lap = torch.div((numbers - 1).clamp(min=0), len(_COLOURS) - 1, rounding_mode="floor")
     index = torch.where(numbers > 0, (numbers - 1) % (len(_COLOURS) - 1) + 1, 0)
     return (table[index] / 255 * (0.6 ** lap[..., None])).permute(2, 0, 1)
@@ -155,7 +156,7 @@ def coloured(labels: np.ndarray) -> Tensor:
 def sheet_of(
     rows: Sequence[Sequence[Tensor]], heads: Sequence[str], tile: int, names: Sequence[str] | None = None
 ) -> Image.Image:
-    """Tiles (3, s, s) in 0..1 under their heads; `names`: what stands behind each row."""
+    """Arrange tiles (3, s, s) in 0..1 below their titles; `names` are printed after the rows."""
     width, height = len(heads) * (tile + _GAP) + _GAP, len(rows) * (tile + _GAP) + _GAP + _HEAD
     sheet = Image.new("RGB", (width + (_SIDE if names else 0), height), (238, 238, 238))
     pen = ImageDraw.Draw(sheet)
@@ -166,7 +167,7 @@ def sheet_of(
     for line, row in enumerate(rows):
         for column, one in enumerate(row):
             array = (one.cpu().permute(1, 2, 0).numpy() * 255 + 0.5).astype(np.uint8)
-            # Pixels as they are: smoothed, a mask would seem finer than it is.
+            # Without smoothing, which would make masks look finer than they are.
             picture = Image.fromarray(array).resize((tile, tile), Image.Resampling.NEAREST)
             sheet.paste(picture, (_GAP + column * (tile + _GAP), _HEAD + _GAP + line * (tile + _GAP)))
     return sheet

@@ -1,4 +1,4 @@
-"""Pictures of a model of posed scenes: what it draws of every camera beside the truth, depth, single slots, and a turn around the scene."""
+"""Pictures of a model of posed scenes: every camera's image with its rendering, depth, single slots, and a turntable."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ def scene_sheet(
     tile: int = 64,
     window: int | None = None,
 ) -> Image.Image:
-    """A row for each view of the first and of the last time: it, its true masks, the model's, what it draws, depth, every slot alone.
+    """Draw one row per view of the first and the last time: image, true masks, predicted masks, rendering, depth, every slot alone.
 
     Args:
-        posed: (T, V, 9, S, S).  true_masks: (T, V, H, W) numbers of objects.  num_context_views: so many of the views, the first, are what slots are made of.
-        window: as of the task that is drawn.
+        encoder: the model.
+        posed: (T, V, 9, S, S).
+        true_masks: (T, V, H, W) object numbers.
+        num_context_views: number of first views from which slots are computed.
+        tile: pixels per side of each tile.
+        window: number of context frames, as in the task.
     """
     slots = encoder.slots_of(posed[:, :num_context_views], window)
-    # Of a still scene these are one.
+    # In a static scene, these are the same.
     times = sorted({0, len(posed) - 1})
     heads = ["view", "true", "masks", "drawn", *(["depth"] if encoder.predicts_depth else [])]
     heads += [f"slot {k}" for k in range(encoder.slots)]
@@ -51,7 +55,7 @@ def scene_sheet(
             ]
             parts += [] if rendered.depth is None else [_grey(rendered.depth[0])]
             rows.append([*parts, *slot_images])
-            names.append(f"t {t}, {'shown' if number < num_context_views else 'held out'}")
+            names.append(f"t {t}, {'context' if number < num_context_views else 'held out'}")
     return sheet_of(rows, heads, tile, names)
 
 
@@ -63,9 +67,12 @@ def turntable(
     tile: int = 64,
     window: int | None = None,
 ) -> list[Image.Image]:
-    """Pictures on a circle: the whole, depth, and every slot alone, of the slots of the last time; around what the shown cameras look at, or
-    where they look away from each other, around themselves."""
-    # Of the last time, which has seen all that came before.
+    """Render on a circle: the whole scene, depth, and every slot alone, from the slots of the last time.
+
+    The circle is around the point that the context cameras look at or, if they look away from each other, around
+    themselves.
+    """
+    # Slots of the last time include all earlier ones.
     slots = encoder.slots_of(posed[:, :num_context_views], window)[-1:]
     poses = orbit_poses(posed[-1, :num_context_views], turns)
     side = posed.shape[-1]
@@ -86,7 +93,7 @@ def turntable(
 
 
 def read_sample(encoder: SceneEncoder, source: EvalSet, number: int) -> tuple[str, Tensor, np.ndarray]:
-    """Of a set of scenes a key, posed views (T, V, 9, S, S), and true numbers of objects (T, V, H, W)."""
+    """Return a key, posed views (T, V, 9, S, S), and true object numbers (T, V, H, W) of a scene."""
     views: Any
     assert isinstance(encoder.transform, Pixels)
     key, views, fact = source.read(number)
@@ -95,11 +102,13 @@ def read_sample(encoder: SceneEncoder, source: EvalSet, number: int) -> tuple[st
 
 
 def orbit_poses(views: Tensor, turns: int) -> list[np.ndarray]:
-    """Poses (4, 4) that go round: at the cameras' mean distance and height about the point that their axes come nearest to; about their own
-    middle, looking outwards, where that point is behind them.
+    """Return poses (4, 4) on a circle: at the cameras' mean distance and height around the point nearest to their axes.
+
+    If that point is behind them, the circle is around their own centre, looking outwards.
 
     Args:
-        views: (V, 9, S, S), whose rays tell where cameras are.
+        views: (V, 9, S, S), whose rays contain the cameras.
+        turns: number of poses.
     """
     side = views.shape[-1]
     eyes = views[:, 3:6, 0, 0].double().cpu().numpy()
@@ -108,7 +117,7 @@ def orbit_poses(views: Tensor, turns: int) -> list[np.ndarray]:
     angles = 2 * np.pi * np.arange(turns) / turns
     around = np.stack([np.cos(angles), np.sin(angles), np.zeros(turns)], 1)
     spread = np.linalg.norm(eyes - eyes.mean(0), axis=1).mean()
-    # Cameras that look away from each other have what they see around them; one alone may look past the origin.
+    # Cameras that look away from each other surround nothing; a single one may look past the origin.
     if ((middle - eyes) * ahead).sum(1).mean() <= max(spread, 1e-3):
         return [look_at(eyes.mean(0), eyes.mean(0) + step + [0, 0, ahead[:, 2].mean()]) for step in around]
     reach, high = np.hypot(*(eyes - middle)[:, :2].T).mean(), eyes[:, 2].mean()
@@ -116,19 +125,20 @@ def orbit_poses(views: Tensor, turns: int) -> list[np.ndarray]:
 
 
 def intrinsics_of(view: Tensor) -> Tensor:
-    """(4,): fx, fy, cx, cy of a view (9, S, S), by what its rays say: ahead is along the one through its middle."""
+    """Return (4,) fx, fy, cx, cy of a view (9, S, S), from its rays; the central ray points ahead."""
     side = view.shape[-1]
     rays = view[6:].double()
     right = rays[:, side // 2, -1] - rays[:, side // 2, 0]
     ahead = (rays[:, 0, 0] + rays[:, -1, -1] + rays[:, 0, -1] + rays[:, -1, 0]) / 4
     ahead, right = ahead / ahead.norm(), right / right.norm()
-    # From the outermost ray, which is told best: a neighbour's angle would be a difference of two near numbers.
+    # From the outermost ray, which is the most accurate: a neighbour's angle would be a difference of two similar
+    # numbers.
     edge = rays[:, side // 2, -1]
     focal = (side / 2 - 0.5) / ((edge @ right) / (edge @ ahead))
     return torch.tensor([focal, focal, side / 2, side / 2], dtype=torch.float32)
 
 
 def _grey(depth: Tensor) -> Tensor:
-    """Near is bright; the scale is the picture's own."""
+    """Return a grey image in which near is bright, scaled per image."""
     low, high = depth.min(), depth.max()
     return (1 - (depth - low) / (high - low).clamp(min=1e-6)).expand(3, -1, -1)

@@ -1,1 +1,1 @@
-"""Slot models that others released: their files, as encoders of ours."""
+"""Readers of slot models that others released."""

@@ -1,4 +1,4 @@
-"""MESH's Lightning files (Zhang et al. 2023, davzha/MESH), image models, whole."""
+"""MESH's Lightning files (Zhang et al. 2023, davzha/MESH), complete image models."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class MeshFile(Frozen):
 
 
 def from_mesh(text: str) -> SlotEncoder:
-    """`mesh:FILE?slots=6&…`."""
+    """Read `mesh:FILE?slots=6&…`."""
     t, options, unspecified = open_weight_file("mesh", text, MeshFile)
     # Lightning saves the model below `net`.
     t = Tensors({name.removeprefix("net."): value for name, value in t.tensors.items()}, t.label)
     slot, hidden = t["slot_attention.mlp.0.weight"].shape[1], t["slot_attention.mlp.0.weight"].shape[0]
-    # Sizes are the file's own: only what no shape tells is an option.
+    # Sizes come from the file; options are only those that shapes do not show.
     channels = [t[f"encoder.{i}.weight"].shape[0] for i in (0, 2, 4, 6)]
     features = t["encoder.13.weight"].shape[0]
     if not options.entropy_steps:
-        # SA-Sinkhorn has the scalar too, and never reads it.
+        # SA-Sinkhorn has the scalar, too, and never reads it.
         t.drop("slot_attention.lr")
     learned = "slot_attention.lr" in t
     if learned or not options.entropy_steps:
@@ -43,7 +43,7 @@ def from_mesh(text: str) -> SlotEncoder:
         "learn_rate": learned,
         "hidden": hidden,
     }
-    # A rate that is given for no step would be refused as meaning nothing.
+    # A rate without steps would be refused as an option without effect.
     if not options.entropy_steps:
         transport = {"steps": options.sinkhorn_steps, "entropy_steps": 0, "hidden": hidden}
     last = t["decoder.8.weight"]
@@ -71,7 +71,7 @@ def from_mesh(text: str) -> SlotEncoder:
         },
         t.label,
     )
-    # Before the model is made nothing is taken: what is left at the end is what nobody here knows.
+    # Take everything before building the model, so that unknown tensors are what is left.
     _renamed(t, learned)
     model = SlotModel(config)
     t.into(model)
@@ -96,7 +96,7 @@ def _renamed(t: Tensors, learned: bool) -> None:
     for theirs, ours in (("mlp_input_marginals", "input_marginal"), ("mlp_slot_marginals", "slot_marginal")):
         made = f"tower.grouping.rounds.0.transport.{ours}"
         t.take(f"slot_attention.{theirs}", made)
-        t.give(f"{made}.2.bias", torch.zeros(1))  # it has none, and a softmax would not notice one
+        t.give(f"{made}.2.bias", torch.zeros(1))  # it has none, and softmax is invariant to one
     if learned:
         t.give(
             "tower.grouping.rounds.0.transport.rate", t["slot_attention.lr"].reshape(()).clone(), "slot_attention.lr"
@@ -105,14 +105,14 @@ def _renamed(t: Tensors, learned: bool) -> None:
     t.give("decoder.position.weight", weight)
     t.give("decoder.position.bias", bias, "decoder.1")
     for layer in (2, 4, 6, 8):
-        # A transposed convolution of stride one is a convolution by the turned kernel.
+        # A transposed convolution of stride one is a convolution with the flipped kernel.
         kernel = t[f"decoder.{layer}.weight"].flip(2, 3).transpose(0, 1).contiguous()
         t.give(f"decoder.layers.{layer - 2}.weight", kernel, f"decoder.{layer}.weight")
         t.take(f"decoder.{layer}.bias", f"decoder.layers.{layer - 2}.bias")
 
 
 def on_signed_grid(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer of (y, x, 1 - y, 1 - x) in 0..1, (D, 4), to the same of (y, x) in -1..1, (D, 2)."""
-    # 1 - y is told by y: a layer of four that are two is a layer of two, and a bias.
+    """Convert a layer of (y, x, 1 - y, 1 - x) in 0..1, (D, 4), to the same function of (y, x) in -1..1, (D, 2)."""
+    # 1 - y follows from y, so four inputs reduce to two and a bias.
     half = (weight[:, :2] - weight[:, 2:]) / 2
     return half.contiguous(), bias + half.sum(1) + weight[:, 2:].sum(1)

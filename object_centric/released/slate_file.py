@@ -1,4 +1,4 @@
-"""SLATE's `best_model.pt` and `checkpoint.pt.tar` (Singh et al. 2022), whole: its VAE, its slots, its decoder."""
+"""SLATE's `best_model.pt` and `checkpoint.pt.tar` (Singh et al. 2022), complete: VAE, slots, decoder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SlateFile(Frozen):
 
 
 def from_slate(text: str) -> SlateEncoder:
-    """`slate:FILE?slots=11&…`."""
+    """Read `slate:FILE?slots=11&…`."""
     t, options, unspecified = open_weight_file("slate", text, SlateFile)
     vocab, wide = t["out.weight"].shape
-    # One place more than there are patches: the sequence has a beginning.
+    # One position more than patches, for the beginning token.
     side = t.square(t["positional_encoder.pe"].shape[1] - 1, "positional_encoder.pe")
     slot = t["slot_proj.weight"].shape[1]
     config = resolve(
@@ -59,7 +59,7 @@ def from_slate(text: str) -> SlateEncoder:
 
 
 def _renamed(t: Tensors, blocks: int) -> None:
-    # Numbers are places in their sequences; pixel shuffles, which hold nothing, are left out.
+    # Numbers are positions in the original modules; pixel shuffles have no weights.
     for part, layers in (("encoder", range(7)), ("decoder", (0, 1, 2, 3, 4, 6, 7, 8, 9))):
         for number in layers:
             theirs = f"dvae.{part}.{number}"
@@ -67,7 +67,7 @@ def _renamed(t: Tensors, blocks: int) -> None:
             t.take(f"{theirs}.weight", f"{theirs}.norm.weight")
             t.take(f"{theirs}.bias", f"{theirs}.norm.bias")
     t.take("dvae", "dvae")
-    # Their dictionary has the beginning of a sequence as its first word.
+    # Their dictionary has the beginning token as its first word.
     table = t["dictionary.dictionary.weight"]
     t.give("bos", table[0].clone())
     t.give("embed.weight", table[1:].clone(), "dictionary")

@@ -16,7 +16,7 @@ NAMES = {
     **{f"project_{x}": f"rounds.0.to_{x}" for x in "qkv"},
     "gru": "rounds.0.gru",
     "mlp": "rounds.0.mlp",
-}  # SLATE's, on whose code SPOT's is built
+}  # SLATE's, on whose code SPOT is based
 
 
 class SpotFile(Frozen):
@@ -28,23 +28,21 @@ class SpotFile(Frozen):
 
 
 def from_spot(text: str) -> GroupingEncoder:
-    """`spot:FILE?final_norm=true&…`. The decoder is left out: masks are slots' attention to patches (its `_slots` scores)."""
+    """Read `spot:FILE?final_norm=true&…`, without the decoder: masks are slots' attention to patches (its `_slots` scores)."""
     t, options, unspecified = open_weight_file("spot", text, SpotFile)
-    # The second encoder taught the first, and the decoders draw features: neither makes masks here.
+    # The second encoder was the teacher of the first, and the decoders reconstruct features, so masks need neither.
     t.drop("second_encoder", "input_proj", "bos_tokens", "slot_proj", "dec", "tf_dec", "mask_token", "pos_embed")
     patch = t["encoder.patch_embed.proj.weight"].shape[-1]
     if options.image_size % patch:
-        raise ConfigError(
-            f"{t.label}?image_size={options.image_size}: patches are {patch} pixels a side; give a multiple"
-        )
-    # DINOv2's checkpoints have a mask token; DINO's and MAE's, as SPOT saves them, do not.
+        raise ConfigError(f"{t.label}?image_size={options.image_size}: must be a multiple of the patch size {patch}")
+    # DINOv2's checkpoints have a mask token; DINO's and MAE's, as saved by SPOT, do not.
     if "encoder.mask_token" in t:
         convert_dinov2_to_timm(t, "encoder", options.image_size // patch)
     encoder = vit(t, "encoder", options.heads, options.final_norm)
     unspecified.set_inferred("heads", encoder["heads"])
     for theirs, ours in (("layer_norm", "norm"), ("mlp.0", "project.0"), ("mlp.2", "project.2")):
         t.take(f"slot_attn.{theirs}", ours)
-    # Learned queries, or a draw from one Gaussian: by which of them the file has.
+    # The file has either learned queries or the parameters of one Gaussian.
     begin = read_slot_init(
         t, unspecified, "slot_attn.slot_mu", "slot_attn.slot_log_sigma", "slot_attn.slots_init.weight"
     )

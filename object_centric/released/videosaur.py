@@ -1,4 +1,4 @@
-"""videosaur's and SlotContrast's `.ckpt`: DINOSAUR for images, and their models of videos with what predicts the next frame's slots."""
+"""videosaur's and SlotContrast's `.ckpt`: DINOSAUR for images, and their video models with a predictor of the next frame's slots."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ class VideosaurFile(Frozen):
 
 
 def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
-    """`videosaur:FILE?slots=11&…`. Decoders and target encoders are left out: masks are slots' attention to patches. A file with a predictor
-    is of videos."""
+    """Read `videosaur:FILE?slots=11&…`, without decoders and target encoders: masks are slots' attention to patches.
+
+    A file with a predictor is a model of videos.
+    """
     t, options, unspecified = open_weight_file("videosaur", text, VideosaurFile)
-    # Lightning wraps what it trained once more.
+    # Lightning wraps the trained model once more.
     t = Tensors({name.replace(".module.", ".", 1): value for name, value in t.tensors.items()}, t.label)
     t.drop("decoder", "target_encoder", "loss_fns")
     has_final_norm = (
         "encoder.backbone.model.norm.weight" in t
-    )  # torchvision's extractor leaves away what features do not pass
+    )  # torchvision's extractor omits what features do not pass through
     encoder = vit(t, "encoder.backbone.model", options.heads, final_norm=has_final_norm)
     unspecified.set_inferred("heads", encoder["heads"])
     for theirs, ours in (("0", "norm"), ("1", "project.0"), ("3", "project.2")):
@@ -48,7 +50,9 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
     corrector = "processor.corrector"
     width, wide = t[f"{corrector}.to_q.weight"].shape[1], t[f"{corrector}.to_q.weight"].shape[0]
     if width != wide:
-        raise CheckpointError(f"{t.label}: queries are {wide} wide and slots {width}; this reader knows equal ones")
+        raise CheckpointError(
+            f"{t.label}: queries have width {wide}, slots {width}; this reader supports equal widths only"
+        )
     names = dict(_NAMES)
     gated, mlp = f"{corrector}.gru.weight_ih" in t, 0
     if not gated:
@@ -68,7 +72,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
         "preset": "videosaur",
         "slots": options.slots,
         "width": width,
-        # A later frame begins from a prediction, and takes fewer rounds than the first.
+        # A later frame starts from a prediction and needs fewer iterations than the first.
         "iterations": options.later if predictor else options.iterations,
         "mlp_width": mlp,
         "gru": "torch" if gated else "none",
@@ -88,7 +92,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
     else:
         tree |= {"predictor": predictor, "first_iterations": options.iterations}
         tower_model = TowerModel(resolve(TimedTowerConfig, tree, t.label))
-        # In a model of videos one round over slots is a part of the step from frame to frame.
+        # In video models, one iteration is part of the step from frame to frame.
         corrector_tensors = {
             name.replace("grouping.", "grouping.step.corrector."): value for name, value in t.ours.items()
         }
@@ -102,7 +106,7 @@ def from_videosaur(text: str) -> GroupingEncoder | TimedGroupingEncoder:
 
 
 def _predictor(t: Tensors, width: int) -> dict[str, Any] | None:
-    """Blocks of `processor.predictor`, as `predictor.0.…`, to the block of a recipe that builds them; None where there are none."""
+    """Convert the blocks of `processor.predictor`, as `predictor.0.…`, and return the recipe block that builds them; None without any."""
     theirs = "processor.predictor.blocks"
     count = t.count(theirs)
     if not count:
@@ -112,13 +116,13 @@ def _predictor(t: Tensors, width: int) -> dict[str, Any] | None:
         block, ours = f"{theirs}.{number}", f"predictor.{number}"
         for kind in ("weight", "bias"):
             name = f"{block}.self_attn.qkv.{kind}"
-            # One matrix of queries, keys and values, in this order.
+            # One matrix for queries, keys and values, in this order.
             parts = t[name].chunk(3)
             for part, letter in zip(parts, "qkv", strict=True):
                 t.give(f"{ours}.to_{letter}.{kind}", part.clone(), name)
         if parts[0].shape[0] != width:
             raise CheckpointError(
-                f"{t.label}: its predictor attends {parts[0].shape[0]} wide; this reader knows {width}, the slots'"
+                f"{t.label}: its predictor has width {parts[0].shape[0]}, its slots {width}; this reader supports equal widths only"
             )
         t.take(f"{block}.self_attn.out_proj", f"{ours}.out")
         for name, own in (

@@ -27,17 +27,17 @@ class VqvfmFile(Frozen):
 
 
 def from_vqvfm(text: str) -> GroupingEncoder:
-    """`vqvfm:FILE?image_size=384&…`. Decoders are left out: masks are slots' attention to patches (its `attent`)."""
+    """Read `vqvfm:FILE?image_size=384&…`, without decoders: masks are slots' attention to patches (its `attent`)."""
     t, options, unspecified = open_weight_file("vqvfm", text, VqvfmFile)
     t = Tensors({name.removeprefix("m."): value for name, value in t.tensors.items()}, t.label)
     t.drop("decode", "decode_", "mediat")
-    # Its place differs between the family's models; a ViT is told by its patches.
+    # The prefix differs between the family's models; a ViT is recognized by its patch embedding.
     backbone = next((n.partition(".patch_embed.")[0] for n in t.tensors if ".patch_embed." in n), "encode_backbone.1")
     encoder = vit(t, backbone, options.heads, options.final_norm, options.shrink)
     unspecified.set_inferred("heads", encoder["heads"])
     for theirs, ours in (("0", "norm"), ("1", "project.0"), (_last(t, "encode_project"), "project.2")):
         t.take(f"encode_project.{theirs}", ours)
-    # In evaluation its slots begin from their means, whatever deviations it trained with.
+    # In evaluation, its slots start from their means, whatever deviations were used in training.
     if "initializ.mean" in t and t["initializ.mean"].shape[1] > 1:
         t.tensors["initializ.own"] = t.tensors.pop("initializ.mean")
         t.drop("initializ.logstd")
@@ -46,7 +46,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
         **read_slot_init(t, unspecified, "initializ.mean", "initializ.logstd", "initializ.own"),
     }
     width, mlp = t["aggregat.proj_q.weight"].shape[0], t["aggregat.ffn.0.weight"].shape[0]
-    # Dropout stands between in some of them, and shifts the numbers.
+    # Some of them contain dropout, which shifts the numbers of layers.
     last = _last(t, "aggregat.ffn")
     grouping(t, "aggregat", {**_NAMES, "ffn.0": "rounds.0.mlp.0", f"ffn.{last}": "rounds.0.mlp.2"})
     knobs = {"preset": "vqvfm", "width": width, "iterations": options.iterations, "mlp_width": mlp}
@@ -72,6 +72,6 @@ def from_vqvfm(text: str) -> GroupingEncoder:
 
 
 def _last(t: Tensors, prefix: str) -> str:
-    """The number of the last layer that has weights: one further where there is dropout in between."""
+    """Return the number of the last layer with weights, which is larger by one with dropout in between."""
     numbers = [n.removeprefix(f"{prefix}.").partition(".")[0] for n in t.tensors if n.startswith(f"{prefix}.")]
     return str(max((int(n) for n in numbers if n.isdigit()), default=0))

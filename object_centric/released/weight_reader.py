@@ -1,4 +1,4 @@
-"""A released file: its tensors, renamed one by one so that none is forgotten, and what it does not say, as options behind a `?`."""
+"""Released files: tensors that are renamed one by one, so that none is forgotten, and options after `?` for what the file does not contain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Options = TypeVar("Options", bound=Frozen)
 
 
 class UnspecifiedOptions:
-    """What a file may leave open: the options of its kind, those that were given, and those that it says itself."""
+    """Options that a file may leave open: those of its kind, those given by the user, and those that the file determines."""
 
     def __init__(self, label: str, query: str, user_options: Mapping[str, Any], resolved_options: Frozen):
         self.label, self.query, self.user_options, self.unspecified = (
@@ -32,23 +32,25 @@ class UnspecifiedOptions:
         )
 
     def set_from_file(self, name: str, value: object) -> None:
-        """The file says this one. Raises `ConfigError` where another was asked for."""
-        # A wrong option would be ignored, and the user believe in it.
+        """Set an option that the file determines. Raises `ConfigError` if the user gave another value."""
+        # A wrong option would be ignored without the user's knowledge.
         if name in self.user_options and self.user_options[name] != value:
-            raise ConfigError(f"{self.label}?{name}={self.user_options[name]}: the file says {value}; leave it away")
+            raise ConfigError(
+                f"{self.label}?{name}={self.user_options[name]}: the file determines {value}. Remove the option."
+            )
         self.unspecified.pop(name, None)
 
     def set_inferred(self, name: str, value: object) -> None:
-        """What an option came out at that goes by others where it is left open."""
+        """Set an option that follows from others if the user did not give it."""
         if name in self.unspecified:
             self.unspecified[name] = value
 
     def refuse(self, *names: str) -> None:
-        """Options that mean nothing for this file. Raises `ConfigError` where one was given."""
+        """Raise `ConfigError` for given options that have no effect for this file."""
         for name in names:
             if name in self.user_options:
                 raise ConfigError(
-                    f"{self.label}?{name}={self.user_options[name]}: means nothing for this file; leave it away"
+                    f"{self.label}?{name}={self.user_options[name]}: has no effect for this file. Remove it."
                 )
             self.unspecified.pop(name, None)
 
@@ -59,17 +61,17 @@ class UnspecifiedOptions:
             name: str(value).lower() if isinstance(value, bool) else value for name, value in self.unspecified.items()
         }
         assumed = ", ".join(f"{name}={value}" for name, value in values.items())
-        # As it is typed again: with what was given, and the first that was not.
+        # As the user would type it again: with the given options, and the first that is missing.
         example = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(values))}=…"
-        return f"{self.label}: does not say {assumed}; {example} says otherwise"
+        return f"{self.label}: does not contain {assumed}, which are assumed; {example} changes them"
 
 
 def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, UnspecifiedOptions]:
-    """`FILE?key=value&…` to the file's tensors, the options, and what is taken for granted.
+    """Return the tensors of `FILE?key=value&…`, the options, and the assumptions made.
 
     Raises:
-        ConfigError: an option that this kind of file does not have.
-        CheckpointError: the file cannot be read, or holds no tensors.
+        ConfigError: this kind of file does not have an option.
+        CheckpointError: the file cannot be read, or contains no tensors.
     """
     file, _, query = text.partition("?")
     label = f"{scheme}:{file}"
@@ -85,7 +87,7 @@ def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Te
 
 
 class Tensors:
-    """Tensors by their names in the file; whoever takes one says what it is called here."""
+    """Tensors by their names in the file, each of which is taken under a new name."""
 
     def __init__(self, tensors: Mapping[str, Tensor], label: str):
         self.tensors, self.label = dict(tensors), label
@@ -96,45 +98,45 @@ class Tensors:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
-            raise CheckpointError(f"{self.label}: has no {name!r}; is it of another model? (it has {self._some()})")
+            raise CheckpointError(f"{self.label}: has no {name!r}, got {self._some()}. Is it another model?")
         return self.tensors[name]
 
     def take(self, theirs: str, ours: str) -> None:
-        """All tensors of `theirs`, a module or a tensor, as `ours`."""
+        """Take all tensors of `theirs`, a module or a tensor, as `ours`."""
         names = [n for n in self.tensors if n == theirs or n.startswith(f"{theirs}.")]
         if not names:
-            self[theirs]  # says that it is not there
+            self[theirs]  # raises that it is missing
         for name in names:
             self.ours[ours + name.removeprefix(theirs)] = self.tensors.pop(name)
 
     def give(self, ours: str, value: Tensor, *theirs: str) -> None:
-        """A tensor that is made of some of the file's."""
+        """Add a tensor that was computed from the file's."""
         self.ours[ours] = value
         self.drop(*theirs)
 
     def drop(self, *prefixes: str) -> None:
-        """What the model here does not have."""
+        """Drop what the model here does not have."""
         self.tensors = {
             n: t for n, t in self.tensors.items() if not any(n == p or n.startswith(f"{p}.") for p in prefixes)
         }
 
     def count(self, prefix: str) -> int:
-        """Modules `prefix.0`, `prefix.1`, …"""
-        # By what is there, not by the largest number: sequences have layers without weights.
+        """Count modules `prefix.0`, `prefix.1`, …"""
+        # Count what exists instead of using the largest number, because sequences contain layers without weights.
         numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.tensors if n.startswith(f"{prefix}.")}
         return sum(number.isdigit() for number in numbers)
 
     def into(self, model: nn.Module) -> None:
-        """Load them. Raises `CheckpointError` where some are left, missing, or of other shapes."""
+        """Load them. Raises `CheckpointError` if some are left over, missing, or have other shapes."""
         if self.tensors:
-            raise CheckpointError(f"{self.label}: has tensors that nobody here knows: {self._some()}")
+            raise CheckpointError(f"{self.label}: has unknown tensors: {self._some()}")
         load_into(model, self.ours, self.label)
 
     def square(self, tokens: int, what: str) -> int:
-        """The side of a square of tokens. Raises `CheckpointError`."""
+        """Return the side of a square of tokens. Raises `CheckpointError`."""
         side = math.isqrt(tokens)
         if side * side != tokens:
-            raise CheckpointError(f"{self.label}: {what} has {tokens} places, which is no square")
+            raise CheckpointError(f"{self.label}: {what} has {tokens} positions, which is not a square number")
         return side
 
     def _some(self) -> str:
@@ -143,7 +145,7 @@ class Tensors:
 
 
 def grouping(t: Tensors, theirs: str, names: Mapping[str, str]) -> None:
-    """A published slot attention: its modules' names, and which they are here."""
+    """Take a published slot attention, given the names of its modules and ours."""
     for name, ours in names.items():
         t.take(f"{theirs}.{name}", f"grouping.{ours}")
 
@@ -151,29 +153,29 @@ def grouping(t: Tensors, theirs: str, names: Mapping[str, str]) -> None:
 def read_slot_init(
     t: Tensors, unspecified: UnspecifiedOptions, mean: str, deviation: str, learned: str
 ) -> dict[str, Any]:
-    """What slots begin from, shared or their own; the knob `init`, and `slots` where the file says how many."""
+    """Take initial slots, shared or per slot, and set `slot_init`, and `slots` if the file determines their number."""
     if learned in t:
         value = t[learned].reshape(-1, t[learned].shape[-1])
         unspecified.set_from_file("slots", len(value))
         t.give("grouping.initial_slots", value.clone(), learned)
         return {"slot_init": "learned", "slots": len(value)}
-    # A mean per slot is another way to begin, and would be read as one for all.
+    # A mean per slot is another initialization, and would be mistaken for a shared one.
     if t[mean].numel() > t[mean].shape[-1]:
-        raise CheckpointError(f"{t.label}: {mean} is of another kind than this reader knows")
+        raise CheckpointError(f"{t.label}: {mean} has a shape that this reader does not support")
     for name, ours in ((mean, "mu"), (deviation, "log_sigma")):
         t.give(f"grouping.{ours}", t[name].reshape(-1).clone(), name)
     return {"slot_init": "gaussian"}
 
 
 def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: float = 1.0) -> dict[str, Any]:
-    """timm's, DINO's or DINOv2's ViT below `prefix`, as `encoder.vit`; to the block of a recipe that builds it."""
-    # Registers, masks and heads differ between releases; what is not there is not missed.
+    """Take timm's, DINO's or DINOv2's ViT below `prefix` as `encoder.vit`, and return the recipe block that builds it."""
+    # Registers, masks and heads differ between releases, so they are optional.
     for name in ("mask_token", "norm" if not final_norm else "\0", "head"):
         t.drop(f"{prefix}.{name}")
     registers = t[f"{prefix}.reg_token"].shape[1] if f"{prefix}.reg_token" in t else 0
     width, _, patch, _ = t[f"{prefix}.patch_embed.proj.weight"].shape
     places = t[f"{prefix}.pos_embed"].shape[1]
-    # A table without the class token's place is itself a square.
+    # A table without the class token's position has a square number of rows.
     without_cls = math.isqrt(places) ** 2 == places
     block = {
         "kind": "vit",
@@ -194,10 +196,10 @@ def vit(t: Tensors, prefix: str, heads: int | None, final_norm: bool, shrink: fl
 
 
 def convert_dinov2_to_timm(t: Tensors, prefix: str, side: int) -> None:
-    """DINOv2's own names and places below `prefix` to timm's, for `side` patches a side.
+    """Convert DINOv2's own names and positions below `prefix` to timm's, for `side` patches per side.
 
-    Without registers its code interpolates places by a factor that it moves by a tenth of a patch; with registers, smoothly, and
-    timm's model has the class token's place in the token itself.
+    Without registers, its code interpolates positions by a factor with an offset of a tenth of a patch; with registers,
+    antialiased, and timm's model adds the class token's position to the token.
     """
     pos_embed = t[f"{prefix}.pos_embed"]
     native = t.square(pos_embed.shape[1] - 1, f"{prefix}.pos_embed")
@@ -207,7 +209,7 @@ def convert_dinov2_to_timm(t: Tensors, prefix: str, side: int) -> None:
         if registers:
             interpolated = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
         else:
-            factor = (side + 0.1) / native  # its way around a rounding error
+            factor = (side + 0.1) / native  # its workaround for a rounding error
             interpolated = nn.functional.interpolate(grid, scale_factor=(factor, factor), mode="bicubic")
         pos_embed = torch.cat([pos_embed[:, :1], interpolated.flatten(2).transpose(1, 2)], dim=1)
     if registers:

@@ -1,1 +1,1 @@
-"""Scenes that several posed cameras see: what encodes views, what draws rays from slots, and the objective that trains both."""
+"""Scenes seen by several posed cameras: encoders of views, ray decoders, and the objective that trains both."""

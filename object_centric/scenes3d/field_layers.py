@@ -1,4 +1,4 @@
-"""A radiance field's layers for the rows of one tile, forward and backward, with the first layer done per point and per slot."""
+"""Layers of a radiance field for the rows of one tile, forward and backward, with the first layer computed per point and per slot."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-5
-MatmulDtype = torch.dtype | None  # what products are done in; None: as they are
+MatmulDtype = torch.dtype | None  # dtype of products; None: unchanged
 
 
 class Layers(NamedTuple):
-    """Weights (out, in) and biases of a radiance field, each norm's weight multiplied into the layer that follows it.
+    """Weights (out, in) and biases of a radiance field, with each norm's weight multiplied into the layer that follows it.
 
-    Blocks 1 and 2 give the density, block 3 the colour. The first layer of block 1 is applied before (`FieldInputs`); `norm_offset` is that
-    layer applied to its norm's bias. `density_head` has a row for the density and one for the shadow, if there are shadows; `colour_block3`
-    is the colour layer times the second layer of block 3.
+    Blocks 1 and 2 give the density, block 3 the colour. The first layer of block 1 is applied before (`FieldInputs`);
+    `norm_offset` is that layer applied to its norm's bias. `density_head` has a row for the density and one for the
+    shadow, if there are shadows; `colour_block3` is the colour layer times the second layer of block 3.
     """
 
     block1_norm: Tensor
@@ -39,7 +39,7 @@ class Layers(NamedTuple):
 
 
 class FieldInputs(NamedTuple):
-    """Of Q rays: embedded points (Q, B, D) and what the first layer makes of them, slots (Q, F, D) and the same, directions (Q, D)."""
+    """For Q rays: embedded points (Q, B, D) with the output of the first layer, slots (Q, F, D) with the same, and directions (Q, D)."""
 
     points: Tensor
     points_first: Tensor
@@ -49,14 +49,14 @@ class FieldInputs(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Points in slots of the rays from `begin` to `end`, ray by ray and point by point: all of them, or those that `indices` (m) counts."""
+    """Points in slots of the rays from `begin` to `end`, ray by ray and point by point: all of them, or those in `indices` (m)."""
 
     begin: int
     end: int
     indices: Tensor | None
 
     def add_slots(self, inputs: FieldInputs) -> tuple[Tensor, Tensor]:
-        """Points plus slots (rows, D), and what the first layer makes of that."""
+        """Return points plus slots (rows, D), and the output of the first layer for it."""
         pairs = (inputs.points, inputs.slots), (inputs.points_first, inputs.slots_first)
         return tuple(self._sum(*pair) for pair in pairs)  # pyright: ignore[reportReturnType]
 
@@ -69,15 +69,15 @@ class TileRows(NamedTuple):
         return points.flatten(0, 1)[self.indices // fields] + slots.flatten(0, 1)[ray * fields + self.indices % fields]
 
     def add_directions(self, result: Tensor, inputs: FieldInputs) -> Tensor:
-        """TileRows (rows, D) plus their rays' directions."""
+        """Return rows (rows, D) plus the directions of their rays."""
         directions = inputs.directions[self.begin : self.end]
         if self.indices is not None:
             return result + directions[self.indices // (inputs.points.shape[1] * inputs.slots.shape[1])]
-        # All of a ray's points and slots have one direction.
+        # All points and slots of a ray have one direction.
         return (result.view(len(directions), -1, result.shape[1]) + directions[:, None]).flatten(0, 1)
 
     def scatter(self, g: Tensor, inputs: FieldInputs) -> Tensor:
-        """A gradient of rows as one of all points in slots (rays, B, F, D), of which those that do not count have none."""
+        """Scatter a gradient of rows to all points in slots (rays, B, F, D), with zeros for those that were skipped."""
         shape = (self.end - self.begin, inputs.points.shape[1], inputs.slots.shape[1], g.shape[1])
         if self.indices is None:
             return g.view(shape)
@@ -85,7 +85,7 @@ class TileRows(NamedTuple):
 
 
 class FieldActivations(NamedTuple):
-    """Of a tile's rows, what backward needs of the first two blocks: what each has within it and gives."""
+    """Activations of a tile's rows in the first two blocks that backward needs."""
 
     first: Tensor
     middle: Tensor
@@ -94,10 +94,10 @@ class FieldActivations(NamedTuple):
 
 
 def density_forward(rows: TileRows, inputs: FieldInputs, m: Layers, matmul_dtype: MatmulDtype) -> FieldActivations:
-    """A norm, and two residual blocks: LayerNorm, linear, ReLU, linear."""
+    """Compute a norm and two residual blocks: LayerNorm, linear, ReLU, linear."""
     x, through = rows.add_slots(inputs)
     x, _, rstd = _layer_norm(x, m.block1_norm, m.block1_norm_bias)
-    # Of x's own norm the deviation is all that is left to do: its layer was centred, and went through what `x` is a sum of.
+    # Of x's own norm, only the deviation is left to apply: the layer was centred and distributed over the sum.
     raw = torch.addcmul(m.norm_offset, through, rstd)
     first = relu(torch.addcmul(m.block1_fc1_bias, raw, _layer_norm(x)[2]), matmul_dtype)
     middle = x.add_(m.block1_fc2_bias).add_(matmul(first, m.block1_fc2.T, matmul_dtype))
@@ -116,7 +116,7 @@ def density_backward(
     d: Layers,
     matmul_dtype: MatmulDtype,
 ) -> None:
-    """`g` (rows, D) is the gradient of `own.result`, and is written over."""
+    """Backpropagate `g` (rows, D), the gradient of `activations.result`, which is overwritten."""
     _add_linear_grad(d.block2_fc2, d.block2_fc2_bias, g, activations.second, matmul_dtype)
     inner = matmul(g, m.block2_fc2, matmul_dtype).mul_(activations.second > 0)
     z, mean, rstd = _layer_norm(activations.middle)
@@ -134,7 +134,7 @@ def density_backward(
     d_rstd = (inner * through).sum(-1, keepdim=True)
     d_x_rstd = (d_rstd * rstd + (inner @ m.norm_offset)[:, None]) / x_rstd
     _split_grad(rows.scatter(inner.mul_(rstd), inputs), d_inputs.points_first, d_inputs.slots_first, rows)
-    # Of rstd the derivative is its cube over minus the number of its terms, times what is centred.
+    # The derivative of rstd is its cube divided by minus the number of terms, times the centred values.
     g.addcmul_(x.sub_(x_mean), d_x_rstd * x_rstd**3, value=-1 / x.shape[1])
     g, d_norm, d_bias = _layer_norm_backward(g, u, mean, rstd, m.block1_norm, m.block1_norm_bias)
     d.block1_norm.add_(d_norm)
@@ -143,15 +143,13 @@ def density_backward(
     _split_grad(rows.scatter(g, inputs), d_inputs.points, d_inputs.slots, rows)
 
 
-LayerNormOutput = tuple[
-    Tensor, Tensor, Tensor
-]  # of a LayerNorm: what it gives, and the rows' means and reciprocal deviations
+LayerNormOutput = tuple[Tensor, Tensor, Tensor]  # output of a LayerNorm, with the rows' means and reciprocal deviations
 
 
 def color_forward(
     result: Tensor, rows: TileRows, inputs: FieldInputs, m: Layers
 ) -> tuple[Tensor, LayerNormOutput, LayerNormOutput]:
-    """What was seen with the ray's direction, its norm, and the norm of that without weights."""
+    """Return the features with the ray's direction, their norm, and the norm without weights."""
     color_input = rows.add_directions(result, inputs)
     y = _layer_norm(color_input, m.block3_norm, m.block3_norm_bias)
     return color_input, y, _layer_norm(y[0])
@@ -168,7 +166,7 @@ def color_backward(
     d: Layers,
     matmul_dtype: MatmulDtype,
 ) -> Tensor:
-    """From a gradient of colours (rows, 3) to that of what was seen with its direction (rows, D)."""
+    """Backpropagate a gradient of colours (rows, 3) to the features with direction (rows, D)."""
     color_input, (y, mean, rstd), (z, z_mean, z_rstd) = color_forward(result, rows, inputs, m)
     d.colour_block3.add_(matmul(d_color_logits.T, tint, matmul_dtype))
     d.colour.add_(matmul(d_color_logits.T, y, matmul_dtype))
@@ -193,7 +191,7 @@ def matmul(x: Tensor, y: Tensor, matmul_dtype: MatmulDtype) -> Tensor:
 
 
 def relu(x: Tensor, matmul_dtype: MatmulDtype) -> Tensor:
-    """Kept as the next product takes it."""
+    """Apply ReLU, in the dtype of the next product."""
     return x.relu_() if matmul_dtype is None else x.relu_().to(matmul_dtype)
 
 
@@ -203,7 +201,7 @@ def _add_linear_grad(d_weight: Tensor, d_bias: Tensor, g: Tensor, x: Tensor, mat
 
 
 def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> LayerNormOutput:
-    if weight is None:  # told ones and zeros: without, torch's CPU kernel takes three times as long
+    if weight is None:  # with ones and zeros given: without, torch's CPU kernel takes three times as long
         weight, bias = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
     return torch.native_layer_norm(x, x.shape[1:], weight, bias, _EPS)
 
@@ -216,5 +214,5 @@ def _layer_norm_backward(
 
 
 def _split_grad(g: Tensor, points: Tensor, slots: Tensor, rows: TileRows) -> None:
-    """The gradient of sums of points and slots (rays, B, F, D) to either."""
+    """Split the gradient of sums of points and slots (rays, B, F, D) into the gradients of both."""
     points[rows.begin : rows.end], slots[rows.begin : rows.end] = g.sum(2), g.sum(1)

@@ -1,7 +1,7 @@
-"""A radiance field per slot, drawn along rays (Singh et al. 2024, Section 3.2 and D.4.3, after Mildenhall et al. 2020).
+"""A radiance field per slot, rendered along rays (Singh et al. 2024, Section 3.2 and D.4.3, after Mildenhall et al. 2020).
 
-The paper leaves open: densities are softplus or ReLU, colours and shadows sigmoids; points are one in each of equal bins between `near` and
-`far`; embeddings of a point go through a linear layer to the width of slots.
+Choices that the paper leaves open: densities are softplus or ReLU, colours and shadows sigmoids; there is one point in
+each of equal bins between `near` and `far`; embeddings of a point go through a linear layer to the width of slots.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rays import Bounds, Rays, positional_encoding
 
 
 class NerfConfig(Frozen):
-    """Fields of slots, of what is fixed, and of the sky, added up along a ray."""
+    """Fields of slots, of the static scene, and of the sky, summed along a ray."""
 
     kind: Literal["nerf"] = field("nerf", "Entry of sparo.ray_decoders.")
     bins: int = field(64, "Points per ray.", gt=0, le=4096)
@@ -54,9 +54,9 @@ class NerfConfig(Frozen):
     @model_validator(mode="after")
     def _range(self) -> Self:
         if self.far <= self.near:
-            raise ValueError(f"far={self.far}: has to lie behind near={self.near}")
+            raise ValueError(f"far={self.far}: must exceed near={self.near}")
         if self.box is not None and not all(low < high for low, high in zip(*self.box, strict=True)):
-            raise ValueError(f"box={self.box}: its first corner has to be the lower one, on all three axes")
+            raise ValueError(f"box={self.box}: the first corner must be lower on all three axes")
         return self
 
     def build(self, width: int) -> RayDecoder:
@@ -80,22 +80,22 @@ class Nerf(RayDecoder):
 
     def numbers(self, slots: int) -> int:
         wide = self.objects.position.out_features
-        # What a point in a field takes with its backward, as measured (4.9 to 6.4, the first slot's own field the most).
+        # Values per point in a field with its backward, as measured (4.9 to 6.4, most for the first slot's field).
         return self.config.bins * (slots + len(self.others)) * 7 * wide
 
     def precompute(self, slots: Tensor) -> Tensor:
         return self.slot_proj(slots)
 
     def near_far(self, rays: Rays) -> tuple[Tensor, Tensor]:
-        """Between which distances (n, R) rays are looked at; both are one where a ray misses the box."""
+        """Return the range of distances (n, R) in which rays are sampled; both are one if a ray misses the box."""
         c = self.config
         return Bounds(c.near, c.far, c.box).near_far(rays.origins, rays.directions)
 
     def sample_points(self, rays: Rays) -> Points:
-        """Where rays are looked at: one point in each of B + 1 bins, of which the last only ends the one before it."""
+        """Return sample positions: one point in each of B + 1 bins, of which the last only ends the one before it."""
         c = self.config
         number = torch.arange(c.bins + 1, device=rays.origins.device)
-        # A ray brings one number; turned by the golden ratio it is another in each bin, evenly spread.
+        # A ray has one random number; multiples of the golden ratio spread it evenly over the bins.
         offsets = rays.origins.new_full((1, 1), 0.5) if rays.offsets is None else rays.offsets
         turned = number * (0.0 if rays.offsets is None else 0.6180339887498949)
         jitter = (offsets[..., None] + turned) % 1
@@ -109,8 +109,11 @@ class Nerf(RayDecoder):
         )
 
     def fields(self, slots: Tensor, points: Points) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of every slot, then of what is fixed: densities (n, R, B, F), densities times colours (n, R, B, 3), summed over fields, and what
-        shadows leave (n, R, B), None without."""
+        """Return densities, emission and transmitted light of the slots' fields, followed by the static field.
+
+        Densities are (n, R, B, F). Emission (n, R, B, 3) is density times colour, summed over fields. The share of
+        light that shadows transmit is (n, R, B), or None without shadows.
+        """
         field_outputs = [
             self.objects(points, slots)
             if self.ground is None
@@ -140,11 +143,12 @@ class Nerf(RayDecoder):
     def composite(
         self, density: Tensor, emission: Tensor, shadow_factor: Tensor | None, points: Points
     ) -> RenderedRays:
-        """Densities and what fields glow with, from front to back: sum of T_i alpha_i c_i, and the sky behind."""
+        """Composite densities and emissions from front to back: sum of T_i alpha_i c_i, and the sky behind."""
         distances = points.distances
         total, steps = density.sum(-1), distances[..., 1:] - distances[..., :-1]
         optical_depths = total * steps
-        # What a point lets through is of those before it alone; the paper's index says its own as well, which is a slip.
+        # The transmittance of a point depends on earlier points only; the paper's index includes the point itself,
+        # which is a mistake.
         transmittance = torch.exp(-(optical_depths.cumsum(-1) - optical_depths))
         weight = transmittance * -torch.expm1(-optical_depths)  # T_i alpha_i
         density_weight = weight / total.clamp(min=1e-10)
@@ -155,7 +159,7 @@ class Nerf(RayDecoder):
         if self.sky is not None:
             colours = colours + final_transmittance[..., None] * in_fp32(self.sky, points.directions).sigmoid()
             shares = torch.cat([shares, final_transmittance[..., None]], -1)
-        # Rays that meet nothing end at the far end.
+        # Rays that meet nothing end at the far distance.
         depth = (weight * distances[..., :-1]).sum(-1) + final_transmittance * distances[..., -1]
         return RenderedRays(colours, shares, depth)
 
@@ -168,7 +172,7 @@ class Nerf(RayDecoder):
             rendering = self.composite(
                 field_output.density, field_output.density * field_output.colours[..., 0, :], None, points
             )
-            # On white, as pictures of slots are shown; the sky is no slot's.
+            # On white, as in other pictures of slots; the sky belongs to no slot.
             share = rendering.shares[..., :1]
             colours = rendering.colours if self.sky is None else self._without_sky(rendering, points)
             slot_images.append(colours + 1 - share)

@@ -1,4 +1,4 @@
-"""Slots of scenes by drawing views, those that were shown and others (Singh et al. 2024, Section 3.2; Sajjadi et al. 2022)."""
+"""Slots of scenes by rendering context and held-out views (Singh et al. 2024, Section 3.2; Sajjadi et al. 2022)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .scene_model import SceneModel, SceneModelConfig, posed_views
 
 
 class ViewsConfig(Frozen):
-    """Of a scene's cameras some are shown; what they and the others see is drawn."""
+    """Numbers of context views, which are encoded, and of held-out views; both may be rendered."""
 
     context: int = field(3, "Number of context views, from which slots are computed.", gt=0, le=10_000)
     held_out: int = field(
@@ -46,30 +46,32 @@ class ViewsConfig(Frozen):
     @model_validator(mode="after")
     def _some(self) -> Self:
         if not self.num_target_views:
-            raise ValueError("targets=held_out: held_out=0 leaves nothing to draw; set targets: all")
+            raise ValueError("targets=held_out: held_out=0 leaves no view to render. Set targets: all.")
         return self
 
     @property
     def count(self) -> int:
-        """Views of a sample."""
+        """Return the number of views of a sample."""
         return self.context + self.held_out
 
     @property
     def num_target_views(self) -> int:
-        """Views of which rays are drawn."""
+        """Return the number of views whose rays are rendered."""
         return self.count if self.targets == "all" else self.held_out
 
 
 class ViewExamples(Examples):
-    """Posed views and rays of T times, V shown views and W drawn ones, of which R rays each; the shown stand first among the drawn.
+    """Posed views and rays of T times, V context views and W target views with R rays each; context views come first among targets.
 
         shown (B, T, V, 3, S, S) uint8    shown_poses (B, T, V, 4, 4), shown_lenses (B, T, V, 4)    noise (B, K, D)
-        colours (B, T, W, R, 3) uint8     poses (B, T, W, 4, 4), lenses (B, T, W, 4)    pixels (B, T, W, R) int32, offsets (B, T, W, R)
+        colours (B, T, W, R, 3) uint8     poses (B, T, W, 4, 4), lenses (B, T, W, 4)    pixels (B, T, W, R) int32,
+        offsets (B, T, W, R)
 
-    Poses and all else are fp32. Views are cut as evaluation cuts them; a random crop would have to be told to lenses, and nobody does that.
+    Poses and all other arrays are fp32. Views are cropped as in evaluation, because a random crop would have to change
+    the lenses.
 
     Args:
-        bounds: where rays are looked at; None: everywhere.
+        bounds: range in which rays are sampled; None: everywhere.
     """
 
     def __init__(
@@ -90,13 +92,13 @@ class ViewExamples(Examples):
         v, size = self.views, self.image_size
         scene = MultiViewScene(fields, source.config.image_keys, self.config.pixel_range)
         if len(scene.views) < v.count:
-            raise BadSampleError(f"fewer views than objective.views takes ({v.context} shown, {v.held_out} held out)")
+            raise BadSampleError(f"fewer views than objective.views needs ({v.context} context, {v.held_out} held out)")
         check_scene_bounds(scene.bounds, self.bounds)
         times = self.frames.window(scene.frames, rng)
-        camera_ids = rng.permutation(len(scene.views))[: v.count]  # the first of them are shown
+        camera_ids = rng.permutation(len(scene.views))[: v.count]  # context views come first
         pictures = [[scene.views[number].image(t) for number in camera_ids] for t in times]
         if len({picture.shape[:2] for row in pictures for picture in row}) > 1:
-            raise BadSampleError("views of unequal size")
+            raise BadSampleError("views have unequal sizes")
         on_stage("decode")
         height, width = pictures[0][0].shape[:2]
         cut = FrameTransform(size)
@@ -109,7 +111,7 @@ class ViewExamples(Examples):
             self._check_focus_point(poses[0].astype(np.float64))
         self._check_box_intersection(poses[:, target_slice], lenses[:, target_slice])
         shape, most = (len(times), v.num_target_views), size * size
-        # As many of every view and time, none of them twice.
+        # Equally many of every view and time, without repetition.
         at = np.stack([rng.choice(most, v.rays, replace=False, shuffle=False) for _ in range(shape[0] * shape[1])])
         at = at.reshape(*shape, v.rays)
         colours = np.take_along_axis(pixels[:, target_slice].reshape(*shape, most, 3), at[..., None], axis=2)
@@ -128,14 +130,14 @@ class ViewExamples(Examples):
         return {name: np.ascontiguousarray(table) for name, table in example.items()}
 
     def _check_focus_point(self, poses: np.ndarray) -> None:
-        """Raise `BadSampleError` where cameras (V, 4, 4) look at one point, and all of them nearer or farther than rays are looked at."""
+        """Raise `BadSampleError` if cameras (V, 4, 4) look at one point, and all of them are nearer or farther than rays are sampled."""
         if self.bounds is None:
             return
         eyes, ahead = poses[:, :3, 3], -poses[:, :3, 2]
         eye_to_focus = common_point(eyes, ahead) - eyes
         along = (eye_to_focus * ahead).sum(1)
         axis_distance = np.linalg.norm(eye_to_focus - along[:, None] * ahead, axis=1)
-        # Axes that do not meet before the cameras say nothing of where things are.
+        # Axes that do not meet in front of the cameras do not show where objects are.
         if (
             len(eyes) < 2
             or np.ptp(eyes, axis=0).max() < 1e-6
@@ -145,41 +147,41 @@ class ViewExamples(Examples):
             return
         if along.max() < self.bounds.near or along.min() > self.bounds.far:
             raise BadSampleError(
-                f"its cameras look at a point nearer or farther than its rays are looked at ({_format_bounds(self.bounds)}); "
-                "those are in the units of the cameras' poses"
+                f"its cameras look at a point outside the range in which rays are sampled ({_format_bounds(self.bounds)}), "
+                "in the units of the cameras' poses"
             )
 
     def _check_box_intersection(self, poses: np.ndarray, lenses: np.ndarray) -> None:
-        """Raise `BadSampleError` where views look past the box: of them a model would learn its sky, and nothing else."""
+        """Raise `BadSampleError` if all views miss the box, because a model would only learn the sky."""
         if self.bounds is None or self.bounds.box is None:
             return
         pose_tensor, lens_tensor = (torch.from_numpy(table.copy()) for table in (poses, lenses))
         if not self.bounds.intersects(pose_tensor, lens_tensor, self.image_size):
             raise BadSampleError(
-                f"no ray of its views meets the box that is looked at (decoder.box={self.bounds.box}, "
-                f"decoder.near={self.bounds.near:g}); it is in the units of the cameras' poses"
+                f"no ray of its views meets the sampled box (decoder.box={self.bounds.box}, "
+                f"decoder.near={self.bounds.near:g}), in the units of the cameras' poses"
             )
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
-        """The first views."""
+        """Return the first views."""
         return as_samples(batch["shown"][:count, 0, 0])
 
 
 def check_scene_bounds(scene_bounds: tuple[float, float] | None, bounds: Bounds | None) -> None:
-    """Raise `BadSampleError` where a scene says that it is seen between other distances than rays are drawn: they would miss it."""
+    """Raise `BadSampleError` if a scene's own range of distances differs from that of the rays, which would miss it."""
     if bounds is None or scene_bounds is None:
         return
     if scene_bounds[0] < bounds.near - 1e-6 or scene_bounds[1] > bounds.far + 1e-6:
         raise BadSampleError(
-            f"seen nearer or farther than its rays are looked at ({_format_bounds(bounds)}); its json's near and far say where"
+            f"its distances differ from those in which rays are sampled ({_format_bounds(bounds)}); near and far of its json give them"
         )
 
 
 def _format_bounds(bounds: Bounds) -> str:
-    """In the recipe's words, without a scene's own numbers: skipped samples are counted by reason."""
+    """Describe the bounds in the recipe's keys, without a scene's own values, because skipped samples are counted by reason."""
     return f"decoder.near={bounds.near:g}" + ("" if bounds.far == math.inf else f", decoder.far={bounds.far:g}")
 
 
@@ -203,7 +205,7 @@ class NovelViewsConfig(Frozen):
 
 
 class NovelViews(Objective):
-    """Batches hold what `ViewExamples` makes."""
+    """Objective for batches of `ViewExamples`."""
 
     exact_inputs = True
 
@@ -217,7 +219,7 @@ class NovelViews(Objective):
         self._fraction_done = progress.step / max(progress.total_steps, 1)
         for key in _BATCH_KEYS:
             if key not in batch:
-                raise DataError(f"objective {self.config.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
+                raise DataError(f"objective {self.config.kind}: the batch has no {key!r}, got {', '.join(batch)}")
         posed = posed_views(batch["shown"], batch["shown_poses"], batch["shown_lenses"])
         _, rendering = self.model(posed, batch["noise"], self.rays(batch))
         b, times, views, count, _ = batch["colours"].shape
@@ -230,20 +232,20 @@ class NovelViews(Objective):
                 part.detach().mean() for part in squared_error.split([v.context, v.held_out], dim=2)
             )
         slots = self.config.model.grouping.slots
-        # Of each scene one view of one time; its rays are no picture, so where borders run is not asked.
+        # One view of one time per scene; random rays form no picture, so borders of masks are not compared.
         first = rendering.shares[..., :slots].view(b, times, views, count, slots)[:, 0, 0]
         collapse_metrics = mask_statistics(first.transpose(1, 2)[..., None])
         del collapse_metrics["mask_fixity"]
         return Loss(squared_error.mean(), {**metrics, **collapse_metrics})
 
     def rays(self, batch: Batch) -> Rays:
-        """The rays that are drawn, each time's together: (B * T, W * R, …)."""
+        """Return the rays to render, those of each time together: (B * T, W * R, …)."""
         side = self.config.model.image_size
         at = batch["pixels"].long()
-        # Through the middle of a pixel: as evaluation draws it.
+        # Through the centre of a pixel, as in evaluation.
         columns, rows = (at % side).float() + 0.5, (at // side).float() + 0.5
         origins, directions = camera_rays(batch["poses"], batch["lenses"], columns, rows)
-        # Every time's rays together: slots of a time draw them all.
+        # Rays of every time together, because they are rendered from the slots of that time.
         flat = [table.flatten(2, 3).flatten(0, 1) for table in (origins, directions, batch["offsets"])]
         return Rays(*flat)
 
@@ -260,9 +262,9 @@ class NovelViews(Objective):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, v, times = self.config.model, self.config.views, self.config.frames.count
         rays, slots = times * v.num_target_views * v.rays, m.grouping.slots
-        with torch.device("meta"):  # sizes alone
+        with torch.device("meta"):  # only sizes
             each = m.decoder.build(m.grouping.width).numbers(slots)
-        # A decoder that takes turns keeps one of them.
+        # A decoder that processes rays in chunks keeps one chunk.
         written = times * v.context * m.encoder.cost(m.image_size) + min(
             rays * each, m.decoder.max_activations // batch
         )
@@ -276,10 +278,10 @@ def _examples(config: Any, data: Any) -> ViewExamples:
 
 
 def _whole_views(run: Any) -> None:
-    """Raise `ValueError` where views would be cropped or mirrored, and their cameras would not."""
+    """Raise `ValueError` if views would be cropped or mirrored without their cameras."""
     if run.data.crop_scale != (1.0, 1.0) or run.data.hflip:
         raise ValueError(
-            "data.crop_scale, data.hflip: a view that is cropped or mirrored is not what its camera sees; set data.crop_scale: [1.0, 1.0] and data.hflip: 0"
+            "data.crop_scale, data.hflip: a cropped or mirrored view does not match its camera. Set data.crop_scale: [1.0, 1.0] and data.hflip: 0."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is at a point: embedded points and slots to densities, colours and shadows (Singh et al. 2024, Tables 10 and 11)."""
+"""Radiance field at points: embedded points and slots to densities, colours and shadows (Singh et al. 2024, Tables 10 and 11)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .field_layers import (
     relu,
 )
 
-# Points in slots of a tile: 1.5 MB per table of width 192, which a CPU's caches hold; a GPU needs more to be busy.
+# Points in slots per tile: 1.5 MB per table of width 192, which fits a CPU's caches; a GPU needs more to be busy.
 CPU_ROWS, GPU_ROWS = 1 << 11, 1 << 17
 
 
-# A radiance field at points in one differentiable pass, tile by tile. It takes four products of full width per point and slot where the layers
-# one by one take six, and keeps five tables for backward, which recomputes the rest.
-#
-# How: embedded points are added to slots, and the first norms and the first layer of that sum are linear except for two deviations, so that layer
-# is computed once per point and once per slot. The last layer and the colour's layer are one. Where the density is cut off at zero, the colour
-# needs neither forward nor backward: three products of twelve remain.
+# A radiance field at points in one differentiable pass, tile by tile. It takes four products of full width per point
+# and slot, where separate layers take six, and stores five tables for backward, which recomputes the rest. Embedded
+# points are added to slots, and the first norms and the first layer of that sum are linear except for two deviations,
+# so that layer is computed once per point and once per slot. The last layer and the colour layer are merged. If the
+# density is cut off at zero, the colour needs neither forward nor backward: three products of twelve remain.
 def evaluate_field(inputs: FieldInputs, layers: Layers, density_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What `look` says of the first blocks' result (Q, B, F, E), and colours before their bias and sigmoid (Q, B, F, 3).
+    """Return the outputs of the density head for the first blocks' result (Q, B, F, E), and colours before their bias and sigmoid (Q, B, F, 3).
 
-    Products are in autocast's type, or in that of 16-bit weights; all else is fp32 at least.
+    Products use autocast's dtype, or that of 16-bit weights; everything else is fp32 at least.
 
     Args:
-        density_bias: (1,), what is added to the first number that is looked at; where the sum is not above zero, colours are left zero, and no
-            gradient goes back. For a density that is cut off at zero, and the only number that is looked at.
+        inputs, layers: inputs and weights.
+        density_bias: (1,), added to the first output of the head. If the sum is not positive, colours stay zero and get
+            no gradient. For a density that is cut off at zero and is the only output of the head.
     """
     device = inputs.points.device.type
     matmul_dtype = layers.block2_fc1.dtype if layers.block2_fc1.dtype.itemsize < 4 else None
@@ -59,7 +59,7 @@ _NUM_TENSORS = len(FieldInputs._fields) + len(Layers._fields)
 
 
 def _unpack(tensors: Sequence[Tensor]) -> tuple[FieldInputs, Layers]:
-    """Autograd hands on a row of tensors."""
+    """Rebuild the structures, because autograd functions take a flat list of tensors."""
     return FieldInputs(*tensors[: len(FieldInputs._fields)]), Layers(*tensors[len(FieldInputs._fields) : _NUM_TENSORS])
 
 
@@ -71,7 +71,7 @@ class _FieldFunction(torch.autograd.Function):
         inputs, m = _unpack(tensors)
         (count, bins, _), fields = inputs.points.shape, inputs.slots.shape[1]
         if isinstance(inputs.points, FakeTensor):
-            density_bias = None  # where FLOPs are counted there are no numbers to tell apart; all rows are counted
+            density_bias = None  # FLOP counting has no values to select rows by, so all rows count
         head_outputs = m.density_head.new_empty(count, bins, fields, len(m.density_head))
         colours = m.density_head.new_empty(count, bins, fields, 3)
         saved_activations: list[Tensor] = []
@@ -81,7 +81,7 @@ class _FieldFunction(torch.autograd.Function):
             tile_outputs = matmul(activations.result, m.density_head.T, matmul_dtype)
             head_outputs[begin:end] = tile_outputs.view(-1, bins, fields, len(m.density_head))
             if density_bias is not None:
-                # What is no number counts: it has to be seen.
+                # NaN counts as active, so that it becomes visible.
                 rows = TileRows(begin, end, _active_rows(~(tile_outputs[:, 0] + density_bias <= 0)))
                 activations = FieldActivations(*(table[rows.indices] for table in activations))
             y, z = color_forward(activations.result, rows, inputs, m)[1:3]
@@ -98,7 +98,7 @@ class _FieldFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_head_outputs: Tensor, d_colours: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Where backward is called inside an autocast block, `low` alone says which products are in 16 bits.
+        # If backward is called inside an autocast block, `low` alone determines which products are in 16 bits.
         with torch.autocast(d_head_outputs.device.type, enabled=False):
             return None, None, None, *_gradients(ctx.saved_tensors, d_head_outputs, d_colours, ctx.low, ctx.cut)
 
@@ -110,7 +110,7 @@ def _gradients(
     matmul_dtype: torch.dtype | None,
     has_indices: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the tables, from `saved`: the tables and what forward kept of each tile."""
+    """Return the gradients of the tables, from `saved`: the tables and what forward kept of each tile."""
     (inputs, m), saved_activations = _unpack(saved), iter(saved[_NUM_TENSORS:])
     d_inputs, d = FieldInputs(*map(torch.empty_like, inputs)), Layers(*map(torch.zeros_like, m))
     for begin, end in _tiles(inputs):
@@ -128,15 +128,15 @@ def _gradients(
 
 
 def _active_rows(active: Tensor) -> Tensor:
-    """Which rows (m) of a tile are computed: those that are lit, and as many dark ones as make one of few sizes, which change nothing."""
+    """Return the rows (m) of a tile to compute: active ones, and inactive ones to pad to one of few sizes, which change nothing."""
     indices = active.nonzero()[:, 0]
-    # A CPU's products of a size that was never seen first write themselves a program: 16 sizes for a tile, and each is met again.
+    # A CPU compiles a kernel for each new product size, so there are 16 sizes per tile, which recur.
     more = -len(indices) % -(-len(active) // 16)
     return torch.cat([indices, (~active).nonzero()[:more, 0]])
 
 
 def _tiles(inputs: FieldInputs) -> list[tuple[int, int]]:
-    """Whole rays: where each tile begins and ends."""
+    """Yield where each tile of whole rays begins and ends."""
     count, bins, _ = inputs.points.shape
     rows = CPU_ROWS if inputs.points.device.type == "cpu" else GPU_ROWS
     size = max(1, rows // (bins * inputs.slots.shape[1]))
@@ -144,12 +144,12 @@ def _tiles(inputs: FieldInputs) -> list[tuple[int, int]]:
 
 
 Density = Literal["softplus", "relu"]
-# Biases: a scene begins as thin mist without shadows, as thin by either density.
+# Initial biases: a scene begins as thin mist without shadows, equally thin for either density.
 _FIRST_DENSITY, _FIRST_SHADOW = {"softplus": -3.0, "relu": -0.5}, 3.0
 
 
 class Points(NamedTuple):
-    """Of rays: embedded points (n, R, B, E), embedded directions (n, R, E), places along the ray (n, R, B + 1)."""
+    """Points of rays: embedded points (n, R, B, E), embedded directions (n, R, E), distances along the ray (n, R, B + 1)."""
 
     positions: Tensor
     directions: Tensor
@@ -157,7 +157,7 @@ class Points(NamedTuple):
 
 
 class FieldOutput(NamedTuple):
-    """Of points in F fields: density (n, R, B, F), colours (n, R, B, F, 3), and what its shadow leaves (n, R, B, F)."""
+    """For points in F fields: density (n, R, B, F), colours (n, R, B, F, 3), and the share that its shadow transmits (n, R, B, F)."""
 
     density: Tensor
     colours: Tensor
@@ -165,7 +165,7 @@ class FieldOutput(NamedTuple):
 
 
 def concat_fields(first: FieldOutput, second: FieldOutput) -> FieldOutput:
-    """Fields of two kinds beside each other."""
+    """Concatenate fields of two kinds."""
     shadow = None if first.shadow is None or second.shadow is None else torch.cat([first.shadow, second.shadow], -1)
     return FieldOutput(
         torch.cat([first.density, second.density], -1), torch.cat([first.colours, second.colours], -2), shadow
@@ -173,7 +173,7 @@ def concat_fields(first: FieldOutput, second: FieldOutput) -> FieldOutput:
 
 
 class Field(nn.Module):
-    """Embedded points, and slots (n, F, D) or None for one field without, to what is there."""
+    """Field of embedded points, and slots (n, F, D) or None for a single field without slots."""
 
     def __init__(self, wide: int, embed_width: int, shadows: bool, density_activation: Density = "softplus"):
         super().__init__()
@@ -188,7 +188,7 @@ class Field(nn.Module):
 
     def forward(self, points: Points, slots: Tensor | None) -> FieldOutput:
         n, count = points.directions.shape[:2]
-        # A point and a direction are embedded once, whatever the number of slots.
+        # Points and directions are embedded once, whatever the number of slots.
         point_features, direction_features = (
             self.position(points.positions).flatten(0, 1),
             self.direction(points.directions).flatten(0, 1),
@@ -198,7 +198,7 @@ class Field(nn.Module):
         of_slots, of_slots_first = (
             t[:, None].expand(-1, count, -1, -1).flatten(0, 1) for t in (slot_inputs, slot_inputs @ first.T)
         )
-        # A shadow falls from where there is nothing, too.
+        # Shadows may also fall from points without density.
         density_bias = self.density.bias if self.density_activation == "relu" and self.shadow is None else None
         outputs = evaluate_field(
             FieldInputs(point_features, point_features @ first.T, of_slots, of_slots_first, direction_features),
@@ -213,13 +213,13 @@ class Field(nn.Module):
         return FieldOutput(density, (colours + self.colour_bias()).sigmoid(), shadow)
 
     def fold_layers(self) -> tuple[Tensor, Layers]:
-        """The first layer, for points and slots on their own, and what is behind it, each layer with the norm before it."""
+        """Return the first layer, for points and slots separately, and the remaining layers, each merged with the norm before it."""
         one, two, three = self._blocks()
         norm, block3_norm, density_head = self.density_mlp.norm, self.colour_mlp.norm, self.density.weight
         (weight, block1_fc1_bias), (second, block2_fc1_bias), (tint, block3_fc1_bias) = map(
             _fold_norm, (one, two, three)
         )
-        # A norm takes the mean away, so its layer may be blind to it: once for the block's norm, once for that of the sum.
+        # A norm removes the mean, so its layer can be centred: once for the block's norm, once for that of the sum.
         weight = weight - weight.mean(1, keepdim=True)
         first = weight * norm.weight
         if self.shadow is not None:
@@ -252,7 +252,7 @@ class Field(nn.Module):
 
 
 def _fold_norm(block: Any) -> tuple[Tensor, Tensor]:
-    """A block's first layer with its norm's weights multiplied in: weight and bias."""
+    """Return weight and bias of a block's first layer, with its norm's weights multiplied in."""
     norm, linear = block[0], block[1]
     return linear.weight * norm.weight, linear.bias + linear.weight @ norm.bias
 

@@ -1,4 +1,4 @@
-"""The contract of ray decoders, and the decoder that renders every slot at every ray and mixes them by softmax."""
+"""Interface of ray decoders, and the decoder that renders every slot at every ray and mixes them by softmax."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from .rays import RayEmbeddingConfig, Rays
 
 
 class RenderedRays(NamedTuple):
-    """colours (n, R, 3).  shares (n, R, K + E): of each slot, then of what is no slot's, whose sum is one or less.  depth (n, R): distance
-    along the ray, None where nothing says it."""
+    """Rendered rays.
+
+    Attributes:
+        colours: (n, R, 3).
+        shares: (n, R, K + E), of each slot and then of what is not a slot; their sum is at most one.
+        depth: (n, R), distance along the ray; None if the decoder has none.
+    """
 
     colours: Tensor
     shares: Tensor
@@ -25,9 +30,11 @@ class RenderedRays(NamedTuple):
 
 
 class RayDecoder(nn.Module, ABC):
-    """Slots (n, K, D) and rays to what is drawn.
+    """Decoder of slots (n, K, D) and rays.
 
-    `others`: names of layers behind the slots' in `shares`.  `max_activations`: floats that one call may write; more rays are drawn in turns.
+    Attributes:
+        others: names of layers after the slots' in `shares`.
+        max_activations: number of values that one call may write; more rays are rendered in chunks.
     """
 
     others: tuple[str, ...] = ()
@@ -35,37 +42,36 @@ class RayDecoder(nn.Module, ABC):
 
     @abstractmethod
     def numbers(self, slots: int) -> int:
-        """Floats that a ray writes, for estimates."""
+        """Return the number of values that a ray writes, for estimates."""
 
     @abstractmethod
     def render(self, slots: Tensor, rays: Rays, slot_cache: Any) -> RenderedRays:
-        """All of these rays at once; `slot_cache`: of `prepared`."""
+        """Render these rays at once; `slot_cache` is from `precompute`."""
 
     def max_rays(self, slots: Tensor) -> int:
-        """Rays of every row that are drawn at once."""
+        """Return the number of rays per row that are rendered at once."""
         return max(1, self.max_activations // max(1, self.numbers(slots.shape[1]) * len(slots)))
 
     def precompute(self, slots: Tensor) -> Any:
-        """What all rays of the slots share; default: nothing."""
+        """Compute what all rays of the slots share; default: nothing."""
         return None
 
     @abstractmethod
     def render_per_slot(self, slots: Tensor, rays: Rays) -> Tensor:
-        """Every slot on white, as if there were no other where a decoder can say that, else by its share: (n, R, K, 3) colours."""
+        """Render every slot on white, alone if a decoder can, otherwise by its share: (n, R, K, 3) colours."""
 
     def forward(self, slots: Tensor, rays: Rays) -> RenderedRays:
-        """All rays, in turns of as many as `max_activations` allows; with gradients, what a turn writes is made again in backward where there
-        are several."""
+        """Render all rays, in chunks that respect `max_activations`; with gradients, backward recomputes chunks if there are several."""
         slot_cache, count = self.precompute(slots), rays.origins.shape[1]
         num_chunks = -(-count // self.max_rays(slots))
         if num_chunks <= 1:
             return self.render(slots, rays, slot_cache)
-        parts, chunk_size = [], -(-count // num_chunks)  # turns of one size: the largest is what memory has to hold
+        parts, chunk_size = [], -(-count // num_chunks)  # chunks of one size, because the largest determines the memory
         for begin in range(0, count, chunk_size):
             chunk = rays.chunk(begin, begin + chunk_size)
-            # Backward begins with the last turn, and nothing else is held then: that one need not be made again.
+            # Backward begins with the last chunk, when nothing else is stored, so that one is not recomputed.
             if torch.is_grad_enabled() and begin + chunk_size < count:
-                # The draws of a ray come with it, so there is no random state to keep.
+                # Random numbers are part of the rays, so there is no random state to restore.
                 parts.append(
                     checkpoint(self.render, slots, chunk, slot_cache, use_reentrant=False, preserve_rng_state=False)
                 )
@@ -75,7 +81,7 @@ class RayDecoder(nn.Module, ABC):
 
 
 class RayBroadcastConfig(RayEmbeddingConfig):
-    """A perceptron of a ray and a slot."""
+    """An MLP of a ray and a slot."""
 
     kind: Literal["broadcast"] = field("broadcast", "Entry of sparo.ray_decoders.")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
@@ -97,7 +103,7 @@ class RayBroadcast(RayDecoder):
         super().__init__()
         self.config, c = config, config
         self.max_activations = c.max_activations
-        # The first layer of both, in two: rays' part is made once for all slots, slots' part once for all rays.
+        # Split the first layer: the rays' part is computed once for all slots, the slots' part once for all rays.
         self.of_ray, self.of_slot = nn.Linear(c.embed_width, c.hidden[0]), nn.Linear(width, c.hidden[0], bias=False)
         layers = [m for a, b in zip(c.hidden, c.hidden[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
         self.layers = nn.Sequential(nn.ReLU(), *layers, nn.Linear(c.hidden[-1], 4))
@@ -109,10 +115,10 @@ class RayBroadcast(RayDecoder):
         return self.of_slot(slots)
 
     def decode_slots(self, rays: Rays, slot_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Colours (n, R, K, 3) and shares (n, R, K) of slots."""
+        """Return colours (n, R, K, 3) and shares (n, R, K) of slots."""
         c = self.config
         output = self.layers(self.of_ray(c.embed(rays))[:, :, None] + slot_cache[:, None])
-        # In fp32 at least before the softmax: slots that nearly tie share a ray by rounding.
+        # In fp32 at least before the softmax, because rounding would split a ray between slots that almost tie.
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         colours = output[..., 1:]
         return colours.sigmoid() if c.bounded else colours, F.softmax(output[..., 0], dim=-1)

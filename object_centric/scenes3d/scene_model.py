@@ -1,4 +1,4 @@
-"""A slot model of posed scenes: slots of the views that are shown, and any ray drawn from them."""
+"""Slot model of posed scenes: slots of the context views, and any ray rendered from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .view_encoder import ViewEncoderConfig
 
 
 class SceneTowerConfig(Frozen):
-    """Slots of each time on their own (uORF, OSRT), from time to time (SAVi), or of all times at once (`grouping.preset: psb`)."""
+    """Slots of each time separately (uORF, OSRT), from time to time (SAVi), or of all times at once (`grouping.preset: psb`)."""
 
     image_size: int = field(64, "Side of a view in pixels.", gt=0, le=4096)
     encoder: ViewEncoderConfig = field(ViewEncoderConfig(), "Encoder from posed views to features.")
@@ -48,27 +48,27 @@ class SceneTowerConfig(Frozen):
         self.encoder.refuse_side(self.image_size)
         if g.transport is not None or g.pooled is not None or g.slot_init == "given":
             raise ValueError(
-                "grouping: transport, pooled and slot_init=given are of images and videos; use another preset or init"
+                "grouping: transport, pooled and slot_init=given apply to images and videos. Use another preset or slot_init."
             )
         if self.predictor is not None:
             if g.binder is not None or not self.over_time:
-                raise ValueError("predictor: is of slots that go from time to time; set it to null")
+                raise ValueError("predictor: applies to slots that are carried from time to time. Set it to null.")
             self.predictor.refuse_width(g.width, "predictor")
         if self.over_time and g.binder is None and g.gradient == "last" and not g.straight_through:
             raise ValueError(
-                "grouping.gradient=last: nothing would teach first slots or a predictor, which come before the last round; "
+                "grouping.gradient=last: no gradient would reach initial slots and predictor, which come before the last iteration. "
                 "set grouping.straight_through: true"
             )
         return self
 
     @property
     def noise(self) -> tuple[int, int]:
-        """Shape of what a scene draws: its first slots."""
+        """Return the shape of a scene's noise: its initial slots."""
         return self.grouping.slots, self.grouping.width
 
 
 class SceneTower(nn.Module):
-    """Posed views (b, T, V, 9, S, S) and standard normal noise (b, *config.noise) to slots (b, T, K, D), and attention (b, T, K, N)."""
+    """Tower for posed views (b, T, V, 9, S, S) and noise (b, *config.noise) that returns slots (b, T, K, D) and attention (b, T, K, N)."""
 
     def __init__(self, config: SceneTowerConfig):
         super().__init__()
@@ -83,8 +83,8 @@ class SceneTower(nn.Module):
             self.grouping = PerFrameSlots(c.grouping, c.encoder.width)
 
     def tokens(self, posed: Tensor) -> Tensor:
-        """(b, T, V, 9, S, S) to what slots group, (b, T, N, F)."""
-        # A time's views together, each time apart: the Transformer sees across cameras, not across times.
+        """Return the tokens that slots group, (b, T, N, F), of views (b, T, V, 9, S, S)."""
+        # Each time separately: the Transformer attends across cameras, not across times.
         return self.encoder(posed.flatten(0, 1)).unflatten(0, posed.shape[:2])
 
     def forward(self, posed: Tensor, noise: Tensor) -> GroupingOutput:
@@ -92,9 +92,9 @@ class SceneTower(nn.Module):
 
 
 class PerFrameSlots(nn.Module):
-    """Tokens (b, T, N, F) to slots (b, T, K, D), each time's on their own, all from one beginning.
+    """Slots (b, T, K, D) of tokens (b, T, N, F), each time separately, all from the same initial slots.
 
-    `checkpointed`: what their rounds write is made again in backward.
+    With `checkpointed`, backward recomputes the iterations.
     """
 
     checkpointed = False
@@ -104,11 +104,11 @@ class PerFrameSlots(nn.Module):
         self.attention = SlotAttention(grouping, in_width)
 
     def units(self) -> list[nn.Module]:
-        """What an engine wraps one by one."""
+        """Return the modules that an engine wraps one by one."""
         return [self.attention]
 
     def forward(self, tokens: Tensor, noise: Tensor | None = None) -> GroupingOutput:
-        # The same draw for all times: what differs is what is seen.
+        # The same noise for all times, so that only the inputs differ.
         frame_noise = None if noise is None else noise.repeat_interleave(tokens.shape[1], 0)
         inputs, use_checkpoint = (tokens.flatten(0, 1), frame_noise), self.checkpointed and torch.is_grad_enabled()
         output = checkpoint(self.attention, *inputs, use_reentrant=False) if use_checkpoint else self.attention(*inputs)
@@ -116,7 +116,7 @@ class PerFrameSlots(nn.Module):
 
 
 class SceneModelConfig(SceneTowerConfig):
-    """A tower and what draws rays from its slots."""
+    """A tower and a ray decoder of its slots."""
 
     decoder: Annotated[Any, FromRegistry(RAY_DECODERS, default="slot_mixer")] = field(
         SlotMixerConfig(), "Decoder from slots and rays to colours: an entry of sparo.ray_decoders."
@@ -131,15 +131,14 @@ class SceneModelConfig(SceneTowerConfig):
 
     @property
     def bounds(self) -> Bounds | None:
-        """Where rays are looked at, of decoders that walk along them; where there is a sky, it is what lies beyond."""
+        """Return the range in which rays are sampled, for decoders that march along them; with a sky, what is beyond is the sky."""
         near, far = getattr(self.decoder, "near", None), getattr(self.decoder, "far", None)
         far = math.inf if getattr(self.decoder, "sky", False) else far
         return None if near is None or far is None else Bounds(near, far, getattr(self.decoder, "box", None))
 
 
 class SceneModel(nn.Module):
-    """Posed views (b, T, V, 9, S, S), standard normal noise (b, *config.noise) and rays (b * T, R, …) to slots (b, T, K, D) and what is
-    drawn."""
+    """Model that encodes posed views (b, T, V, 9, S, S) with noise (b, *config.noise) to slots (b, T, K, D), and renders rays (b * T, R, …)."""
 
     def __init__(self, config: SceneModelConfig):
         super().__init__()
@@ -153,6 +152,6 @@ class SceneModel(nn.Module):
 
 
 def posed_views(views: Tensor, poses: Tensor, lenses: Tensor) -> Tensor:
-    """Views (…, 3, S, S) uint8 with their cameras to (…, 9, S, S) fp32: colours in 0..1, then origin and direction of every pixel's ray."""
+    """Return views (…, 3, S, S) uint8 with cameras as (…, 9, S, S) fp32: colours in 0..1, then origin and direction of every pixel's ray."""
     rays = pixel_rays(poses, lenses, views.shape[-1])
     return torch.cat([views.to(torch.float32) / 255, rays.movedim(-1, -3)], dim=-3)

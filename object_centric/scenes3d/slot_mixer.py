@@ -1,7 +1,7 @@
-"""Rays that mix slots and draw the mixture once, however many there are (Sajjadi et al. 2022, OSRT).
+"""Slot mixer: rays mix slots and decode the mixture once, whatever their number (Sajjadi et al. 2022, OSRT).
 
-What every ray does to the slots' side of a product is done to slots once: scores of queries with keys are products of a ray's state with
-`W_q W_k s`, values and output are one matrix, and the first layer of what draws is applied to slots before they are mixed.
+What every ray would apply to the slots is applied to slots once: attention scores are products of a ray's state with
+`W_q W_k s`, values and output are one matrix, and the decoder's first layer is applied to slots before they are mixed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class SlotMixerConfig(RayEmbeddingConfig):
-    """An allocation Transformer from rays to slots, a softmax over slots, and a perceptron that draws their mean."""
+    """An allocation Transformer from rays to slots, a softmax over slots, and an MLP that decodes their mean."""
 
     kind: Literal["slot_mixer"] = field("slot_mixer", "Entry of sparo.ray_decoders.")
     preset: str = field(
@@ -66,14 +66,14 @@ class SlotMixerConfig(RayEmbeddingConfig):
         if name not in PRESETS:
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
         if cls.model_fields.keys() - data.keys() == {"activation"}:
-            # A resolved recipe written before this key existed: its plain layers had ReLUs.
+            # A resolved recipe from before this key existed: its plain layers had ReLUs.
             data = {**data, "activation": "relu"}
         return {**PRESETS[name], **data}
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.layers == "residual" and self.query == "octaves":
-            raise ValueError("layers=residual: adds a ray's state to slots, which have one width; set query: linear")
+            raise ValueError("layers=residual: adds a ray's state to slots, so both need one width. Set query: linear.")
         if self.layers == "residual" and self.activation != "relu":
             raise ValueError(
                 f"activation={self.activation}: applies to layers=plain only. Remove it, or set layers: plain."
@@ -85,7 +85,14 @@ class SlotMixerConfig(RayEmbeddingConfig):
 
 
 class SlotCache(NamedTuple):
-    """Of slots, for all rays. keys: a block's (n, w, H * K).  values: its (n, H * K, w).  scores: (n, w, K).  mixed: (n, K, first width)."""
+    """Projections of slots, shared by all rays.
+
+    Attributes:
+        keys: (n, w, H * K) per block.
+        values: (n, H * K, w) per block.
+        scores: (n, w, K).
+        mixed: (n, K, width of the first layer).
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -127,12 +134,12 @@ class SlotMixer(RayDecoder):
         width = slots.shape[-1]
         mixes: Any = self.input_proj
         keys, values = zip(*(block.project_slots(slots) for block in self.blocks), strict=True)  # type: ignore[operator]
-        # Scaled on the slots' side, which is short.
+        # Scale the slots' side, which is smaller.
         scores = (self.to_k(slots) * width**-0.5) @ self.to_q.weight
         return SlotCache(list(keys), list(values), scores.transpose(1, 2), F.linear(slots, mixes.weight[:, :width]))
 
     def allocate(self, rays: Rays, slot_cache: SlotCache) -> tuple[Tensor, Tensor]:
-        """Rays' states before slots are asked, and each slot's share of a ray (n, R, K)."""
+        """Return rays' states before the mixing, and each slot's share of a ray (n, R, K)."""
         c = self.config
         query = self.query(self.ray_proj(c.embed(rays)))
         x = query
@@ -142,10 +149,10 @@ class SlotMixer(RayDecoder):
         return query, at_least_fp32(logits).softmax(-1)
 
     def decode_colours(self, query: Tensor, mixed: Tensor) -> Tensor:
-        """Of mixtures (…, first width) that the first layer was applied to, and rays' states."""
+        """Decode mixtures (…, width of the first layer), to which the first layer was applied, with rays' states."""
         width = self.to_k.in_features
         mixes: Any = self.input_proj
-        # The first layer in two: slots' half was done once, rays' half is done here.
+        # The first layer in two parts: that of slots is cached, that of rays is computed here.
         colours = self.colour(self.render_mlp(mixed + F.linear(query, mixes.weight[:, width:], mixes.bias)))
         colours = at_least_fp32(colours)
         return colours.sigmoid() if self.config.bounded else colours
@@ -166,7 +173,7 @@ class SlotMixer(RayDecoder):
 
 
 class AllocationBlock(nn.Module):
-    """A block of rays (n, R, w) that look at slots: pre-norm attention and perceptron, GELU, as SRT's decoder has it."""
+    """Block in which rays (n, R, w) attend to slots: pre-norm attention and MLP with GELU, as in SRT's decoder."""
 
     def __init__(self, own: int, width: int, heads: int, hidden: int):
         super().__init__()
@@ -178,7 +185,7 @@ class AllocationBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(own, hidden), nn.GELU(), nn.Linear(hidden, own))
 
     def project_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots (n, K, D) to (n, w, H * K) and (n, H * K, w): what a normed ray is multiplied by for its scores, and what they pick from."""
+        """Project slots (n, K, D) to (n, w, H * K) and (n, H * K, w), by which normed rays are multiplied for scores, and values."""
         keys, values = (
             layer(slots).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v)
         )

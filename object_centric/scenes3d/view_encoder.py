@@ -1,7 +1,7 @@
-"""From posed views of one time to a set of features: convolutions per view, then a Transformer over all of them (Sajjadi et al. 2022).
+"""Encoder of the posed views of one time: convolutions per view, then a Transformer over all of them (Sajjadi et al. 2022).
 
-slsr: PSB's sizes (Singh et al. 2024, Tables 6 to 8). osrt: OSRT's (its Appendix A.4, and stelzner/osrt). srt: stelzner/srt, with a learned
-embedding of every place of a view, and one of the first view and of the others.
+slsr: PSB's sizes (Singh et al. 2024, Tables 6 to 8). osrt: OSRT's (its Appendix A.4, and stelzner/osrt). srt:
+stelzner/srt, with a learned embedding of every position of a view, and one each for the first view and all others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class ViewEncoderConfig(Frozen):
-    """Rows of knobs that published models of scenes have."""
+    """Options in which published scene models differ, and presets of them."""
 
     preset: str = field(
         "slsr", "Named set of options. Options that a recipe names itself take precedence.", examples=["osrt"]
@@ -76,7 +76,7 @@ class ViewEncoderConfig(Frozen):
         if not isinstance(data, dict) or not isinstance(data.get("preset", "slsr"), str):
             return data
         if data.get("preset") == "srt" and cls.model_fields.keys() - data.keys() == {"pos_embed_size"}:
-            # A run's record, which has every key of its time: OSRT's sizes were called so then.
+            # Stored recipes have the key names of their time, when OSRT's sizes had this name.
             inner = data.get("transformer")
             data = {**data, "preset": "osrt"}
             if isinstance(inner, dict) and inner.get("preset") == "srt":
@@ -86,7 +86,7 @@ class ViewEncoderConfig(Frozen):
             raise ValueError(f"preset={name}: {did_you_mean(name, PRESETS)}")
         preset_values, overrides = dict(PRESETS[name]), data.get("transformer", {})
         if isinstance(overrides, dict):
-            # Laid over the preset's own Transformer, so that one knob of it can be turned.
+            # Merge with the preset's own Transformer, so that single keys can be changed.
             preset_values["transformer"] = {**preset_values["transformer"], **overrides}
             data = {knob: value for knob, value in data.items() if knob != "transformer"}
         return {**preset_values, **data}
@@ -95,32 +95,32 @@ class ViewEncoderConfig(Frozen):
     def _check_options(self) -> Self:
         if self.points is not None and self.fourier_bands:
             raise ValueError(
-                f"fourier_bands={self.fourier_bands}: rays are told of by places (points) or by octaves; set one of them"
+                f"fourier_bands={self.fourier_bands}: rays are embedded by points or by fourier_bands. Set one of them."
             )
         if self.transformer is not None:
             self.transformer.refuse_width(self.width, "transformer")
         return self
 
     def refuse_side(self, image_size: int) -> None:
-        """Raise `ValueError` where a view has more features a side than have an embedding."""
+        """Raise `ValueError` if a view has more features per side than embeddings."""
         if self.pos_embed_size is not None and self.side(image_size) > self.pos_embed_size:
             raise ValueError(
-                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has {self.side(image_size)} features a side; set it to that or more"
+                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has {self.side(image_size)} features per side. Set it to that or more."
             )
 
     def side(self, image_size: int) -> int:
-        """Features per side of a view."""
+        """Return the number of features per side of a view."""
         for _ in range(self.num_downsample):
             image_size = -(-image_size // 2)
         return image_size
 
     @property
     def in_channels(self) -> int:
-        """Planes of a view: colours and what is told of rays."""
+        """Return the number of planes of a view: colours and ray embeddings."""
         return 3 if self.points is not None else 3 + (12 * self.fourier_bands or 6)
 
     def cost(self, image_size: int) -> int:
-        """Numbers that a view's layers write."""
+        """Return the number of values that a view's layers write."""
         total = 0
         for number in range(self.num_downsample + 1):
             wide = self.channels * 2**number if self.layers == "plain" else 4 * self.channels
@@ -128,12 +128,12 @@ class ViewEncoderConfig(Frozen):
         return total
 
     def build(self) -> nn.Module:
-        """Posed views (n, V, 9, S, S) to (n, V * s * s, width)."""
+        """Return the encoder of posed views (n, V, 9, S, S) to (n, V * s * s, width)."""
         return ViewEncoder(self)
 
 
 class ViewEncoder(nn.Module):
-    """Posed views (n, V, 9, S, S), colours in 0..1, origin and direction of every pixel's ray, to features (n, V * s * s, width)."""
+    """Encoder of posed views (n, V, 9, S, S), with colours in 0..1 and origin and direction of every pixel's ray, to features (n, V * s * s, width)."""
 
     adamw_only_parameters = ("views",)
 
@@ -161,7 +161,7 @@ class ViewEncoder(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.project = nn.Identity() if c.layers == "residual" and wide == c.width else nn.Linear(wide, c.width)
         if c.pos_embed_size is not None:
-            # As SRT begins them; std 1, as stelzner/srt does by default, would drown what is seen.
+            # SRT's initialization; a standard deviation of 1, stelzner/srt's default, would drown the features.
             self.cells = nn.Parameter(torch.randn(c.pos_embed_size, c.pos_embed_size, c.width) * c.width**-0.5)
             self.views = nn.Parameter(torch.randn(2, c.width) * c.width**-0.5)
         self.point_embed = None
@@ -174,16 +174,17 @@ class ViewEncoder(nn.Module):
         c, views = self.config, posed.shape[1]
         x = posed.flatten(0, 1)
         rays = x[:, 3:]
-        # Places of rays in bf16 would be a step of 1/16 apart, ten units away.
+        # In bf16, positions of rays ten units away would have steps of 1/16.
         with torch.autocast(x.device.type, enabled=False):
             if c.points is not None:
-                # Centred: colours in 0..1 alone would be a constant and little else to the first convolution.
+                # Centred, because colours in 0..1 are mostly a constant for the first convolution.
                 x = 2 * x[:, :3] - 1
             elif c.fourier_bands:
                 origins, directions = x[:, 3:].movedim(1, -1).split(3, -1)
                 ray_features = ray_fourier_features(origins, directions, c.fourier_bands, c.fourier_start)
                 x = torch.cat([x[:, :3], ray_features.movedim(-1, 1)], dim=1)
-            # Behind the first layer in the type of weights: a GroupNorm of 16-bit ones takes nothing wider.
+            # Cast to the weights' dtype after the first layer, because a GroupNorm with 16-bit weights takes no wider
+            # input.
             x = in_fp32(self.stem, x).to(self.stem.weight.dtype)
         x = self.blocks(x)
         features = self.project(x.flatten(2).transpose(1, 2))
@@ -191,18 +192,18 @@ class ViewEncoder(nn.Module):
             features = features + self.embed_points(rays, x.shape[-1])
         if c.pos_embed_size is not None:
             features = (features.unflatten(0, (-1, views)) + self.embedding(x.shape[-1], views)).flatten(0, 1)
-        # Views of a time beside each other: cameras have no order for what reads them.
+        # Concatenate the views of a time; cameras have no order for the Transformer.
         tokens = features.unflatten(0, (-1, views)).flatten(1, 2)
         return tokens if self.transformer is None else self.transformer(tokens)
 
     def embedding(self, side: int, views: int) -> Tensor:
-        """(V, side * side, width): of the place, and of being the first view or another."""
+        """Return (V, side * side, width): embeddings of the position, and of being the first view or another."""
         cells = self.cells[:side, :side].flatten(0, 1)
         which = self.views[[0, *[1] * (views - 1)]]
         return cells + which[:, None]
 
     def embed_points(self, rays: Tensor, side: int) -> Tensor:
-        """Rays (n, 6, S, S) to what is told of each feature's place (n, side * side, width)."""
+        """Return embeddings of rays (n, 6, S, S) at each feature's position (n, side * side, width)."""
         assert self.point_embed is not None and self.config.points is not None
         with torch.autocast(rays.device.type, enabled=False):
             origins, directions = F.adaptive_avg_pool2d(rays, side).flatten(2).transpose(1, 2).split(3, -1)
@@ -211,7 +212,7 @@ class ViewEncoder(nn.Module):
 
 
 class _Residual(nn.Module):
-    """(n, C, h, w) to the same: a norm and two convolutions of 5 pixels, added."""
+    """Residual block (n, C, h, w): a norm and two convolutions of 5 pixels."""
 
     def __init__(self, wide: int):
         super().__init__()

@@ -1,1 +1,1 @@
-"""Slot models in evaluation: what encodes with them, and how their masks are scored."""
+"""Slot models in evaluation: encoders, and scores of their masks."""

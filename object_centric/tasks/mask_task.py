@@ -35,18 +35,18 @@ class ObjectsTaskConfig(SetTaskConfig):
 
 
 def run_objects(scoring: Scoring, task: ObjectsTaskConfig) -> Result:
-    """AP at six distances, of all images' predictions together."""
+    """Compute AP at six distances, from the predictions of all images together."""
     source = open_set(task, "objects")
     encoder = scoring.encoder
-    assert isinstance(encoder, ObjectsEncoder)  # what offers `objects`
+    assert isinstance(encoder, ObjectsEncoder)  # encoders with `objects`
     (features,) = scoring.features([source], task.workers, view=View("objects listed", encoder.objects, measured=True))
 
     def score() -> Result:
         predicted = [row.view(-1, WIDTH).numpy() for block in features.blocks(256) for row in block]
-        # An empty list is an image without objects, which has a place in the count all the same.
+        # An empty list is an image without objects, which still counts.
         true = [np.asarray(fact).reshape(-1, WIDTH) for fact in features.facts]
         if not sum(map(len, true)):
-            raise DataError(f"{source.root}: not one image has an object; average precision needs some")
+            raise DataError(f"{source.root}: no image has an object, but average precision needs some")
         return average_precision.score(predicted, true, attribute_columns(), 2 * REACH, task.match)
 
     options = {"slots": scoring.encoder.slots, "distances": "world units, positions within 3"}
@@ -59,10 +59,10 @@ OBJECTS = Task(
 
 
 class MasksTaskConfig(SetTaskConfig):
-    """Images with `.mask.png`: an object's number per pixel."""
+    """Images with `.mask.png`: object number per pixel."""
 
     task: Literal["masks"] = field("masks", "Entry of sparo.tasks.")
-    background: int | None = field(0, "Label of the background, which is no object. null: all labels are objects.")
+    background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
     ignore: int | None = field(255, "Label of pixels that are excluded from scores. null: none.")
     headline: Literal["ari", "fg_ari", "fg_ari_savi", "fg_ari_videosaur", "miou", "mbo_i", "mbo_c"] = field(
         "fg_ari", "Metric that tables show."
@@ -70,10 +70,10 @@ class MasksTaskConfig(SetTaskConfig):
 
 
 def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
-    """ARI, FG-ARI, mIoU and mBO of the decoder's masks at the model's size; true masks are brought to it by their nearest pixel."""
+    """Compute ARI, FG-ARI, mIoU and mBO of the decoder's masks at the model's size; true masks are resized by nearest neighbours."""
     source = open_set(task, "masks")
     encoder = scoring.encoder
-    assert isinstance(encoder, MasksEncoder)  # what offers `masks`
+    assert isinstance(encoder, MasksEncoder)  # encoders with `masks`
     (features,) = scoring.features(
         [source], task.workers, view=View(f"masks: {encoder.masks_are}", encoder.masks, measured=True)
     )
@@ -82,23 +82,19 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     def score() -> Result:
         predicted = (row.long().view(size, size).numpy() for block in features.blocks(256) for row in block)
         facts = (np.asarray(fact) for fact in features.facts)
-        # One by one: label maps of a whole set would not fit beside its features.
+        # One by one, because label maps of a whole set would not fit in memory next to its features.
         planes = ([transform_mask(encoder, plane) for plane in fact.reshape(-1, *fact.shape[-2:])] for fact in facts)
         pairs = (
             segmentation.Masked(true[0], own, true[1] if len(true) > 1 else None)
             for true, own in zip(planes, predicted, strict=True)
         )
-        # An encoder of somebody else's may have masks and no slots.
+        # A plug-in's encoder may have masks without slots.
         result = segmentation.score(pairs, task.background, task.ignore, encoder.slots if encoder.slots > 1 else None)
         # fg_ari_savi of a set without objects is 1.
         if task.headline not in result.metrics or not result.n:
             if task.headline == "mbo_c" and result.n:
-                raise DataError(
-                    f"{source.root}: no image has a .semantic.png, which mbo_c goes by; set headline: mbo_i"
-                )
-            raise DataError(
-                f"{source.root}: not one image has an object; background={task.background} is the label that is none"
-            )
+                raise DataError(f"{source.root}: no image has a .semantic.png, which mbo_c needs. Set headline: mbo_i.")
+            raise DataError(f"{source.root}: no image has an object; background={task.background} is the label of none")
         return result.headed(task.headline)
 
     options = {
@@ -111,21 +107,21 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
 
 
 def transform_mask(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
-    """A label map cut and scaled as the encoder's images are, by the nearest pixel: labels have no mean."""
-    assert isinstance(encoder.transform, Pixels)  # what a MasksEncoder has
+    """Resize and crop a label map like the encoder's images, by nearest neighbours, because labels cannot be averaged."""
+    assert isinstance(encoder.transform, Pixels)  # encoders with masks have it
     return transform_label_image(encoder.transform, Image.fromarray(mask.astype(np.int32)))
 
 
 def transform_label_image(transform: Pixels, labels: Image.Image) -> np.ndarray:
-    """The same of labels that are an image already."""
+    """Apply the transform to labels that are an image already."""
     return eval_pixels(labels, transform.size, transform.resize, Image.Resampling.NEAREST)
 
 
 def conditional_incompatibility(encoder: Any) -> str | None:
-    """Why stills cannot be asked of an encoder: its slots begin from what a clip's first frame is told to have. None: they can."""
+    """Return why images cannot be scored, if slots start from objects of a clip's first frame; otherwise None."""
     if not getattr(encoder, "conditional", False):
         return None
-    return "root: these slots begin from the first frame's objects (hint), which stills do not tell; score clips (task: video_masks)"
+    return "root: these slots start from the first frame's objects (hint), which images lack. Score clips (task: video_masks)."
 
 
 MASKS = Task(
@@ -140,16 +136,16 @@ MASKS = Task(
 
 
 class ReconstructionTaskConfig(SetTaskConfig):
-    """Images with `.mask.png`, whose masks are not looked at; so that one set serves both tasks."""
+    """Images with `.mask.png`, whose masks are ignored, so that one set serves both tasks."""
 
     task: Literal["reconstruction"] = field("reconstruction", "Entry of sparo.tasks.")
 
 
 def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:
-    """MSE and PSNR of what is drawn; of features, the MSE alone."""
+    """Compute MSE and PSNR of the reconstruction; for features, MSE only."""
     source = open_set(task, "masks")
     encoder = scoring.encoder
-    assert isinstance(encoder, DrawingEncoder)  # what offers `drawing`
+    assert isinstance(encoder, DrawingEncoder)  # encoders with `drawing`
     view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error, measured=True)
     (features,) = scoring.features([source], task.workers, view=view)
 
@@ -162,7 +158,7 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
 
 def _incompatibility(task: ReconstructionTaskConfig, encoder: Any) -> str | None:
     if not getattr(encoder, "frame_scores", ("mse",)):
-        return f"root: this model draws {encoder.draws}, and a still has none to compare with; score clips (task: video_masks)"
+        return f"root: this model reconstructs {encoder.draws}, which a single image lacks. Score clips (task: video_masks)."
     return conditional_incompatibility(encoder)
 
 

@@ -1,5 +1,7 @@
-"""`task: slot_probe`, `task: scene_probe`: what slots of videos, or of posed scenes, say of positions, velocities and attributes, linearly,
-whichever slot has which object."""
+"""`task: slot_probe`, `task: scene_probe`: linear probes of positions, velocities and attributes from slots of videos, or of posed scenes.
+
+Probes do not depend on the order of slots.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from sparo_train.core.errors import DataError
 from .scene_encoder import EveryView
 from .video_task import EveryFrame, window_incompatibility
 
-_MIN_EPISODES = 4  # episodes: two to fit probes on, two to score them
+_MIN_EPISODES = 4  # episodes: two to fit probes, two to score them
 
 
 class ObjectProbeConfig(TaskConfig):
-    """What both probes have."""
+    """Keys of both probes."""
 
     root: str = field(..., "Folder of the data set.", examples=["data/movi_a/clips"])
     split: str = field("test", "Split that is used. Probes are fitted on every second clip and scored on the others.")
@@ -45,13 +47,13 @@ class ObjectProbeConfig(TaskConfig):
 
 
 class SlotProbeTaskConfig(ObjectProbeConfig):
-    """Episodes whose json tells their objects' positions (`sparo data movi-like`, MOVi's)."""
+    """Episodes whose JSON contains their objects' positions (`sparo data movi-like`, MOVi's)."""
 
     task: Literal["slot_probe"] = field("slot_probe", "Entry of sparo.tasks.")
 
 
 class SceneProbeTaskConfig(ObjectProbeConfig):
-    """Scenes whose json tells their objects' positions (`sparo data scenes3d`)."""
+    """Scenes whose JSON contains their objects' positions (`sparo data scenes3d`)."""
 
     task: Literal["scene_probe"] = field("scene_probe", "Entry of sparo.tasks.")
     num_context_views: int | None = field(
@@ -63,7 +65,7 @@ class SceneProbeTaskConfig(ObjectProbeConfig):
 
 
 class ProbeInput(NamedTuple):
-    """What is encoded for a probe: a set whose facts are `object_annotations`, how its samples are brought to the encoder, and slots (n, T, K, D)."""
+    """Input of a probe: a set with `object_annotations`, preprocessing of its samples, and slots (n, T, K, D)."""
 
     source: EvalSet
     transform: Transform
@@ -76,7 +78,7 @@ def _clip_probe_input(encoder: Any, task: SlotProbeTaskConfig) -> ProbeInput:
     num_hint_slots = encoder.slots if encoder.conditional else 0
     source = ObjectClipSet(task.root, task.frames, task.split, num_hint_slots)
     transform = EveryFrame(encoder.transform, encoder.conditional)
-    # Slots that were told where objects are say so: their positions are no finding.
+    # Slots whose hints contain positions are marked, because their positions are no result.
     options = {"trained_frames": encoder.trained_frames, "conditional": encoder.conditional}
     return ProbeInput(source, transform, "clips", lambda video: encoder.clip_slots(video, task.context_frames), options)
 
@@ -95,8 +97,10 @@ def _scene_probe_input(encoder: Any, task: SceneProbeTaskConfig) -> ProbeInput:
 
 
 def run_probe(scoring: Scoring, task: Any, make_probe_input: Callable[[Any, Any], ProbeInput]) -> Result:
-    """Scores of `evals/tasks/objects/slot_probe.py`, and of an untrained model of the same kind. Episodes with more objects than slots are counted
-    and left out."""
+    """Return the scores of `evals/tasks/objects/slot_probe.py`, also of an untrained model of the same kind.
+
+    Episodes with more objects than slots are skipped and counted.
+    """
     encoder: Any = scoring.encoder
     encoders = {"": encoder, **({"floor_": encoder.untrained()} if task.floor else {})}
     results: dict[str, Result] = {}
@@ -119,7 +123,7 @@ def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, 
     def encode(batch: Tensor) -> Tensor:
         return probe_input.slots(batch).float().flatten(1).cpu()
 
-    # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
+    # Name the effective value: by default, a binder sees as many times as in training, which its weights do not show.
     window = task.context_frames or probe_input.options["trained_frames"]
     view = View(f"slots of {probe_input.name}, window {window}", encode)
     (features,) = scoring.features([source], task.workers, probe_input.transform, view)
@@ -130,10 +134,10 @@ def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, 
         usable = [clip for clip in clips if 0 < clip.position.shape[1] <= encoder.slots]
         if len(usable) < _MIN_EPISODES:
             raise DataError(
-                f"{source.root}: {len(usable)} of {len(clips)} episodes have an object, and not more than {encoder.slots} slots; "
-                f"probes need {_MIN_EPISODES} at least"
+                f"{source.root}: {len(usable)} of {len(clips)} episodes have at least one and at most {encoder.slots} objects; "
+                f"probes need at least {_MIN_EPISODES}"
             )
-        # What every clip has: copies of MOVi differ in what they tell.
+        # Use annotations that every clip has, because copies of MOVi differ.
         numbers, words = (set.intersection(*(set(getattr(c, what)) for c in usable)) for what in ("numbers", "words"))
         usable = [
             c._replace(
@@ -166,11 +170,11 @@ def _clip(row: np.ndarray, fact: dict[str, Any], slots: int) -> slot_probe.Probe
 
 
 def _check(source: EvalSet, task: ObjectProbeConfig) -> None:
-    """Raise `DataError` now where there is no set, or too small a one: not behind an hour of training."""
+    """Raise `DataError` before training if the set is missing or too small."""
     source.check()
     count = min(len(source), task.limit or len(source))
     if count < _MIN_EPISODES:
-        raise DataError(f"{source.root}: {count} episode(s) are used, and probes need {_MIN_EPISODES} at least")
+        raise DataError(f"{source.root}: has {count} usable episode(s), but probes need at least {_MIN_EPISODES}")
 
 
 SLOT_PROBE = Task(

@@ -1,4 +1,4 @@
-"""Trained slot models of posed scenes as encoders: slots of shown views, and any view drawn from them."""
+"""Trained slot models of posed scenes as encoders: slots of context views, and renderings of any view."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..scenes3d.ray_decoder import RenderedRays
 from ..scenes3d.rays import Rays, pixel_rays
 from ..scenes3d.scene_model import SceneModel
 
-_UNKNOWN = -2.0  # in place of a score that there is none of; SSIM itself goes down to -1
+_UNKNOWN = -2.0  # in place of a missing score; SSIM itself is at least -1
 
 
 @dataclass(frozen=True)
 class EveryView:
-    """`Views` to (T, V, S, S, 9) fp32, each picture as `of` does it: colours in 0..1, origin and direction of its rays."""
+    """Transform of `Views` to (T, V, S, S, 9) fp32: images as in `of`, with colours in 0..1, origin and direction of rays."""
 
     of: Pixels
 
@@ -40,7 +40,7 @@ class EveryView:
         colours = (
             np.stack([np.stack([self.of(image) for image in row]) for row in views.images]).astype(np.float32) / 255
         )
-        # Lenses are cut as the pictures are, or rays would pass beside what they see.
+        # Crop lenses like the images, or rays would not match their pixels.
         lenses = np.stack([cut_lens(lens, width, height, size) for lens in views.lenses])
         shape = views.poses.shape[:2]
         poses, lens = torch.from_numpy(views.poses), torch.from_numpy(np.broadcast_to(lenses, (*shape, 4)).copy())
@@ -49,7 +49,7 @@ class EveryView:
 
 
 class RenderedViews(NamedTuple):
-    """Of n views. colours (n, 3, S, S) in 0..1.  labels (n, S, S).  depth (n, S, S) or None.  shares (n, K + E, S, S)."""
+    """Renderings of n views: colours (n, 3, S, S) in 0..1, labels (n, S, S), depth (n, S, S) or None, shares (n, K + E, S, S)."""
 
     colours: Tensor
     labels: Tensor
@@ -58,7 +58,7 @@ class RenderedViews(NamedTuple):
 
 
 class SceneEncoder(Encoder, ViewsEncoder):
-    """Slots begin from one draw, the same for every scene; rays are looked at in the middles of their bins."""
+    """Encoder whose initial slots come from one sample, the same for every scene; rays are sampled at the centres of bins."""
 
     takes_images = False
 
@@ -95,7 +95,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
 
     def encode(self, pixels: Tensor) -> Tensor:
         raise ConfigError(
-            f"{self.label}: takes views with their cameras, and these are images; score it with task: view_masks or scene_probe"
+            f"{self.label}: needs views with cameras, got images. Score it with task: view_masks or scene_probe."
         )
 
     def untrained(self) -> SceneEncoder:
@@ -108,14 +108,14 @@ class SceneEncoder(Encoder, ViewsEncoder):
 
     @torch.inference_mode()
     def slots_of(self, posed: Tensor, window: int | None = None) -> Tensor:
-        """Shown views (T, V, 9, S, S) of one scene to slots (T, K, D); of a binder each time's from its last `window` times."""
+        """Return slots (T, K, D) of the context views (T, V, 9, S, S) of one scene; for a binder, those of each time from its last `window` times."""
         if window is not None and not self.windowed:
             raise ConfigError(
-                f"context_frames={window}: is of a binder; other slots have seen what came before, or nothing"
+                f"context_frames={window}: applies to binders. Slots of this model depend on all earlier times, or on none."
             )
         noise = self.noise.to(self.device)[None]
         with self.autocast():
-            # Time by time: what fits into memory must not depend on how long an episode is.
+            # Time by time, so that memory does not depend on the length of an episode.
             tokens = torch.cat([self.model.tower.tokens(row[None, None]) for row in posed.to(self.device)], 1)
             grouping, last = self.model.tower.grouping, (window or self.trained_frames) if self.windowed else None
             if last is None or tokens.shape[1] <= last:
@@ -131,16 +131,16 @@ class SceneEncoder(Encoder, ViewsEncoder):
 
     @torch.inference_mode()
     def render(self, slots: Tensor, rays: Tensor) -> RenderedViews:
-        """Slots (n, K, D) seen along rays (n, 6, S, S)."""
+        """Render slots (n, K, D) along rays (n, 6, S, S)."""
         with self.autocast():
             rendered: RenderedRays = self.model.decoder(slots, flat_rays(rays.to(self.device)))
         side = rays.shape[-1]
         shares = rendered.shares.float().transpose(1, 2).unflatten(-1, (side, side))
-        # What no field has anything of (densities cut off at zero, no sky) is no slot's: a number of its own behind them.
+        # What no field covers (densities cut off at zero, no sky) is not a slot, and gets a number after them.
         nobody = shares.amax(1) <= 0
         labels = shares.argmax(1).masked_fill(nobody, shares.shape[1]).float()
         labels = labels.masked_fill(~shares.isfinite().all(1), torch.nan)
-        # Infinity would be cut to white, which can be scored.
+        # Infinity would be clipped to white, which can be scored.
         colours = rendered.colours.float().masked_fill(~rendered.colours.isfinite(), torch.nan)
         colours = colours.clamp(0, 1).transpose(1, 2).unflatten(-1, (side, side))
         depth = None if rendered.depth is None else rendered.depth.float().unflatten(-1, (side, side))
@@ -148,9 +148,9 @@ class SceneEncoder(Encoder, ViewsEncoder):
 
     @torch.inference_mode()
     def render_slots(self, slots: Tensor, rays: Tensor) -> Tensor:
-        """Every slot on its own on white: (n, K, 3, S, S)."""
+        """Render every slot alone on white: (n, K, 3, S, S)."""
         side, flat, parts = rays.shape[-1], flat_rays(rays.to(self.device)), []
-        step = max(1, self.model.decoder.max_rays(slots) // slots.shape[1])  # a picture per slot in place of one
+        step = max(1, self.model.decoder.max_rays(slots) // slots.shape[1])  # one image per slot instead of one
         for begin in range(0, side * side, step):
             with self.autocast():
                 parts.append(self.model.decoder.render_per_slot(slots, flat.chunk(begin, begin + step)).float())
@@ -163,10 +163,10 @@ class SceneEncoder(Encoder, ViewsEncoder):
             slots = self.slots_of(scene[:, :num_context_views], window)
             facts, labels, depths = [], [], []
             for own, views in zip(slots, scene.to(self.device), strict=True):
-                # A time's slots draw all of its views, those that made them and those that did not.
+                # All views of a time, context views and others, are rendered from its slots.
                 rendered = self.render(own.expand(len(views), -1, -1), views[:, 3:])
                 target = views[:, :3]
-                # Of pictures that no window fits into there is no SSIM; NaN for any other reason stays, and is refused.
+                # Images smaller than SSIM's window have no SSIM; NaN for any other reason is kept, and refused later.
                 similarity = ssim(rendered.colours, target)
                 similarity = similarity if similarity.isfinite().any() else torch.full_like(similarity, _UNKNOWN)
                 facts.append(
@@ -182,22 +182,21 @@ class SceneEncoder(Encoder, ViewsEncoder):
 
 
 def flat_rays(rays: Tensor) -> Rays:
-    """(n, 6, S, S), origins and directions, to rays row by row."""
+    """Rearrange (n, 6, S, S), origins and directions, to rays row by row."""
     origins, directions = rays.flatten(2).transpose(1, 2).split(3, -1)
     return Rays(origins.contiguous(), directions.contiguous())
 
 
 def copy_baselines(views: Tensor, num_context_views: int) -> tuple[Tensor, Tensor]:
-    """Of every view (V, 9, S, S) the error (V,) of the shown one whose camera is nearest in its place (its own place and where it looks), and of
-    the shown ones' mean colour: what a model has to beat."""
+    """Return the errors (V,) of baselines for every view (V, 9, S, S): the context view with the nearest camera, and the context views' mean colour."""
     side = views.shape[-1]
     eyes, ahead = views[:, 3:6, 0, 0], views[:, 6:, side // 2, side // 2]
     scale = torch.cdist(eyes, eyes).max().clamp(min=1e-6)
-    # Place and direction weigh alike: two cameras at one place may see different walls.
+    # Position and direction weigh equally, because two cameras at one position may see different walls.
     camera_distance = torch.cdist(eyes, eyes) / scale + torch.cdist(ahead, ahead)
     camera_distance[torch.arange(num_context_views), torch.arange(num_context_views)] = (
         torch.inf
-    )  # a shown view is not its own copy
+    )  # a context view is not its own copy
     nearest = camera_distance[:, :num_context_views].argmin(1)
     target, mean = views[:, :3], views[:num_context_views, :3].mean((0, 2, 3))
     return _mse(views[nearest, :3], target), _mse(mean[None, :, None, None].expand_as(target), target)
@@ -208,7 +207,7 @@ def _mse(first: Tensor, second: Tensor) -> Tensor:
 
 
 def scene_encoder(objective: NovelViews) -> SceneEncoder:
-    """The model that is trained."""
+    """Return the encoder of a trained objective."""
     c = objective.config
     return SceneEncoder(objective.model, c.frames.count, c.views.context)
 
@@ -216,7 +215,7 @@ def scene_encoder(objective: NovelViews) -> SceneEncoder:
 def row_parts(
     row: np.ndarray, shape: tuple[int, int], size: int
 ) -> tuple[Sequence[np.ndarray], np.ndarray, np.ndarray | None]:
-    """A row of `SceneEncoder.scenes` of (T, V) views: four tables (T, V), labels (T, V, S, S), depth or None."""
+    """Split a row of `SceneEncoder.scenes` for (T, V) views into four tables (T, V), labels (T, V, S, S), and depth or None."""
     views, pixels = shape[0] * shape[1], shape[0] * shape[1] * size * size
     facts = row[: 4 * views].reshape(*shape, 4)
     rest = row[4 * views :]

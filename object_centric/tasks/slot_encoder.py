@@ -1,4 +1,4 @@
-"""Trained slot models as encoders: slots for every task, masks for `masks`, objects for `objects`, and where slots look for pictures."""
+"""Trained slot models as encoders: slots for every task, masks for `masks`, objects for `objects`, and attention for pictures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from ..objectives.slot_tower import SlotTower, TowerOutput
 
 
 class TowerEncoder(Encoder):
-    """Slots begin from one draw, the same for every image: what a model says of an image must not depend on its neighbours.
+    """Encoder whose initial slots come from one sample, the same for every image, so that encodings do not depend on the batch.
 
     Args:
-        signed: pixels in -1..1.  seed: of this draw.
+        signed: pixels in -1..1.
+        seed: of the sample.
     """
 
     model: Any
@@ -40,7 +41,7 @@ class TowerEncoder(Encoder):
         super().__init__(model, level, (0.5,) * 3 if signed else (1.0,) * 3, label)
         self.image_size, self.slots = model.config.image_size, model.config.grouping.slots
         self.transform = MappedPixels(self.image_size, self.image_size, rgb_first=True)
-        # Drawn on the CPU: a GPU's stream has other numbers, and other slots.
+        # Sampled on the CPU, because a GPU's generator gives other values, and so other slots.
         self.noise = torch.randn(model.config.noise, generator=torch.Generator().manual_seed(seed))
         self.seed = seed
 
@@ -52,19 +53,25 @@ class TowerEncoder(Encoder):
     def architecture(self) -> str:
         config_json = self.model.config.model_dump_json(
             exclude={"encoder": {"cache"}}
-        )  # where features lie changes none of them
+        )  # the location of a cache changes no feature
         return f"{config_json} noise {self.seed}"
 
     @torch.inference_mode()
     def run_model(self, pixels: Tensor) -> Any:
-        """(n, 3, S, S) uint8 to what the model says of them."""
+        """Run the model on (n, 3, S, S) uint8."""
         with self.autocast():
             return self.model(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
 
 
 class Decomposition(NamedTuple):
-    """Of a batch, for pictures. soft_masks: (n, K, S, S).  reconstruction: (n, 3, S, S) in 0..1, slot_images: each slot's, (n, K, 3, S, S); None where
-    nothing, or no slot alone, is drawn."""
+    """Decomposition of a batch, for pictures.
+
+    Attributes:
+        soft_masks: (n, K, S, S).
+        reconstruction: (n, 3, S, S) in 0..1.
+        slot_images: of each slot, (n, K, 3, S, S). Both are None if the model does not reconstruct pixels, or not per
+            slot.
+    """
 
     soft_masks: Tensor
     reconstruction: Tensor | None
@@ -72,10 +79,13 @@ class Decomposition(NamedTuple):
 
 
 class ImageObjects(NamedTuple):
-    """Slots of one image, with where each of them is.
+    """Slots of one image, with their masks.
 
-    slots: (K, D) fp32.  masks: (K, S, S) fp32, each slot's share of every pixel of the model's view (`transform`), which sum to 1 over slots.
-    shares: (K,), the share of pixels in which a slot's mask is the largest; 0 for a slot that is not used.
+    Attributes:
+        slots: (K, D) fp32.
+        masks: (K, S, S) fp32, each slot's share of every pixel of the model's view (`transform`), which sum to 1 over
+            slots.
+        shares: (K,), the share of pixels in which a slot's mask is the largest; 0 for an unused slot.
     """
 
     slots: Tensor
@@ -84,7 +94,7 @@ class ImageObjects(NamedTuple):
 
 
 class MaskingEncoder(TowerEncoder, MasksEncoder):
-    """A model whose slots share an image."""
+    """Encoder of a model whose slots divide an image."""
 
     def objects(self, image: Image.Image) -> ImageObjects:
         """Return the slots of a PIL image, with their masks and shares.
@@ -101,19 +111,19 @@ class MaskingEncoder(TowerEncoder, MasksEncoder):
 
     @abstractmethod
     def soft_masks(self, pixels: Tensor) -> Tensor:
-        """(n, 3, S, S) uint8 -> fp32 (n, K, S, S), each slot's of every pixel, in the order of slots."""
+        """Return each slot's share of every pixel, fp32 (n, K, S, S), for (n, 3, S, S) uint8."""
 
     @abstractmethod
     def decompose(self, pixels: Tensor) -> Decomposition:
-        """The same with what is drawn."""
+        """Return masks and reconstructions."""
 
     def masks(self, pixels: Tensor) -> Tensor:
         soft_masks = self.soft_masks(pixels)
-        # The largest of NaNs is a number; what is stored has to show them, or they would be scored.
+        # argmax of NaN is a number, so NaN must be stored, or it would be scored.
         return soft_masks.argmax(1).float().masked_fill(~soft_masks.isfinite().all(1), torch.nan).flatten(1)
 
     def upsample_masks(self, soft_masks: Tensor) -> Tensor:
-        """Shares (n, K, s, s) to the image's size: smooth between patches, before anybody asks whose a pixel is."""
+        """Upsample shares (n, K, s, s) smoothly to the image's size, before masks are made by argmax."""
         size = (self.image_size, self.image_size)
         return (
             soft_masks.float()
@@ -122,12 +132,12 @@ class MaskingEncoder(TowerEncoder, MasksEncoder):
         )
 
     def denormalize(self, picture: Tensor) -> Tensor:
-        """What is drawn, back in 0..1."""
+        """Convert a reconstruction to 0..1."""
         return picture.float() * self.std + self.mean
 
 
 class SlotEncoder(MaskingEncoder, DrawingEncoder):
-    """A model that draws its slots."""
+    """Encoder of a model that reconstructs from slots."""
 
     masks_are = "decoder, patches' shares bilinear"
 
@@ -140,7 +150,7 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
         return self.model.config.target_side**2 * self.model.config.target_channels
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.run_model(pixels).slots.float().flatten(1)  # as every task takes them
+        return self.run_model(pixels).slots.float().flatten(1)  # in the form that every task takes
 
     def soft_masks(self, pixels: Tensor) -> Tensor:
         return self.upsample_masks(self.run_model(pixels).decoded.masks)
@@ -149,7 +159,7 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
         return self.to_decomposition(self.run_model(pixels).decoded)
 
     def to_decomposition(self, decoded: DecoderOutput) -> Decomposition:
-        """What is decoded, for pictures."""
+        """Convert decoded images, for pictures."""
         soft_masks = self.upsample_masks(decoded.masks)
         if self.draws != "pixels":
             return Decomposition(soft_masks, None, None)
@@ -161,20 +171,20 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
         return self.error_of(output.decoded, output.target)
 
     def error_of(self, decoded: DecoderOutput, target: Tensor) -> Tensor:
-        """(n, 1): mean squared error of each picture."""
+        """Return the mean squared error of each image, (n, 1)."""
         residual = decoded.image.float() - target
         if self.draws == "pixels":
-            residual = residual * self.std  # of -1..1 a pixel's error is twice that of 0..1
+            residual = residual * self.std  # in -1..1, a pixel's error is twice that in 0..1
         return residual.square().flatten(1).mean(1, keepdim=True)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and where they draw, for pictures: (n, K, S * S), each slot's shares of the pixels, brought to a sum of one."""
+        """Return slots and their masks for pictures: (n, K, S * S), normalized per slot to a sum of one."""
         output = self.run_model(self.stacked(pixels))
         return Slots(output.slots.float(), normalize_masks(output.decoded.masks))
 
 
 class GroupingEncoder(MaskingEncoder):
-    """A tower alone: masks are where slots look."""
+    """Encoder of a tower alone, whose masks are attention."""
 
     masks_are = "slots' attention, bilinear"
 
@@ -188,13 +198,13 @@ class GroupingEncoder(MaskingEncoder):
         return Decomposition(self.soft_masks(pixels), None, None)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and which tokens they took, for pictures: (n, K, s * s)."""
+        """Return slots and their attention to tokens for pictures: (n, K, s * s)."""
         output = self.run_model(self.stacked(pixels))
         return Slots(output.slots.float(), normalize_masks(output.attention))
 
 
 class SlateEncoder(GroupingEncoder, DrawingEncoder):
-    """A model that says its tokens: pictures are what is generated from slots."""
+    """Encoder of a model that predicts tokens, whose pictures are generated from slots."""
 
     draws = "pixels"
 
@@ -213,7 +223,7 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
     def decompose(self, pixels: Tensor) -> Decomposition:
         output = self.run_model(pixels)
         with self.autocast():
-            reconstruction = self.model.generate(output.slots).float().clamp(0, 1)  # as the authors' code cuts it
+            reconstruction = self.model.generate(output.slots).float().clamp(0, 1)  # clipped as in the authors' code
         return Decomposition(self.upsample_masks(output.attention), reconstruction, None)
 
     @torch.inference_mode()
@@ -224,7 +234,7 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
 
 
 class SetEncoder(TowerEncoder, ObjectsEncoder):
-    """A model that lists objects."""
+    """Encoder of a model that predicts a set of objects."""
 
     def encode(self, pixels: Tensor) -> Tensor:
         return self.run_model(pixels).tower_output.slots.float().flatten(1)
@@ -233,27 +243,27 @@ class SetEncoder(TowerEncoder, ObjectsEncoder):
         return self.run_model(pixels).objects.float().flatten(1)
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and which tokens they took, for pictures: (n, K, s * s)."""
+        """Return slots and their attention to tokens for pictures: (n, K, s * s)."""
         tower_output = self.run_model(self.stacked(pixels)).tower_output
         return Slots(tower_output.slots.float(), normalize_masks(tower_output.attention))
 
 
 def normalize_masks(soft_masks: Tensor) -> Tensor:
-    """Masks (n, K, s, s) to (n, K, s * s), every slot's of sum one."""
+    """Normalize masks (n, K, s, s) to (n, K, s * s) with a sum of one per slot."""
     flat = soft_masks.flatten(2).float()
     return flat / flat.sum(-1, keepdim=True).clamp(min=1e-12)
 
 
 def slot_encoder(objective: SlotAutoencoder) -> SlotEncoder:
-    """The model that is trained."""
+    """Return the encoder of a trained objective."""
     return SlotEncoder(objective.model, objective.config.signed)
 
 
 def set_encoder(objective: SetPrediction) -> SetEncoder:
-    """The model that is trained."""
+    """Return the encoder of a trained objective."""
     return SetEncoder(objective.model, objective.config.signed)
 
 
 def slate_encoder(objective: Slate) -> SlateEncoder:
-    """The model that is trained."""
+    """Return the encoder of a trained objective."""
     return SlateEncoder(objective.model, signed=False)

@@ -1,4 +1,4 @@
-"""Trained slot models of videos as encoders: slots and masks of clips, of any length; an image is a clip of one frame."""
+"""Trained slot models of videos as encoders: slots and masks of clips of any length; an image is a clip of one frame."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from ..video.video_slate import VideoSlate
 from ..video.video_tower import TimedTower, TimedTowerConfig
 from .slot_encoder import Decomposition, MaskingEncoder, SlotEncoder, normalize_masks
 
-_FRAMES = 64  # that are drawn at once
+_FRAMES = 64  # frames that are decoded at once
 
 
 class TimedEncoder(MaskingEncoder, ClipsEncoder):
-    """A model that makes slots of videos. Where its slots are told of the first frame a clip has a fourth plane, of which only that
-    frame's is looked at: an object's number per pixel.
+    """Encoder of a model of videos.
+
+    If slots have hints, a clip has a fourth plane with object numbers, of which only the first frame is used.
 
     Args:
-        trained_frames: how long the clips of its training were.
+        trained_frames: length of the clips in training.
     """
 
     def __init__(self, model: Any, signed: bool, trained_frames: int, label: str = ""):
@@ -50,39 +51,44 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
 
     @abstractmethod
     def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
-        """Of slots (n, K, D) and attention (n, K, N) of n frames: shares (n, K, s, s) that are their masks, and what is drawn."""
+        """Return the masks (n, K, s, s) of n frames with slots (n, K, D) and attention (n, K, N), and the decoded output."""
 
     @abstractmethod
     def to_decomposition(self, output: GroupingOutput) -> Decomposition:
-        """The same for pictures."""
+        """Convert decoded output, for pictures."""
 
     def errors_of(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
-        """(n,): mean squared error of every frame as it is drawn, in 0..1; -1 where its pixels are not."""
+        """Return the mean squared error (n,) of every frame's reconstruction in 0..1; -1 if it does not reconstruct pixels."""
         return torch.full((len(frames),), -1.0, device=self.device)
 
     def generation_errors(self, output: GroupingOutput, frames: Tensor) -> Tensor:
-        """(n,): the same of frames that are said token by token."""
-        raise ConfigError(f"{self.label}: draws its frames at once; leave drawn away")
+        """Return the same (n,) for frames that are generated token by token."""
+        raise ConfigError(
+            f"{self.label}: decodes its frames at once, so there are no generated ones. Remove generate_frames."
+        )
 
     @torch.inference_mode()
     def clip_groups(self, video: Tensor, window: int | None = None) -> list[GroupingOutput]:
-        """Slots (T, K, D) and attention (T, K, N) of each of (n, T, 3, S, S) uint8, or of four planes. `window`: see `clips`; a binder has
-        those of its training's clips where none is given.
+        """Yield slots (T, K, D) and attention (T, K, N) of each clip in (n, T, 3, S, S) uint8, or with four planes.
+
+        Args:
+            video: the clips.
+            window: number of context frames of a binder, see `clips`; None: the length of training clips.
 
         Raises:
-            ConfigError: a window for slots that go from frame to frame; or slots that are told, and nothing is.
+            ConfigError: a window for slots that are carried from frame to frame, or missing hints.
         """
         if not self.windowed and window is not None:
             raise ConfigError(
-                f"context_frames={window}: is of a binder; slots that go from frame to frame have seen all of the earlier ones"
+                f"context_frames={window}: applies to binders. Slots of this model depend on all earlier frames."
             )
         if self.conditional and video.shape[2] != 4:
             raise ConfigError(
-                "these slots begin from the first frame's objects (hint), and nothing says which these are; give clips with masks"
+                "these slots start from the first frame's objects (hint), which are missing. Give clips with masks."
             )
         outputs = []
-        for clip in video:  # one by one, as its neighbours must not decide what fits into memory
-            # By frames, not by clips: what is drawn at once has a bound whatever T is.
+        for clip in video:  # one by one, so that memory does not depend on the batch
+            # By frames instead of clips, so that the decoded part has a bound for any T.
             tokens = torch.cat([self._tokens(part) for part in clip[:, :3].split(_FRAMES)])
             hint = clip[None, 0, 3].to(self.device) if self.conditional else None
             outputs.append(
@@ -91,11 +97,11 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return outputs
 
     def clip_slots(self, video: Tensor, window: int | None = None) -> Tensor:
-        """(n, T, K, D), see `clip_groups`."""
+        """Return slots (n, T, K, D), see `clip_groups`."""
         return torch.stack([output.slots for output in self.clip_groups(video, window)])
 
     def untrained(self) -> TimedEncoder:
-        """With first weights of seed 0."""
+        """Return the same model with the initial weights of seed 0."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = type(self.model)(self.model.config).to(self.device).eval()
@@ -104,7 +110,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return made
 
     def decompose_clips(self, video: Tensor, window: int | None = None) -> list[Decomposition]:
-        """What each clip's frames are drawn as, for pictures: one for each, of its T frames."""
+        """Yield the decoded frames of each clip, for pictures."""
         return [self.to_decomposition(output) for output in self.clip_groups(video, window)]
 
     @torch.inference_mode()
@@ -122,7 +128,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return torch.stack(rows)
 
     def encode_stills(self, pixels: Tensor) -> GroupingOutput:
-        """Images (n, 3, S, S) as clips of one frame."""
+        """Encode images (n, 3, S, S) as clips of one frame."""
         return GroupingOutput(
             *(torch.cat(tables) for tables in zip(*self.clip_groups(pixels[:, None], None), strict=True))
         )
@@ -137,7 +143,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return self.to_decomposition(self.encode_stills(pixels))
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
-        """Slots and where they are, for pictures: (n, K, s * s), each slot's shares, brought to a sum of one."""
+        """Return slots and their masks for pictures: (n, K, s * s), normalized per slot to a sum of one."""
         output = self.encode_stills(self.stacked(pixels))
         return Slots(output.slots.float(), normalize_masks(self.soft_masks_of(output)[0]))
 
@@ -146,7 +152,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
             return self.model.frame_tokens(self.normalised(frames))
 
     def _group_slots(self, tokens: Tensor, hint: Tensor | None, window: int | None) -> GroupingOutput:
-        """Of tokens (1, T, N, F); of a window, each frame's slots from its last `window` frames."""
+        """Group tokens (1, T, N, F); with a window, each frame's slots depend on its last `window` frames."""
         noise = self.noise.to(self.device).expand(1, -1, -1)
         with self.autocast():
             tower = self.model.tower
@@ -154,7 +160,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
                 outputs = [tower.group_tokens(tokens, noise, hint)]
             else:
                 outputs = [tower.group_tokens(tokens[:, :window], noise, hint)]
-                # From scratch for each window, as in training: what a frame sees is never more than that.
+                # Recompute each window from scratch, as in training, so that a frame never sees more than that.
                 for end in range(window + 1, tokens.shape[1] + 1):
                     last = tower.group_tokens(tokens[:, end - window : end], noise, hint)
                     outputs.append(GroupingOutput(*(table[:, -1:] for table in last)))
@@ -162,7 +168,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
 
 
 class VideoEncoder(TimedEncoder, DrawingEncoder):
-    """A model that draws its slots."""
+    """Encoder of a model that reconstructs from slots."""
 
     masks_are = SlotEncoder.masks_are
 
@@ -173,7 +179,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
 
     @property
     def frame_scores(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Decibels are of pixels in 0..1; of flow there is no error, as frames do not hold it.
+        # PSNR applies to pixels in 0..1; flow has no error here, because frames do not contain it.
         return {"pixels": ("mse", "psnr"), "features": ("mse",)}.get(self.model.config.target, ())
 
     @property
@@ -194,7 +200,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
             return Decomposition(
                 self.upsample_masks(soft_masks), self.denormalize(decoded.image), self.denormalize(decoded.slot_images)
             )
-        if self.draws.startswith("flow"):  # its colours; depth beside it is left out
+        if self.draws.startswith("flow"):  # its colours, without depth
             return Decomposition(
                 self.upsample_masks(soft_masks), decoded.image[:, :3].float(), decoded.slot_images[:, :, :3].float()
             )
@@ -208,20 +214,20 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
             with self.autocast():
                 pixels = self.model.tower.encoder(pixels).permute(0, 3, 1, 2).float()
         residual = decoded.image.float() - pixels
-        # Of -1..1 a pixel's error is twice that of 0..1.
+        # In -1..1, a pixel's error is twice that in 0..1.
         return (residual * self.std if self.draws == "pixels" else residual).square().flatten(1).mean(1)
 
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
         if not self.frame_scores:
             raise ConfigError(
-                f"model.target={self.draws}: a still has none to compare with; score clips (task: video_masks)"
+                f"model.target={self.draws}: a single image has none to compare with. Score clips (task: video_masks)."
             )
         return self.errors_of(self.soft_masks_of(self.encode_stills(pixels))[1], pixels)[:, None]
 
 
 class TimedGroupingEncoder(TimedEncoder):
-    """A tower of videos, without what draws: masks are where slots look."""
+    """Encoder of a video tower without a decoder, whose masks are attention."""
 
     masks_are = "slots' attention, bilinear"
 
@@ -234,19 +240,19 @@ class TimedGroupingEncoder(TimedEncoder):
 
 
 class TowerModel(nn.Module):
-    """A tower of videos as what a `TimedEncoder` takes."""
+    """Video tower in the form of a model that a `TimedEncoder` takes."""
 
     def __init__(self, config: TimedTowerConfig):
         super().__init__()
         self.config, self.tower = config, TimedTower(config)
 
     def frame_tokens(self, frames: Tensor) -> Tensor:
-        """Frames (n, 3, S, S) to what slots group, (n, s * s, F)."""
+        """Return the tokens that slots group, (n, s * s, F), of frames (n, 3, S, S)."""
         return self.tower.tokens(frames)[0]
 
 
 class VideoSlateEncoder(TimedGroupingEncoder):
-    """A model that says its tokens: pictures are what is generated from slots."""
+    """Encoder of a model that predicts tokens, whose pictures are generated from slots."""
 
     generates = True
 
@@ -259,17 +265,17 @@ class VideoSlateEncoder(TimedGroupingEncoder):
         return (self._generate_frames(output) - frames.to(self.device) / 255).square().flatten(1).mean(1)
 
     def _generate_frames(self, output: GroupingOutput) -> Tensor:
-        """Frames (n, 3, S, S) in 0..1; NaN where no token is."""
+        """Generate frames (n, 3, S, S) in 0..1; NaN if there is no valid token."""
         with self.autocast():
             frames = torch.cat([self.model.generate(some) for some in output.slots.split(_FRAMES)])
         return frames.float().clamp(0, 1)
 
 
 def video_encoder(objective: VideoAutoencoder) -> VideoEncoder:
-    """The model that is trained."""
+    """Return the encoder of a trained objective."""
     return VideoEncoder(objective.model, objective.config.signed, objective.config.frames.count)
 
 
 def video_slate_encoder(objective: VideoSlate) -> VideoSlateEncoder:
-    """The model that is trained."""
+    """Return the encoder of a trained objective."""
     return VideoSlateEncoder(objective.model, False, objective.config.frames.count)

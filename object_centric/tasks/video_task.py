@@ -1,4 +1,4 @@
-"""`task: video_masks`: how well a slot model's masks follow the objects of videos, and how near its frames are."""
+"""`task: video_masks`: how well a slot model's masks follow the objects of videos, and how accurate its frames are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparo_train.core.errors import DataError
 
 from .mask_task import transform_label_image, transform_mask
 
-_FRAME_METRICS = ("psnr", "mse")  # they need no object
+_FRAME_METRICS = ("psnr", "mse")  # scores that need no object
 
 
 class VideoMasksTaskConfig(TaskConfig):
@@ -51,7 +51,7 @@ class VideoMasksTaskConfig(TaskConfig):
     generate_frames: bool = field(
         False, "For models that predict tokens (STEVE): generate frames from slots, for mse and psnr. Slow."
     )
-    background: int | None = field(0, "Label of the background, which is no object. null: all labels are objects.")
+    background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
     ignore: int | None = field(None, "Label of pixels that are excluded from scores. null: none.", examples=[255])
     headline: Literal[
         "video_fg_ari",
@@ -70,13 +70,13 @@ class VideoMasksTaskConfig(TaskConfig):
     @model_validator(mode="after")
     def _some_frames(self) -> Self:
         if self.frames == 1 and not self.first_frame:
-            raise ValueError("first_frame=false: frames=1 leaves none to count; set frames to 2 or more")
+            raise ValueError("first_frame=false: frames=1 leaves no frame to score. Set frames to 2 or more.")
         return self
 
 
 @dataclass(frozen=True)
 class EveryFrame:
-    """Images of a clip to (T, S, S, 3), each as `of` does it; `told`: the last of them is labels, which become a fourth plane of all frames."""
+    """Transform of a clip's images to (T, S, S, 3), each as in `of`; `told`: the last image is labels, which become a fourth plane of all frames."""
 
     of: Pixels
     with_labels: bool = False
@@ -90,30 +90,30 @@ class EveryFrame:
 
 
 def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEncoder) -> str | None:
-    """Why a task's window is none for this encoder; None: it can have one, or the task has none."""
+    """Return why this encoder does not support the task's number of context frames, or None."""
     if window is None or encoder.windowed:
         return None
-    return f"context_frames={window}: is of slots that see a clip at once; these have seen all that came before, or one frame alone; set null"
+    return f"context_frames={window}: applies to models that process a clip at once; slots of this model depend on all earlier frames, or one. Set null."
 
 
 def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
-    """The episodes of a task; `num_hint_slots`: see `ClipSet`. Raises `DataError` where they are not there."""
+    """Return the episodes of the task; for `num_hint_slots` see `ClipSet`. Raises `DataError` if they are missing."""
     clips = ClipSet(task.root, task.frames, task.split, num_hint_slots)
     return clips if task.limit is None else Limited(clips, task.limit)
 
 
 def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
-    """Scores of `evals/tasks/objects/clip_segmentation.py`, at the model's size; true masks are brought to it by their nearest pixel."""
+    """Return the scores of `evals/tasks/objects/clip_segmentation.py`, at the model's size; true masks are resized by nearest neighbours."""
     encoder = scoring.encoder
-    assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)  # what offers `clips`
-    assert isinstance(encoder.transform, Pixels)  # what a ClipsEncoder has
+    assert isinstance(encoder, Encoder) and isinstance(encoder, ClipsEncoder)  # encoders with `clips`
+    assert isinstance(encoder.transform, Pixels)  # encoders of clips have it
     source = open_clips(task, encoder.slots if encoder.conditional else 0)
     size, window = encoder.image_size, task.context_frames
 
     def encode(video: Tensor) -> Tensor:
         return encoder.clips(video, window, generated=task.generate_frames)
 
-    # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
+    # Name the effective value: by default, a binder sees as many times as in training, which its weights do not show.
     context_frames = window or encoder.trained_frames
     view_name = f"clips: {encoder.masks_are}, window {context_frames}" + (", drawn" if task.generate_frames else "")
     view = View(view_name, encode, measured=True)
@@ -134,7 +134,7 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
         if task.headline not in result.metrics or not (result.n or task.headline in _FRAME_METRICS):
             raise DataError(
-                f"{source.root}: not one episode has {task.headline}; background={task.background} is the label that is no object"
+                f"{source.root}: no episode has {task.headline}; background={task.background} is the label of no object"
             )
         return result.headed(task.headline)
 
@@ -154,12 +154,12 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
 
 def _incompatibility(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
     if task.generate_frames and not encoder.generates:
-        return "generate_frames=true: is of models that say their frames token by token; leave it away"
+        return "generate_frames=true: applies to models that generate frames token by token. Remove it."
     if task.headline in _FRAME_METRICS and encoder.generates and not task.generate_frames:
-        return f"headline={task.headline}: this model draws no frames unless it is asked to; set generate_frames: true, or video_fg_ari"
+        return f"headline={task.headline}: this model generates frames only on request. Set generate_frames: true, or video_fg_ari."
     if task.headline in _FRAME_METRICS and task.headline not in encoder.frame_scores and not task.generate_frames:
         other = encoder.frame_scores[0] if encoder.frame_scores else "video_fg_ari"
-        return f"headline={task.headline}: this model draws no {'frames' if other != 'mse' else 'pixels'} to compare with; set {other}"
+        return f"headline={task.headline}: this model has no {'frames' if other != 'mse' else 'pixels'} to compare. Set {other}."
     return window_incompatibility(task.context_frames, encoder)
 
 

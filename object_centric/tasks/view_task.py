@@ -1,4 +1,4 @@
-"""`task: view_masks`: how near held-out views are that slots of shown ones draw, and how well slots follow objects over time and cameras."""
+"""`task: view_masks`: accuracy of held-out views rendered from slots of context views, and of slots' masks over time and cameras."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ViewMasksTaskConfig(TaskConfig):
         gt=0,
         examples=[6],
     )
-    background: int | None = field(0, "Label of the background, which is no object. null: all labels are objects.")
+    background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
     far: float = field(50.0, "Depth is compared where it is below this, in world units. The sky has no depth.", gt=0)
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
@@ -62,32 +62,32 @@ class ViewMasksTaskConfig(TaskConfig):
 
 
 def open_views(task: ViewMasksTaskConfig) -> EvalSet:
-    """The scenes of a task. Raises `DataError` where they are not there."""
+    """Return the scenes of the task. Raises `DataError` if they are missing."""
     scenes = ViewSet(task.root, task.frames, task.views, task.split)
     return scenes if task.limit is None else Limited(scenes, task.limit)
 
 
 def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
-    """Scores of `evals/tasks/objects/view_scores.py`, at the model's size; true masks and depth are brought to it by their nearest pixel.
+    """Return the scores of `evals/tasks/objects/view_scores.py`, at the model's size; true masks and depth are resized by nearest neighbours.
 
     Raises:
-        DataError: as many views are shown as there are, or no scene has the headline.
+        DataError: all views are context views, or no scene has the headline.
     """
     encoder = scoring.encoder
-    assert isinstance(encoder, Encoder) and isinstance(encoder, ViewsEncoder)  # what offers `views`
+    assert isinstance(encoder, Encoder) and isinstance(encoder, ViewsEncoder)  # encoders with `views`
     assert isinstance(encoder.transform, Pixels)
     source, size, window = open_views(task), encoder.image_size, task.context_frames
     num_context_views = task.num_context_views or encoder.trained_views
     views = (source.whole if isinstance(source, Limited) else source).views  # type: ignore[attr-defined]
     if num_context_views >= views:
         raise DataError(
-            f"{source.root}: {views} views are scored, and {num_context_views} are shown, which leaves none to hold out; set num_context_views to less"
+            f"{source.root}: {num_context_views} of {views} views are context views, which leaves none to score. Reduce num_context_views."
         )
 
     def encode(posed: Tensor) -> Tensor:
         return encoder.scenes(posed, num_context_views, window).cpu()
 
-    # As it comes out: a binder that is not told sees as many times as in training, which its weights do not say.
+    # Name the effective value: by default, a binder sees as many times as in training, which its weights do not show.
     view = View(f"scenes, {num_context_views} shown, window {window or encoder.trained_frames}", encode, measured=True)
     (features,) = scoring.features([source], task.workers, EveryView(encoder.transform), view)
 
@@ -96,7 +96,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
         clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, features.facts, strict=True))
         result = view_scores.score(clips, num_context_views, task.far, task.background, encoder.ends)
         if task.headline not in result.metrics:
-            raise DataError(f"{source.root}: not one scene has {task.headline}; set headline to another score")
+            raise DataError(f"{source.root}: no scene has {task.headline}. Set headline to another score.")
         return result.headed(task.headline)
 
     shape = np.asarray(features.facts[0]).shape
@@ -116,7 +116,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
 
 
 def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.ViewedClip:
-    """A stored row and (2, T, V, H, W) of true labels and depths."""
+    """Return a stored row and (2, T, V, H, W) of true labels and depths."""
     (errors, ssim, nearest, mean), labels, depth = row_parts(row, fact.shape[1:3], encoder.image_size)
     true_masks = np.stack([np.stack([transform_mask(encoder, plane) for plane in views]) for views in fact[0]])
     true_depth = np.stack([np.stack([_transform_depth(encoder, plane) for plane in views]) for views in fact[1]])
@@ -125,20 +125,20 @@ def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.Vi
 
 
 def _transform_depth(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
-    """A depth map cut and scaled as labels are: between an edge and what is behind it there is nothing."""
-    # Numbers of pixels, brought by the nearest one: depth is then taken from where a label is.
+    """Resize and crop a depth map like labels, because there is nothing between an edge and what is behind it."""
+    # Pixel indices, resized by nearest neighbours, so that depth comes from the same pixels as labels.
     numbers = np.arange(plane.size, dtype=np.int32).reshape(plane.shape)
     return plane.reshape(-1)[transform_mask(encoder, numbers)]
 
 
 def _incompatibility(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
     if task.headline == "depth_error" and not encoder.predicts_depth:
-        return "headline=depth_error: this model's decoder says no depth (nerf does); set psnr_held_out"
+        return "headline=depth_error: the decoder of this model has no depth (nerf has). Set psnr_held_out."
     num_context_views, views = task.num_context_views or encoder.trained_views, task.views
-    with suppress(DataError):  # what is not there is the check's to tell
+    with suppress(DataError):  # the check of the set reports missing data
         views = views or ViewSet(task.root, task.frames, None, task.split).views
     if views is not None and num_context_views >= views:
-        return f"views={views}: {num_context_views} of them are shown, which leaves none to hold out; set num_context_views to less"
+        return f"views={views}: {num_context_views} of them are context views, which leaves none to score. Reduce num_context_views."
     return window_incompatibility(task.context_frames, encoder)
 
 

@@ -23,10 +23,11 @@ from .video_tower import TimedTowerConfig
 
 @dataclass(frozen=True)
 class FrameTransform:
-    """A square of `size` pixels a side.
+    """Crop to a square of `size` pixels per side.
 
     Args:
-        box: what of a frame it shows; None: the middle, as evaluation cuts it.  flip: mirrored.
+        box: crop box; None: the centre, as in evaluation.
+        flip: mirror.
     """
 
     size: int
@@ -37,31 +38,31 @@ class FrameTransform:
     def sample(
         cls, size: int, frame: tuple[int, int], scale: tuple[float, float], hflip: float, rng: np.random.Generator
     ) -> FrameTransform:
-        """One for all frames (width, height) of a clip: RandomResizedCrop's box, or the middle where `scale` is (1, 1)."""
+        """Sample one transform for all frames (width, height) of a clip: RandomResizedCrop's box, or the centre if `scale` is (1, 1)."""
         box = None if scale == (1.0, 1.0) else random_resized_crop_box(frame, scale, rng)
         return cls(size, box, hflip > 0 and bool(rng.random() < hflip))
 
     def picture(self, frame: np.ndarray) -> np.ndarray:
-        """(H, W, 3) uint8 to (S, S, 3)."""
+        """Transform (H, W, 3) uint8 to (S, S, 3)."""
         return self._maybe_flip(self._resize(Image.fromarray(frame), Image.Resampling.BICUBIC))
 
     def labels(self, plane: np.ndarray) -> np.ndarray:
-        """(H, W) numbers to (S, S) int32, by the nearest pixel: labels have no mean."""
+        """Transform (H, W) labels to (S, S) int32, by nearest neighbours, because labels cannot be averaged."""
         return self._maybe_flip(self._resize(Image.fromarray(plane.astype(np.int32)), Image.Resampling.NEAREST))
 
     def depth(self, plane: np.ndarray) -> np.ndarray:
-        """(H, W) fp32 to (S, S)."""
+        """Transform (H, W) fp32 to (S, S)."""
         return self._maybe_flip(self._resize(Image.fromarray(plane), Image.Resampling.BILINEAR))
 
     def flow(self, plane: np.ndarray) -> np.ndarray:
-        """(H, W, 2) rows and columns in pixels to (S, S, 2) in pixels of what is shown."""
+        """Transform (H, W, 2), rows and columns in pixels, to (S, S, 2) in pixels of the crop."""
         height, width = plane.shape[:2]
         if self.box is None:
             tall, wide = self.size / min(height, width), self.size / min(height, width)
         else:
             tall, wide = self.size / self.box.height, self.size / self.box.width
         rows, columns = self.depth(plane[..., 0].copy()), self.depth(plane[..., 1].copy())
-        # Mirrored, what moved left moves right; rows stay.
+        # Mirroring changes the sign of columns only.
         return np.stack([rows * tall, columns * (-wide if self.flip else wide)], axis=-1)
 
     def _resize(self, image: Image.Image, filter: Image.Resampling) -> np.ndarray:
@@ -74,28 +75,28 @@ class FrameTransform:
 
 
 def flow_colours(flow: np.ndarray) -> np.ndarray:
-    """Flow (S, S, 2) in pixels as a picture (S, S, 3) uint8: direction its hue, length its saturation, stillness white.
+    """Show flow (S, S, 2) in pixels as an image (S, S, 3) uint8: hue for direction, saturation for length, white for no motion.
 
-    Of slot-attention-video's `flow_tensor_to_rgb_tensor`: saturated from a fiftieth of the picture's diagonal on.
+    As slot-attention-video's `flow_tensor_to_rgb_tensor`: saturated from a fiftieth of the image's diagonal on.
     """
     first, second = flow[..., 0].astype(np.float32), flow[..., 1].astype(np.float32)
     hue = (np.arctan2(second, first) / np.pi + 1) / 2
     length = np.hypot(first, second) * np.float32(50 / np.hypot(*flow.shape[:2]))
-    # HSV of value one: a colour is what of white its distance in hue leaves (red, green, blue at 5, 3, 1 sixths).
+    # HSV with value one: a colour is white minus its distance in hue (red, green, blue at 5, 3, 1 sixths).
     hue_phase = (np.array([5, 3, 1], np.float32) + 6 * hue[..., None]) % 6
     left = 1 - np.clip(length, 0, 1)[..., None] * np.clip(np.minimum(hue_phase, 4 - hue_phase), 0, 1)
     return (left * 255 + 0.5).astype(np.uint8)
 
 
 class ClipExamples(Examples):
-    """`video` (B, T, 3, S, S) uint8 and `noise` (B, K, D) fp32. Which frames, which crop, and the noise are the visit's own draw.
+    """Clips: `video` (B, T, 3, S, S) uint8 and `noise` (B, K, D) fp32. The frames, the crop and the noise are random per visit.
 
-    As far as they are asked for: `flow` (B, T, 3, S, S) uint8, where points of a frame were one frame of the episode before, as
-    colours; `depth` (B, T, 1, S, S) fp32, log(1 + depth); `hint` (B, S, S) uint8, an object's number per pixel of the first frame.
-    Clips that are not cropped at random (`crop_scale: [1, 1]`) are cut as evaluation cuts them, also where they are not square.
+    If requested: `flow` (B, T, 3, S, S) uint8, the displacement of points since the previous frame of the episode, as
+    colours; `depth` (B, T, 1, S, S) fp32, log(1 + depth); `hint` (B, S, S) uint8, object numbers in the first frame.
+    Clips without random crops (`crop_scale: [1, 1]`) are cropped as in evaluation, even if they are not square.
 
     Args:
-        planes: of `flow`, `depth`, those that are drawn.
+        planes: the targets among `flow`, `depth`.
     """
 
     def __init__(self, config: DataConfig, model: TimedTowerConfig, frames: FramesConfig, planes: Sequence[str] = ()):
@@ -107,13 +108,13 @@ class ClipExamples(Examples):
     ) -> Any:
         c = self.config
         episode = Episode(fields, source.config.image_keys, c.pixel_range)
-        # Frames first: whatever else is drawn then comes from the same stream in the same order.
+        # Frames first, so that later random numbers come from the same stream in the same order.
         times = self.frames.window(len(episode), rng)
         pictures = [episode.image(t) for t in times]
         planes = {"flow": episode.flow, "depth": episode.depth}
         plane_frames = {name: [planes[name](t) for t in times] for name in self.planes}
         labels = [episode.labels(times[0])] if self.num_hint_slots else []
-        # Of all planes at once: a mask of another size than its picture would be cut elsewhere.
+        # Compare sizes of all planes, because a mask of another size would be cropped elsewhere.
         if (
             len(
                 {
@@ -123,7 +124,7 @@ class ClipExamples(Examples):
             )
             > 1
         ):
-            raise BadSampleError("frames of unequal size")
+            raise BadSampleError("frames have unequal sizes")
         on_stage("decode")
         height, width = pictures[0].shape[:2]
         cut = FrameTransform.sample(self.image_size, (width, height), c.crop_scale, c.hflip, rng)
@@ -132,7 +133,7 @@ class ClipExamples(Examples):
         if "flow" in plane_frames:
             example["flow"] = np.stack([flow_colours(cut.flow(t)) for t in plane_frames["flow"]]).transpose(0, 3, 1, 2)
         if "depth" in plane_frames:
-            # Depths of metres and of a background far away: the logarithm keeps both in sight.
+            # Depths of metres and of a distant background: the logarithm keeps both in range.
             example["depth"] = np.log1p(np.stack([cut.depth(t) for t in plane_frames["depth"]])).astype(np.float32)[
                 :, None
             ]
@@ -145,12 +146,12 @@ class ClipExamples(Examples):
         return {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
-        """The first frames."""
+        """Return the first frames."""
         return as_samples(batch["video"][:count, 0])
 
 
 def hint_labels(labels: np.ndarray, slots: int) -> np.ndarray:
-    """A first frame's labels as a hint, uint8. Raises `BadSampleError` where an object's number is no slot's."""
+    """Return a first frame's labels as a hint, uint8. Raises `BadSampleError` if an object number exceeds the slots."""
     if labels.min() < 0 or labels.max() >= min(slots, 256):
         raise BadSampleError("more objects than slots")
     return labels.astype(np.uint8)

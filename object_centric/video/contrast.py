@@ -1,4 +1,4 @@
-"""What videos teach slots beside what is drawn: to stay with their object (SlotContrast), and where patches go (VideoSAUR)."""
+"""Losses for slots of videos in addition to reconstruction: contrast over time (SlotContrast), and motion of patches (VideoSAUR)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparo_train.core.distributed import Ring
 
 
 class ContrastConfig(Frozen):
-    """A slot is to be nearer to itself a frame before than any other slot (Manasyan et al. 2025)."""
+    """Contrast over time: a slot should be nearer to itself in the previous frame than to any other slot (Manasyan et al. 2025)."""
 
     weight: float = field(0.5, "Weight of the contrastive loss relative to the reconstruction loss.", gt=0)
     temperature: float = field(0.1, "Temperature of the softmax over cosines.", gt=0)
@@ -23,7 +23,7 @@ class ContrastConfig(Frozen):
 
 
 class SimilarityConfig(Frozen):
-    """Slots draw how like every patch is to those of the next frame (Zadaianchuk et al. 2023)."""
+    """Prediction from slots of the similarity of every patch to those of the next frame (Zadaianchuk et al. 2023)."""
 
     weight: float = field(0.1, "Weight of the similarity loss relative to that of features, if both are used.", gt=0)
     temperature: float = field(0.075, "Temperature of the softmax over cosines of patches.", gt=0)
@@ -31,33 +31,36 @@ class SimilarityConfig(Frozen):
 
 
 def slot_contrast(slots: Tensor, config: ContrastConfig, ring: Ring | None = None) -> Tensor:
-    """Slots (b, T, K, D) of this rank's videos to a mean over its slots, all frames but the first: the cross-entropy of a slot's earlier self
-    among the earlier slots of its time, softmax over cosines. The mean over ranks is that of the global batch.
+    """Return the contrastive loss of slots (b, T, K, D) of this rank's videos, averaged over its slots in all frames but the first.
 
-    As the released code, where "class" is the earlier slot: each later one chooses.
+    It is the cross-entropy of a slot's previous self among the previous slots of all videos, with softmax over cosines.
+    The mean over ranks is the loss of the global batch. As in the released code, the "class" is the earlier slot, and
+    each later one chooses.
     """
     b, times, k, _ = slots.shape
     exact = torch.promote_types(slots.dtype, torch.float32)
-    # Cosines in fp32: a softmax of them over a tenth tells differences in the third digit.
+    # Cosines in fp32, because a softmax with temperature 0.1 needs the third digit.
     unit_slots = F.normalize(slots.to(exact), dim=-1).transpose(0, 1)  # (T, b, K, D)
     if config.others == "video":
         logits = unit_slots[1:] @ unit_slots[:-1].transpose(-1, -2) / config.temperature  # (T - 1, b, K, K)
         target_slots = torch.arange(k, device=slots.device).expand(times - 1, b, k)
         return F.cross_entropy(logits.flatten(0, 2), target_slots.flatten())
     ring = ring or Ring()
-    # Of all ranks: what a slot is told apart from is the global batch, however it is cut.
+    # From all ranks, because slots are contrasted with the global batch, however it is split.
     earlier = (
         ring.gather(unit_slots[:-1].transpose(0, 1).contiguous()).transpose(0, 1).flatten(1, 2)
     )  # (T - 1, B * K, D)
     logits = unit_slots[1:].flatten(1, 2) @ earlier.transpose(-1, -2) / config.temperature
-    # This rank's slots stand behind those of the ranks before it.
+    # The slots of this rank come after those of the ranks before it.
     target_slots = (torch.arange(b * k, device=slots.device) + ring.rank * b * k).expand(times - 1, -1)
     return F.cross_entropy(logits.flatten(0, 1), target_slots.flatten())
 
 
 def patch_similarity(features: Tensor, config: SimilarityConfig) -> Tensor:
-    """Features (b, T, N, C) of patches to what each is like among those of the next frame, (b, T - 1, N, N), every row of sum one; of a row
-    where all are below `threshold` nobody is told apart (videosaur's code, too)."""
+    """Return each patch's similarity to those of the next frame, (b, T - 1, N, N), for features (b, T, N, C).
+
+    Rows sum to one. A row in which all values are below `threshold` is uniform, as in videosaur's code.
+    """
     unit_features = F.normalize(features.float(), dim=-1)
     cosines = unit_features[:, :-1] @ unit_features[:, 1:].transpose(-1, -2)
     below = cosines < config.threshold
@@ -67,8 +70,10 @@ def patch_similarity(features: Tensor, config: SimilarityConfig) -> Tensor:
 
 
 def patch_similarity_loss(logits: Tensor, features: Tensor, config: SimilarityConfig) -> Tensor:
-    """Cross-entropy of what is drawn, logits (b, T, N, N) of every patch over all, with `patch_similarity`, mean over a video's patches,
-    (b,); of the last frame nothing is known."""
-    # The features are a target: with a gradient they could become alike, and likeness cheap.
+    """Return the cross-entropy of predicted logits (b, T, N, N) with `patch_similarity`, averaged over a video's patches, (b,).
+
+    The last frame has no target.
+    """
+    # The target has no gradient; otherwise features could become equal, which minimizes the loss.
     target_similarity = patch_similarity(features, config).detach()
     return -(target_similarity * logits[:, :-1].float().log_softmax(-1)).sum(-1).flatten(1).mean(1)

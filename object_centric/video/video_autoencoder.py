@@ -24,11 +24,11 @@ from .clip_examples import ClipExamples
 from .contrast import ContrastConfig, SimilarityConfig, patch_similarity_loss, slot_contrast
 from .video_tower import TimedTower, TimedTowerConfig
 
-WIDTHS = {"pixels": 3, "flow": 3, "depth": 1, "flow_depth": 4}  # colours of each thing that is drawn
+WIDTHS = {"pixels": 3, "flow": 3, "depth": 1, "flow_depth": 4}  # number of channels by target
 
 
 class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
-    """A tower of videos and what draws its slots."""
+    """A tower of videos and a decoder of its slots."""
 
     target: Literal[  # pyright: ignore[reportIncompatibleVariableOverride]
         "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
@@ -43,35 +43,35 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
     def _check_similarity_target(self) -> Self:
         if self.num_similarity_patches and self.encoder.kind != "frozen":
             raise ValueError(
-                f"target={self.target}: encoder.kind={self.encoder.kind} is trained, and could make patches all alike; use frozen"
+                f"target={self.target}: encoder.kind={self.encoder.kind} is trained, so all patches could become equal. Use frozen."
             )
         return self
 
     @property
     def is_patch_target(self) -> bool:
-        """Whether what is drawn stands on patches, not on pixels."""
+        """Return whether the target consists of patches instead of pixels."""
         return "features" in self.target or "similarity" in self.target
 
     @property
     def num_similarity_patches(self) -> int:
-        """Patches of the next frame, to which it is drawn how like each is; 0: it is not."""
+        """Return the number of patches of the next frame, to which similarity is predicted; 0 if it is not."""
         return self.encoder.side(self.image_size) ** 2 if "similarity" in self.target else 0
 
     @property
     def target_side(self) -> int:
-        """Pixels, or features, per side of what is drawn."""
+        """Return the number of pixels, or features, per side of the target."""
         return self.encoder.side(self.image_size) if self.is_patch_target else self.image_size
 
     @property
     def target_channels(self) -> int:
-        """Colours, or features."""
+        """Return the number of colours, or features."""
         if not self.is_patch_target:
             return WIDTHS[self.target]
         return self.num_similarity_patches + (self.encoder.width if "features" in self.target else 0)
 
 
 class VideoSlotOutput(NamedTuple):
-    """slots (b, T, K, D); attention (b, T, K, s, s); every frame's pictures (b * T, …); features (b * T, C, s, s) of the encoder."""
+    """Slots (b, T, K, D); attention (b, T, K, s, s); decoded frames (b * T, …); features (b * T, C, s, s) of the encoder."""
 
     slots: Tensor
     attention: Tensor
@@ -80,8 +80,10 @@ class VideoSlotOutput(NamedTuple):
 
 
 class VideoModel(nn.Module):
-    """Videos (b, T, 3, S, S) in the range that is reconstructed, standard normal noise (b, *config.noise), and of slots that are told
-    the first frame's label map (b, S, S)."""
+    """Model of videos (b, T, 3, S, S) in the range of the target, and standard normal noise (b, *config.noise).
+
+    With hints, it also takes the first frame's label map (b, S, S).
+    """
 
     def __init__(self, config: VideoModelConfig):
         super().__init__()
@@ -95,7 +97,7 @@ class VideoModel(nn.Module):
         return VideoSlotOutput(slots, attention, decoded, features.permute(0, 3, 1, 2))
 
     def frame_tokens(self, frames: Tensor) -> Tensor:
-        """Frames (n, 3, S, S) to what slots group, (n, s * s, F)."""
+        """Return the tokens that slots group, (n, s * s, F), of frames (n, 3, S, S)."""
         return self.tower.tokens(frames)[0]
 
 
@@ -118,14 +120,17 @@ class VideoAutoencoderConfig(Frozen):
         refuse_signed(self.signed, self.model)
         if self.model.num_similarity_patches and self.frames.count < 2:
             raise ValueError(
-                f"frames.count={self.frames.count}: likeness is to the next frame's patches; give two or more"
+                f"frames.count={self.frames.count}: similarity is to the next frame's patches. Set two or more."
             )
         return self
 
 
 class VideoAutoencoder(Objective):
-    """Batches hold what `ClipExamples` makes: `video` (B, T, 3, S, S) uint8, `noise` (B, K, D) fp32, and `flow`, `depth`, `hint` as
-    far as the model draws or is told them."""
+    """Objective for batches of `ClipExamples`.
+
+    They contain `video` (B, T, 3, S, S) uint8, `noise` (B, K, D) fp32, and `flow`, `depth`, `hint` if the model needs
+    them.
+    """
 
     exact_inputs = True
 
@@ -136,23 +141,23 @@ class VideoAutoencoder(Objective):
         self._fraction_done = 0.0  # share of the steps
 
     def pixels(self, video: Tensor) -> Tensor:
-        """uint8 to the range that is reconstructed."""
+        """Convert uint8 to the range of the target."""
         scaled = video.to(torch.float32) / 255
         return scaled * 2 - 1 if self.config.signed else scaled
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         self._fraction_done = progress.step / max(progress.total_steps, 1)
         output, errors, metrics = self.errors(batch)
-        # Of each video one frame: how alike its frames are says nothing of how alike videos are.
+        # One frame per video, because similar frames of one video do not show how similar videos are.
         first = output.decoded.masks[:: batch["video"].shape[1]]
         return Loss(errors.mean(), {**metrics, **mask_statistics(first)})
 
     def errors(self, batch: Batch) -> tuple[VideoSlotOutput, Tensor, dict[str, Tensor]]:
-        """What the model makes of a batch; of each video what it draws wrong, (B,); and that as metrics."""
+        """Return the model's output for a batch, the reconstruction error of each video (B,), and metrics."""
         c, m = self.config, self.config.model
         for key in ("video", "noise", *target_planes(m), *(["hint"] if m.hint else [])):
             if key not in batch:
-                raise DataError(f"objective {c.kind}: the batch has no {key!r} (it has {', '.join(batch)})")
+                raise DataError(f"objective {c.kind}: the batch has no {key!r}, got {', '.join(batch)}")
         shape = batch["video"].shape[:2]
         output = self.model(self.pixels(batch["video"]), batch["noise"], batch.get("hint"))
         image, total, metrics = output.decoded.image.float(), batch["noise"].new_zeros(shape[0]), {}
@@ -163,7 +168,7 @@ class VideoAutoencoder(Objective):
                 total + c.similarity.weight * similarity_loss,
                 similarity_loss.detach().mean(),
             )
-            # Behind the features, where both are drawn.
+            # Similarities come after the features, if both are predicted.
             image = image[:, : -m.num_similarity_patches]
         if image.shape[1]:
             squared_error = (image - self.target(batch, output)).square().unflatten(0, shape).flatten(1)
@@ -172,7 +177,7 @@ class VideoAutoencoder(Objective):
         return output, total, metrics
 
     def target(self, batch: Batch, output: VideoSlotOutput) -> Tensor:
-        """What frames are to be drawn as: (B * T, C, S, S) fp32."""
+        """Return the reconstruction target (B * T, C, S, S) fp32."""
         target_kind = self.config.model.target
         if target_kind.startswith("features"):
             return output.features.float()
@@ -182,7 +187,7 @@ class VideoAutoencoder(Objective):
         return torch.cat([planes[name](batch[name]).flatten(0, 1) for name in target_planes(self.config.model)], 1)
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a model of another method: a tower to go on with, whatever drew or said its slots."""
+        """Load the tower of a model of another method, whatever its decoder."""
         return {f"model.{name}": value for name, value in weights.items()}
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
@@ -198,7 +203,7 @@ class VideoAutoencoder(Objective):
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, times = self.config.model, self.config.frames.count
         side, slots = m.encoder.side(m.image_size), m.grouping.slots
-        # What a transposed convolution writes at the last doubling is what memory goes by.
+        # The output of the last upsampling determines the memory.
         num_pixels = m.decoder.side(m.target_side) ** 2
         wide = (
             m.decoder.channels * 4 ** (m.decoder.num_upsample + 1) if m.decoder.kind == "cnn" else sum(m.decoder.hidden)
@@ -208,17 +213,17 @@ class VideoAutoencoder(Objective):
 
 
 def target_planes(model: VideoModelConfig) -> tuple[str, ...]:
-    """What of an episode is drawn beside its frames."""
+    """Return the planes of an episode that are reconstructed in addition to frames."""
     return tuple(name for name in ("flow", "depth") if name in model.target)
 
 
 def _patches(features: Tensor, shape: torch.Size) -> Tensor:
-    """(b * T, C, s, s) to (b, T, s * s, C)."""
+    """Rearrange (b * T, C, s, s) to (b, T, s * s, C)."""
     return features.flatten(2).transpose(1, 2).unflatten(0, shape)
 
 
 def clip_examples(config: Any, data: Any) -> ClipExamples:
-    """What a recipe of videos trains on."""
+    """Return the examples of a recipe for videos."""
     return ClipExamples(data, config.model, config.frames, target_planes(config.model))
 
 
@@ -236,19 +241,19 @@ class SlotContrastConfig(VideoAutoencoderConfig):
     def _two_frames(self) -> Self:
         if self.frames.count < 2:
             raise ValueError(
-                f"frames.count={self.frames.count}: a slot is told apart from others a frame before; give two or more"
+                f"frames.count={self.frames.count}: slots are contrasted with those of the previous frame. Set two or more."
             )
         return self
 
 
 class SlotContrast(CoupledObjective, VideoAutoencoder):
-    """Batches are those of `VideoAutoencoder`, whose loss is added to, and so is what is drawn."""
+    """Objective that adds the contrastive loss to that of `VideoAutoencoder`, with the same batches."""
 
     config: SlotContrastConfig
 
     def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Slots (b, T, K, D), errors (b,) of what is drawn, and masks (b, K, s, s) of first frames."""
-        # First frames alone: what is logged of masks is of images, not of videos.
+        """Return slots (b, T, K, D), reconstruction errors (b,), and masks (b, K, s, s) of first frames."""
+        # First frames only, because the logged statistics of masks are for images.
         output, errors, _ = self.errors(batch)
         return output.slots, errors, output.decoded.masks[:: batch["video"].shape[1]]
 
@@ -256,7 +261,7 @@ class SlotContrast(CoupledObjective, VideoAutoencoder):
         self._done = progress.step / max(progress.total_steps, 1)
         slots, errors, masks = embeddings
         contrast_loss = slot_contrast(slots, self.config.contrast)
-        # Masks count for nothing; what is kept between two forwards has to have a gradient.
+        # Masks have weight zero, but everything kept between two forwards needs a gradient.
         total = errors.mean() + self.config.contrast.weight * contrast_loss + 0 * masks.sum()
         return Loss(
             total, {"drawn": errors.detach().mean(), "contrast": contrast_loss.detach(), **mask_statistics(masks)}

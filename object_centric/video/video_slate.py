@@ -1,4 +1,4 @@
-"""Object discovery in videos by saying every frame's tokens from its slots: STEVE (Singh et al. 2022b), and PSB with that decoder."""
+"""Object discovery in videos by predicting every frame's tokens from its slots: STEVE (Singh et al. 2022b), and PSB with that decoder."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class VideoSlateConfig(Frozen):
 
 
 class VideoSlateModel(SlateModel):
-    """Videos (b, T, 3, S, S) in 0..1, standard normal noise (b, *config.noise), and of slots that are told the first frame's label
-    map (b, S, S)."""
+    """Model of videos (b, T, 3, S, S) in 0..1, standard normal noise (b, *config.noise), and with hints the first frame's label map (b, S, S)."""
 
     config: VideoSlateModelConfig
     tower: TimedTower
@@ -55,16 +54,16 @@ class VideoSlateModel(SlateModel):
         )
 
     def frame_tokens(self, frames: Tensor) -> Tensor:
-        """Frames (n, 3, S, S) to what slots group, (n, s * s, F); where those are tokens, of each patch's most probable one."""
+        """Return the tokens that slots group, (n, s * s, F), of frames (n, 3, S, S): features, or each patch's most probable token."""
         if self.config.encoder.kind == "tokens":
             frames = self._encoder_input(frames, self.argmax_embedding(frames))
         return self.tower.tokens(frames)[0]
 
 
 class VideoSlate(Slate):
-    """Batches hold `video` (B, T, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, and `hint` (B, S, S) uint8 where slots are told.
+    """Objective for batches of `video` (B, T, 3, S, S) uint8, `noise` (B, *config.model.noise) fp32, and with hints `hint` (B, S, S) uint8.
 
-    Both errors are summed over a frame, and meant over frames.
+    Both errors are summed over a frame and averaged over frames.
     """
 
     def build_model(self, config: Any) -> SlateModel:
@@ -74,7 +73,7 @@ class VideoSlate(Slate):
         self.require_keys(batch, "video", "noise", *(["hint"] if self.config.model.hint else []))
         video, tau = batch["video"].float() / 255, self.temperature(progress)
         output = self.model(video, batch["noise"], tau, batch.get("hint"))
-        # Of each video one frame: how alike its frames are says nothing of how alike videos are.
+        # One frame per video, because similar frames of one video do not show how similar videos are.
         return self.compute_loss(video.flatten(0, 1), output, output.tower_output.attention[:, 0], tau)
 
     def shard_units(self) -> Sequence[nn.Module]:

@@ -23,7 +23,7 @@ from ..objectives.slot_tower import SlotTower, SlotTowerConfig
 
 
 class FrameStep(nn.Module):
-    """One frame: tokens (b, N, F) and slots (b, K, D) to corrected slots, attention (b, K, N), and what the next frame begins with."""
+    """One frame: tokens (b, N, F) and slots (b, K, D) to corrected slots, attention (b, K, N), and the initial slots of the next frame."""
 
     def __init__(self, grouping: SlotAttentionConfig, predictor: TransformerConfig | None, in_width: int):
         super().__init__()
@@ -33,18 +33,18 @@ class FrameStep(nn.Module):
     def forward(
         self, tokens: Tensor, noise: Tensor | None, state: Tensor | None, num_iterations: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`state` None: the first frame, whose slots begin as the corrector's own do.  `num_iterations`: rounds in place of the corrector's."""
+        """Process a frame. `state` None: the first frame, with the corrector's own initial slots. `num_iterations` overrides the corrector's."""
         slots, attention = self.corrector(tokens, noise, state, num_iterations)
         return slots, attention, self.predictor(slots)
 
 
 class RecurrentSlots(nn.Module):
-    """Tokens (b, T, N, F) to slots (b, T, K, D) and attention (b, T, K, N), one frame after another.
+    """Slots (b, T, K, D) and attention (b, T, K, N) of tokens (b, T, N, F), frame by frame.
 
-    `checkpointed`: what a frame's step writes is made again in backward, so that memory does not grow with it.
+    With `checkpointed`, backward recomputes a frame's step, so that memory does not grow with it.
 
     Args:
-        first_iterations: rounds of a video's first frame in place of the corrector's; None: as many.
+        first_iterations: iterations of a video's first frame; None: the corrector's.
     """
 
     checkpointed = False
@@ -61,17 +61,17 @@ class RecurrentSlots(nn.Module):
         self.step = FrameStep(grouping, predictor, in_width)
 
     def units(self) -> list[nn.Module]:
-        """What an engine wraps one by one."""
+        """Return the modules that an engine wraps one by one."""
         return [self.step]
 
     def forward(self, tokens: Tensor, noise: Tensor | None = None, hint: Tensor | None = None) -> GroupingOutput:
-        """`hint` (b, K, D): slots that the first frame begins with in place of the corrector's own."""
+        """Process a video; `hint` (b, K, D) are initial slots of the first frame instead of the corrector's own."""
         return self.run_with_state(tokens, noise, hint=hint)[0]
 
     def run_with_state(
         self, tokens: Tensor, noise: Tensor | None = None, state: Tensor | None = None, hint: Tensor | None = None
     ) -> tuple[GroupingOutput, Tensor]:
-        """The same, and what the frame behind the last begins with; `state` (b, K, D): what an earlier part of the video was left with."""
+        """Process a video and also return the initial slots of the frame after the last; `state` (b, K, D) comes from an earlier part."""
         slots, attentions = [], []
         num_iterations, state = (self.first_iterations, hint) if state is None else (None, state)
         for frame in tokens.unbind(1):
@@ -81,7 +81,7 @@ class RecurrentSlots(nn.Module):
                 )  # type: ignore[misc]
             else:
                 frame_slots, attention, state = self.step(frame, noise, state, num_iterations)
-            # Of the first frame alone.
+            # For the first frame only.
             num_iterations = None
             slots.append(frame_slots)
             attentions.append(attention)
@@ -90,7 +90,7 @@ class RecurrentSlots(nn.Module):
 
 
 class HintConfig(Frozen):
-    """Object number k of the first frame is slot k, and slot 0 the ground's: what is told of it is zeros."""
+    """Hints: object number k of the first frame is slot k, and slot 0 is the background, whose hint is zeros."""
 
     of: Literal["boxes", "centres", "masks"] = field(
         "boxes",
@@ -102,12 +102,12 @@ class HintConfig(Frozen):
     )
 
     def build(self, slots: int, width: int, image_size: int) -> nn.Module:
-        """Label maps (b, S, S) to slots (b, K, D)."""
+        """Return the module from label maps (b, S, S) to slots (b, K, D)."""
         return Hint(self, slots, width, image_size)
 
 
 class Hint(nn.Module):
-    """Label maps (b, S, S) of first frames to slots (b, K, D). An object that is not seen there is told as the ground is, by zeros."""
+    """Initial slots (b, K, D) from label maps (b, S, S) of first frames. The hint of an object that is not visible is zeros, like the background's."""
 
     def __init__(self, config: HintConfig, slots: int, width: int, image_size: int):
         super().__init__()
@@ -122,9 +122,9 @@ class Hint(nn.Module):
         c = self.config
         if c.of == "masks":
             assert self.mask_encoder is not None
-            # The ground's is zeros, as of an object that is not there.
+            # The background's hint is zeros, like that of a missing object.
             masks = F.one_hot(labels.long(), self.slots).movedim(-1, 1).to(self.mlp[0].weight.dtype)  # type: ignore[union-attr, arg-type]
-            # The ground has no box in SAVi's data: what is told of it would be learned as an object.
+            # The background has no box in SAVi's data, and a box would be learned as an object's.
             masks = masks * (torch.arange(self.slots, device=labels.device) > 0)[:, None, None]
             mask_features = self.mask_encoder(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
             return self.mlp(mask_features.flatten(1)).unflatten(0, (len(labels), self.slots))
@@ -134,14 +134,14 @@ class Hint(nn.Module):
 
 
 def boxes_from_labels(labels: Tensor, slots: int) -> Tensor:
-    """Label maps (b, S, S) to (b, K, 4) fp32: top, left, bottom, right of each number's pixels in 0..1; zeros of 0, and where it is not."""
+    """Return (b, K, 4) fp32 boxes of label maps (b, S, S): top, left, bottom, right of each number's pixels in 0..1; zeros for 0 and missing ones."""
     side = labels.shape[-1]
     masks = labels[:, None] == torch.arange(slots, device=labels.device)[:, None, None]
     ends = []
-    for axis in (3, 2):  # rows with a pixel of it, then columns
+    for axis in (3, 2):  # rows that contain it, then columns
         line = masks.any(axis)
         first = line.float().argmax(-1)
-        # Behind the last pixel, so that a box of one pixel has a size.
+        # After the last pixel, so that a box of one pixel has a size.
         last = side - line.flip(-1).float().argmax(-1)
         ends.append((first, last))
     (top, bottom), (left, right) = ends
@@ -151,7 +151,7 @@ def boxes_from_labels(labels: Tensor, slots: int) -> Tensor:
 
 
 class TimedTowerConfig(SlotTowerConfig):
-    """Recurrent slots (SAVi and its kin), or with `grouping.binder` slots that bind all times at once (PSB)."""
+    """Recurrent slots (SAVi and its variants), or with `grouping.binder` slots that bind all times at once (PSB)."""
 
     accepts_hint: ClassVar[bool] = True
 
@@ -177,41 +177,41 @@ class TimedTowerConfig(SlotTowerConfig):
     @model_validator(mode="after")
     def _check_time_options(self) -> Self:
         if self.frame is not None:
-            raise ValueError("frame: positions and scales of slots are of still images; leave it away")
+            raise ValueError("frame: positions and scales of slots apply to images. Remove it.")
         if self.grouping.transport is not None:
-            raise ValueError("grouping.transport: is of still images; leave it away")
+            raise ValueError("grouping.transport: applies to images. Remove it.")
         if (self.predictor is not None or self.hint is not None) and (
             self.grouping.gradient == "last" and not self.grouping.straight_through
         ):
             raise ValueError(
                 "grouping.gradient=last: no gradient would reach predictor and hint. Set grouping.straight_through=true."
             )
-        # What sees all times at once has no first frame to begin with, and none that follows.
+        # A model of all times at once has no first frame, and no next one.
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
         if at_once and (self.predictor is not None or self.first_iterations is not None):
             raise ValueError(
-                "predictor, first_iterations: a binder, or what is pooled, sees all times at once; set them to null"
+                "predictor, first_iterations: a binder or pooled Transformer processes all times at once. Set them to null."
             )
         if self.grouping.pooled is not None:
             side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)
-            # Every slot pools a square of features of its own; squares of two sizes would be slots of two kinds.
+            # Every slot pools its own square of features, so all squares need one size.
             if side % squares:
                 raise ValueError(
-                    f"grouping.slots={self.grouping.slots}: {squares} squares a side do not divide {side} features a side"
+                    f"grouping.slots={self.grouping.slots}: {squares} squares per side do not divide {side} features per side"
                 )
         if self.first_iterations is not None and self.grouping.layers == "own":
             raise ValueError(
-                "first_iterations: rounds with weights of their own are as many at all times; set it to null, or grouping.layers: shared"
+                "first_iterations: iterations with separate weights have a fixed number. Set it to null, or grouping.layers: shared."
             )
         if (self.hint is None) != (self.grouping.slot_init != "given"):
             raise ValueError(
-                f"hint, grouping.slot_init={self.grouping.slot_init}: slots that are told of the first frame begin as given, and no others do; "
-                "set hint and grouping.slot_init: given, or neither"
+                f"hint, grouping.slot_init={self.grouping.slot_init}: a hint needs given initial slots, and given slots need a hint. "
+                "Set hint and grouping.slot_init: given, or neither."
             )
         if self.grouping.gradient == "last" and not self.grouping.straight_through:
             raise ValueError(
-                "grouping.gradient=last: nothing would teach first slots or a predictor, which come before the last round; "
-                "set grouping.straight_through: true"
+                "grouping.gradient=last: no gradient would reach initial slots and predictor, which come before the last iteration. "
+                "Set grouping.straight_through: true."
             )
         if self.predictor is not None:
             self.predictor.refuse_width(self.grouping.width, "predictor")
@@ -219,7 +219,7 @@ class TimedTowerConfig(SlotTowerConfig):
 
 
 class TimedTowerOutput(NamedTuple):
-    """slots (b, T, K, D).  attention: (b, T, K, s, s).  features: (b * T, s, s, C), as the encoder gave them."""
+    """Slots (b, T, K, D); attention (b, T, K, s, s); features (b * T, s, s, C), output of the encoder."""
 
     slots: Tensor
     attention: Tensor
@@ -227,9 +227,9 @@ class TimedTowerOutput(NamedTuple):
 
 
 class TimedTower(SlotTower):
-    """Videos (b, T, 3, S, S) and standard normal noise (b, *config.noise) to slots of every frame.
+    """Tower for videos (b, T, 3, S, S) and noise (b, *config.noise) that returns slots of every frame.
 
-    `hint` (b, S, S): whose every pixel of the first frame is, for slots that are told.
+    `hint` (b, S, S): object number of every pixel in the first frame, for slots with hints.
     """
 
     config: TimedTowerConfig
@@ -248,16 +248,16 @@ class TimedTower(SlotTower):
         return RecurrentSlots(c.grouping, c.predictor, c.features, c.first_iterations)
 
     def forward(self, images: Tensor, noise: Tensor, hint: Tensor | None = None) -> TimedTowerOutput:
-        # All frames at once: nothing before the slots knows of time.
+        # All frames at once, because nothing before the slots depends on time.
         tokens, features = self.tokens(images.flatten(0, 1))
         slots, attention = self.group_tokens(tokens.unflatten(0, images.shape[:2]), noise, hint)
         side = features.shape[1]
         return TimedTowerOutput(slots, attention.unflatten(-1, (side, side)), features)
 
     def group_tokens(self, tokens: Tensor, noise: Tensor, hint: Tensor | None) -> Any:
-        """Tokens (b, T, N, F) to slots. Raises `ValueError` where slots are to be told and nothing was given."""
+        """Group tokens (b, T, N, F) to slots. Raises `ValueError` if hints are required and missing."""
         if self.hint is None:
             return self.grouping(tokens, noise)
         if hint is None:
-            raise ValueError("hint: these slots begin from the first frame's objects; give its label map (b, S, S)")
+            raise ValueError("hint: these slots start from the first frame's objects. Give its label map (b, S, S).")
         return self.grouping(tokens, noise, self.hint(hint))
