@@ -1,4 +1,4 @@
-"""The `sparo` command: its verbs, the jobs that it submits and the pages that it serves."""
+"""The `sparo` command: its subcommands, the jobs that it submits and the pages that it serves."""
 
 from __future__ import annotations
 

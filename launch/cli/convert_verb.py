@@ -14,14 +14,14 @@ from sparo_train.core.errors import ConfigError
 from ..views.terminal import console, out
 from .given_options import parse_part
 
-if TYPE_CHECKING:  # `sparo --help` needs none of it
+if TYPE_CHECKING:  # not needed for `sparo --help`
     from sparo_data.captioned_sets import ConversionResult
 
 ShareOption = Annotated[
     str | None, typer.Option(help="I/N: convert only part I of N, counted from 0 (for sparo launch data).")
 ]
 _TEMPLATE = "a photo of a {c}"
-_DEFAULT_FOLDER = Path("data/mine")  # where configs/clip/own_pairs.yaml looks
+_DEFAULT_FOLDER = Path("data/mine")  # default of configs/clip/own_pairs.yaml
 
 
 def convert(
@@ -193,9 +193,9 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool) -> No
     shards = folder / "train" if converted.task else folder
     out.print(f"sparo data check {shlex.quote(str(shards))}", soft_wrap=True)
     command = ["sparo", "train", "own_pairs"]
-    if folder != _DEFAULT_FOLDER:  # a run folder of its own: another data set is another run
+    if folder != _DEFAULT_FOLDER:  # a separate run folder, because another data set is another run
         name = re.sub("[^A-Za-z0-9._-]+", "_", folder.name).lstrip("._-") or "mine"
-        command.append(f"name={value_text(name)}")  # as YAML: 2024 would be a number
+        command.append(f"name={value_text(name)}")  # as YAML, because 2024 would become a number
     if shards != _DEFAULT_FOLDER / "train":
         command.append(f"data.sources={value_text({'mine': {'shards': str(shards)}})}")
     if converted.task != "retrieval" or folder != _DEFAULT_FOLDER:

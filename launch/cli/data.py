@@ -18,11 +18,11 @@ from .convert_verb import ShareOption
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, parse_part
 from .synthetic_verbs import Processes, max_objects_option, print_ready
 
-if TYPE_CHECKING:  # `sparo --help` does not import it
+if TYPE_CHECKING:  # not imported for `sparo --help`
     from sparo_train.data.read.decoding import PixelRange
 
 
-class ObjectKind(StrEnum):  # sparo_data/synthetic/object_scenes.py's, which is not imported before it is needed
+class ObjectKind(StrEnum):  # of sparo_data/synthetic/object_scenes.py, which is imported when needed
     """Kinds of scenes."""
 
     clevr = "clevr"
@@ -46,9 +46,9 @@ def scenes(
     processes: Processes = 2,
 ) -> None:
     """Render the captioned scenes with their evaluation sets."""
-    from ..commands.making import make_scenes  # here and below: `sparo --help` needs none of it
+    from ..commands.making import make_scenes  # here and below: not needed for `sparo --help`
 
-    # In the proportions of the defaults, by which published numbers here were made.
+    # In the proportions of the defaults, with which published numbers here were made.
     sizes = {"retrieval": test, "per_class": test // 20, "pairs_per_kind": test * 3 // 8}
     make_scenes(folder, train, size, seed, processes, **sizes)
     console.print(f"{folder}: ready")
@@ -138,7 +138,7 @@ def index(
     from sparo_train.data.read.sources import open_source
 
     number, of = parse_part(part) or (0, 1)
-    # By turns, as shards of one size need one time.
+    # Alternately, because shards of equal size take equal time.
     own = find_shards(tuple(shards))[number::of]
     if not own:
         return
@@ -177,7 +177,7 @@ def check(
         for shard in report.shards:
             record_hash(shard.url)
     for line in check_lines(report):
-        out.print(line, soft_wrap=True)  # a name that is cut or folded cannot be copied
+        out.print(line, soft_wrap=True)  # a truncated or wrapped name cannot be copied
     if json_file:
         json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")
     if report.reasons():

@@ -124,7 +124,7 @@ def score(
     eval_options = EvalOptions(
         model=model,
         features=folder,
-        storage=cast(Any, storage),  # told from what is allowed just above
+        storage=cast(Any, storage),  # validated just above
         precision=cast(Any, precision),
         limit=limit,
         results=results,
@@ -171,7 +171,7 @@ def table(
         raise ConfigError(f"{'--mean' if mean else f'--baseline {baseline}'}: needs --seeds. Add it.")
     grid_kwargs = {}
     if layout == "6":
-        from ..commands.sweep_table import checkpoint_readout_cells  # builds models, if only on paper
+        from ..commands.sweep_table import checkpoint_readout_cells  # builds models on the meta device
 
         grid_kwargs = {"readout_cells_of": checkpoint_readout_cells}
     grid = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word], **grid_kwargs)
@@ -268,7 +268,7 @@ def compare(
     common = [task for task in sides[0] if task in sides[1]]
     if not common:
         raise ConfigError(
-            f"no common task: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}; score both with the same --data"
+            f"no common task: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}. Score both with the same --data."
         )
     compared = []
     for task in common:
@@ -292,7 +292,7 @@ def compare(
     if not compared:
         raise ConfigError(f"{first} and {second}: no task can be compared, for the reasons above")
     out.print(table)
-    if plot:  # of what was compared: others are scores of other things
+    if plot:  # of the compared checkpoints only
         before, after = ({task: side[task] for task in compared} for side in sides)
         relative_change(before, after, plot)
         out.print(str(plot), soft_wrap=True)

@@ -11,10 +11,10 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-if TYPE_CHECKING:  # `sparo --help` needs none of it
+if TYPE_CHECKING:  # not needed for `sparo --help`
     from sparo_train.train.run_config import RunConfig
 
-ALLOW_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}  # `--optim.lr 1e-3` is answered with how to write it
+ALLOW_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}  # `--optim.lr 1e-3` is answered with the correct form
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -22,7 +22,7 @@ def _complete(incomplete: str) -> list[str]:
 
     names = [own.name for own in shipped_recipes()]
     stems = [
-        # A short name only where it is one recipe's.
+        # Only short names that a single recipe has.
         stem
         for name in names
         if [n.rpartition("/")[2] for n in names].count(stem := name.rpartition("/")[2]) == 1
@@ -81,7 +81,7 @@ def refuse_keys_as_options(options: Sequence[str]) -> None:
 def refuse_options(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Raise `ConfigError` for an option that was given but has no effect, even with its default value."""
     for name in names:
-        # By where it came from: an option that is typed with its default is meant, too.
+        # By its source, because an option may be given with its default value.
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"--{name.replace('_', '-')}: {why}. Remove it.")
@@ -92,7 +92,7 @@ def parse_part(text: str | None, others: str = "") -> tuple[int, int] | None:
     if text is None:
         return None
     number, slash, of = text.partition("/")
-    # isdecimal, not isdigit: of ² int() would raise.
+    # isdecimal, not isdigit: int() fails for ².
     if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
         raise ConfigError(f"--part {text}: expected I/N with I from 0 to N-1, as in 0/4{others}.")
     return int(number), int(of)
@@ -106,7 +106,7 @@ def parse_part_or_array(text: str | None, features: Path | None) -> tuple[int, i
         raise ConfigError("--part: processes share their work through the feature store. Remove --features none.")
     if text == "slurm":
         values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
-        # SLURM numbers an array as it was asked to, not from 0: the least one is the first part.
+        # SLURM numbers an array as requested, not from 0: the smallest number is the first part.
         if not all(v.isdigit() for v in values):
             raise ConfigError(
                 "--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set. Use it in a SLURM array, or write I/N."
@@ -119,7 +119,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
     """Parse `0,3,8-15` into sorted unique numbers, or the name of a file into its path."""
     if text is None:
         return None
-    # A file that is not there yet is named by its ending, so that what is missing is the file.
+    # A missing file is recognized by its suffix, so that the error is about the file.
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
     slots: set[int] = set()
@@ -132,7 +132,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
                 f"--slots {text}: {word!r} is not a slot number. Write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json."
             )
         slots.update(range(int(first), int(last or first) + 1))
-    # Sorted: slots keep their order in an encoding, whatever the order of words.
+    # Sorted, because slots keep their order in an encoding, whatever the order of options.
     return tuple(sorted(slots))
 
 

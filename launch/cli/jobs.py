@@ -21,7 +21,7 @@ from ..views.terminal import console, out
 from . import data as data_cli
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
 
-if TYPE_CHECKING:  # commands import what they need: `sparo --help` needs none of it
+if TYPE_CHECKING:  # commands import what they need, so that `sparo --help` imports none of it
     from ..jobs.fanout import FanOut
     from ..jobs.launching import LaunchOptions
     from ..jobs.status import Status
@@ -159,7 +159,7 @@ def logs(
         with path.open(encoding="utf-8", errors="replace") as stream:
             text = stream.read()
             print(escape_control_chars("\n".join(text.splitlines()[-lines:])), flush=True)
-            # Of the file that was read: what was written since then is the next thing to be shown.
+            # Offset in the file that was read, so that later lines are shown next.
             while follow and path == files[-1]:
                 print(escape_control_chars(stream.read()), end="", flush=True)
                 time.sleep(0.5)
@@ -204,9 +204,9 @@ def _launch(fan: FanOut, launch_options: LaunchOptions) -> None:
     if results and not fan.missing():
         if not (fan.folder / "results.json").exists():
             fan.merge()
-        # Short, as columns are narrow.
+        # Short, because columns are narrow.
         short = [Path(checkpoint).name for checkpoint in results]
-        # Two checkpoints of one name by the whole of what was typed, or one would stand in the other's place.
+        # Two checkpoints with one name by their full paths, or one would replace the other.
         results_by_label = dict(zip(short if len(set(short)) == len(short) else results, results.values(), strict=True))
         out.print(results_table(results_by_label, "per cent, 95 % intervals"))
         for line in fan.outdated():
@@ -223,7 +223,7 @@ def _check_arguments(arguments: list[str]) -> None:
     try:
         group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:]))
     except Exception as error:
-        if not hasattr(error, "format_message"):  # click's, wherever typer has it from
+        if not hasattr(error, "format_message"):  # click's, from wherever typer imports it
             raise
         raise ConfigError(f"sparo data {' '.join(arguments)}: {error.format_message()}") from None  # type: ignore[attr-defined]
 

@@ -61,7 +61,9 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe. Repeat the command to resume. Exit codes: 0 finished, 75 stopped by a signal and saved."""
-    config = load_run_config(recipe, overrides)  # commands import what they need: `sparo --help` needs none of it
+    config = load_run_config(
+        recipe, overrides
+    )  # commands import what they need, so that `sparo --help` imports none of it
     if show:
         from sparo_train.core.recipe.layers import origins
         from sparo_train.train.run_config import RunConfig
@@ -161,7 +163,7 @@ def export(
     """Export the newest weights of a run for open_clip, sparo-clip or the official DINO code, with a model card."""
     from evals.interop.exporting import export_run
 
-    # Before the export: half an hour of writing should not end with a word about an option.
+    # Before the export, so that a wrong option is reported before half an hour of writing.
     if private and hub is None:
         raise ConfigError("--private: applies to --hub OWNER/NAME only. Remove it.")
     path = export_run(run, out_path, layout, average)
@@ -198,7 +200,7 @@ def main() -> None:
     """Entry point of the `sparo` command."""
     share_cores()
     code, error = call(app, sys.argv[1:])
-    # Alone: of several ranks each has printed its own already, and Python would print it again.
+    # Only for a single rank: several ranks have printed their errors already, and Python would print them again.
     if error is not None and not isinstance(error, SparoError) and not launched_world():
         raise error
     leave(code)

@@ -26,10 +26,10 @@ def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
     """Run `sparo ARGUMENTS` on this rank, record its start and end, and return the exit code."""
     records, attempt_info, rank, start_time = Records(Path(folder)), current_attempt(), find_world().rank, time.time()
     sys.argv = ["sparo", *arguments]
-    # Before anything is loaded: what fails at its start fails there every time, and a queue would go on for ever.
+    # Before loading anything: a job that fails at its start fails every time, and would be restarted forever.
     stuck = (
         _stuck_reason(records, attempt_info, idle_restarts) if arguments[0] == "train" else None
-    )  # others have no checkpoints
+    )  # other jobs have no checkpoints
     if stuck:
         if rank == 0:
             console.print_line(f"error: {stuck}")
@@ -75,7 +75,7 @@ def _record_end(records: Records, attempt_info: dict[str, Any], rank: int, code:
             records.add(
                 "failures", {**attempt_info, "rank": rank, "code": code, "kind": kind, "message": str(error)[:2000]}
             )
-    # A mark for whoever starts the job again: the others were well, and go on without a word.
+    # A mark for the batch script: the other ranks were fine, and end without a message.
     if isinstance(error, LostRankError):
         mark("lost")
     if rank == 0:
@@ -86,7 +86,7 @@ def _stuck_reason(records: Records, attempt_info: dict[str, Any], idle_restarts:
     """Return why the job must not be restarted again, or None. All ranks agree, because this start's own record is ignored."""
     starts = records.starts(attempt_info["job"])
     step, idle = records.step(), 0
-    # From the newest back, to the last one that came further than the one before it.
+    # From the newest back to the last start that came further than the one before it.
     for start in reversed([s for s in starts if "end" not in s and s["restart"] < attempt_info["restart"]]):
         if start["step"] < step:
             break
@@ -107,7 +107,7 @@ def _stuck_reason(records: Records, attempt_info: dict[str, Any], idle_restarts:
 def _may_write(folder: Path, start_time: float) -> bool:
     """Return whether this process may run: False if a later attempt has claimed the folder."""
     owner, attempt = RunLease(folder, "").owner(), Attempt.from_environment()
-    # Within a job restarts are numbered; between jobs only their times tell which was later.
+    # Restarts are numbered within a job; between jobs only their times give the order.
     if owner.get("job") == attempt.job:
         return owner.get("restart", 0) <= attempt.restart
     return owner.get("time", 0.0) < start_time

@@ -81,10 +81,10 @@ def call(app: Callable[[list[str]], Any], arguments: Sequence[str]) -> tuple[int
             console.print_line(("error:", "red"), f" {error}")
         return error.exit_code, error
     except SystemExit as end:
-        # typer's own: a usage error has been printed by it.
+        # typer's own: it has printed the usage error.
         return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
     except Exception as error:
-        # The file system's word on a path, no mistake of ours.
+        # An error of the file system for a path, not a bug.
         full = disk_error(error)
         place = error.filename if isinstance(error, OSError) else None
         if place is not None or full is not None:

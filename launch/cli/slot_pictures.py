@@ -65,7 +65,7 @@ def explore(
     from ..explorer.serve import PageOptions
     from ..explorer.serve import explore as serve
 
-    # Before anything is encoded: what cannot be read again is no place for a choice.
+    # Before anything is encoded, because a selection must be readable again.
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: expected a .json file, which --slots can read.")
     refuse_other_units(context, units)

@@ -244,7 +244,7 @@ def table(
     from ..commands.slot_work import split_names
 
     options = make_slot_options(model, data, root, features, limit, "slots", None, 4, classifier_slots)
-    # What one table reads the other ignores: a seed that was typed would seem to count.
+    # One table ignores the options of the other, so a given seed would only seem to count.
     ignored_options = {"4": ("seeds", "clamp", "parts"), "5": ("k", "draws", "seed")}
     refuse_options(context, ignored_options.get(layout, ()), f"has no effect in Table {layout}")
     if layout == "4":

@@ -20,7 +20,7 @@ Size = Annotated[int | None, typer.Option(help="Pixels per side. Default: 64; sm
 Rays = Annotated[int | None, typer.Option(min=1, help="Rays per pixel along each side. Default: 1; small: 2.")]
 
 
-class VideoKind(StrEnum):  # sparo_data/synthetic/video_scenes.py's, which is not imported before it is needed
+class VideoKind(StrEnum):  # of sparo_data/synthetic/video_scenes.py, which is imported when needed
     """Kinds of videos, after MOVi-A to MOVi-E."""
 
     small = "small"
@@ -31,7 +31,7 @@ class VideoKind(StrEnum):  # sparo_data/synthetic/video_scenes.py's, which is no
     e = "e"
 
 
-class SceneKind(StrEnum):  # sparo_data/synthetic/viewed_scenes.py's
+class SceneKind(StrEnum):  # of sparo_data/synthetic/viewed_scenes.py
     """Kinds of scenes with several cameras."""
 
     small = "small"

@@ -1,1 +1,1 @@
-"""What a command does on this machine: train a recipe, make data, the demo."""
+"""Commands that run on this machine: training, data, the demo."""

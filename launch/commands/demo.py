@@ -1,4 +1,4 @@
-"""`sparo demo`: render, train CLIP and CLIP+SPARO of equal size, score, draw the page."""
+"""`sparo demo`: render scenes, train CLIP and CLIP+SPARO of equal size, score them, and draw a page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CORPUS = 4000
 
 
 def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
-    """The whole story in `folder`; interrupted, the same line continues. Returns the scores it printed."""
+    """Run the demo in `folder`; if interrupted, the same command continues. Return the printed scores."""
     begin = time.monotonic()
     data = folder / "scenes"
     sizes = {"per_class": 4, "retrieval": 60, "pairs_per_kind": 12} if quick else {}
@@ -43,11 +43,11 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     for name, config in configs.items():
         console.rule(f"training {name}")
         exit_if_stopped(train(config))
-    # What captions tell without an image: a model has to be above this.
+    # The score of captions without images, which a model has to exceed.
     results: dict[str, dict[str, Result]] = {"text only": {"pairs": score_text_only(data)}}
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
     records = {name: {r.task: r for r in read_records([config.folder])} for name, config in configs.items()}
-    for name, by_task in records.items():  # training scored at its end
+    for name, by_task in records.items():  # training evaluates at its end
         results[name] = {task: record.result for task, record in by_task.items()}
     parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
@@ -67,16 +67,16 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
 
 
 def score_text_only(data: Path) -> Result:
-    """How far text alone gets on the caption pairs; `macro` is the best blind guesser, beside the models' accuracy."""
+    """Score text-only guessers on the caption pairs; `macro` is the best of them, comparable to the models' accuracy."""
     facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
-    # Captions of the training set's own seed: a guesser may know what a model could have read.
+    # Captions with the seed of training, because a guesser may know what a model could have read.
     corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
     text_score = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
     return Result("pairs", text_score.n, "macro", {"macro": text_score.value}, text_score.chance)
 
 
 def _yaml_string(path: Path) -> str:
-    """As a YAML string; JSON's escapes of what is beyond 16 bits would be read as halves."""
+    """Return a string as YAML; JSON would escape characters beyond 16 bits as surrogates."""
     return json.dumps(str(path), ensure_ascii=False)
 
 
@@ -90,7 +90,7 @@ def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
     for task in ("zeroshot", "heldout", "retrieval", "pairs"):
         root = data / ("zeroshot_heldout" if task == "heldout" else task)
         overrides.append(f"eval.tasks.{task}.root={_yaml_string(root)}")
-    overrides += ["steps=200", "eval.every_steps=0"]  # both trainings in minutes on two slow cores
+    overrides += ["steps=200", "eval.every_steps=0"]  # both trainings take minutes on two slow cores
     if quick:
         overrides += [
             "steps=15",

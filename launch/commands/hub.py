@@ -1,4 +1,4 @@
-"""`sparo export --hub`: an export, its card and its sums as one commit of a repository on the Hugging Face hub."""
+"""`sparo export --hub`: upload an export, its card and its checksums as one commit to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from evals.interop.exporting import SUMS, card_of
 from sparo_train.core.errors import ConfigError, SparoError
 
-_REMEDY = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+_REMEDY = "Log in with `hf auth login`, or set HF_TOKEN to a token with write access"
 
 
 def upload(export: Path, repo: str, private: bool) -> str:
-    """Commit what `export_run` wrote; a repository that is not there is made. Returns the address.
+    """Commit the files of `export_run`, creating the repository if necessary. Return the address.
 
     Args:
         export: the folder or file.
         repo: OWNER/NAME.
-        private: of a repository that is made now.
+        private: create a private repository.
 
     Raises:
-        ConfigError: no name of a repository.
-        SparoError: the hub refused it, or was not reached.
+        ConfigError: not the name of a repository.
+        SparoError: the hub refused it, or could not be reached.
     """
     owner, slash, name = repo.partition("/")
     if not (owner and slash and name) or "/" in name:
         raise ConfigError(f"--hub {repo}: expected OWNER/NAME, as in your-name/{export.parent.name}.")
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # the library itself reads it once, when it is imported
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))  # the library itself reads it once, on import
     files = _contents(export, repo)
     try:
         made = api.create_repo(repo, private=private, exist_ok=True)
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()]
         api.create_commit(repo, operations, commit_message=f"Upload {export.name} with sparo")
-    except Exception as error:  # the library's own, of its HTTP client, of the system: each names what it met
+    except Exception as error:  # errors of the library, of its HTTP client, or of the system, with their own messages
         first = (str(error).splitlines() or [""])[0][:300]
-        remedy = _REMEDY if hasattr(error, "response") else "is there a connection, and is HF_ENDPOINT right?"
+        remedy = _REMEDY if hasattr(error, "response") else "Check the connection and HF_ENDPOINT"
         raise SparoError(
             f"--hub {repo}: {type(error).__name__}: {first}. {remedy}. The export is in {export}."
         ) from error
@@ -44,10 +44,10 @@ def upload(export: Path, repo: str, private: bool) -> str:
 
 
 def _contents(export: Path, repo: str) -> dict[str, Path | bytes]:
-    """What goes where; the card loads the model from where it will lie."""
+    """Return the files to upload and their targets; the card loads the model from its future address."""
     if export.is_dir():
         card = card_of(export).read_text(encoding="utf-8")
-        # What the sums name, and no more: a run's folder may hold other things by now.
+        # Only files in the checksums, because a run's folder may contain others.
         listed = [line.split("  ", 1)[1] for line in (export / SUMS).read_text(encoding="utf-8").splitlines()]
         files: dict[str, Path | bytes] = {name: export / name for name in [*listed, SUMS]}
         return {**files, "README.md": card.replace(f"local-dir:{export.as_posix()}", f"hf-hub:{repo}").encode()}

@@ -1,4 +1,4 @@
-"""Every key of a recipe, told in the terminal and as docs/config.md."""
+"""Descriptions of all recipe keys, for the terminal and for docs/config.md."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..jobs.clusters import ClusterConfig
 from .recipes import shipped_recipes
 
 FieldId = tuple[type[BaseModel], str]
-# table, heading, where its block stands in a recipe
+# registry, heading, key of its block in a recipe
 _TABLES: tuple[tuple[Registry, str, str], ...] = (
     (METHODS, "Methods", "objective"),
     (READOUTS, "Read-outs", "objective.model.readout"),
@@ -42,17 +42,17 @@ _TABLES: tuple[tuple[Registry, str, str], ...] = (
 
 
 def describe_key(key: Key) -> str:
-    """Type, default and meaning on one line."""
+    """Return type, default and meaning on one line."""
     kind, default = type_text(key.field.annotation, key.field.metadata), default_text(key)
     facts = f"{kind}; {default if default == 'required' else f'default {default}'}" if default else kind
     return f"{key.field.description} ({facts})"
 
 
 def find_keys(word: str) -> list[Key]:
-    """Keys of a dotted name: it and what is below; else every key that ends in it.
+    """Return the key with a dotted name and those below it; otherwise every key that ends in it.
 
     Raises:
-        ConfigError: there is none; with near misses.
+        ConfigError: there is none; with suggestions.
     """
     keys = _once_each(keys_of(RunConfig))
     if not word:
@@ -62,9 +62,9 @@ def find_keys(word: str) -> list[Key]:
     if len(words) > 1 and words[-1] in ("kind", "task"):
         words = words[:-1]
     exact = [key for key in keys if _matches_suffix(key.dotted.split("."), words)]
-    # what a row of an inner table has is listed where that table is asked for
+    # keys of an inner registry's entries are listed under that registry
     near = [key for key in exact if not _inside_registry(key, len(words), exact)]
-    # tasks of jobs of their own have the keys of tasks: told once
+    # tasks of separate jobs have the same keys as tasks
     matches = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.job.tasks.")]
     if not matches:
         raise ConfigError(f"{word}: not a key of a recipe; {_suggestion(word, keys)}")
@@ -85,7 +85,7 @@ def _once_each(keys: Iterable[Key]) -> list[Key]:
 
 
 def _definer(key: Key) -> type[BaseModel]:
-    """Return the class that a key is declared in: entries of a registry may inherit it."""
+    """Return the class that declares a key; entries of a registry may inherit it."""
     return next(cls for cls in reversed(key.owner.__mro__) if key.name in getattr(cls, "model_fields", {}))
 
 
@@ -112,12 +112,12 @@ def _inside_registry(key: Key, depth: int, keys: list[Key]) -> bool:
 
 
 def examples() -> dict[FieldId, str]:
-    """`dotted.key=value` for keys that shipped recipes give, the first that does."""
+    """Return `dotted.key=value` for keys in shipped recipes, from the first recipe that has it."""
     example_by_key: dict[FieldId, str] = {}
     for shipped in shipped_recipes():
         tree = load_recipe(shipped.path)
         for key in keys_of(RunConfig, tree):
-            # A key that no recipe gives has its default for an example.
+            # A key that no recipe sets has its default as example.
             value = _value_at(tree, key.dotted.split("."))
             if value is not None and not isinstance(value, Mapping):
                 example_by_key.setdefault((_definer(key), key.name), f"{key.dotted}={value_text(value)}")
@@ -125,7 +125,7 @@ def examples() -> dict[FieldId, str]:
 
 
 def example(key: Key, example_by_key: Mapping[FieldId, str]) -> str:
-    """How a key is written: as a shipped recipe has it, as its field says, or with its default; empty for a block."""
+    """Return an example of a key: from a shipped recipe, from its field, or its default; empty for a block."""
     if isinstance(key.shape, type | RegistryBlock | Entries) or "[]" in key.dotted:
         return ""
     field_examples = key.field.examples
@@ -144,7 +144,7 @@ def _value_at(tree: Any, keys: list[str]) -> Any:
 
 
 def page() -> str:
-    """docs/config.md."""
+    """Return docs/config.md."""
     example_by_key = examples()
     lines = [_HEAD, "## Every recipe", "", *_markdown_table(list(_own_keys(RunConfig)), example_by_key)]
     for table, heading, place in _TABLES:
@@ -178,21 +178,21 @@ def page() -> str:
 
 
 def _own_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Keys of a model, not of the rows of tables below it."""
+    """Return the keys of a model without those of registries below it."""
     tables: list[str] = []
     for key in keys_of(model, None, prefix):
         if any(key.dotted.startswith(f"{above}.") for above in tables):
             continue
         shape = key.shape.value_shape if isinstance(key.shape, Entries) else key.shape
         if isinstance(shape, RegistryBlock):
-            # Their rows have chapters of their own.
+            # Their entries have separate chapters.
             tables.append(key.dotted)
         yield key
 
 
 def _markdown_table(keys: list[Key], example_by_key: Mapping[FieldId, str], examples_too: bool = True) -> list[str]:
     if not keys:
-        return ["No keys of its own."]
+        return ["It has no keys."]
     head = ["key", "type", "default", "meaning", *(["example"] if examples_too else [])]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for key in keys:

@@ -1,4 +1,4 @@
-"""The work behind `sparo data scenes|objects|tetrominoes|emoji|movi-like|scenes3d|convert`, with progress."""
+"""Implementation of `sparo data scenes|objects|tetrominoes|emoji|movi-like|scenes3d|convert`, with progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..views.progress import Bar
 
 
 def make_scenes(folder: Path, train: int, size: int, seed: int, processes: int = 2, **sizes: int) -> None:
-    """Render scenes into `folder` (what is there already stays)."""
+    """Render scenes into `folder`; existing shards are kept."""
     config = resolve(ScenesConfig, {"train": train, "size": size, "seed": seed, **sizes}, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
@@ -28,7 +28,7 @@ def make_scenes(folder: Path, train: int, size: int, seed: int, processes: int =
 
 
 def make_tetromino_set(folder: Path, **options: Any) -> None:
-    """Draw Tetrominoes into `folder` (what is there already stays)."""
+    """Draw Tetrominoes into `folder`; existing files are kept."""
     config = resolve(TetrominoesConfig, options, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("drawing tetrominoes")
@@ -36,7 +36,7 @@ def make_tetromino_set(folder: Path, **options: Any) -> None:
 
 
 def make_object_set(folder: Path, processes: int, **options: Any) -> None:
-    """Render scenes of objects into `folder` (what is there already stays)."""
+    """Render scenes of objects into `folder`; existing shards are kept."""
     config = resolve(ObjectSetConfig, options, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
@@ -44,7 +44,7 @@ def make_object_set(folder: Path, processes: int, **options: Any) -> None:
 
 
 def make_video_set(folder: Path, processes: int, **options: Any) -> None:
-    """Render videos of thrown solids into `folder` (what is there already stays)."""
+    """Render videos of thrown solids into `folder`; existing shards are kept."""
     config = resolve(VideoSetConfig, options, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("rendering videos")
@@ -52,7 +52,7 @@ def make_video_set(folder: Path, processes: int, **options: Any) -> None:
 
 
 def make_viewed_set(folder: Path, processes: int, blender: str | None, **options: Any) -> None:
-    """Render scenes that several cameras see into `folder` (what is there already stays)."""
+    """Render scenes with several cameras into `folder`; existing shards are kept."""
     config = resolve(MultiViewSetConfig, options, str(folder))
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
@@ -60,8 +60,8 @@ def make_viewed_set(folder: Path, processes: int, blender: str | None, **options
 
 
 def convert_published_set(source: Path, folder: Path, kind: str, **options: Any) -> WriteSummary:
-    """A published set, as its authors store it, to shards in `folder`."""
-    # Before the progress bar: a wrong name is told without one.
+    """Convert a published set to shards in `folder`."""
+    # Before the progress bar, so that a wrong name is reported without one.
     places = find_source_files(source, kind)
     config = resolve(PublishedConfig, {"source": kind, "files": [p.name for p in places], **options}, str(folder))
     with Bar() as bar:
@@ -70,7 +70,7 @@ def convert_published_set(source: Path, folder: Path, kind: str, **options: Any)
 
 
 def make_emoji_set(folder: Path, size: int, seed: int, processes: int) -> dict[str, int]:
-    """Fetch and rasterise the emoji; returns samples per part."""
+    """Fetch and rasterise the emoji; return the samples per part."""
     with Bar() as bar:
         npm = bar.start_task_named("npm install")
         modules = install(folder / "npm")

@@ -1,4 +1,4 @@
-"""The recipes that come with sparo, by name, and what a user's word for a recipe means."""
+"""Shipped recipes by name, and the file that a recipe argument refers to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .. import config_folders
 if TYPE_CHECKING:
     from sparo_train.train.run_config import RunConfig
 
-_NON_RECIPE_FOLDERS = ("clusters", "sweeps", "tasks")  # folders of configs/ that hold no recipes
+_NON_RECIPE_FOLDERS = ("clusters", "sweeps", "tasks")  # folders of configs/ without recipes
 
 
 class ShippedRecipe(NamedTuple):
-    """`name` is its path in configs/ without the suffix; `line` what its header says first."""
+    """A shipped recipe: `name` is its path in configs/ without the suffix; `line` the first sentence of its header."""
 
     name: str
     path: Path
@@ -24,7 +24,7 @@ class ShippedRecipe(NamedTuple):
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All of them, by name. Files that begin with `_` are parents of others."""
+    """Return all of them, by name. Files that begin with `_` are parents of others."""
     root = next((folder for folder in config_folders() if folder.is_dir()), None)
     paths_by_name = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
     return [
@@ -40,7 +40,7 @@ def _first_line(path: Path) -> str:
 
 
 def recipe(name: str) -> Path:
-    """The path of a shipped file of configs/, e.g. `clip/scenes_tiny.yaml`."""
+    """Return the path of a shipped file in configs/, e.g. `clip/scenes_tiny.yaml`."""
     for root in config_folders():
         if (root / name).is_file():
             return root / name
@@ -48,12 +48,12 @@ def recipe(name: str) -> Path:
 
 
 def find_recipe(name_or_path: Path) -> Path:
-    """The file that a user's word means: a path, or the name of a shipped recipe (`emoji_small`, `clip/scenes_tiny`).
+    """Return the file that a recipe argument refers to: a path, or the name of a shipped recipe (`emoji_small`, `clip/scenes_tiny`).
 
     Raises:
-        ConfigError: neither, or a name that two recipes have; with near misses and with what to write.
+        ConfigError: neither, or a name that two recipes have; with suggestions.
     """
-    # A file of one's own goes before ours of the same name.
+    # The user's own file takes precedence over ours of the same name.
     if name_or_path.exists():
         return name_or_path
     text = name_or_path.as_posix()
@@ -64,17 +64,17 @@ def find_recipe(name_or_path: Path) -> Path:
         return shipped[matches[0]]
     if matches:
         written = " or ".join(matches)
-        missing = f"{text}: no such file" if name_or_path.suffix else f"{text}: {len(matches)} recipes are called so"
-        raise ConfigError(f"{missing}; write {written} for the shipped recipe")
-    # A long path is one that was mistyped, and near misses of names would not help.
+        missing = f"{text}: no such file" if name_or_path.suffix else f"{text}: {len(matches)} recipes have this name"
+        raise ConfigError(f"{missing}. Write {written} for the shipped recipe.")
+    # A long path was mistyped, so similar names of recipes would not help.
     if not name_or_path.suffix and len(name_or_path.parts) < 4:
-        raise ConfigError(f"{text}: no recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
-    return name_or_path  # whoever reads it says what is wrong with it
+        raise ConfigError(f"{text}: not a recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
+    return name_or_path  # reading it reports what is wrong
 
 
 def load_run(recipe: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a recipe (a path, or the name of one that comes with sparo) with its parents and overrides. Raises `ConfigError`."""
-    from sparo_train.train.run_config import load_run as load  # torch: a list of recipes needs none of it
+    """Read a recipe (a path, or the name of a shipped recipe) with its parents and overrides. Raises `ConfigError`."""
+    from sparo_train.train.run_config import load_run as load  # imports torch, which a list of recipes does not need
 
     return load(find_recipe(Path(recipe)), overrides)
 

@@ -1,4 +1,4 @@
-"""`sparo eval`: several checkpoints scored, printed and kept; what one of them lacks costs the others nothing."""
+"""`sparo eval`: score several checkpoints, print and store the results; a failing checkpoint does not affect the others."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def score_checkpoints(
     eval_options: EvalOptions,
     json_file: Path | None,
 ) -> None:
-    """Score each on its tasks, by all ranks together; the results are written before they are printed.
+    """Score each checkpoint on its tasks, by all ranks together; results are written before they are printed.
 
     Raises:
-        ConfigError: a folder that results are to go to cannot be written, said before anything is scored.
-        SparoError: what a checkpoint failed with; the scores of the others are printed and kept.
+        ConfigError: a results folder is not writable, reported before anything is scored.
+        SparoError: the error of a checkpoint; the scores of the others are printed and stored.
     """
     if json_file is not None:
         if json_file.is_dir():
@@ -42,7 +42,7 @@ def score_checkpoints(
         refuse_unwritable(json_file.parent, f"--json {json_file}")
     if eval_options.results is not None:
         refuse_unwritable(eval_options.results, "--results")
-    # An hour: a rank may wait for another's encoding of a whole set.
+    # An hour, because a rank may wait for another's encoding of a whole set.
     ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
     try:
         results_by_checkpoint, failed = _score_all(checkpoints, tasks_by_checkpoint, eval_options, ranks)
@@ -60,7 +60,7 @@ def _score_all(
     results_by_checkpoint: dict[str, dict[str, Result]] = {}
     failed: SparoError | None = None
 
-    # Twice the same would be one column with the other's name.
+    # A checkpoint given twice would be one column.
     for checkpoint in dict.fromkeys(checkpoints):
         name, results = Path(checkpoint).name, dict[str, Result]()
         try:
@@ -73,14 +73,14 @@ def _score_all(
         except SparoError as error:
             if (
                 ranks.size > 1 and not error.on_all_ranks
-            ):  # the others are elsewhere, and could not follow to the next one
+            ):  # the other ranks are elsewhere, and could not go on to the next checkpoint
                 raise
             if failed is not None and not failed.repeated:
-                logger.error(f"error: {failed}")  # the last one is told at the end
+                logger.error(f"error: {failed}")  # the last one is raised at the end
             failed = error
             if not results:
                 continue
-        # Two checkpoints of one name are told apart by the whole of what was typed.
+        # Two checkpoints with one name are distinguished by their full paths.
         results_by_checkpoint[name if name not in results_by_checkpoint else checkpoint] = results
     return results_by_checkpoint, failed
 
@@ -101,10 +101,10 @@ def _print_results(
                 facts,
                 {f"{c}/{t}": r for c, by_task in results_by_checkpoint.items() for t, r in by_task.items()},
             )
-        except OSError as error:  # a disk that filled up meanwhile: the table is all that there is
+        except OSError as error:  # a disk that filled up meanwhile: only the table is left
             unwritten = error
     if any(results_by_checkpoint.values()):
-        slots_note = f", slots {eval_options.slots_named} of the images alone" if eval_options.slots else ""
+        slots_note = f", slots {eval_options.slots_named} of the images" if eval_options.slots else ""
         out.print(results_table(results_by_checkpoint, f"per cent, 95 % intervals{slots_note}"))
     if unwritten is not None:
         raise ConfigError(f"--json {json_file}: could not be written ({unwritten}). The table above has the scores.")

@@ -29,7 +29,7 @@ def train_masks(
     checkpoint: str, task_name: str, report_on: list[str] | None, granularity: Granularity, trainings: Sequence[MaskTraining], held_out: bool,
     options: SlotOptions, path: Path, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Train a mask per seed, write the first, and show what all of them do elsewhere."""
+    """Train a mask per seed, write the first, and show the effect of all of them on other tasks."""
     refuse_unwritable(path.parent, f"--out {path}")
     row, written = _train_mask(
         checkpoint, column_titles([checkpoint])[0], task_name, report_on, granularity, trainings, held_out, options
@@ -44,11 +44,11 @@ def table_five(
     checkpoints: Sequence[str], task_name: str, report_on: list[str], parts: int, trainings: Sequence[MaskTraining],
     options: SlotOptions, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Table 5 for any checkpoints: masks per slot (or per part, where there are none) and per number."""
+    """Print Table 5 for any checkpoints: masks per slot (or per part, without slots) and per value."""
     rows: list[MaskRow] = []
     for per in ("unit", "dimension"):
         for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
-            # Both kinds of checkpoints stand in one table: where there are no slots, equal parts are in their place.
+            # Both kinds of checkpoints are in one table: without slots, equal parts are used.
             either = replace(options, units=EITHER, parts=parts)
             rows.append(_train_mask(checkpoint, label, task_name, report_on, per, trainings, False, either)[0])
     rows = [_average_vtab(row) for row in rows]
@@ -57,9 +57,9 @@ def table_five(
 
 
 def _average_vtab(row: MaskRow) -> MaskRow:
-    """VTAB's tasks as their average, as the paper has it; other tasks as they are."""
+    """Replace VTAB's tasks by their average, as in the paper; other tasks are unchanged."""
     vtab = {n: s for n, s in row.tasks.items() if n.startswith("vtab/")}
-    # A single set is no average of VTAB.
+    # A single set is not an average of VTAB.
     if len(vtab) < 2:
         return row
     rest = {n: s for n, s in row.tasks.items() if n not in vtab}
@@ -96,9 +96,13 @@ def _row_facts(row: MaskRow) -> dict[str, Any]:
 
 
 class SelectOptions(NamedTuple):
-    """What `sparo slots select` was asked for beside how to choose.
+    """Options of `sparo slots select` besides the method.
 
-    task_name: the task to choose on.  report_tasks: tasks to report on; None: all that fit.  slots: chosen by hand.  out, plot, json_file: files.
+    Attributes:
+        task_name: the task to select on.
+        report_tasks: tasks to report on; None: all that fit.
+        slots: selected by hand.
+        out, plot, json_file: files.
     """
 
     task_name: str
@@ -112,7 +116,7 @@ class SelectOptions(NamedTuple):
 def score_units(
     checkpoint: str, task_names: list[str] | None, sort: str | None, options: SlotOptions, json_file: Path | None
 ) -> None:
-    """Each unit alone, and all without it, task by task."""
+    """Score each unit alone, and all without it, task by task."""
     bench = Bench(checkpoint, options)
     tasks = bench.tasks(task_names, "--task")
     materials = bench.material(
@@ -121,7 +125,7 @@ def score_units(
     columns: dict[str, list[float]] = {}
     for name, each in materials.items():
         columns |= _columns(name, each)
-    # A task's name stands for its units alone, which is what one sorts by.
+    # A task's name alone means the score of units alone.
     sort = sort if sort is None or sort in columns else f"{sort} alone"
     if sort is not None and sort not in columns:
         raise ConfigError(
@@ -129,7 +133,7 @@ def score_units(
         )
     numbers = list(range(bench.units.number))
     if sort is not None:
-        # Of equal scores the lower number first, as everywhere units are ordered.
+        # The lower number first among ties, as everywhere.
         numbers.sort(key=lambda n: (-columns[sort][n], n))
     title = f"{checkpoint}: {bench.units.number} {bench.units.kind}, per cent"
     slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
@@ -176,7 +180,7 @@ def _require_tasks(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
 def select_units(
     checkpoint: str, select_options: SelectOptions, choice_options: ChoiceOptions, options: SlotOptions
 ) -> None:
-    """Choose, write the file, report."""
+    """Select units, write the file, and report scores."""
     refuse_unwritable(select_options.out.parent, f"--out {select_options.out}")
     if select_options.plot is not None:
         refuse_unwritable(select_options.plot.parent, f"--plot {select_options.plot}")
@@ -192,11 +196,11 @@ def select_units(
     if select_options.slots is not None:
         selection = _manual_selection(bench, select_options.slots, selection, choice_options)
     task_names = list(tasks) if select_options.report_tasks else list(materials)
-    # What was asked for, or all that there is, the task of the choice among it.
+    # The requested tasks, or all that there are, including the task of the selection.
     reports = [report(each, materials[each], selection, choice_options) for each in task_names]
     write_selection(select_options.out, selection)
     provenance = (
-        f"chosen on {selection.made_on.task} (n = {selection.made_on.n})" if selection.made_on.data else "by hand"
+        f"selected on {selection.made_on.task} (n = {selection.made_on.n})" if selection.made_on.data else "by hand"
     )
     title = f"{checkpoint}: {described(selection)}, {provenance}"
     slot_tables.show(slot_tables.report_table(title, reports, len(selection.chosen), selection.count, selection.units))
@@ -216,14 +220,14 @@ def select_units(
 def _has_tasks(bench: Bench) -> bool:
     try:
         return bool(bench.tasks(None))
-    except ConfigError:  # a checkpoint without a run, whose tasks are of the catalogue
+    except ConfigError:  # a checkpoint without a run, whose tasks are from the catalogue
         return False
 
 
 def _manual_selection(
     bench: Bench, slots: tuple[int, ...] | Path, ranked: Selection, choice_options: ChoiceOptions
 ) -> Selection:
-    """Somebody's own choice; nobody knows what it was made on, so nothing of it counts as held out."""
+    """Return a selection made by hand; its data are unknown, so nothing counts as held out."""
     if isinstance(slots, Path):
         selection = read_selection(slots)
         selected(bench.encoder, selection, f"--slots {slots}")
@@ -240,11 +244,9 @@ def _manual_selection(
 
 def _print_next_command(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], renormed: bool) -> None:
     if renormed:
-        console.print("sparo eval takes class vectors' slots as they are (slice): its scores with this file are others")
+        console.print("sparo eval uses class vectors' slots unchanged (slice), so its scores with this file differ")
     if any(r.share == "same data" for r in reports):
-        console.print(
-            "same data: the choice was made on it, so its gain is too good; --held-out and other tasks are fair"
-        )
+        console.print("same data: the selection was made on it, so its gain is too high; use --held-out or other tasks")
     console.print(f"next: {shlex.join(['sparo', 'eval', checkpoint, '--slots', str(path)])}", soft_wrap=True)
 
 
@@ -256,7 +258,7 @@ def table_four(
     options: SlotOptions,
     json_file: Path | None,
 ) -> None:
-    """Table 4 for any checkpoints with slots."""
+    """Print Table 4 for any checkpoints with slots."""
     columns = []
     for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):
         bench = Bench(checkpoint, options)
@@ -283,7 +285,7 @@ def show_quality(
     options: SlotOptions,
     json_file: Path | None,
 ) -> None:
-    """A row per checkpoint: what its slots (or equal parts of its encodings) are like on a task's images."""
+    """Print one row per checkpoint: quality of its slots (or equal parts of its encodings) on a task's images."""
     judge = load_encoder(judge_checkpoint) if judge_checkpoint is not None else None
     rows = []
     for checkpoint, label in zip(checkpoints, column_titles(checkpoints), strict=True):

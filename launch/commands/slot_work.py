@@ -1,4 +1,4 @@
-"""What the verbs of `sparo slots` share: a checkpoint, its units, the store of its features, and the tasks that it is looked at on."""
+"""Common parts of the `sparo slots` commands: a checkpoint, its units, the store of its features, and its tasks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from sparo_train.core.registries import TASKS
 
 from ..views.results_table import Encoding
 
-EITHER = "either"  # of units: slots where there are any, else equal parts, as Table 5 compares them
+EITHER = "either"  # units: slots if there are any, otherwise equal parts, as compared in Table 5
 
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """The options that all verbs of `sparo slots` have.
+    """Options of all `sparo slots` commands.
 
-    data, root: as of `sparo eval`.  units, parts, head_layers: what is chosen.  classifier_slots: slice or renorm.
+    Attributes:
+        data, root: as in `sparo eval`.
+        units, parts, head_layers: kind of units.
+        classifier_slots: slice or renorm.
     """
 
     model: str | None = None
@@ -63,19 +66,19 @@ class Bench:
         self.encoder: Encoder = load_encoder(checkpoint, options.model, device)
         kind: Any = options.units
         if kind == EITHER:
-            # Table 5 sets models without slots beside those with them, cut into as many parts.
+            # Table 5 compares models without slots by cutting their encodings into equally many parts.
             kind = "slots" if self.encoder.slots > 1 else "parts"
         self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
 
     def tasks(self, names: Sequence[str] | None, option: str = "--report-tasks") -> dict[str, TaskConfig]:
-        """Tasks by the names that `sparo eval --tasks` takes; None: all that the run or YAML has."""
+        """Return tasks by the names that `sparo eval --tasks` accepts; None: all of the run or YAML."""
         found = tasks_for(self.checkpoint, self.options.data, names, self.options.root, option)
         if self.options.limit is not None:
             found = {name: task.model_copy(update={"limit": self.options.limit}) for name, task in found.items()}
         return found
 
     def material(self, tasks: dict[str, TaskConfig]) -> dict[str, Material]:
-        """Their encodings, as far as they are not stored, behind a bar."""
+        """Return the encodings of tasks, with a progress bar for those that are not stored."""
         with Encoding(self.checkpoint, False) as report:
             store = self._store(report)
             return {
@@ -84,7 +87,7 @@ class Bench:
             }
 
     def arrays(self, tasks: dict[str, TaskConfig]) -> dict[str, Arrays]:
-        """Their arrays for a page, of as many images as a page gets."""
+        """Return the arrays of tasks for a page, limited to a page's number of images."""
         some = {name: limited(task, self.options.limit) for name, task in tasks.items()}
         with Encoding(self.checkpoint, False) as report:
             store = self._store(report)
@@ -94,12 +97,12 @@ class Bench:
             }
 
     def images(self, source: EvalSet) -> Features:
-        """Encodings of a set's images."""
+        """Return the encodings of a set's images."""
         with Encoding(self.checkpoint, False) as report:
             return encode_set(source, self.units, self._store(report), 0)
 
     def quality(self, label: str, task: TaskConfig, judge: Encoder | None) -> Quality:
-        """What the units are like on a task's images, told apart by another encoder where one is given."""
+        """Return the quality of units on a task's images, with a reference encoder if given."""
         source = open_images(task)
         with Encoding(self.checkpoint, False) as report:
             return quality_of(label, self.units, source, self._store(report), judge, getattr(task, "workers", 0))
@@ -108,7 +111,7 @@ class Bench:
         return FeatureStore(self.options.features, "fp32", report)
 
     def single_task(self, name: str, option: str) -> tuple[str, TaskConfig]:
-        """The one task that a name stands for. Raises `ConfigError` where it stands for several."""
+        """Return the single task with a name. Raises `ConfigError` if it stands for several."""
         tasks = self.tasks([name], option)
         if len(tasks) > 1:
             raise ConfigError(f"{option} {name}: matches {len(tasks)} tasks ({', '.join(tasks)}). Name one.")
@@ -116,26 +119,26 @@ class Bench:
 
 
 def supported_unit_tasks(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
-    """Those of many tasks that can be looked at unit by unit, and that the encoder can do."""
+    """Return the tasks that can be analyzed by unit, and that the encoder supports."""
     supported = {name: task for name, task in tasks.items() if set(TASKS.get(task.task).needs) <= encoder.offers}
-    # Not probes: each unit would be a layer to fit, which one asks for by name.
+    # Without probes, which need a layer per unit and are only used if named.
     return {name: task for name, task in supported.items() if task.task in ("zeroshot", "pairs", "knn")}
 
 
 def split_names(text: str | None) -> list[str] | None:
-    """Comma-separated names."""
+    """Split comma-separated names."""
     return [word for word in text.split(",") if word] if text else None
 
 
 def column_titles(labels: Iterable[str]) -> list[str]:
-    """Names of checkpoints for the heads of columns: the folder's, where these differ."""
+    """Return names of checkpoints for column titles: the folder's name if names differ."""
     whole = list(labels)
     short = [Path(label).name for label in whole]
-    # Two runs of one name in two folders need their folders to be told apart.
+    # Two runs with one name in two folders need their folders' names.
     return short if len(set(short)) == len(short) else whole
 
 
 def write_facts(path: Path | None, facts: Mapping[str, Any]) -> None:
-    """`--json`."""
+    """Write `--json`."""
     if path is not None:
         write_whole(path, json.dumps(facts, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""`sparo eval sweep`: the rows of a sweep file with their parameters and what was scored of them, over seeds."""
+"""`sparo eval sweep`: the rows of a sweep file with parameters and scores, over seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..jobs.sweep import expand
 
 
 class SweepRow(NamedTuple):
-    """A row of a sweep: its name in the file, its parameters, the results of its runs by task, and what Table 6 says of its read-out."""
+    """A row of a sweep: its name in the file, its parameters, the results of its runs by task, and Table 6's columns for its readout."""
 
     name: str
     parameters: int
@@ -43,8 +43,8 @@ class SweepRow(NamedTuple):
     readout_cells: tuple[str, ...] = ()
 
     def values(self, task: str, metric: str | None = None) -> tuple[str, list[float]]:
-        """A metric (default: the headline) and what its runs have of it; nothing where one of them has none."""
-        # A median over other seeds than the row's others have would be compared with them.
+        """Return a metric (default: the headline) and its values in all runs; none if a run lacks it."""
+        # A median over other seeds than the row's other values would not be comparable.
         results = [record.result for record in self.results.get(task, [])]
         name = metric or (results[0].headline if results else "")
         values = [result.metrics[name] for result in results if name in result.metrics]
@@ -53,7 +53,7 @@ class SweepRow(NamedTuple):
     def cell(
         self, task: str, metric: str | None = None, mean: bool = False, baseline: SweepRow | None = None
     ) -> Cell | None:
-        """`spread` over the runs, or the `difference` to another row's; None where there is none."""
+        """Return `spread` over the runs, or the `difference` to another row; None without values."""
         name, values = self.values(task, metric)
         other, others = baseline.values(task, name) if baseline is not None else (name, values)
         if not values or not others or other != name:
@@ -63,10 +63,10 @@ class SweepRow(NamedTuple):
 
 
 def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
-    """The rows of a sweep file; runs are NAME and NAME-seedS in `out` (default: where the recipes put them).
+    """Return the rows of a sweep file; runs are NAME and NAME-seedS in `out` (default: the recipes' folders).
 
     Raises:
-        ConfigError: no sweep file, or a folder of a row's name that is none of its runs.
+        ConfigError: not a sweep file, or a folder with a row's name that is not one of its runs.
     """
     if not is_sweep(load_recipe(sweep)):
         raise ConfigError(f"{sweep}: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`.")
@@ -77,7 +77,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         folders = [place / config.name, *sorted(place.glob(f"{config.name}-seed[0-9]*"))]
         folders = [folder for folder in folders if (folder / "config.yaml").is_file()]
         parameters = num_trained_parameters(config)
-        # Runs that were not scored are not counted: n is of numbers, not of folders.
+        # Runs without scores do not count: n is the number of scores, not of folders.
         records_by_folder = {folder: records for folder in folders if (records := _records(folder))}
         _refuse_mismatched_runs(config.objective, list(records_by_folder))
         results: dict[str, list[Record]] = {}
@@ -89,17 +89,17 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
 
 
 def checkpoint_readout_cells(name: str) -> tuple[str, ...]:
-    """The same by the name under which a checkpoint was scored; dashes where no run's recipe lies there."""
+    """Return the same by the name under which a checkpoint was scored; dashes if its recipe is not available."""
     try:
         config = read_recipe(Path(name.partition(" (")[0]))
         return readout_cells(config.objective, num_trained_parameters(config))
-    # No run; or of a version whose keys are gone, a plug-in or a tower's file that is not here: its score stands all the same.
+    # Not a run; or of a version whose keys are gone, or a plug-in or file that is not here: its score is still shown.
     except SparoError:
         return UNKNOWN_READOUT
 
 
 def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
-    """Raise `ConfigError` where a folder of a row's name holds another model, or two of them more than their seeds apart."""
+    """Raise `ConfigError` if a folder with a row's name contains another model, or two differ in more than their seeds."""
     runs_by_seed: dict[Any, tuple[str, Path]] = {}
     for folder in folders:
         if read_recipe(folder).objective != objective:
@@ -118,9 +118,9 @@ def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
 
 def _records(folder: Path) -> list[Record]:
     try:
-        return whole_records(folder)  # what else there is of it is no other seed
+        return whole_records(folder)  # anything else is not another seed
     except DataError:
-        return []  # under way, or not scored
+        return []  # running, or not scored
 
 
 def sweep_grid(
@@ -131,13 +131,14 @@ def sweep_grid(
     mean: bool = False,
     baseline: str | None = None,
 ) -> Grid:
-    """As a table of every task's headline, or in a layout of the paper, whose printed rows of training sets (`paper`) follow.
+    """Return a table of every task's headline, or in a layout of the paper, followed by its printed rows of training sets (`paper`).
 
-    Cells are medians and ranges over seeds, or means and their intervals (`mean`), or differences to the row `baseline`.
+    Cells are medians and ranges over seeds, or means and their intervals (`mean`), or differences to the row
+    `baseline`.
 
     Raises:
         DataError: nothing was scored.
-        ConfigError: no such layout or row, or printed rows without a layout or beside differences.
+        ConfigError: no such layout or row, or printed rows without a layout or together with differences.
     """
     if baseline is not None and paper:
         raise ConfigError(f"--baseline {baseline}: rows of the paper have no seeds. Remove --paper.")
@@ -150,12 +151,12 @@ def sweep_grid(
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
         raise DataError(
-            f"{title}: none of its runs is here and scored; `sparo launch train` trains them, `sparo eval RUN --tasks NAMES` "
-            "scores those whose recipe has no eval.tasks, --out says where they are"
+            f"{title}: none of its runs exists and is scored. `sparo launch train` trains them, `sparo eval RUN --tasks NAMES` "
+            "scores those whose recipe has no eval.tasks, and --out names their folder."
         )
     if layout is not None and not {column.task for column in columns} & set(tasks):
         raise DataError(
-            f"--layout {layout}: is of {', '.join(dict.fromkeys(c.task for c in columns))}, and scored was {', '.join(tasks)}"
+            f"--layout {layout}: needs {', '.join(dict.fromkeys(c.task for c in columns))}, got scores of {', '.join(tasks)}"
         )
     columns = columns or [Column("", task, task, None) for task in tasks]
     heads = HEADS if layout == "6" else ()
@@ -169,11 +170,11 @@ def sweep_grid(
         if row is not baseline_row
     ]
     grid_rows += paper_rows(layout, paper) if layout is not None else []
-    note = "M: trained parameters; n: runs that were scored, which differ in their seed"
+    note = "M: trained parameters; n: scored runs, which differ in their seed"
     mixed_data_notes = {
         t: warning for t in tasks if (warning := several_data([r for row in rows for r in row.results.get(t, [])]))
     }
-    column_tasks = dict.fromkeys(column.task for column in columns)  # in one order, at every start
+    column_tasks = dict.fromkeys(column.task for column in columns)  # in the same order at every start
     odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in column_tasks for r in row.results.get(t, [])]
     notes = [note, *odd_notes(odd), *mixed_data_notes.values()]
     title = TITLES.get(layout or "", title)
@@ -183,7 +184,7 @@ def sweep_grid(
 
 
 def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:
-    """A task over parameters as Fig. 3 of the SPARO paper has it: rows that are named by a number (L_64, L_128) are points of one line.
+    """Plot a task over parameters as in Fig. 3 of the SPARO paper: rows named by a number (L_64, L_128) are points of one line.
 
     Raises:
         ConfigError: a task that no row has.
@@ -195,7 +196,7 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) ->
 
     from evals.report.plots import save_figure
 
-    matplotlib.rcParams["text.parse_math"] = False  # names of rows are no formulas
+    matplotlib.rcParams["text.parse_math"] = False  # names of rows are not formulas
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
         if row.cell(task) is not None:
@@ -209,7 +210,7 @@ def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) ->
         members.sort(key=lambda row: row.parameters)
         cells = [cell for row in members if (cell := row.cell(task, mean=mean)) is not None]
         middle = [times * cell.value for cell in cells]
-        # Of one seed there is nothing to either side.
+        # A single seed has no range.
         ends = [
             (cell.value if cell.low is None else cell.low, cell.value if cell.high is None else cell.high)
             for cell in cells

@@ -1,4 +1,4 @@
-"""`sparo train`: recipe to finished run."""
+"""`sparo train`: train a recipe with progress, evaluation tasks and initial weights."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, ranks: Ranks | None = None) -> Outcome:
-    """Train a recipe into its run folder, from its newest checkpoint if it has one; with progress, `eval.tasks` and `start_from`.
+    """Train a recipe in its run folder, from its newest checkpoint if it has one; with progress, `eval.tasks` and `start_from`.
 
     Args:
-        ranks: the processes that train together, already joined; None: those that the environment describes.
+        config: the resolved recipe.
+        ranks: the processes that train together, already joined; None: those in the environment.
     """
     callbacks = Callbacks(ProgressView, load_initial_weights, lambda: {"code": code_hash()})
     return fit(config, make_evaluate, callbacks, ranks)
 
 
 def exit_if_stopped(outcome: Outcome) -> None:
-    """After a signal: raise StoppedError; everything is saved and the same line continues."""
+    """Raise StoppedError after a signal; everything is saved and the same command continues."""
     if outcome.reason.startswith("SIG"):
         stopped = StoppedError(outcome.reason, saved=outcome.checkpoint is not None)
         world = launched_world()
@@ -54,9 +55,9 @@ def exit_if_stopped(outcome: Outcome) -> None:
 
 
 def make_evaluate(run: Run, display: Display) -> Evaluate | None:
-    """Return the trainer's evaluation: all of `eval.tasks`, written to RUN/evals and returned for the metrics; `eval.job` is submitted.
+    """Return the trainer's evaluation function: it scores all `eval.tasks`, writes RUN/evals, returns the metrics, and submits `eval.job`.
 
-    Predictions of the last evaluation are kept, too, as `sparo eval compare` needs them.
+    Predictions of the last evaluation are stored, too, for `sparo eval compare`.
     """
     config, rundir, total = run.config, run.rundir, run.total_steps
     side = config.eval.job
@@ -64,7 +65,7 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
         return None
     check_recipe_compatible(config, run.objective)  # all of it now, rather than in the middle of training
     if side is not None:
-        # What a job of its own would miss in hours is missed now.
+        # Check now what a separate job would only notice in hours.
         Suite(side.tasks).check()
         load_cluster(side.cluster, side.options)
     suite = Suite(config.eval.tasks)
@@ -76,9 +77,9 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
             submit_eval_job(side, TrainedWeights.of(config, objective.state_dict()), rundir.path, step)
         if not config.eval.tasks:
             return {}
-        # Anew each time: an encoder holds what is derived from weights, its hash first of all.
+        # A new encoder each time, because it caches values derived from weights, such as their hash.
         encoder, begin = encoder_of(objective, config), time.monotonic()
-        # NaN weights still rank something; the score would look like a bad one.
+        # NaN weights still produce a ranking, whose score would merely look bad.
         refuse_non_finite(encoder.model.state_dict(), f"step {step}", TrainingError)
         results: dict[str, Result] = {}
         for number, name in enumerate(suite.tasks, 1):
@@ -86,14 +87,14 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
             try:
                 results |= suite.run(encoder, [name], ranks)
             except SparoError:
-                if results:  # the run ends with what this task says; the others' scores were had
+                if results:  # the run ends with this task's error; the others' scores are stored
                     logger.info(_scores(step, results))
                 raise
         if ranks.rank == 0:
-            # A run that was taken over writes nothing more into the other's folder.
+            # A run that was taken over writes nothing more to the folder.
             rundir.lease.check()
             write_results(rundir.path / "evals" / f"step-{step:08d}.json", {"step": step}, results)
-            # As the step will be called on disk: cards and tables find the weights by it.
+            # The name of the future checkpoint, by which cards and tables find the weights.
             encoder.label = str(rundir.checkpoints / f"step-{step:08d}")
             facts = {"step": step, **result_facts(encoder, EvalOptions(), time.monotonic() - begin)}
             try:
@@ -104,7 +105,7 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
                     f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}); tables lack step {step}"
                 )
             pictures(encoder, step)
-        if step == total:  # once is enough
+        if step == total:  # report it once
             for name, result in results.items():
                 for remark in result.remarks():
                     logger.warning(f"{name}: {remark}")
@@ -115,13 +116,13 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
 
 
 def _scores(step: int, results: Mapping[str, Result]) -> str:
-    """A line of every task's own metric."""
+    """Return a line with every task's headline."""
     parts = (f"{name} {r.headline} {format_metric(r.headline, r.value, unit=True)}" for name, r in results.items())
     return f"step {step}: " + "  ".join(parts)
 
 
 def _make_picture_writer(tasks: Mapping[str, Any], log: LogConfig, rundir: RunDir) -> Callable[[Encoder, int], None]:
-    """Return what draws pictures at an evaluation: the first task that has any; nothing without one."""
+    """Return the writer of pictures for the first task that has any, or None."""
     picture_tasks = [task for task in tasks.values() if TASKS.get(task.task).pictures]
     if not picture_tasks or not log.pictures:
         return lambda encoder, step: None

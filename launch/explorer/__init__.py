@@ -1,1 +1,1 @@
-"""`sparo slots explore`: a local page on which a person looks at slots, switches them, names them, and saves the choice."""
+"""`sparo slots explore`: a local page on which a user inspects slots, switches them on and off, names them, and saves the selection."""

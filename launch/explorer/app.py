@@ -1,4 +1,4 @@
-"""What the page asks the server for: a table of routes and a function for each."""
+"""Routes of the explorer's page, and a function for each."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ _SCRIPT = '<script type="module" src="page/main.js"></script>'
 
 
 def build_offline_page(page: Path, offline_bundle: Mapping[str, Any]) -> bytes:
-    """HTML: page, style, modules, and what they would ask a server for.
+    """Return HTML that contains the page, style, modules, and the data that they would request from a server.
 
     Args:
-        page: folder of the page's files.  offline_bundle: `Explorer.held`.
+        page: folder of the page's files.
+        offline_bundle: result of `Explorer.offline_bundle`.
 
     Raises:
-        ConfigError: more than a browser takes as one file.
+        ConfigError: the file would be too large for a browser.
     """
-    # No sequence in it can end the element that it stands in.
+    # No sequence in it can end the element that contains it.
     data = json.dumps(offline_bundle).replace("<", "\\u003c")
     style, script = (page / "page.css").read_text(encoding="utf-8"), bundle_modules(page, "main")
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
@@ -54,15 +55,15 @@ def build_offline_page(page: Path, offline_bundle: Mapping[str, Any]) -> bytes:
         (_SCRIPT, f'<script type="application/json" id="held">{data}</script><script type="module">{script}</script>'),
     ):
         if old not in html:
-            raise ConfigError(f"{page / 'index.html'}: does not hold {old}; install sparo again")
+            raise ConfigError(f"{page / 'index.html'}: does not contain {old}. Install sparo again.")
         html = html.replace(old, new)
     if len(html) > _MAX_BYTES:
-        raise ConfigError(f"one file would take {len(html) >> 20} MB; start with fewer --images, or a --limit")
+        raise ConfigError(f"one file would take {len(html) >> 20} MB. Start with fewer --images, or a --limit.")
     return html.encode()
 
 
 def bundle_modules(page: Path, name: str) -> str:
-    """A module behind all that it imports, as one script: their names are different, so nothing else has to be done."""
+    """Return a module after all that it imports, as one script; their names are distinct, so concatenation suffices."""
     order: list[str] = []
 
     def visit(module: str) -> None:
@@ -82,19 +83,20 @@ def _hash(text: str) -> str:
 
 
 PAGE = Path(__file__).parent / "page"
-_THUMBNAIL_SIZE = 200  # pixels of a picture in one file
-_MAX_SECOND_CHECKPOINTS = 2  # checkpoints beside the first that stay open
+_THUMBNAIL_SIZE = 200  # pixels of a picture in the single file
+_MAX_SECOND_CHECKPOINTS = 2  # further checkpoints that stay open
 
 
 class Explorer:
-    """Everything behind the page.
+    """State of the page's server.
+
+    Checkpoints have numbers that no server used before: an old tab must not receive another checkpoint's data, nor save
+    over its selection.
 
     Args:
-        first: the checkpoint.  out: where its selection goes.
-        another: from what a person typed to a second checkpoint. Raises `ConfigError`.
-
-    Checkpoints are known by numbers that nobody gave before, another server neither: a tab that was left behind must not get
-    another one's answers, nor save over them.
+        first: the checkpoint.
+        out: path of its selection.
+        another: opens a second checkpoint from the user's input. Raises `ConfigError`.
     """
 
     def __init__(self, first: Side, pictures: Pictures, out: Path, open_checkpoint: Callable[[str], Side]):
@@ -104,11 +106,11 @@ class Explorer:
         self.files = {self.first: SelectionFile(first, out)}
         self._out = out
         self._model = threading.Lock()  # one pass through a model at a time
-        self._opening = threading.Lock()  # its own: a checkpoint may come over a slow network
+        self._opening = threading.Lock()  # separate, because a checkpoint may be on a slow network
         self.attention_cache: dict[tuple[int, int], dict[str, Any]] = {}
 
     def facts(self) -> dict[str, Any]:
-        """What the page draws first: the checkpoint, and the second one that was opened last."""
+        """Return what the page draws first: the checkpoint, and the second one that was opened last."""
         return self._facts(list(dict.fromkeys((self.first, list(self.sides)[-1]))))
 
     def _facts(self, sides: list[int]) -> dict[str, Any]:
@@ -122,26 +124,26 @@ class Explorer:
         }
 
     def side_facts(self, number: int) -> dict[str, Any]:
-        """One checkpoint's, with its selection as the file has it."""
+        """Return one checkpoint's data, with its selection as in the file."""
         return {"id": number, **self.side(number).facts(), "selection": self.files[number].facts(whole=False)}
 
     def side(self, number: int) -> Side:
-        """Raises `ConfigError` for one that is not open."""
+        """Return an open checkpoint. Raises `ConfigError` for another number."""
         if number not in self.sides:
             raise ConfigError(
-                "this checkpoint is no longer open: others were opened since, or sparo slots explore was started again; load the page anew"
+                "this checkpoint is no longer open: others were opened since, or sparo slots explore was restarted. Reload the page."
             )
         return self.sides[number]
 
     def task(self, side: int, number: int) -> bytes:
-        """A task's arrays one after another, as its layout says."""
+        """Return a task's arrays concatenated, as described by its layout."""
         arrays = list(self.side(side).arrays.values())
         if not 0 <= number < len(arrays):
-            raise ConfigError(f"task {number}: there are {len(arrays)}")
+            raise ConfigError(f"task {number}: expected a number below {len(arrays)}")
         return b"".join(array.tobytes() for array in arrays[number].arrays.values())
 
     def attention(self, side: int, image: int) -> dict[str, Any]:
-        """Kept, as people go back and forth, and as one file holds what was looked at."""
+        """Return the attention of an image; it is cached for navigation, and for the single file."""
         self.pictures.check(image)
         with self._model:
             if (side, image) not in self.attention_cache:
@@ -149,7 +151,7 @@ class Explorer:
         return self.attention_cache[side, image]
 
     def compare(self, checkpoint: str) -> dict[str, Any]:
-        """Open a second checkpoint. The two that were opened last stay open, as there may be another tab."""
+        """Open a second checkpoint. The last two stay open, because there may be another tab."""
         if not self._opening.acquire(blocking=False):
             raise ConfigError(f"{checkpoint}: another checkpoint is being opened. Wait for it, then open this one.")
         try:
@@ -158,29 +160,29 @@ class Explorer:
         finally:
             self._opening.release()
         if weights == self.side(self.first).encoder.weights:
-            raise ConfigError(f"{checkpoint}: has the weights of the checkpoint that is open; name another")
+            raise ConfigError(f"{checkpoint}: has the weights of the open checkpoint. Name another.")
         with self._model:
             file = SelectionFile(side, self._out.with_name(f"{self._out.stem}_{weights[:8]}.json"))
             number = secrets.randbelow(2**31)
             self.sides[number], self.files[number] = side, file
-            # Never the first: what it was started for stays.
+            # Never close the first one.
             for old in list(self.sides)[1:-_MAX_SECOND_CHECKPOINTS]:
                 del self.sides[old], self.files[old]
             self.attention_cache = {key: value for key, value in self.attention_cache.items() if key[0] in self.sides}
         return self.side_facts(number)
 
     def offline_bundle(self, state: dict[str, Any]) -> dict[str, Any]:
-        """All that one file needs: scores' arrays, small pictures, and the attention of the images that were looked at.
+        """Return everything that the single file needs: scores' arrays, small pictures, and the attention of the images that were viewed.
 
         Args:
-            state: `sides`, for each checkpoint in sight its `id`, what is on, names and notes as the page has them, saved or not;
-                `image`, the one in sight.
+            state: `sides` with the `id`, selection, names and notes of each visible checkpoint, saved or not; `image`,
+                the visible one.
         """
         side_states = state.get("sides")
         if not isinstance(side_states, list) or not all(
             isinstance(one, dict) and type(one.get("id")) is int for one in side_states
         ):
-            raise ConfigError("one file: says of no checkpoint what is on")
+            raise ConfigError("single file: the selection of a checkpoint is missing")
         sides = [one["id"] for one in side_states]
         tasks = {f"{side}/{i}": self.task(side, i) for side in sides for i in range(len(self.side(side).arrays))}
         pictures = [self.pictures.jpeg(i, _THUMBNAIL_SIZE) for i in range(len(self.pictures.entries))]
@@ -195,13 +197,13 @@ class Explorer:
         }
 
     def run_locked(self, work: Callable[[], Any]) -> Any:
-        """The model's turn."""
+        """Run `work` while no other request uses the model."""
         with self._model:
             return to_jsonable(work())
 
 
 def to_jsonable(value: Any) -> Any:
-    """Arrays as base64 of little-endian fp32; text without control characters."""
+    """Convert arrays to base64 of little-endian fp32, and remove control characters from text."""
     if isinstance(value, np.ndarray):
         return base64.b64encode(np.ascontiguousarray(value, "<f4").tobytes()).decode()
     if isinstance(value, dict):
@@ -212,7 +214,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def make_app(explorer: Explorer) -> Starlette:
-    """The application, without its guard."""
+    """Return the application, without its guard."""
 
     async def index(_: Request) -> Response:
         return FileResponse(PAGE / "index.html")
@@ -264,7 +266,7 @@ def make_app(explorer: Explorer) -> Starlette:
     def captions(side: int, body: dict[str, Any]) -> Any:
         texts, number = body.get("captions"), body.get("image")
         if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or type(number) is not int:
-            raise ConfigError("captions: give an image's number and a list of texts")
+            raise ConfigError("captions: expected an image's number and a list of texts")
         explorer.pictures.check(number)
         return explorer.run_locked(lambda: explorer.side(side).captions(number, texts))
 

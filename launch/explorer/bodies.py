@@ -1,4 +1,4 @@
-"""Bodies of requests and words of answers: bounded while they are read, and errors that a person can solve."""
+"""Request bodies, limited while they are read, and errors as answers that a user can act on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sparo_train.core.files import escape_control_chars
 
 from .selection_file import ChangedError
 
-MAX_JSON_BYTES, MAX_IMAGE_BYTES = 4 << 20, 64 << 20  # bytes of a body
-_MAX_BODY_BYTES = 4 * MAX_IMAGE_BYTES  # bytes of all requests that are read at once
+MAX_JSON_BYTES, MAX_IMAGE_BYTES = 4 << 20, 64 << 20  # limit in bytes for a body
+_MAX_BODY_BYTES = 4 * MAX_IMAGE_BYTES  # limit in bytes for all bodies in memory
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -27,19 +27,19 @@ def json_object(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise ConfigError("the request holds no JSON object")
+        raise ConfigError("the request contains no JSON object")
     return body
 
 
 class _BodyMemory:
-    """Count the bytes of request bodies that are held at once; only the event loop's thread uses it."""
+    """Counter of the bytes of request bodies in memory; only the event loop's thread uses it."""
 
     def __init__(self) -> None:
         self._reserved_bytes = 0
 
     @contextmanager
     def reserve(self, size: int) -> Iterator[bool]:
-        """Hold `size` bytes while the block runs; yields False if the memory for bodies is full."""
+        """Reserve `size` bytes during the block; yields False if the memory for bodies is full."""
         granted = self._reserved_bytes + size <= _MAX_BODY_BYTES
         self._reserved_bytes += size if granted else 0
         try:
@@ -52,12 +52,12 @@ _body_memory = _BodyMemory()
 
 
 async def respond_to_body(request: Request, max_bytes: int, work: Callable[[bytes], Any]) -> Response:
-    """Answer with `work` of a request's body; 413 for over `max_bytes` bytes, 503 while other bodies fill the memory."""
+    """Answer with `work` of a request's body; 413 for more than `max_bytes` bytes, 503 while other bodies fill the memory."""
     length = request.headers.get("content-length", "")
     announced = (
         int(length) if length.isascii() and length.isdigit() else max_bytes
-    )  # a body in chunks may be as long as any
-    too_long = JSONResponse({"error": f"more than {max_bytes >> 20} MB; give something smaller"}, 413)
+    )  # a chunked body may have any length
+    too_long = JSONResponse({"error": f"more than {max_bytes >> 20} MB. Give something smaller."}, 413)
     if announced > max_bytes:
         return too_long
     with _body_memory.reserve(announced) as granted:
@@ -68,7 +68,7 @@ async def respond_to_body(request: Request, max_bytes: int, work: Callable[[byte
         try:
             async for chunk in request.stream():
                 data += chunk
-                # While it comes: a body of gigabytes must not be kept before it is refused.
+                # While receiving, because a body of gigabytes must not be stored before it is refused.
                 if len(data) > announced:
                     return too_long
         except ClientDisconnect:
@@ -77,9 +77,9 @@ async def respond_to_body(request: Request, max_bytes: int, work: Callable[[byte
 
 
 async def respond(work: Callable[[], Any]) -> Response:
-    """Answer with what `work` returns, as JSON; with the words of an error that a person can solve, and 409 where a file was changed meanwhile."""
+    """Answer with what `work` returns, as JSON; with the message of a user error, and 409 if a file was changed meanwhile."""
     try:
-        # On a thread: a model that computes must not keep the page from being served.
+        # On a thread, because a computing model must not block the page.
         result = await run_in_threadpool(work)
     except ChangedError as error:
         return JSONResponse({"error": escape_control_chars(str(error)), "changed": True}, 409)

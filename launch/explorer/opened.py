@@ -1,4 +1,4 @@
-"""One checkpoint as the explorer shows it: its tasks as arrays, attention, and the images on the page."""
+"""A checkpoint in the explorer: its tasks as arrays, attention, and the images on the page."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sparo_train.data.read.decoding import to_8bit
 
 from ..commands.slot_work import Bench
 
-SIZE = 320  # pixels of the longest side that a page gets
-MAX_ADDED_IMAGES = 100  # images that may be added
-_MAX_BYTES = 256 << 20  # of all of them together, as files
-_MAX_ASPECT_RATIO = 50  # times as long as it is wide: no picture, and much work
+SIZE = 320  # pixels of the longer side on the page
+MAX_ADDED_IMAGES = 100  # number of images that a user may add
+_MAX_BYTES = 256 << 20  # bytes of all added files
+_MAX_ASPECT_RATIO = 50  # largest aspect ratio; anything longer is not a picture, and slow
 
 
 class Picture(NamedTuple):
-    """An image's name, what is said of it (nothing where the model reads no text), and whether a person added it."""
+    """Name and caption of an image (without a caption if the model reads no text), and whether a user added it."""
 
     key: str
     caption: str
@@ -39,9 +39,9 @@ class Picture(NamedTuple):
 
 
 class Pictures:
-    """Images by number: first `count` of a task's, evenly spaced, then those that were added.
+    """Images by number: `count` of a task's, evenly spaced, then added ones.
 
-    `numbers`: which of the task's images they are, in the order of its features.
+    `numbers`: their numbers in the task, in the order of its features.
     """
 
     def __init__(self, task: TaskConfig, encoder: Encoder, count: int):
@@ -51,15 +51,15 @@ class Pictures:
         self.numbers = [i * len(self.source) // count for i in range(count)]
         self._caption = captions_of(task, self.source, "texts" in encoder.offers)
         self.entries: list[Picture] = []
-        self._adding = threading.Lock()  # requests come on several threads
-        self._own: list[bytes] = []  # as files: decoded, a few would fill a memory
+        self._adding = threading.Lock()  # requests come from several threads
+        self._own: list[bytes] = []  # as files, because a few decoded ones would fill the memory
 
     def set_metadata(self, keys: list[str], facts: list) -> None:
-        """What the feature store knows of them: nothing has to be decoded before it is looked at."""
+        """Set keys and annotations from the feature store, so that images are only decoded when they are viewed."""
         self.entries = [Picture(keys[i], self._caption(facts[i]) or "", False) for i in self.numbers]
 
     def image(self, number: int) -> Image.Image:
-        """Raises `ConfigError` for a number that is none, `DataError` for an image that cannot be read."""
+        """Return an image. Raises `ConfigError` for an unknown number, `DataError` for an unreadable image."""
         self.check(number)
         first = len(self.numbers)
         if number < first:
@@ -67,41 +67,39 @@ class Pictures:
         return decode_image(self._own[number - first], self.entries[number].key, self._decoding)
 
     def check(self, number: int) -> None:
-        """Raise `ConfigError` for a number that is none."""
+        """Raise `ConfigError` for an unknown number."""
         if not 0 <= number < len(self.entries):
-            raise ConfigError(f"image {number}: there are {len(self.entries)}")
+            raise ConfigError(f"image {number}: expected a number below {len(self.entries)}")
 
     def jpeg(self, number: int, size: int = SIZE) -> bytes:
-        """As large as the page shows it."""
+        """Return a JPEG at the page's size."""
         image = self.image(number)
         return jpeg(thumbnail(ImageCrop(image, (0, 0, image.width, image.height)), size))
 
     def add(self, data: bytes, name: str, caption: str) -> int:
-        """One of a person's own; returns its number. Raises `DataError` where it is no image."""
-        # Decoded before it is kept: what is no picture is refused at once, not when it is looked at.
+        """Add a user's image; return its number. Raises `DataError` if it is not an image."""
+        # Decode before storing, so that invalid files are refused at once.
         image = decode_image(data, name, self._decoding)
         if max(image.size) > _MAX_ASPECT_RATIO * min(image.size):
-            raise ConfigError(f"{name}: {image.width} x {image.height} pixels are a line, no picture; cut it first")
+            raise ConfigError(f"{name}: {image.width} x {image.height} pixels are too narrow. Crop it first.")
         with self._adding:
             if len(self._own) >= MAX_ADDED_IMAGES:
-                raise ConfigError(f"{name}: {MAX_ADDED_IMAGES} images were added already; start again for others")
-            # Under the lock: two that come together must not both be the last that fits.
+                raise ConfigError(f"{name}: {MAX_ADDED_IMAGES} images were added already. Restart to add others.")
+            # Under the lock, because two simultaneous uploads must not both take the last place.
             if sum(map(len, self._own)) + len(data) > _MAX_BYTES:
-                raise ConfigError(
-                    f"{name}: the images added take more than {_MAX_BYTES >> 20} MB; start again for others"
-                )
+                raise ConfigError(f"{name}: the added images exceed {_MAX_BYTES >> 20} MB. Restart to add others.")
             self._own.append(data)
             self.entries.append(Picture(name, caption, True))
             return len(self.entries) - 1
 
 
 KINDS = ("zeroshot", "pairs", "retrieval", "knn")
-MAX_TEXTS = 200  # captions of one question
+MAX_TEXTS = 200  # captions per request
 _NUM_BEST = 10  # images that agree most with a query
 
 
 class SearchHit(NamedTuple):
-    """A slot's part of a query: `score`, see `Side.search`, and the images that agree most with it there."""
+    """A slot's part of a query: `score`, see `Side.search`, and the images that agree most with it in this slot."""
 
     slot: int
     score: float
@@ -109,10 +107,10 @@ class SearchHit(NamedTuple):
 
 
 class Side:
-    """A checkpoint with its tasks and the images that are shown.
+    """A checkpoint with its tasks and images.
 
     Raises:
-        ConfigError: units that cannot be switched one by one, or no task that fits and nothing to look at either.
+        ConfigError: units that cannot be switched one by one, or neither a fitting task nor images.
     """
 
     def __init__(self, bench: Bench, tasks: dict[str, TaskConfig], pictures: Pictures):
@@ -120,10 +118,10 @@ class Side:
         able = supported_tasks(tasks, bench)
         if not able and not self.has_attention_maps:
             raise ConfigError(
-                f"{bench.checkpoint}: none of the tasks fits it ({', '.join(tasks)}); name others with --tasks"
+                f"{bench.checkpoint}: supports none of the tasks ({', '.join(tasks)}). Name others with --tasks."
             )
         self.arrays: dict[str, Arrays] = bench.arrays(able)
-        # From the store: the page shows hundreds of images and encodes none of them twice.
+        # From the store, because the page shows hundreds of images and encodes none of them twice.
         features = bench.images(pictures.source)
         self.pictures = pictures
         self._keys, self._facts = features.keys, features.facts
@@ -131,21 +129,21 @@ class Side:
         self._own: dict[int, Tensor] = {}
 
     def set_picture_metadata(self) -> None:
-        """Give the pictures their names and captions."""
+        """Set the names and captions of the pictures."""
         self.pictures.set_metadata(self._keys, list(self._facts))
 
     @property
     def has_text_tower(self) -> bool:
-        """Whether there is a text tower."""
+        """Return whether there is a text tower."""
         return isinstance(self.encoder, TextEncoder)
 
     @property
     def has_attention_maps(self) -> bool:
-        """Whether its slots show where they look."""
+        """Return whether its slots have attention maps."""
         return self.units.kind == "slots" and hasattr(self.encoder, "image_slots")
 
     def facts(self) -> dict[str, Any]:
-        """What the page has to know of it first."""
+        """Return what the page needs first."""
         return {
             "label": self.bench.checkpoint,
             "weights": self.encoder.weights,
@@ -158,7 +156,7 @@ class Side:
         }
 
     def attention(self, number: int) -> dict[str, Any]:
-        """Where slots look in one image and its caption; `maps` (L, g, g), `weights` (L, T) and `cosine` (L,) as fp32."""
+        """Return the attention of slots on one image and its caption; `maps` (L, g, g), `weights` (L, T) and `cosine` (L,) as fp32."""
         image, caption = self.pictures.image(number), self.pictures.entries[number].caption
         payload: dict[str, Any] = {"maps": None, "words": [], "box": [0, 0, 1, 1]}
         if not self.has_attention_maps:
@@ -178,29 +176,31 @@ class Side:
         return payload
 
     def captions(self, number: int, texts: Sequence[str]) -> dict[str, Any]:
-        """Captions of one image: `shares` (C, U) of each unit in their similarity, and `squares` (U,), the image's squared norms.
+        """Return for captions of one image: `shares` (C, U), each unit's part of their similarity, and `squares` (U,), the image's squared norms.
 
-        With units S kept, similarity is the sum of their shares over the root of the sum of their squares, as `sparo eval` has it.
+        With units S selected, the similarity is the sum of their shares divided by the root of the sum of their
+        squares, as in `sparo eval`.
         """
         if not 0 < len(texts) <= MAX_TEXTS:
-            raise ConfigError(f"{len(texts)} captions: give 1 to {MAX_TEXTS}")
+            raise ConfigError(f"expected 1 to {MAX_TEXTS} captions, got {len(texts)}")
         vector = self._vector(number)
         read = self.units.texts(self._texts(texts))
         return {"shares": (vector * read).sum(-1).numpy(), "squares": vector.square().sum(-1).numpy()}
 
     def search(self, text: str) -> list[SearchHit]:
-        """Units by how much they do to tell the images that fit a text from the others.
+        """Rank units by how well they separate the images that match a text from the others.
 
-        The ten images that agree most with the text, less all images: each unit's part of that difference, as a share of the sum.
+        The score is each unit's part of the difference between the ten images that agree most with the text and all
+        images, as a share of the sum.
         """
         if not text.strip():
-            raise ConfigError("an empty text: type what to look for")
+            raise ConfigError("the text is empty. Type what to search for.")
         read = self.units.texts(self._texts([text]))[0]
         shares = torch.einsum("nud,ud->nu", self._vectors, read)
-        # Of few images half at most, or the best would be compared with themselves.
+        # At most half of few images, or the best would be compared with themselves.
         best = min(_NUM_BEST, max(1, len(shares) // 2))
         top = shares.sum(1).argsort(descending=True, stable=True)[:best]
-        # Less what all images have: a slot that agrees with everything finds nothing.
+        # Minus the mean image, so that a slot which agrees with everything finds nothing.
         part = shares[top].mean(0) - shares.mean(0)
         part = part / part.sum().clamp(min=1e-12)
         images = shares.argsort(dim=0, descending=True, stable=True)[:6].T.tolist()
@@ -208,7 +208,7 @@ class Side:
         return [SearchHit(slot, float(part[slot]), images[slot]) for slot in order]
 
     def _vector(self, number: int) -> Tensor:
-        """(U, d) of an image."""
+        """Return (U, d) of an image."""
         if number < len(self._vectors):
             return self._vectors[number]
         if number not in self._own:
@@ -219,12 +219,12 @@ class Side:
 
     def _texts(self, texts: Sequence[str]) -> Tensor:
         if not isinstance(self.encoder, TextEncoder):
-            raise ConfigError(f"{self.encoder.label} reads no text; look for slots by name")
+            raise ConfigError(f"{self.encoder.label} has no text tower. Search for slots by name.")
         return self.encoder.text(list(texts))
 
 
 def supported_tasks(tasks: dict[str, TaskConfig], bench: Bench) -> dict[str, TaskConfig]:
-    """Those of the tasks whose scores the page can compute, and that the encoder can do."""
+    """Return the tasks whose scores the page can compute, and that the encoder supports."""
     return {
         name: task
         for name, task in tasks.items()

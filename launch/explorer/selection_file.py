@@ -1,4 +1,4 @@
-"""The selection that the page saves: one file, which nobody else may have changed since it was read."""
+"""The selection that the page saves: one file, with detection of changes by others."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _MAX_TEXT_LENGTH = 10_000  # characters of a name or a note
 
 
 class ChangedError(ConfigError):
-    """The file is not what it was when the page read it."""
+    """The file has changed since the page read it."""
 
 
 class SelectionFile:
     """`selection.json` of one checkpoint.
 
     Args:
-        side: whose units it chooses.  path: where it lies, or will.
+        side: whose units it selects.
+        path: its path; the file may not exist yet.
 
     Raises:
-        ConfigError: a file that is there and is no selection of this checkpoint.
+        ConfigError: an existing file is not a selection of this checkpoint.
     """
 
     def __init__(self, side: Side, path: Path):
@@ -38,7 +39,7 @@ class SelectionFile:
         self.read()
 
     def read(self) -> tuple[Selection | None, str]:
-        """What it holds, and its revision; an empty revision where there is no file."""
+        """Return its content and its revision; an empty revision if there is no file."""
         revision = self._revision()
         if not revision:
             return None, ""
@@ -47,7 +48,7 @@ class SelectionFile:
             selected(self.side.encoder, selection, f"--slots {self.path}")
         except ConfigError as error:
             raise ConfigError(
-                f"--out {str(error).removeprefix('--slots ')}; or move it away, or name another --out"
+                f"--out {str(error).removeprefix('--slots ')} Or move it away, or name another --out."
             ) from None
         page_units, file_units = (
             f"{self.side.units.number} {self.side.units.kind}",
@@ -55,14 +56,14 @@ class SelectionFile:
         )
         if page_units != file_units:
             raise ConfigError(
-                f"--out {self.path}: chooses of {file_units}, and the page shows {page_units}; name another file"
+                f"--out {self.path}: selects {file_units}, but the page shows {page_units}. Name another file."
             )
         if selection.mask:
-            raise ConfigError(f"--out {self.path}: is a mask, which cannot be switched on and off; name another file")
+            raise ConfigError(f"--out {self.path}: is a mask, which cannot be switched on and off. Name another file.")
         return selection, revision
 
     def facts(self, whole: bool = True) -> dict[str, Any]:
-        """As the page takes it. Not `whole`: a file that was spoilt meanwhile is told as its `error`, and the page goes on."""
+        """Return the content for the page. Unless `whole`, a file that was damaged meanwhile is returned as its `error`."""
         payload = {
             "path": str(self.path),
             "chosen": None,
@@ -86,25 +87,25 @@ class SelectionFile:
         return payload
 
     def write(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Save what the page sends: `chosen`, `names`, `notes`, `looked_at`, and the `revision` that it began with.
+        """Save what the page sends: `chosen`, `names`, `notes`, `looked_at`, and the `revision` that it started from.
 
         Args:
-            body: with `overwrite` the file is written over, whatever it holds by now.
+            body: with `overwrite`, the file is replaced whatever its content.
 
         Raises:
             ChangedError: another tab or program has written the file since.
-            ConfigError: something that is no selection of these units.
+            ConfigError: not a selection of these units.
         """
         with self._lock:
             overwrite = body.get("over") is True
             if not overwrite and body.get("revision") != self._revision():
                 raise ChangedError(
-                    f"{self.path}: was changed by another tab or program since this page read it, and is left as it is; "
-                    "read it again, or write over it"
+                    f"{self.path}: was changed by another tab or program since this page read it, and was not overwritten. "
+                    "Read it again, or overwrite it."
                 )
             try:
                 previous = None if overwrite else self.read()[0]
-            except ConfigError as error:  # spoilt before the page read it
+            except ConfigError as error:  # damaged before the page read it
                 raise ChangedError(str(error)) from None
             write_selection(self.path, self._build_selection(body, previous))
             return self.facts()
@@ -115,7 +116,7 @@ class SelectionFile:
             labels = {key: {int(slot): _clean(text) for slot, text in dict(body.get(key) or {}).items() if text} for key in ("names", "notes")}  # fmt: skip
             selected_units = tuple(sorted(int(slot) for slot in body["chosen"]))
             if previous is not None and tuple(sorted(previous.chosen)) == selected_units:
-                # Only names changed: how it was chosen is still true.
+                # If only names changed, the recorded method still applies.
                 return Selection.model_validate(previous.model_dump(by_alias=True) | labels)
             fields = {
                 "checkpoint": self.side.encoder.weights, "label": self.side.bench.checkpoint, "units": units.kind, "count": units.number,
@@ -128,7 +129,7 @@ class SelectionFile:
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"{where + ': ' if where else ''}{first['msg']}; nothing was saved") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"no selection: {error}; nothing was saved") from None
+            raise ConfigError(f"not a selection: {error}; nothing was saved") from None
 
     def _revision(self) -> str:
         try:
@@ -138,5 +139,5 @@ class SelectionFile:
 
 
 def _clean(text: Any) -> str:
-    """A name or a note, as a file can hold it: half of a pair of surrogates is no character."""
+    """Clean a name or a note for a file: lone surrogates are not characters."""
     return str(text)[:_MAX_TEXT_LENGTH].encode("utf-8", "replace").decode()

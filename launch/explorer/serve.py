@@ -1,4 +1,4 @@
-"""From the command line to a page that answers."""
+"""Server of the explorer's page."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ _HEADERS = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 ]
-_MAX_PATH_LENGTH = 200  # characters of a path: none of ours is longer
+_MAX_PATH_LENGTH = 200  # limit in characters for a path; ours are shorter
 
 
 class Guard:
-    """ASGI middleware.
+    """ASGI middleware that checks requests.
+
+    The Host header must name this machine, or a foreign page could reach the server under its own name (DNS rebinding).
+    Requests that change something must come from the explorer's own page: with its Origin, and with a header that forms
+    cannot send.
 
     Args:
-        app: behind it.  host: that the server listens on.  token: that has to be shown once as `?token=`, None on loopback.
-
-    The Host header must name this machine, or a page elsewhere could reach the server under a name of its own (DNS rebinding). What
-    changes something must come from the explorer's own page: the Origin is its own, and a header is there that forms cannot send.
+        app: the application.
+        host: address on which the server listens.
+        token: must be given once as `?token=`; None on loopback.
     """
 
     def __init__(self, app: Any, host: str, token: str | None):
@@ -54,22 +57,22 @@ class Guard:
         extra = list(_HEADERS)
         query_token = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if not self._is_allowed_host(headers.get("host", "")):
-            await _refuse(send, 400, "The Host header names another machine; use the address that sparo printed.")
+            await _refuse(send, 400, "The Host header names another machine. Use the address that sparo printed.")
             return
         if len(scope["path"]) > _MAX_PATH_LENGTH:
             await _refuse(send, 404, "There is nothing here.")
             return
-        # By its port: cookies of one host are sent to all of its ports.
+        # Named by port, because cookies of one host are sent to all of its ports.
         cookie = f"sparo_explore_{scope.get('server', ('', 0))[1]}"
         if self._token is not None:
             if query_token and secrets.compare_digest(query_token.encode(), self._token.encode()):
-                # The token leaves the address bar: what is there gets copied and logged.
+                # Remove the token from the address bar, whose content gets copied and logged.
                 cookie_header = f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
                 extra += [(b"set-cookie", cookie_header.encode()), (b"location", b"/")]
                 await _refuse(send, 303, "", extra)
                 return
             if not secrets.compare_digest(_cookie(headers, cookie).encode(), self._token.encode()):
-                await _refuse(send, 403, "A token is needed; open the whole address that sparo printed.")
+                await _refuse(send, 403, "A token is required. Open the full address that sparo printed.")
                 return
         if scope["method"] not in ("GET", "HEAD") and not _is_same_origin(headers):
             await _refuse(send, 403, "Only the explorer's own page may change something.")
@@ -86,9 +89,7 @@ class Guard:
 
         try:
             await self.app(scope, receive, send_with_headers)
-        except (
-            asyncio.CancelledError
-        ):  # Ctrl-C: the server ends, and would print a traceback for every request that is under way
+        except asyncio.CancelledError:  # Ctrl-C: the server ends, and would print a traceback for every pending request
             if not started:
                 await _refuse(send, 503, "The explorer was stopped.")
 
@@ -105,11 +106,11 @@ class Guard:
             ipaddress.ip_address(name)
         except ValueError:
             return name in {self._host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-        return True  # an address is no name that somebody else could point here
+        return True  # an address is not a name that others could redirect
 
 
 def is_loopback(name: str) -> bool:
-    """`localhost`, 127.0.0.0/8 or ::1."""
+    """Return whether a name is `localhost`, 127.0.0.0/8 or ::1."""
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
@@ -139,13 +140,20 @@ async def _refuse(send: Any, status: int, text: str, headers: list[tuple[bytes, 
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-_TASK_PRIORITY = ("retrieval", "pairs", "zeroshot", "knn")  # whose images have most to tell, first
+_TASK_PRIORITY = ("retrieval", "pairs", "zeroshot", "knn")  # tasks in order of preference for the images
 
 
 class PageOptions(NamedTuple):
-    """tasks: whose scores are shown.  image_task: the one whose images are shown.  images: so many of them.  compare: a second checkpoint.
+    """Options of the page.
 
-    out: where the selection goes.  host, port: where the page is served.  token: asked for on loopback, too.
+    Attributes:
+        tasks: tasks whose scores are shown.
+        image_task: task whose images are shown.
+        images: number of images.
+        compare: a second checkpoint.
+        out: path of the selection.
+        host, port: address of the page.
+        token: require a token on loopback, too.
     """
 
     tasks: list[str] | None
@@ -166,21 +174,21 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
         from .app import Explorer, make_app
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"sparo slots explore: needs {error.name}; pip install -e '.[explore]' in sparo's checkout"
+            f"sparo slots explore: needs {error.name}. pip install -e '.[explore]' in sparo's checkout."
         ) from None
     if options.units == "heads":
-        raise ConfigError("--units heads: the page switches slots or parts; choose heads by sparo slots select")
+        raise ConfigError("--units heads: the page supports slots or parts. Select heads with sparo slots select.")
     refuse_unwritable(page_options.out.parent, "--out")
     sock = _listening_socket(
         page_options.host, page_options.port
-    )  # before anything is loaded: a port in use is known at once
+    )  # before anything is loaded, so that a port in use is reported at once
     with sock:
         bench = Bench(checkpoint, options)
         tasks = bench.tasks(page_options.tasks, "--tasks")
         pictures = Pictures(_image_task(bench, tasks, page_options.image_task), bench.encoder, page_options.images)
         first = Side(bench, tasks, pictures)
         first.set_picture_metadata()
-        # Beside slots an encoding without any is seen as equal parts, as the paper compares them.
+        # An encoding without slots is divided into equal parts for comparison, as in the paper.
         second = replace(options, units=EITHER, parts=options.parts or first.units.number)
         explorer = Explorer(first, pictures, page_options.out, lambda name: Side(Bench(name, second), tasks, pictures))
         if page_options.compare is not None:
@@ -192,7 +200,7 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3)
         try:
             uvicorn.Server(config).run(sockets=[sock])
-        except KeyboardInterrupt:  # uvicorn has closed everything, and passes it on
+        except KeyboardInterrupt:  # uvicorn has closed everything, and raises it again
             return
 
 
@@ -204,23 +212,23 @@ def _image_task(bench: Bench, tasks: dict[str, TaskConfig], task_name: str | Non
         return min(candidates.values(), key=lambda task: _TASK_PRIORITY.index(task.task))
     mask_tasks = [
         task for task in tasks.values() if task.task == "masks"
-    ]  # of a slot model: nothing to score here, much to look at
+    ]  # a slot model: nothing to score here, much to see
     if mask_tasks and "masks" in bench.encoder.offers:
         return mask_tasks[0]
     raise ConfigError(
-        f"{bench.checkpoint}: of {', '.join(tasks)} none fits it; the page shows {', '.join(_TASK_PRIORITY)}: name others with --tasks"
+        f"{bench.checkpoint}: supports none of {', '.join(tasks)}; the page shows {', '.join(_TASK_PRIORITY)}. Name others with --tasks."
     )
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises `ConfigError` where that cannot be."""
+    """Return a listening socket. Raises `ConfigError` if the address cannot be used."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
         ]
         sock = socket.socket(family, kind)
     except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}; give an address of this machine") from None
+        raise ConfigError(f"--host {host}: {error.strerror or error}. Give an address of this machine.") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -229,7 +237,7 @@ def _listening_socket(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"--port {port}: is in use on {host}; give another, or --port 0 for one that is free"
+                f"--port {port}: is in use on {host}. Give another, or --port 0 for a free one."
             ) from None
         raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
     return sock

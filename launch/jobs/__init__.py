@@ -1,1 +1,1 @@
-"""Jobs on clusters: describing, submitting, watching and repeating them."""
+"""Jobs on clusters: description, submission, status and resubmission."""

@@ -1,4 +1,4 @@
-"""Arrays of small jobs: their elements, their submission, the evaluation of a training step as such a job, and submitting a folder again."""
+"""Arrays of small jobs: their elements, submission, the evaluation of a training step as such a job, and resubmission of a folder."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from .snapshot import Snapshot, take_snapshot
 
 
 def resubmit(folder: Path, options: Sequence[str]) -> list[str]:
-    """The newest submission once more, from where it was made, with the code that it had; returns the jobs.
+    """Repeat the newest submission of a folder, from its original working directory and with its code; return the jobs.
 
     Raises:
-        ConfigError: nothing was launched there, a job is not over, its code is gone, or other ranks are asked for.
+        ConfigError: nothing was submitted there, a job is not over, its code is gone, or the number of ranks would
+            change.
     """
     last = Records(folder).last()
     if last is None:
-        raise ConfigError(f"{folder}: no job was launched there; use `sparo launch train`")
+        raise ConfigError(f"{folder}: no job was submitted there. Use `sparo launch train`.")
     refuse_busy(folder)
     name = f"the cluster of {folder}"
     cluster = resolve(ClusterConfig, with_options(last["cluster"], options), name)
     if cluster.ranks != resolve(ClusterConfig, last["cluster"], name).ranks:
-        raise ConfigError(f"{folder}: other ranks need a resolved recipe of their own; `sparo launch train` makes it")
+        raise ConfigError(f"{folder}: another number of ranks needs a new resolved recipe. Use `sparo launch train`.")
     code = Snapshot(Path(last["code"]), last["commit"], last["changed"])
     if not code.path.is_dir():
-        raise ConfigError(f"{code.path}: the code that ran there is gone; `sparo launch train` takes a new copy")
+        raise ConfigError(f"{code.path}: the code of this job is gone. `sparo launch train` makes a new copy.")
     arguments = [tuple(args) for args in last["arguments"]]
     if (folder / "plan.json").exists():
         fan = FanOut(folder)
         arguments = [fan.arguments(number, last["folder"]) for number in fan.missing()]
     here = Path.cwd()
-    # Relative paths of the recipe meant that folder.
+    # Relative paths of the recipe refer to that folder.
     os.chdir(last["cwd"])
     try:
         elements = [Element(words, last["folder"]) for words in arguments]
@@ -69,10 +70,10 @@ def eval_elements(
     model: str | None,
     root: Path = Path("data"),
 ) -> list[dict[str, Any]]:
-    """Checkpoints x tasks.
+    """Return the elements for checkpoints x tasks.
 
     Raises:
-        ConfigError: a checkpoint whose tasks cannot be told, or a task that is none of them.
+        ConfigError: a checkpoint whose tasks are unknown, or a name that is not a task.
     """
     elements = []
     for checkpoint in checkpoints:
@@ -95,7 +96,7 @@ def eval_elements(
 
 
 def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
-    """Submit what is missing as one array, one rank and one GPU at most for each; returns the jobs, none where nothing is."""
+    """Submit missing elements as one array, with one rank and at most one GPU each; return the jobs, empty if nothing is missing."""
     resources = {
         "nodes": 1,
         "tasks_per_node": 1,
@@ -119,14 +120,14 @@ def submit_eval_job(
     run: Path,
     step: int,
 ) -> None:
-    """Export to RUN/evals/side-STEP and submit a job per task; `results.json` comes there when the last one is done.
+    """Export to RUN/evals/side-STEP and submit a job per task; `results.json` is written there when the last one is done.
 
-    A refusal of the cluster is said and does not end the training; the same export can be submitted again with
+    If the cluster refuses, a message is logged and training continues; the same export can be submitted again with
     `sparo launch eval RUN/evals/side-STEP/export --data RUN/evals/side-STEP/tasks.yaml --cluster CLUSTER`.
     """
     folder = run / "evals" / f"side-{step:08d}"
     exported = export_weights(trained, folder / "export")
-    # Written out: the recipe may be another by the time that the job runs.
+    # Written out, because the recipe may have changed by the time the job runs.
     tasks = {name: task.model_dump(mode="json") for name, task in job.tasks.items()}
     data = write_whole(folder / "tasks.yaml", yaml.safe_dump({"tasks": tasks}))
     try:

@@ -1,4 +1,4 @@
-"""Clusters: where jobs run, described once in a YAML block and changed by options of the command line."""
+"""Clusters: descriptions of where jobs run, in YAML and changed by options of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
 from .. import config_folders
 
-# The parts have no names in the text: which of them are hours follows from how many there are.
+# The number of parts determines the meaning of each, because the text has no units.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
 
 
@@ -57,11 +57,13 @@ class ClusterConfig(Frozen):
 
     @model_validator(mode="after")
     def _refuse_line_ends(self) -> ClusterConfig:
-        """What goes into the batch script's own lines has none of its own; `setup` is lines of shell."""
+        """Refuse line ends in values that become lines of the batch script; `setup` consists of shell lines."""
         for key, value in self:
             for text in _nested_strings(value):
                 if key not in ("environment", "setup") and any(c in text for c in "\n\r\0"):
-                    raise ValueError(f"{key}: {text!r} has a line end, and would be lines of the batch script")
+                    raise ValueError(
+                        f"{key}: {text!r} has a line end, which the batch script does not allow. Remove it."
+                    )
         return self
 
     @field_validator("environment")
@@ -69,7 +71,7 @@ class ClusterConfig(Frozen):
     def _names(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"{name!r} is no name of a variable; letters, digits and _ make one")
+                raise ValueError(f"{name!r} is not the name of a variable. Use letters, digits and _.")
         return value
 
     @field_validator("time")
@@ -81,15 +83,17 @@ class ClusterConfig(Frozen):
     @model_validator(mode="after")
     def _one_machine(self) -> ClusterConfig:
         if self.kind != "slurm" and self.nodes > 1:
-            raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine; use a SLURM cluster")
-        # Silently left out, a missing `module load` would be looked for in the job.
+            raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine. Use a SLURM cluster.")
+        # Do not ignore it silently, because a missing `module load` would be searched for in the job.
         if self.kind != "slurm" and self.setup:
-            raise ValueError(f"setup: {self.kind} runs in the environment of the shell that launches; set that up")
+            raise ValueError(
+                f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Set it up there."
+            )
         if self.kind == "debug" and self.ranks > 1:
-            raise ValueError("debug runs one rank in this process; use local for several")
-        # A signal at the very start would save nothing, again and again.
+            raise ValueError("debug runs one rank in this process. Use local for several.")
+        # A signal at the very start would save nothing, repeatedly.
         if self.kind == "slurm" and 60 * minutes(self.time) <= self.signal_seconds:
-            raise ValueError(f"signal_seconds={self.signal_seconds}: not below the time limit {self.time}")
+            raise ValueError(f"signal_seconds={self.signal_seconds}: must be below the time limit {self.time}")
         return self
 
     @property
@@ -105,7 +109,7 @@ def _nested_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        # Keys as well: a name of sbatch's argument is a line of the script, too.
+        # Keys, too, because the name of an argument of sbatch is part of a line of the script.
         for pair in value.items():
             yield from _nested_strings(list(pair))
     elif isinstance(value, list | tuple):
@@ -114,15 +118,15 @@ def _nested_strings(value: Any) -> Iterator[str]:
 
 
 def minutes(time: str | int) -> int:
-    """A SLURM time limit in whole minutes, rounded up: 90, "90:00" (minutes:seconds), "24:00:00", "2-12", "2-12:30:00".
+    """Convert a SLURM time limit to minutes, rounded up: 90, "90:00" (minutes:seconds), "24:00:00", "2-12", "2-12:30:00".
 
     Raises:
         ValueError: anything else.
     """
     match = _TIME.fullmatch(str(time))
     if not match or (isinstance(time, int) and time <= 0):
-        raise ValueError(f"{time!r} is no time limit; write minutes, HH:MM:SS or D-HH:MM:SS")
-    # SLURM reads one number as minutes, two as minutes and seconds, three as hours; behind days they begin with hours.
+        raise ValueError(f"{time!r} is not a time limit. Write minutes, HH:MM:SS or D-HH:MM:SS.")
+    # SLURM reads one number as minutes, two as minutes and seconds, three as hours; after days they begin with hours.
     days, a, b, c = (int(match[name] or 0) for name in "dabc")
     if match["d"] is not None:
         seconds = 60 * (60 * (24 * days + a) + b) + c
@@ -131,23 +135,23 @@ def minutes(time: str | int) -> int:
     else:
         seconds = 60 * a + b
     if not seconds:
-        raise ValueError(f"{time!r}: a limit of nothing")
-    # Up: a limit that is rounded down kills a job that was promised the rest.
+        raise ValueError(f"time limit must be positive, got {time!r}")
+    # Up, because rounding down would kill a job before its limit.
     return -(-seconds // 60)
 
 
 def cluster_folders() -> list[Path]:
-    """Where clusters are described: ./configs/clusters, the user's own, and those that come with sparo."""
-    # The project's own clusters come first, so that a checkout decides for all who use it.
+    """Return the folders with cluster files: ./configs/clusters, the user's own, and those shipped with sparo."""
+    # The project's own clusters come first, so that a checkout determines them for all its users.
     own = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config")) / "sparo/clusters"
     return [Path("configs/clusters"), own, *(folder / "clusters" for folder in config_folders())]
 
 
 def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
-    """The cluster of a name (or a YAML file), changed by `--key value` options.
+    """Return the cluster with a name (or in a YAML file), changed by `--key value` options.
 
     Raises:
-        ConfigError: no such cluster, or an option that is none; the message lists those that are.
+        ConfigError: no such cluster, or an unknown option; the message lists the valid ones.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -164,27 +168,27 @@ def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
 
 
 def with_options(base: Tree, options: Sequence[str]) -> Tree:
-    """A cluster's keys with `--nodes 2 --mem-gb=8 --exclusive --environment.NAME value`; lists and mappings are added to."""
+    """Apply options such as `--nodes 2 --mem-gb=8 --exclusive --environment.NAME value` to a cluster's keys; lists and mappings are extended."""
     tree: Tree = dict(base)
     rest = list(options)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         key, dot, inner = name.replace("-", "_").partition(".")
-        # From the name as it was typed: a variable's has underscores and dashes of its own.
+        # From the name as typed, because a variable's name may contain underscores and dashes.
         inner = name.partition(".")[2]
         if not word.startswith("--") or key not in ClusterConfig.model_fields:
             option_names = ", ".join("--" + name.replace("_", "-") for name in ClusterConfig.model_fields)
             suggestion = (
-                did_you_mean(key, ClusterConfig.model_fields) if word.startswith("--") else "an option begins with --."
+                did_you_mean(key, ClusterConfig.model_fields) if word.startswith("--") else "an option begins with --"
             )
             suggestion = suggestion if suggestion.startswith(("did", "an")) else ""
             raise ConfigError(
-                f"{word}: no option of a cluster; {suggestion} The options are {option_names}".replace("  ", " ")
+                f"{word}: not an option of clusters; {suggestion} The options are {option_names}".replace("  ", " ")
             )
         kinds = _value_types(key)
         if not equals:
-            # A flag takes a word behind it only where that is one: what follows may be the next option.
+            # A flag only takes the next word if that is a value, because it may be the next option.
             if bool in kinds and (not rest or rest[0] not in ("true", "false")):
                 value = "true"
             elif rest:
@@ -192,22 +196,22 @@ def with_options(base: Tree, options: Sequence[str]) -> Tree:
             else:
                 raise ConfigError(f"{word}: a value is required")
         parsed: Any = parse_yaml(value, word)
-        # `--account 0123` is text: YAML would make a number of it.
+        # `--account 0123` is a string, but YAML would read a number.
         if str in kinds and not isinstance(parsed, str) and not (int in kinds and isinstance(parsed, int)):
             parsed = value
-        # Added to, not replaced: a cluster's own `module load` is needed whatever a user adds.
+        # Extend instead of replacing, because a cluster's own `module load` lines are still needed.
         if tuple in kinds:
             parsed = [*tree.get(key, []), value]
         if dict in kinds:
             if not dot:
-                raise ConfigError(f"{word}: write --{name}.NAME value")
+                raise ConfigError(f"{word}: expected --{name}.NAME value")
             parsed = {**tree.get(key, {}), inner: str(value) if key == "environment" else parsed}
         tree[key] = parsed
     return tree
 
 
 def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[str], list[str]]:
-    """What is not an option of a cluster, and what is. `others`: unknown options belong to the first part too."""
+    """Split arguments into those that are not options of clusters, and those that are. `others`: unknown options belong to the first part."""
     plain: list[str] = []
     options: list[str] = []
     rest = list(arguments)
@@ -225,7 +229,7 @@ def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[
 
 
 def _value_types(key: str) -> set[Any]:
-    """The plain types that a key's values may have."""
+    """Return the plain types that a key's values may have."""
     annotation = ClusterConfig.model_fields[key].annotation
     parts = (
         typing.get_args(annotation) if typing.get_origin(annotation) not in (tuple, dict, Literal) else (annotation,)
@@ -234,7 +238,7 @@ def _value_types(key: str) -> set[Any]:
 
 
 def options_help() -> str:
-    """One line per key, for `--help`."""
+    """Return one line per key, for `--help`."""
     return "\n\n".join(
         f"--{name.replace('_', '-')}  {field.description}" for name, field in ClusterConfig.model_fields.items()
     )

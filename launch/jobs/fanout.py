@@ -1,4 +1,4 @@
-"""Many small jobs as one array: checkpoints x tasks, parts of a conversion. Their folder says what is done.
+"""Many small jobs as one array: checkpoints x tasks, or parts of a conversion. Their folder records which are done.
 
 FOLDER/plan.json   kind, and the `sparo` arguments of every element
 FOLDER/parts/      one file per finished element; results.json once all are there
@@ -24,7 +24,7 @@ class FanOut:
     """A folder of elements.
 
     Args:
-        folder: with a plan.json.
+        folder: folder with a plan.json.
 
     Raises:
         ConfigError: there is none.
@@ -34,20 +34,22 @@ class FanOut:
         self.folder = folder
         path = folder / "plan.json"
         if not path.is_file():
-            raise ConfigError(f"{folder}: no plan.json; it is no folder of `sparo launch eval` or `sparo launch data`")
+            raise ConfigError(
+                f"{folder}: has no plan.json, so it is not a folder of `sparo launch eval` or `sparo launch data`"
+            )
         plan = read_json(path, dict)
         if not isinstance(plan.get("kind"), str) or not isinstance(plan.get("elements"), list):
-            raise ConfigError(f"{path}: says neither kind nor elements; launch it again under another --name")
+            raise ConfigError(f"{path}: lacks kind or elements. Launch again with another --name.")
         self.kind: str = plan["kind"]
         self.elements: list[dict[str, Any]] = plan["elements"]
 
     @classmethod
     def make(cls, folder: Path, kind: str, elements: Sequence[dict[str, Any]]) -> FanOut:
-        """Write the plan; one that is there has to be the same."""
+        """Write the plan; an existing plan must be equal."""
         path = folder / "plan.json"
         content = {"kind": kind, "elements": list(elements)}
         if path.exists() and read_json(path, dict) != content:
-            raise ConfigError(f"{folder}: holds another plan; give another --name")
+            raise ConfigError(f"{folder}: contains another plan. Give another --name.")
         write_whole(path, json.dumps(content, indent=1))
         return cls(folder)
 
@@ -56,38 +58,38 @@ class FanOut:
 
     @staticmethod
     def arguments(number: int, folder: str) -> tuple[str, ...]:
-        """What a job runs for one element."""
+        """Return the arguments of a job for one element."""
         return ("launch", "element", folder, str(number))
 
     def missing(self) -> list[int]:
-        """Elements that are not done yet."""
+        """Return the elements that are not done yet."""
         return [number for number in range(len(self.elements)) if not self.part(number).exists()]
 
     def run(self, number: int, call: Callable[[Sequence[str]], None]) -> None:
-        """One element, in this process; nothing where it is done. The last one to finish merges."""
+        """Run one element in this process, unless it is done. The last one to finish merges the results."""
         if not self.part(number).exists():
             target = self.part(number)
             target.parent.mkdir(parents=True, exist_ok=True)
-            # Of this try alone: what a killed one left must not be taken for its result.
+            # Unique for this attempt, so that files of a killed one are not mistaken for its result.
             temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
             arguments = [word.replace("{part}", str(temporary)) for word in self.elements[number]["arguments"]]
             call(arguments)
             if self.kind != "eval":
                 temporary.write_text(json.dumps({"arguments": arguments}), encoding="utf-8")
-            # A part exists when its element is done: a killed one is run again.
+            # A part exists when its element is done, so killed elements run again.
             temporary.replace(target)
-        # Two elements may both find themselves the last: they write the same file, whole.
+        # Two elements may both be last: they write the same file, atomically.
         if self.kind == "eval" and not self.missing():
             self.merge()
 
     def merge(self) -> None:
-        """All parts as one results.json, in the form of `sparo eval --json`, and each run's evals/latest.json."""
+        """Merge all parts to results.json, in the form of `sparo eval --json`, and to each run's evals/latest.json."""
         results = {
             f"{checkpoint}/{task}": r for checkpoint, by_task in self.results().items() for task, r in by_task.items()
         }
         write_results(self.folder / "results.json", {}, results)
         for checkpoint, by_task in self.results().items():
-            # A checkpoint that is no run folder belongs to others; nothing is written into it.
+            # Do not write to a checkpoint that is not a run folder, because it may belong to someone else.
             if (Path(checkpoint) / "config.yaml").is_file():
                 write_results(Path(checkpoint) / "evals" / "latest.json", {"checkpoint": checkpoint}, by_task)
 
@@ -98,7 +100,7 @@ class FanOut:
             if self.kind == "eval" and self.part(number).exists():
                 task_results = json.loads(self.part(number).read_text(encoding="utf-8"))["results"]
                 prefix = (
-                    f"{Path(element['checkpoint']).name}/"  # what stands before a task's name, which may hold slashes
+                    f"{Path(element['checkpoint']).name}/"  # prefix before a task's name, which may contain slashes
                 )
                 for name, facts in task_results.items():
                     by_checkpoint.setdefault(element["checkpoint"], {})[name.removeprefix(prefix)] = Result.from_dict(
@@ -107,7 +109,7 @@ class FanOut:
         return by_checkpoint
 
     def outdated(self) -> list[str]:
-        """Runs that went on after they were scored, in words: a plan is done once, whatever its words stand for later."""
+        """Return messages for runs that were trained further after they were scored, because a plan is executed once."""
         messages = {}
         for number, element in enumerate(self.elements):
             part, run = self.part(number), Path(element.get("checkpoint", ""))
@@ -115,10 +117,12 @@ class FanOut:
                 continue
             newest = CheckpointStore(run / "checkpoints").latest()
             if newest is not None and newest.stat().st_mtime > part.stat().st_mtime:
-                messages[run] = f"{run}: was scored before {newest.name} was written; another --name scores that"
+                messages[run] = (
+                    f"{run}: was scored before {newest.name} was written. Use another --name to score it again."
+                )
         return list(messages.values())
 
 
 def plan_name(elements: Sequence[dict[str, Any]]) -> str:
-    """A name that says the same for the same plan."""
+    """Return a name that is equal for equal plans."""
     return hashlib.sha256(json.dumps(elements, sort_keys=True).encode()).hexdigest()[:8]

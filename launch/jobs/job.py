@@ -1,6 +1,6 @@
-"""What a job runs on its nodes: `sparo …` as one rank, or the torchrun of a node.
+"""Program that a job runs on its nodes: `sparo …` as one rank, or torchrun for a node.
 
-This module imports nothing heavy: until it listens for signals, one of them would end the process where it stands.
+This module imports nothing heavy, because a signal before it installs its handlers would end the process immediately.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PROGRAM = "launch.cli.node"  # by name: the program may import jobs, and a job stays light until it runs
-STOPPED = 75  # saved after a signal, or nothing to save yet: may be started again
-KILLED = 137  # what a shell says of a rank that could not say why it ended
-GPUS = "SPARO_GPUS_PER_NODE"  # how many GPUs a job asked for, for the programs that it starts
-LOCAL_AGAIN = 144  # what submitit's local executor takes for a request to be started again
+PROGRAM = "launch.cli.node"  # by name, because the program may import jobs, and a job stays light until it runs
+STOPPED = 75  # exit code: saved after a signal, or nothing to save yet; may be restarted
+KILLED = 137  # exit code of the shell for a rank that ended without a message
+GPUS = "SPARO_GPUS_PER_NODE"  # number of GPUs that a job requested, for programs that it starts
+LOCAL_AGAIN = 144  # exit code with which submitit's local executor restarts a job
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class Element:
-    """One `sparo ARGUMENTS` with the folder that keeps its records."""
+    """One `sparo ARGUMENTS`, and the folder of its records."""
 
     arguments: tuple[str, ...]
     folder: str
@@ -33,11 +33,15 @@ class Element:
 
 @dataclass(frozen=True)
 class Job:
-    """A picklable callable for submitit: the elements, one after another, on every rank.
+    """A picklable callable for submitit: runs the elements one after another, on every rank.
 
-    cwd: where they run.  nodes, ranks_per_node: with `torchrun` this is called once per node.
-    idle_restarts: how many restarts in a row may bring no new checkpoint.  port: where ranks of one machine meet.
-    visible: CUDA_VISIBLE_DEVICES as it was, "all" for unset, where submitit would hide the GPUs.  gpus: how many a node was asked for.
+    Attributes:
+        cwd: working directory.
+        nodes, ranks_per_node: size of the job; with `torchrun`, this is called once per node.
+        idle_restarts: number of consecutive restarts that may bring no new checkpoint.
+        port: port at which ranks of one machine meet.
+        visible: original CUDA_VISIBLE_DEVICES, "all" for unset, where submitit would hide the GPUs.
+        gpus: requested GPUs per node.
     """
 
     elements: tuple[Element, ...]
@@ -51,12 +55,12 @@ class Job:
     gpus: int = 0
 
     def __call__(self) -> int:
-        """Run; on a cluster the process ends here with the exit code that the batch script looks at."""
+        """Run the job; on a cluster, the process ends here with the exit code that the batch script reads."""
         debug = "SUBMITIT_DEBUG_JOB_ID" in os.environ
         if not debug:
             stop_until_training()
             mark("started")
-        # submitit starts elsewhere; relative paths of a recipe mean the folder of the launch.
+        # submitit starts elsewhere, but relative paths of a recipe refer to the folder of the launch.
         os.chdir(self.cwd)
         os.environ[GPUS] = str(self.gpus)
         if self.visible == "all":
@@ -75,7 +79,7 @@ class Job:
         return code
 
     def checkpoint(self) -> Any:
-        """submitit asks for this where a signal comes before we listen: start again as it was."""
+        """Restart unchanged; submitit calls this for a signal before our handlers are installed."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -84,11 +88,11 @@ class Job:
         return ["-m", PROGRAM, element.folder, str(self.idle_restarts), *element.arguments]
 
     def _run_sequentially(self) -> int:
-        """Every element in a process of its own, until one of them is stopped."""
+        """Run every element in a separate process, until one of them is stopped."""
         codes = []
         for element in self.elements:
             codes.append(_supervise([sys.executable, "-u", *self._node_arguments(element)], torchrun=False))
-            # What was stopped goes on after the restart, before elements behind it begin.
+            # A stopped element continues after the restart, before later ones begin.
             if codes[-1] in (STOPPED, LOCAL_AGAIN):
                 return codes[-1]
         return max(codes)
@@ -101,40 +105,40 @@ class Job:
         failures, start_time = Path(element.folder, "jobs/failures.jsonl"), time.time()
         code = _supervise([*command, *self._node_arguments(element)], torchrun=True)
         has_failure_record = failures.exists() and failures.stat().st_mtime >= start_time
-        # A failure that a rank told is the run's own; without one a node was lost, and the job is worth another start.
+        # A failure that a rank recorded is the run's own. Without a record, a node was lost, so the job is restarted.
         return code if has_failure_record or code in (0, STOPPED) else KILLED
 
     def _set_rank_environment(self) -> None:
-        """Ranks of submitit's local executor find each other as those of torchrun do."""
+        """Let ranks of submitit's local executor find each other as under torchrun."""
         size = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
         if size > 1:
             rank = os.environ["SUBMITIT_LOCAL_LOCALID"]
-            # As torchrun names them, which is all that training looks at.
+            # Under torchrun's names, which training reads.
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
 
 
 def mark(what: str) -> None:
-    """Tell the batch script of this start, which looks for the file behind srun."""
+    """Leave a mark of this start for the batch script, which looks for the file after srun."""
     if "SUBMITIT_FOLDER" in os.environ and "SLURM_JOB_ID" in os.environ:
         name = f".{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}.{what}"
         Path(os.environ["SUBMITIT_FOLDER"], name).touch()
 
 
 def stop_until_training() -> None:
-    """A signal before training listens, or behind its end, ends the process as one that may be started again."""
+    """Let a signal before training, or after its end, end the process with the exit code for restarts."""
     for number in _SIGNALS:
         signal.signal(number, lambda _number, _frame: os._exit(STOPPED))
 
 
 def _supervise(command: list[str], torchrun: bool) -> int:
-    """Run a child and pass our signals on, to it or to the ranks below it; returns the exit code.
+    """Run a child and forward our signals to it or to its ranks; return the exit code.
 
-    torchrun would end its ranks where they stand: it does not hear the signals, its ranks get them from here.
+    torchrun would end its ranks immediately, so it ignores the signals, and its ranks receive them from here.
     """
     received: list[int] = []
     for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN if torchrun else signal.SIG_DFL)  # what the child starts with
+        signal.signal(number, signal.SIG_IGN if torchrun else signal.SIG_DFL)  # signal mask that the child starts with
     child = subprocess.Popen(command, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"})
 
     def forward(number: int, _frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Jobs on this machine, through submitit's local and debug executors, and the environment that jobs are submitted with."""
+"""Jobs on this machine through submitit's local and debug executors, and the environment in which jobs are submitted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from .clusters import ClusterConfig, minutes
 from .job import Element, Job
 
-# An outer job's resources (sbatch reads SLURM_MEM_PER_CPU and others as options), its step, and its ranks.
+# Variables of an outer job: resources (sbatch reads SLURM_MEM_PER_CPU and others as options), its step, and its ranks.
 _PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "PMI_", "PMIX_", "ROLE_")
 _NAMES = {
     "RANK",
@@ -30,11 +30,11 @@ _NAMES = {
     "MASTER_PORT",
 }
 _DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
-_KEPT = {"SLURM_CONF"}  # where SLURM's own commands find their cluster
+_KEPT = {"SLURM_CONF"}  # variable through which SLURM's commands find their cluster
 
 
 def inherited(name: str, outer: Mapping[str, str]) -> bool:
-    """Return whether a variable is an outer job's own, and no setting of the user."""
+    """Return whether a variable belongs to an outer job instead of the user."""
     if name in _KEPT:
         return False
     return name.startswith(_PREFIXES) or name in _NAMES or ("SLURM_JOB_ID" in outer and name in _DEVICES)
@@ -42,7 +42,7 @@ def inherited(name: str, outer: Mapping[str, str]) -> bool:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables, and unset those of an outer job, for what is submitted inside."""
+    """Set variables, and remove those of an outer job, for submissions in this context."""
     before = dict(os.environ)
     for name in before:
         if inherited(name, before):
@@ -68,7 +68,7 @@ def submit_local(
     job_of: Callable[[ClusterConfig, tuple[Element, ...]], Job],
 ) -> list[str]:
     """Start elements in `parallel` lanes, each of which runs its elements one after another; return the job of each element."""
-    # This machine has no queue: what waits, waits in a lane.
+    # This machine has no queue, so pending elements wait in a lane.
     lanes = [elements[lane::parallel] for lane in range(min(parallel, len(elements)))]
     job_ids: dict[Element, str] = {}
     debug = cluster.kind == "debug"
@@ -82,7 +82,7 @@ def submit_local(
             timeout_min=minutes(cluster.time),
             signal_delay_s=cluster.signal_seconds,
         )
-    # The snapshot goes first: the checkout may change while the job waits for its lane.
+    # The snapshot comes first, because the checkout may change while the job waits for its lane.
     path = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     for lane in lanes:
         job = replace(job_of(cluster, tuple(lane)), port=_free_port())
@@ -90,19 +90,19 @@ def submit_local(
             submitted: Any = executor.submit(job)
             job_ids |= dict.fromkeys(lane, str(submitted.job_id))
             if debug:
-                submitted.result()  # it runs now
+                submitted.result()  # it is not pending any more
     return [job_ids[element] for element in elements]
 
 
 def _free_port() -> int:
-    """Return a free port, where the ranks of a lane meet."""
+    """Return a free port for the ranks of a lane."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def _detached_executor(submitit: Any) -> Any:
-    """Return submitit's local executor with a controller that keeps neither the launcher's terminal nor its pipes open."""
+    """Return submitit's local executor with a controller that is detached from the launcher's terminal and pipes."""
 
     class DetachedExecutor(submitit.LocalExecutor):
         def _submit_command(self, command: str) -> Any:
@@ -136,7 +136,7 @@ def _detached_executor(submitit: Any) -> Any:
 
 
 def local_alive(job: str) -> bool:
-    """Return whether submitit's controller of a local job runs."""
+    """Return whether submitit's controller of a local job is running."""
     try:
         return _CONTROLLER.encode() in Path(f"/proc/{int(job)}/cmdline").read_bytes()
     except (OSError, ValueError):
@@ -144,14 +144,14 @@ def local_alive(job: str) -> bool:
 
 
 def end_local(job: str, patience: float = 60.0) -> None:
-    """Ask a local job to save and end; kill what is left of it after `patience` seconds, as SLURM does after KillWait."""
-    with suppress(OSError):  # it ended in between
+    """Tell a local job to save and end; kill it after `patience` seconds, as SLURM does after KillWait."""
+    with suppress(OSError):  # it ended meanwhile
         os.kill(int(job), signal.SIGTERM)
         end = time.monotonic() + patience
         while local_alive(job) and time.monotonic() < end:
             time.sleep(0.1)
         if local_alive(job):
-            # Read before the kill: afterwards the children have another parent.
+            # Read the children before the kill, because their parent changes afterwards.
             ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
             # The ranks outlive their controller, and hold the folder's lock.
             for pid in (job, *ranks):

@@ -1,9 +1,9 @@
-"""What is known about a folder's jobs: RUN/jobs/*.jsonl, one line per event, appended and never changed.
+"""Records of a folder's jobs: RUN/jobs/*.jsonl, one line per event, append-only.
 
 submitted.jsonl   every submission: job, cluster, command, code, logs
 starts.jsonl      every start of a job's first rank, and how it ended
-failures.jsonl    what a rank failed with
-cancelled.jsonl   local jobs that `sparo launch cancel` ended, beside their logs
+failures.jsonl    errors of ranks
+cancelled.jsonl   local jobs that `sparo launch cancel` ended, next to their logs
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REQUIRED_FIELDS: dict[str, dict[str, type]] = {
 
 
 class Records:
-    """The records of one run or fan-out folder."""
+    """Records of one run or fan-out folder."""
 
     def __init__(self, folder: Path):
         self.folder, self.jobs = folder, folder / "jobs"
@@ -38,20 +38,20 @@ class Records:
         return self._read("submitted")
 
     def last(self) -> dict[str, Any] | None:
-        """The newest submission."""
+        """Return the newest submission."""
         submissions = self.submitted()
         return submissions[-1] if submissions else None
 
     def starts(self, job: str) -> list[dict[str, Any]]:
-        """Starts of a job (of all elements, for an array's number) and their ends, oldest first."""
+        """Return starts of a job (of all elements, for an array's number) and their ends, oldest first."""
         return [line for line in self._read("starts") if _belongs_to(line["job"], job)]
 
     def failures(self, job: str) -> list[dict[str, Any]]:
-        """What ranks of a job failed with, oldest first."""
+        """Return the errors of a job's ranks, oldest first."""
         return [line for line in self._read("failures") if _belongs_to(line["job"], job)]
 
     def cancelled(self, record: Mapping[str, Any], job: str) -> bool:
-        """Return whether a local job was cancelled; its logs' folder says so, which the runs of one lane share."""
+        """Return whether a local job was cancelled; it is recorded in the folder of its logs, which the runs of one lane share."""
         cancellations = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
         return any(line.get("job") == job for line in cancellations)
 
@@ -60,20 +60,20 @@ class Records:
         place = folder or self.jobs
         place.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": time.time(), **facts}) + "\n"
-        # Opened for each line: a folder that was moved away is not written to under its old handle.
+        # Open for each line, so that nothing is written through the handle of a folder that was moved.
         handle = os.open(place / f"{kind}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            # In one write: ranks on several machines append to the same file.
+            # In one write, because ranks on several machines append to the same file.
             os.write(handle, line.encode())
         finally:
             os.close(handle)
 
     def step(self) -> int:
-        """Of the newest checkpoint; 0 where there is none."""
+        """Return the step of the newest checkpoint; 0 without one."""
         return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0)
 
     def _read(self, kind: str) -> list[dict[str, Any]]:
-        """Lines that have what such a line has: others were cut off, or are of another version."""
+        """Return valid lines; others are truncated, or of another version."""
         lines = read(self.jobs / f"{kind}.jsonl")
         valid_lines = [
             line
@@ -87,7 +87,7 @@ class Records:
         ]
 
     def _submission(self, line: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a submission with what older versions did not write; None for one that does not say where it runs."""
+        """Return a submission with defaults for what older versions did not write; None without a location."""
         cluster = {"starter": "srun", "nodes": 1, "tasks_per_node": None, "gpus_per_node": 0, **line["cluster"]}
         if not isinstance(cluster.get("kind"), str) or not all(isinstance(job, str) for job in line["jobs"]):
             return None
@@ -99,9 +99,9 @@ def _belongs_to(job: str, job_or_array: str) -> bool:
 
 
 def current_attempt() -> dict[str, Any]:
-    """Which job, which start of it, and where this process runs."""
+    """Return which job, which start of it, and which machine this process belongs to."""
     env = os.environ
-    # submitit's own numbers first: a job inside a job of SLURM is not that one.
+    # submitit's own numbers first, because a local job inside a SLURM job is a different job.
     job_ids = [env[name] for name in ("SUBMITIT_DEBUG_JOB_ID", "SUBMITIT_LOCAL_JOB_ID") if name in env]
     if "SLURM_ARRAY_JOB_ID" in env:
         job_ids.append(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")

@@ -1,4 +1,4 @@
-"""What SLURM says about jobs, through its own commands, and what is asked of it."""
+"""States of jobs from SLURM's own commands, and requests to SLURM."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ACTIVE = {
 }
 UNKNOWN = "UNKNOWN"
 NO_CONFIGURATION = "configuration source"
-# What SLURM's reasons ask of a user (squeue's manual page, "JOB REASON CODES").
+# Explanations of SLURM's reasons (squeue's manual page, "JOB REASON CODES").
 REASONS = {
-    "Priority": "others are first",
+    "Priority": "other jobs have a higher priority",
     "Resources": "waits for nodes to become free",
-    "BeginTime": "held for a moment after a requeue, or until the time it asked for",
+    "BeginTime": "delayed for a moment after a requeue, or until its requested begin time",
     "Dependency": "waits for another job",
-    "DependencyNeverSatisfied": "the job it waits for failed; cancel this one, mend that one, launch again",
-    "PartitionConfig": "asks for more than the partition has or allows; see `scontrol show partition`",
-    "PartitionNodeLimit": "asks for more nodes than the partition allows",
+    "DependencyNeverSatisfied": "the job it waits for failed; cancel this one, repair the other, launch again",
+    "PartitionConfig": "requests more than the partition has or allows; see `scontrol show partition`",
+    "PartitionNodeLimit": "requests more nodes than the partition allows",
     "PartitionTimeLimit": "--time is longer than the partition allows",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition is inactive",
@@ -48,19 +48,19 @@ REASONS = {
     "QOSMaxGRESPerUser": "you may not use more GPUs at once in this qos",
     "QOSMaxWallDurationPerJobLimit": "--time is longer than the qos allows",
     "QOSTimeLimit": "the qos has used up its time",
-    "JobHeldUser": "held; `scontrol release` lets it go",
+    "JobHeldUser": "held; release it with `scontrol release`",
     "JobHeldAdmin": "held by an administrator",
-    "JobArrayTaskLimit": "as many of the array run as --parallel allows",
-    "NodeDown": "a node of it is down",
+    "JobArrayTaskLimit": "as many elements of the array run as --parallel allows",
+    "NodeDown": "one of its nodes is down",
     "BadConstraints": "no node has what --constraint or the other options ask for",
     "InvalidAccount": "the account is not valid",
     "InvalidQOS": "the qos is not valid",
-    "launch failed requeued held": "could not be started on its nodes and is held; `scontrol release` tries again",
+    "launch failed requeued held": "could not be started on its nodes and is held; retry with `scontrol release`",
 }
 
 
 class NoSlurmError(SparoError):
-    """This machine has no SLURM, or its commands do not know of one."""
+    """This machine has no SLURM, or its commands are not configured."""
 
 
 class SlurmAwayError(SparoError):
@@ -69,7 +69,7 @@ class SlurmAwayError(SparoError):
 
 @dataclass(frozen=True)
 class JobState:
-    """A job (or one element of an array) as SLURM sees it. `elapsed` as SLURM writes it, `reason` explained."""
+    """State of a job (or of one element of an array) in SLURM, with `elapsed` as printed by SLURM and an explained `reason`."""
 
     state: str = UNKNOWN
     reason: str = ""
@@ -82,41 +82,41 @@ class JobState:
 
 
 def ask(*command: str, seconds: float = 60) -> str:
-    """The output of one of SLURM's commands.
+    """Return the output of one of SLURM's commands.
 
     Raises:
-        NoSlurmError: no such command here, or one without a configuration.
+        NoSlurmError: there is no such command here, or it is not configured.
         SlurmAwayError: no controller answers.
-        subprocess.CalledProcessError: it answered, and refused.
+        subprocess.CalledProcessError: SLURM answered with an error.
     """
     if shutil.which(command[0]) is None:
-        raise NoSlurmError(f"{command[0]}: no such command on this machine; launch from a node of the cluster")
+        raise NoSlurmError(f"{command[0]}: not found on this machine. Launch from a node of the cluster.")
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True).stdout
     except subprocess.TimeoutExpired:
         raise SlurmAwayError(
-            f"{command[0]} did not answer within {seconds:g} s; SLURM's controller may be away"
+            f"{command[0]}: no answer within {seconds:g} s. SLURM's controller may be down; try again later."
         ) from None
     except subprocess.CalledProcessError as error:
-        # Before `is_away`: its words hold both signs, and waiting would not help.
+        # Before `is_away`, because its message matches both, and waiting would not help.
         if NO_CONFIGURATION in error.stderr:
             raise NoSlurmError(without_configuration(command[0])) from None
         if is_away(error.stderr):
             raise SlurmAwayError(
-                f"{command[0]}: SLURM's controller does not answer; running jobs go on, try again in a minute ({_last(error.stderr)})"
+                f"{command[0]}: SLURM's controller does not answer ({_last(error.stderr)}). Running jobs continue; try again in a minute."
             ) from None
         raise
 
 
 def without_configuration(command: str) -> str:
-    """Why a command of SLURM's found no cluster, and what to do."""
+    """Explain why a command of SLURM found no cluster, and what to do."""
     return (
-        f"{command}: SLURM is installed and not configured here; set SLURM_CONF, or launch from a node of the cluster"
+        f"{command}: SLURM is installed but not configured here. Set SLURM_CONF, or launch from a node of the cluster."
     )
 
 
 def is_away(text: str) -> bool:
-    """Whether a command's words mean that no controller answered."""
+    """Return whether a command's message means that no controller answered."""
     signs = (
         "Unable to contact slurm controller",
         "Connection refused",
@@ -127,7 +127,7 @@ def is_away(text: str) -> bool:
 
 
 def retry_while_away(call: Callable[[], str], seconds: float) -> str:
-    """`call` again until SLURM's controller is back, at most for so many seconds."""
+    """Repeat `call` until SLURM's controller is back, for at most `seconds`."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -140,9 +140,10 @@ def retry_while_away(call: Callable[[], str], seconds: float) -> str:
 
 
 def states(jobs: Sequence[str]) -> dict[str, JobState]:
-    """What SLURM knows of these jobs; an array's id gives all of its elements, as `12_0`.
+    """Return SLURM's states of these jobs; an array's id gives all of its elements, as `12_0`.
 
-    squeue first: it alone knows that a job whose node failed waits to be started anew. Then the accounting, where there is one.
+    squeue first, because only it knows that a job whose node failed waits for a restart; then the accounting, if there
+    is one.
     """
     job_ids = sorted(set(jobs))
     if not job_ids:
@@ -150,19 +151,19 @@ def states(jobs: Sequence[str]) -> dict[str, JobState]:
     job_states: dict[str, JobState] = {}
     try:
         out = ask("squeue", "-r", "-h", "--states=all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%N|%M")
-    except subprocess.CalledProcessError:  # it has forgotten them
+    except subprocess.CalledProcessError:  # SLURM has forgotten them
         out = ""
     for line in out.splitlines():
         job, state, reason, nodes, elapsed = line.split("|")[:5]
         job_states[job] = JobState(state, explain_reason(reason), nodes, elapsed)
-    # An array is asked for by its number and answers by its elements.
+    # An array is queried by its number and answers with its elements.
     bases = {job.partition("_")[0] for job in job_states}
     missing = [job for job in job_ids if job not in job_states and job not in bases]
     return job_states | (_accounting_states(missing) if missing else {})
 
 
 def _accounting_states(jobs: Sequence[str]) -> dict[str, JobState]:
-    """What the accounting knows of jobs that the controller has forgotten; nothing where there is no accounting."""
+    """Return the accounting's states of jobs that the controller has forgotten; empty without accounting."""
     try:
         out = ask("sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,NodeList,Elapsed")
     except (SparoError, subprocess.CalledProcessError):
@@ -176,7 +177,7 @@ def _accounting_states(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def explain_reason(reason: str) -> str:
-    """SLURM's reason with what it means: `Resources: waits for nodes to become free`."""
+    """Return SLURM's reason with an explanation: `Resources: waits for nodes to become free`."""
     key = reason.strip().strip("()").partition(",")[0]
     if key in ("", "None"):
         return ""
@@ -185,7 +186,7 @@ def explain_reason(reason: str) -> str:
 
 
 def cancel(job: str) -> None:
-    """End a job, or take it out of the queue; nothing where it has ended."""
+    """End a job, or remove it from the queue; nothing happens if it has ended."""
     try:
         ask("scancel", job)
     except subprocess.CalledProcessError as error:
@@ -194,7 +195,7 @@ def cancel(job: str) -> None:
 
 
 def partitions() -> str:
-    """Names of the partitions, for a message; empty where SLURM does not answer."""
+    """Return the names of the partitions, for a message; empty if SLURM does not answer."""
     try:
         return ", ".join(dict.fromkeys(ask("sinfo", "-h", "-o", "%R").split()))
     except (SparoError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""The code that a job runs: a copy in the run folder, so that editing the checkout changes nothing that is queued."""
+"""Snapshot of the code in the run folder, so that editing the checkout does not affect queued jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IGNORE_PATTERNS = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of sparo's packages. `commit` is None where they are not from a git checkout."""
+    """A copy of sparo's packages. `commit` is None if they are not from a git checkout."""
 
     path: Path
     commit: str | None
@@ -29,9 +29,10 @@ class Snapshot:
 
 
 def take_snapshot(into: Path) -> Snapshot:
-    """Copy the running code to `into/HASH`, once per content, with the checkout's commit and difference beside it.
+    """Copy the running code to `into/HASH`, once per content, with the checkout's commit and diff.
 
-    Packages that add rows to our tables come along with their entry points: a job finds what this process found.
+    Packages that add registry entries are copied with their entry points, so that a job finds the same plug-ins as this
+    process.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -44,17 +45,17 @@ def take_snapshot(into: Path) -> Snapshot:
     target = into / _hash(sources, plugins)
     try:
         into.mkdir(parents=True, exist_ok=True)
-        # By content: a hundred launches of one checkout share a copy.
+        # Named by content, so that a hundred launches of one checkout share a copy.
         if not target.exists():
-            # In a folder of its own name: two launches at one moment would write into each other's.
+            # In a uniquely named folder, because two simultaneous launches would write to each other's.
             temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=into))
             try:
                 _copy_code(temporary, sources, infos, root / "configs")
-                temporary.chmod(into.stat().st_mode)  # mkdtemp's is for its owner alone
-                # Renamed when whole: another launch may be looking for it at this moment.
+                temporary.chmod(into.stat().st_mode)  # mkdtemp's folder is only for its owner
+                # Renamed when complete, because another launch may be looking for it now.
                 temporary.rename(target)
             except OSError:
-                if not target.exists():  # the other one was first, and its copy is the same
+                if not target.exists():  # the other launch was first, and its copy is equal
                     raise
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -62,12 +63,14 @@ def take_snapshot(into: Path) -> Snapshot:
             (into / f"{target.name}.commit").write_text(commit + "\n", encoding="utf-8")
             (into / f"{target.name}.diff").write_bytes(diff)
     except OSError as error:
-        raise ConfigError(f"{target}: the code cannot be copied there ({error})") from None
+        raise ConfigError(
+            f"{target}: the code cannot be copied there ({error}). Free space, or give another out."
+        ) from None
     return Snapshot(target.resolve(), commit, bool(diff))
 
 
 def code_hash() -> str:
-    """Return the hash by content of the running code: sparo's packages and those of plug-ins."""
+    """Return a hash of the content of the running code: sparo's packages and those of plug-ins."""
     plugins = plugin_distributions()
     return _hash(_sources(plugins), plugins)
 
@@ -97,12 +100,12 @@ def _package_folder(name: str) -> Path:
 
 
 def _plugin_modules(plugins: Sequence[Distribution]) -> dict[str, Path]:
-    """The top-level packages and modules behind the rows of plug-ins, found without importing them; broken ones are left out."""
+    """Return the top-level packages and modules of plug-ins' entries, found without importing them; broken ones are skipped."""
     module_paths: dict[str, Path] = {}
     entry_points = [entry for dist in plugins for entry in dist.entry_points if entry.group.startswith(GROUPS)]
-    # Of the words alone: what is no `module:attribute` is told to who names it.
+    # Only from the names; values that are not `module:attribute` are reported when they are used.
     for name in sorted({entry.value.partition(":")[0].partition(".")[0].strip() for entry in entry_points}):
-        # Found, not imported: a broken plug-in must not keep others from launching.
+        # Find without importing, because a broken plug-in must not prevent other launches.
         spec = importlib.util.find_spec(name) if name.isidentifier() and name not in PACKAGES else None
         if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
             path = Path(spec.origin)
@@ -123,7 +126,7 @@ def _hash(sources: dict[str, Path], plugins: Sequence[Distribution]) -> str:
 
 
 def _git(root: Path) -> tuple[str | None, bytes]:
-    """The commit that `root` is a checkout of, and what differs from it; None outside of one."""
+    """Return the commit that `root` is a checkout of, and the diff to it; None outside a checkout."""
 
     def ask(*words: str) -> bytes | None:
         try:
@@ -133,7 +136,7 @@ def _git(root: Path) -> tuple[str | None, bytes]:
         return done.stdout if done.returncode == 0 else None
 
     top = ask("rev-parse", "--show-toplevel")
-    # An environment may lie inside of somebody else's repository, whose commit says nothing of this code.
+    # An environment may be inside another repository, whose commit does not describe this code.
     if top is None or Path(top.decode().strip()) != root:
         return None, b""
     commit = ask("rev-parse", "HEAD")

@@ -1,4 +1,4 @@
-"""What became of launched jobs: SLURM's view, the run folder's progress, and whom to ask why it failed."""
+"""Status of submitted jobs: SLURM's state, the run folder's progress, and which rank failed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .records import Records
 from .slurm import JobState
 
 _ENDS = {
-    "OUT_OF_MEMORY": "out of memory: more --mem-gb, a smaller micro_batch_size, or fewer data.workers",
-    "TIMEOUT": "the time limit came before it was saved: more --signal-seconds",
-    "NODE_FAIL": "a node failed and SLURM did not start it again",
+    "OUT_OF_MEMORY": "out of memory. Increase --mem-gb, or reduce micro_batch_size or data.workers",
+    "TIMEOUT": "the time limit was reached before it saved. Increase --signal-seconds",
+    "NODE_FAIL": "a node failed and SLURM did not restart the job",
     "DEADLINE": "the deadline passed",
     "BOOT_FAIL": "its nodes did not start",
 }
@@ -29,7 +29,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `eta` in seconds, `rate` in samples/s; None where it is not known."""
+    """One run. `eta` in seconds, `rate` in samples/s; None if unknown."""
 
     folder: str
     job: str
@@ -49,23 +49,23 @@ class Status:
 
 
 def launched_folders(root: Path) -> list[Path]:
-    """Folders in `root`, and one below, in which jobs were launched, newest last."""
+    """Return the folders in `root`, and one level below, with submitted jobs, newest last."""
     paths = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/jobs/submitted.jsonl")]
     modified_times = {path.parent.parent: path.stat().st_mtime for path in paths}
     return sorted(modified_times, key=lambda folder: modified_times[folder])
 
 
 def statuses(folders: Sequence[Path]) -> list[Status]:
-    """One per folder; where SLURM does not answer, what the folder knows, with state UNKNOWN.
+    """Return one status per folder; if SLURM does not answer, from the folder's records, with state UNKNOWN.
 
     Raises:
-        ConfigError: a folder in which nothing was launched.
+        ConfigError: a folder without submitted jobs.
     """
     last = {folder: _last(folder) for folder in folders}
     queued = [job for record in last.values() if record["cluster"]["kind"] == "slurm" for job in record["jobs"]]
     slurm_error = ""
     try:
-        # One question for all folders: a scheduler that is asked per job is a scheduler that is busy.
+        # One query for all folders, because a query per job would load the scheduler.
         slurm_states = slurm.states(queued)
     except SparoError as error:
         slurm_states, slurm_error = {}, str(error)
@@ -76,7 +76,7 @@ def _last(folder: Path) -> dict[str, Any]:
     record = Records(folder).last()
     if record is None:
         folders = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
-        raise ConfigError(f"{folder}: no job was launched there{'; there are ' + folders if folders else ''}")
+        raise ConfigError(f"{folder}: no job was submitted there{'; there are ' + folders if folders else ''}")
     return record
 
 
@@ -109,7 +109,7 @@ def _status(folder: Path, record: dict[str, Any], slurm_states: dict[str, JobSta
 
 
 def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], records: Records) -> dict[str, JobState]:
-    """The state of every job of a submission, elements of arrays apart."""
+    """Return the state of every job of a submission, with elements of arrays separately."""
     kind = record["cluster"]["kind"]
     job_states: dict[str, JobState] = {}
     for job in record["jobs"]:
@@ -119,9 +119,9 @@ def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], recor
         elif kind == "local" and local_alive(job):
             job_states[job] = JobState("RUNNING", nodes="here")
         else:
-            # Without a record of its end it was killed.
+            # Without a record of its end, it was killed.
             ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
-            # Of a fan-out a lane has many elements, of which the last may be well and another not.
+            # A lane of a fan-out has many elements, of which the last may have succeeded and another not.
             missing_elements = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
             done = ends[-1] == 0 and not missing_elements
             end_state = "CANCELLED" if records.cancelled(record, job) else "FAILED"
@@ -130,7 +130,7 @@ def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], recor
 
 
 def _summary(job_states: dict[str, JobState]) -> str:
-    """RUNNING; of several elements `2 RUNNING, 1 PENDING`."""
+    """Summarize states: RUNNING; for several elements `2 RUNNING, 1 PENDING`."""
     counts = Counter(state.state for state in job_states.values())
     if len(job_states) == 1:
         return next(iter(counts))
@@ -141,7 +141,8 @@ def _progress(folder: Path, since: float) -> dict[str, Any]:
     """Return progress from the heartbeat and the metrics of a run, or the parts of a fan-out.
 
     Args:
-        since: when the job began; what an earlier job left says nothing of phase and speed.
+        folder: the folder.
+        since: start of the job; records of earlier jobs do not show its phase and speed.
     """
     if (folder / "plan.json").exists():
         fan = FanOut(folder)
@@ -157,27 +158,27 @@ def _progress(folder: Path, since: float) -> dict[str, Any]:
         pass
     records = read(folder / "metrics.jsonl", "train")
     newest = records[-1] if records else {}
-    # From what is on disk: a status must not wait for a node that may hang.
+    # From files, because a status must not wait for a node that may hang.
     rate, samples = newest.get("samples_per_second"), newest.get("samples")
     if fresh and newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
         progress["step"], progress["rate"] = max(newest["step"], progress.get("step", 0)), rate
         if isinstance(progress.get("total"), int) and rate > 0:
-            # By samples, as the batch may grow on the way.
+            # By samples, because the batch size may grow.
             progress["eta"] = (progress["total"] - progress["step"]) * (samples / newest["step"]) / rate
     return progress | {"checkpoint": Records(folder).step() or None}
 
 
 def _failure_reason(records: Records, record: dict[str, Any], state: str, reason: str) -> str:
-    """Of a job that is over: what it died of, in one line."""
+    """Return the cause of a failed job in one line."""
     if state == "COMPLETED":
         return ""
     if state == "CANCELLED" and record["cluster"]["kind"] != "slurm":
-        return f"cancelled; `sparo launch resubmit {records.folder}` continues it"
+        return f"cancelled. `sparo launch resubmit {records.folder}` continues it"
     for word, meaning in _ENDS.items():
         if word in state:
             return meaning
     ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
-    # Before all else: it says why nobody tried again.
+    # First, because it explains why there was no restart.
     if ends and "stuck" in ends[-1]:
         return ends[-1]["stuck"]
     failed = [f for job in record["jobs"] for f in records.failures(job)]
@@ -188,23 +189,23 @@ def _failure_reason(records: Records, record: dict[str, Any], state: str, reason
         return "" if ends[-1]["reason"] == "finished" else ends[-1]["reason"]
     if "CANCELLED" in state or state == slurm.UNKNOWN:
         return reason
-    return reason or "ended without a word (killed, or out of memory?); see `sparo launch logs`"
+    return reason or "ended without a message (killed, or out of memory?); see `sparo launch logs`"
 
 
 def failing_rank(folder: Path) -> int:
-    """The rank to look at: the one that failed first for a reason of its own, or that died without a word; 0 otherwise."""
+    """Return the rank to look at: the one that failed first for its own reason, or died without a message; otherwise 0."""
     record, records = _last(folder), Records(folder)
     failed = [f for job in record["jobs"] for f in records.failures(job)]
     ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
     if not failed or (ends and ends[-1]["end"] == 0):
         return 0
-    # Of the last start alone: an earlier one's failure was lived through.
+    # Only of the last start, because earlier failures were survived.
     failed = [f for f in failed if (f["job"], f["restart"]) == (failed[-1]["job"], failed[-1]["restart"])]
     own = [f for f in failed if f["kind"] != "LostRankError"]
     if own:
         return own[0]["rank"]
     cluster = record["cluster"]
-    # All that spoke lost a rank; who said nothing is the one that was lost.
+    # All ranks with a message lost a peer; the silent one is the one that died.
     silent = set(range(cluster["nodes"] * _ranks_per_node(cluster))) - {f["rank"] for f in failed}
     return min(silent, default=failed[0]["rank"])
 
@@ -214,21 +215,21 @@ def _ranks_per_node(cluster: Mapping[str, Any]) -> int:
 
 
 def log_files(folder: Path, rank: int) -> list[Path]:
-    """Where a rank writes: its stdout and stderr, of the newest submission; those that are there."""
+    """Return the stdout and stderr files of a rank in the newest submission, if they exist."""
     record = _last(folder)
     cluster = record["cluster"]
     task = rank // _ranks_per_node(cluster) if cluster["starter"] == "torchrun" else rank
     names = [f"{job}_{task}_log.{end}" for job in record["jobs"] for end in ("out", "err")]
-    if (folder / "plan.json").exists():  # the elements of an array
+    if (folder / "plan.json").exists():  # elements of an array
         names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}_*{task}_log.*"))]
     return [path for name in names if (path := Path(record["logs"]) / name).exists()]
 
 
 def cancel(folder: Path) -> list[str]:
-    """End the jobs of a folder's newest submission; returns those that were asked to. Training saves first, as after any signal.
+    """End the jobs of a folder's newest submission; return those that were told to end. Training saves first, as after any signal.
 
     Raises:
-        ConfigError: this run has ended, and its job goes on with other rows of a sweep.
+        ConfigError: this run has ended, and its job continues with other runs of a sweep.
     """
     record, records, cancelled_jobs = _last(folder), Records(folder), []
     for job in record["jobs"]:
@@ -237,7 +238,7 @@ def cancel(folder: Path) -> list[str]:
         elif record["cluster"]["kind"] == "local" and local_alive(job):
             starts = records.starts(job)
             if starts and "end" in starts[-1]:
-                raise ConfigError(f"{folder}: has ended; job {job} runs other rows of its sweep, name the one to end")
+                raise ConfigError(f"{folder}: has ended; job {job} runs other runs of its sweep. Name the one to end.")
             records.add("cancelled", {"job": job}, Path(record["logs"]))
             end_local(job)
         else:

@@ -1,4 +1,4 @@
-"""Handing jobs to submitit: SLURM, processes of this machine, or this process."""
+"""Submission of jobs through submitit: to SLURM, to processes of this machine, or in this process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .slurm import (
     without_configuration,
 )
 
-# The first node under the address by which SLURM reaches it (its name, where it has no other); a port there that nobody listens on,
-# below those that the kernel hands out. The trap keeps bash alive through a pre-emption's SIGTERM;
-# srun takes the processors of a rank from a variable of its own since SLURM 22.05.
+# MASTER_ADDR is the address by which SLURM reaches the first node (or its name), and MASTER_PORT a port there on which
+# nothing listens, below the ephemeral ports. The trap keeps bash alive through a pre-emption's SIGTERM. Since SLURM
+# 22.05, srun takes the processors of a rank from a separate variable.
 _MEET = """\
 trap : TERM USR1 USR2
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
@@ -40,9 +40,10 @@ for try in $(seq 0 31); do
 done
 export MASTER_ADDR MASTER_PORT"""
 
-# Again: saved after a signal (75), ended by one before it listened (140, 143), killed (137: out of memory, or by the srun of
-# an earlier start on a node that came back, for which our step has the same number), left by a lost rank, or never
-# started by its node; but only while the job is running (it is not where it was cancelled) and has not been restarted.
+# Restart if the job was saved after a signal (75), ended by one before its handlers were installed (140, 143), killed
+# (137: out of memory, or by the srun of an earlier start on a node that returned, for which our step has the same
+# number), if a rank was lost, or if a node never started it. Only while the job is running (not if it was cancelled)
+# and has not been restarted.
 _AGAIN = """\
 code=$?
 restart=${SLURM_RESTART_COUNT:-0}
@@ -65,48 +66,48 @@ done
 exit $code"""
 
 
-# Shell lines around a job's srun: where its ranks meet, and whether the job starts again. They run in the batch script on the job's first node,
-# outside of any container, because SLURM's commands are there.
+# Shell lines around a job's srun: where its ranks meet, and whether the job restarts. They run in the batch script on
+# the job's first node, outside of any container, because SLURM's commands are available there.
 def lines_before(setup: tuple[str, ...], environment: Mapping[str, str], code: Path) -> list[str]:
-    """Lines before srun: the cluster's own, its variables, the snapshot's path, and where the ranks meet."""
+    """Return the lines before srun: the cluster's own, its variables, the snapshot's path, and where the ranks meet."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     path = f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    # without the last one `python -m` would look into the folder of the launch, a checkout perhaps, before the snapshot
+    # Without the last one, `python -m` would search the folder of the launch, perhaps a checkout, before the snapshot.
     return [*setup, *exports, path, "export PYTHONSAFEPATH=1", *_MEET.splitlines()]
 
 
 def lines_after(jobs: Path) -> list[str]:
-    """Lines behind srun; `jobs` holds the marks that ranks leave (`launch.jobs.job.mark`)."""
+    """Return the lines after srun; `jobs` contains the marks that ranks leave (`launch.jobs.job.mark`)."""
     return _AGAIN.replace("JOBS", shlex.quote(str(jobs))).splitlines()
 
 
-_PATIENCE = 180.0  # seconds that SLURM's controller may be away while we submit
-# How sbatch refuses, and what to do about it.
+_PATIENCE = 180.0  # seconds that SLURM's controller may be down while we submit
+# Messages with which sbatch refuses, and the remedy.
 _REFUSALS = {
-    "invalid partition": "--partition: there is no such partition for you; known are: {partitions}",
-    "Invalid account": "--account (or --partition, --qos) is not one of yours; `sacctmgr show assoc user=$USER` lists them",
-    "Invalid qos": "--qos is not one of yours; `sacctmgr show assoc user=$USER format=account,qos` lists them",
-    "QOSMaxSubmitJobPerUserLimit": "you have as many jobs in the queue as the qos allows; wait, or submit fewer",
-    "AssocMaxSubmitJobLimit": "the account has as many jobs in the queue as it may; wait, or submit fewer",
-    "Job violates accounting/QOS policy": "a limit of the account or qos: jobs in the queue, time, or size; `sacctmgr show qos` lists them",
+    "invalid partition": "--partition: is not available to you; known partitions: {partitions}",
+    "Invalid account": "--account (or --partition, --qos) is not yours; list yours with `sacctmgr show assoc user=$USER`",
+    "Invalid qos": "--qos is not yours; list yours with `sacctmgr show assoc user=$USER format=account,qos`",
+    "QOSMaxSubmitJobPerUserLimit": "your queue has as many jobs as the qos allows. Wait, or submit fewer",
+    "AssocMaxSubmitJobLimit": "the account's queue has as many jobs as allowed. Wait, or submit fewer",
+    "Job violates accounting/QOS policy": "a limit of the account or qos (jobs in the queue, time, or size); list them with `sacctmgr show qos`",
     "Requested time limit is invalid": "--time is longer than the partition allows, or missing",
-    "Requested node configuration is not available": "no nodes with so many GPUs, processors or so much memory: --gpus-per-node, --cpus-per-task, --mem-gb",
+    "Requested node configuration is not available": "no nodes have that many GPUs, processors or that much memory: --gpus-per-node, --cpus-per-task, --mem-gb",
     "More processors requested than permitted": "more processors than the nodes have: --cpus-per-task, --tasks-per-node",
     "Memory specification can not be satisfied": "--mem-gb is more than the nodes have",
     "Invalid feature specification": "--constraint names a feature that no node has",
-    "Invalid node name": "--nodelist or --exclude names a node that is not there",
+    "Invalid node name": "--nodelist or --exclude names a node that does not exist",
     "Invalid generic resource": "--gpus-per-node: this partition has no such GPUs",
-    "Invalid wckey": "this site wants a wckey of yours: --sbatch.wckey NAME",
+    "Invalid wckey": "this site requires a wckey: --sbatch.wckey NAME",
     "mutually exclusive": "memory is given twice: --mem-gb and an --sbatch.mem… argument, or SBATCH_MEM… in the environment",
     "unrecognized option": "an --sbatch.NAME is not an argument of this sbatch",
     "Invalid job array specification": "more runs than an array may have here (MaxArraySize); launch fewer at once",
-    "Job dependency problem": "--after names a job that is not there",
+    "Job dependency problem": "--after names a job that does not exist",
     "group not permitted to use this partition": "--partition is not open to your group; known are: {partitions}",
-    "Requested reservation is invalid": "--sbatch.reservation is not there, or not yours",
+    "Requested reservation is invalid": "--sbatch.reservation does not exist, or is not yours",
     "Node count specification invalid": "--nodes: more nodes than the partition has or allows",
 }
 
-# Arguments of sbatch that a job depends on, and what to use instead.
+# Arguments of sbatch that sparo sets, and what to use instead.
 _OWN_ARGUMENTS = {
     "signal": "--signal-seconds",
     "output": "`sparo launch logs`",
@@ -125,7 +126,7 @@ _OWN_ARGUMENTS = {
     "dependency": "--after",
     "wait": "nothing: `sparo launch status` shows when it ends",
     "wrap": "nothing: sparo writes the script",
-    "chdir": "nothing: a job runs in the folder that it was launched from",
+    "chdir": "nothing: a job runs in the folder from which it was launched",
     **{name: f"--{name}" for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "exclusive")},
 }
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
@@ -140,13 +141,14 @@ def submit(
     parallel: int | None,
     dependency: str | None,
 ) -> list[str]:
-    """Submit elements, several as one array; returns the job of each.
+    """Submit elements, several as one array; return the job of each.
 
     Args:
+        cluster, elements, name: cluster, elements and name of the job.
         jobs: folder of logs and of submitit's files.
         code: the snapshot that runs.
-        parallel: how many elements at a time (default: SLURM all, this machine one).
-        dependency: in sbatch's words, `afterok:12`.
+        parallel: elements that run at a time (default: SLURM all, this machine one).
+        dependency: in sbatch's syntax, `afterok:12`.
 
     Raises:
         ConfigError: submitit is missing, or the cluster refuses the job; nothing was submitted.
@@ -158,12 +160,12 @@ def submit(
     jobs.mkdir(parents=True, exist_ok=True)
     if cluster.kind != "slurm":
         if dependency:
-            raise ConfigError(f"--after: {cluster.kind} has no queue; wait for the other run, or use SLURM")
+            raise ConfigError(f"--after: {cluster.kind} has no queue. Wait for the other run, or use SLURM.")
         return submit_local(submitit, cluster, elements, jobs, code, parallel or 1, _job)
     executor = _executor(submitit, cluster, jobs, name, code)
     executor.update_parameters(slurm_array_parallelism=parallel or len(elements), slurm_dependency=dependency)
     job = _job(cluster, ())
-    # One call for all: elements of an array start alike, and SLURM holds how many run at once.
+    # One call for all, because elements of an array start alike, and SLURM limits how many run at once.
     calls = [replace(job, elements=(element,)) for element in elements]
     job_ids: list[str] = []
 
@@ -181,14 +183,16 @@ def submit(
 
 
 def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code: Path) -> Any:
-    """submitit's for SLURM, with all that a cluster's description says."""
+    """Return submitit's SLURM executor with everything that a cluster's description contains."""
     torchrun = cluster.starter == "torchrun"
     try:
         executor = submitit.AutoExecutor(
             folder=jobs, cluster="slurm", slurm_max_num_timeout=10**9, slurm_python=cluster.python
         )
     except RuntimeError:
-        raise NoSlurmError("no srun on this machine: launch from a node of the cluster, or --cluster local") from None
+        raise NoSlurmError(
+            "srun: not found on this machine. Launch from a node of the cluster, or use --cluster local."
+        ) from None
     executor.update_parameters(
         name=name,
         nodes=cluster.nodes,
@@ -208,21 +212,21 @@ def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code
             for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
         },
     )
-    # submitit's default, which sites that enforce wckeys refuse. AutoExecutor takes no None.
+    # submitit's default, which sites that require wckeys refuse. AutoExecutor does not accept None.
     executor._executor.update_parameters(wckey=None)
     return executor
 
 
 def _extra_parameters(cluster: ClusterConfig) -> dict[str, str | int | bool]:
-    """Arguments of sbatch that submitit has no name for, or that replace its own."""
-    # Relative paths of a recipe mean the folder that it was launched from, on every node.
+    """Return arguments of sbatch that submitit does not know, or that replace its own."""
+    # Relative paths of a recipe refer to the folder of the launch, on every node.
     parameters: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
     if cluster.gpu_type and cluster.gpus_per_node:
         parameters["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
     for argument, value in cluster.sbatch.items():
         name = argument.replace("_", "-")
         option = _OWN_ARGUMENTS.get(name)
-        if name == "gres" and "gpu" in str(value):  # else the job would not know that it was given GPUs
+        if name == "gres" and "gpu" in str(value):  # otherwise the job would not know its GPUs
             option = _OWN_ARGUMENTS["gpus"]
         if option is not None:
             raise ConfigError(f"--sbatch.{argument}: sparo sets it itself, got {value}. Use {option}.")
@@ -232,7 +236,7 @@ def _extra_parameters(cluster: ClusterConfig) -> dict[str, str | int | bool]:
             )
         if name in _MEMORY and value is not False and cluster.mem_gb is not None:
             raise ConfigError(
-                f"--sbatch.{argument}: memory is given twice, got {value} and --mem-gb {cluster.mem_gb:g}. Leave one of them out."
+                f"--sbatch.{argument}: memory is given twice, got {value} and --mem-gb {cluster.mem_gb:g}. Remove one of them."
             )
         parameters[name.replace("-", "_")] = value
     if parameters.get("no_requeue"):
@@ -252,23 +256,25 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise ConfigError("sparo launch needs submitit: pip install -e '.[slurm]' in sparo's checkout") from None
+        raise ConfigError("sparo launch needs submitit. pip install -e '.[slurm]' in sparo's checkout.") from None
     return submitit
 
 
 def _submission_error(text: str) -> SparoError:
-    """sbatch's words as an error that says what to change."""
-    # Sites print their own greetings around it.
+    """Convert sbatch's message to an error with a remedy."""
+    # Sites print their own text around it.
     sbatch_lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.strip().splitlines()[-1:]
     short = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in sbatch_lines)
     if "timed out" in text:
         return SparoError(
-            f"sbatch: {short}; the job may be in the queue all the same: see `squeue --me` before you launch again"
+            f"sbatch: {short}. The job may be in the queue all the same; check `squeue --me` before you launch again."
         )
     if NO_CONFIGURATION in text:
         return NoSlurmError(without_configuration("sbatch"))
     if is_away(text):
-        return SlurmAwayError(f"sbatch: SLURM's controller does not answer; nothing was submitted ({short})")
+        return SlurmAwayError(
+            f"sbatch: SLURM's controller does not answer, so nothing was submitted ({short}). Try again later."
+        )
     for sign, remedy in _REFUSALS.items():
         if sign.lower() in text.lower():
             return ConfigError(f"sbatch refused the job ({short}); {remedy.format(partitions=partitions() or 'none')}")
@@ -277,7 +283,7 @@ def _submission_error(text: str) -> SparoError:
 
 @contextmanager
 def _cleanup_on_failure(folder: Path) -> Iterator[None]:
-    """Remove what submitit wrote for a submission that failed."""
+    """Remove submitit's files of a submission that failed."""
     before = set(folder.iterdir())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Sweeps: a file that names runs, or an override with a list where the recipe has no list; both stand for several runs."""
+"""Sweeps: a file with several runs, or an override with a list for a key that takes no list."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SweepRun(Frozen):
 
 
 class SweepFile(Frozen):
-    """Runs that belong together: the rows of a table. Each is called FILE-NAME."""
+    """Runs that belong together, such as the rows of a table. Each is called FILE-NAME."""
 
     recipe: str | None = field(None, "Recipe of runs that name none, relative to the file.")
     overrides: tuple[str, ...] = field((), "Overrides of all runs, applied before those of a run.")
@@ -35,16 +35,17 @@ class SweepFile(Frozen):
 
 
 def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:
-    """The sweep's name, and all its runs as resolved recipes with a name of their run_recipe: of every run of a sweep file, every
-    combination of the lists in `overrides` and of the seeds.
+    """Return the sweep's name, and all its runs as resolved recipes with their own names.
+
+    There is one for every run of a sweep file, every combination of the lists in `overrides`, and every seed.
 
     Args:
         recipe: a recipe, or a sweep file.
-        overrides: of the command line; they come last.
-        seeds: so many runs each, with the recipe's seed, the next, …; None: the recipe's alone, without a suffix.
+        overrides: of the command line; they take precedence.
+        seeds: number of runs each, with the recipe's seed, the next, …; None: only the recipe's, without a suffix.
 
     Raises:
-        ConfigError: a recipe that does not resolve, two runs of one name, or more runs than an array may have.
+        ConfigError: a recipe that does not resolve, two runs with one name, or more runs than an array may have.
     """
     tree = load_recipe(recipe)
     if not is_sweep(tree):
@@ -52,12 +53,12 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
     sweep, configs = resolve(SweepFile, tree, str(recipe)), list[RunConfig]()
     for name, run in sweep.runs.items():
         if (run_recipe := run.recipe or sweep.recipe) is None:
-            raise ConfigError(f"{recipe}: runs.{name}.recipe: is needed, for the file names no recipe of all")
-        # Words that come later win: the sweep's, the run's, then the command line's.
+            raise ConfigError(f"{recipe}: runs.{name}.recipe: is required, because the file names no common recipe")
+        # Later overrides take precedence: the sweep's, the run's, then the command line's.
         run_overrides = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
         configs += _expand_recipe(recipe.parent / run_recipe, run_overrides, seeds)[1]
     if len(configs) > _MOST:
-        raise ConfigError(f"{len(configs)} runs: more than {_MOST} in one array; take runs out of {recipe}")
+        raise ConfigError(f"{len(configs)} runs: more than {_MOST} in one array. Remove runs from {recipe}.")
     _refuse_duplicates(configs)
     return recipe.stem, configs
 
@@ -74,30 +75,30 @@ def _expand_recipe(recipe: Path, overrides: Sequence[str], seeds: int | None) ->
             axes[key.strip()] = parsed
         else:
             fixed.append(text)
-    # With the first value of each axis: a recipe need not resolve without one.
+    # With the first value of each axis, because a recipe may not resolve without one.
     base = load_run(recipe, [*fixed, *(_assign(key, values[0]) for key, values in axes.items())])
     if seeds is not None:
         if "seed" in axes or seeds < 1:
-            raise ConfigError(f"--seeds {seeds}: give at least 1, or seed=[…], not both")
+            raise ConfigError(f"--seeds {seeds}: expected at least 1, and no seed=[…]")
         axes["seed"] = list(range(base.seed, base.seed + seeds))
     count = math.prod(map(len, axes.values()))
     if count > _MOST:
-        raise ConfigError(f"{count} runs: more than {_MOST} in one array; sweep over fewer values")
+        raise ConfigError(f"{count} runs: more than {_MOST} in one array. Sweep over fewer values.")
     configs = []
     for values in itertools.product(*axes.values()):
         assignments = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
         name = "-".join([base.name, *(_suffix(key, value, axes) for key, value in zip(axes, values, strict=True))])
-        # The name last, which goes before one that the words give: two runs of a sweep never share a folder.
+        # The name last, so that it replaces one in the overrides: two runs of a sweep never share a folder.
         configs.append(load_run(recipe, [*fixed, *assignments, f"name={json.dumps(name)}"]) if assignments else base)
     _refuse_duplicates(configs)
     return base.name, configs
 
 
 def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
-    """Whether the recipe's key itself holds a list: then it is a value, and no sweep."""
+    """Return whether the recipe's key takes a list, so that the override is a value instead of a sweep."""
     others = [o for o in overrides if o != text and not isinstance(parse_yaml(o.partition("=")[2], o), list)]
     tree = override(load_recipe(recipe), [*others, text], RunConfig)
-    # A recipe without a name is wrong in that, and not in the key that is asked about.
+    # A recipe without a name has that problem, not one with this key.
     tree.setdefault("name", "x")
     at = text.removeprefix("+").partition("=")[0].strip().split(".")
     return not any(at == list(map(str, where))[: len(at)] for where in invalid_keys(RunConfig, tree))
@@ -108,8 +109,8 @@ def _assign(key: str, value: Any) -> str:
 
 
 def _suffix(key: str, value: Any, axes: dict[str, list[Any]]) -> str:
-    """`lr0.001`; the whole key where two end alike; only what a run's name may hold."""
-    # Two keys may both end in `lr`: names must say which.
+    """Return `lr0.001`, or the whole key if two end alike, with characters that a run's name may contain."""
+    # Two keys may both end in `lr`, so names must distinguish them.
     last = key.rpartition(".")[2]
     short = last if sum(k.rpartition(".")[2] == last for k in axes) == 1 else key
     text = value.get("kind", json.dumps(value)) if isinstance(value, dict) else value
@@ -121,4 +122,4 @@ def _refuse_duplicates(runs: Sequence[RunConfig]) -> None:
     names = [run.name for run in runs]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate:
-        raise ConfigError(f"two runs of the sweep would be called {duplicate!r}; give values whose names differ")
+        raise ConfigError(f"two runs of the sweep would be called {duplicate!r}. Give values with different names.")

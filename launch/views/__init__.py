@@ -1,1 +1,1 @@
-"""What a person sees: progress, tables, the demo's page."""
+"""Output for users: progress, tables, the demo's page."""

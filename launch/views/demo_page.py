@@ -1,4 +1,4 @@
-"""The demo's page: six scores, examples, slots and what they attend to, and the next commands to try."""
+"""The demo's page: six scores, examples, slots with their attention, and next commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _IN_PICTURE = (0, 2, 3, 4)
 
 
 class SlotTile(NamedTuple):
-    """One image as a slot sees it, and the words of its caption that the slot attends to."""
+    """One image under a slot's attention, and the words of its caption that the slot attends to."""
 
     picture: Image.Image
     words: str
@@ -60,17 +60,17 @@ class SlotGallery(NamedTuple):
 
 
 class DemoSlots(NamedTuple):
-    """What is shown: images with captions, and the same images by each slot."""
+    """Images with captions, and the same images under each slot's attention."""
 
     images: list[tuple[Image.Image, str]]
     slots: list[SlotGallery]
 
 
 def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Sequence[str]) -> DemoSlots:
-    """Choose slots over all images and show them on a few, evenly spaced."""
+    """Select slots by attention over all images, and show them on a few, evenly spaced."""
     attended = attend(encoder, images, captions)
     profiles = word_profiles(attended)
-    # One scale per slot, the brightest patch of its median image: one image with a glaring patch must not dim all others.
+    # One scale per slot, from its median image, so that one image with a very bright patch does not dim all others.
     brightest = torch.stack([one.maps.flatten(1).amax(1) for one in attended]).median(0).values
     some = [i * len(images) // _COLUMNS for i in range(_COLUMNS)]
     galleries = []
@@ -88,14 +88,14 @@ def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Se
 
 
 def _top_words(one: Attended, slot: int) -> str:
-    # What a slot gives to the start or to "a" says nothing of the picture.
+    # Attention on the start or on "a" says nothing about the image.
     naming = [i for i, word in enumerate(one.words) if word.lower() not in FUNCTION_WORDS]
     top = sorted(sorted(naming, key=lambda i: -float(one.weights[slot, i]))[:2])
     return "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
 
 
 def draw_slots(demo: DemoSlots, path: Path) -> None:
-    """The same as one picture, of fewer images, so that it can be read on a phone: images on top, then a row per slot."""
+    """Draw a picture with fewer images, for small screens: images on top, then a row per slot."""
     some = _IN_PICTURE
     rows = len(demo.slots) + 1
     figure, axes = plt.subplots(rows, len(some), figsize=(1.9 * len(some), 2.3 * rows), layout="constrained")
@@ -124,11 +124,15 @@ def write_page(
     data: Path,
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write `demo.html`, `demo.png` and `curves.png` into `folder`; returns the page's path.
+    """Write `demo.html`, `demo.png` and `curves.png` to `folder`; return the page's path.
 
     Args:
-        results: by model, then task.  zeroshot: the predictions of `encoder` on the zero-shot test.
-        curves: records of metrics.jsonl by model.  facts: of the trainings, for the first lines.
+        folder: the folder.
+        results: by model, then task.
+        zeroshot: predictions of `encoder` on the zero-shot test.
+        curves: records of metrics.jsonl by model.
+        parameters, encoder, data: parameters by model, the encoder of slots, and the data.
+        facts: facts about the trainings, for the first lines.
     """
     captioned = WdsSet(data / "retrieval", "captions")
     samples = [captioned.read(i) for i in range(min(_CAPTIONS, len(captioned)))]
@@ -150,11 +154,11 @@ def write_page(
 
 
 def six_rows(results: Mapping[str, Mapping[str, Result]]) -> list[ScoreRow]:
-    """What is told first, each with its interval."""
+    """Return the first six scores with their intervals."""
     rows = []
     for label, task, part in _ROWS:
         task_results = [by_task.get(task) for by_task in results.values()]
-        # Text alone has some of the metrics; n and chance are those of whoever has most.
+        # The text-only baseline lacks some metrics; n and chance come from the column with most metrics.
         first = max((r for r in task_results if r is not None), key=lambda r: len(r.metrics))
         rows.append(
             ScoreRow(
@@ -183,7 +187,7 @@ def _cell(result: Result | None, part: str) -> dict[str, str]:
 
 
 def all_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]]:
-    """Every metric of every task."""
+    """Return every metric of every task."""
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     rows = []
     for task in tasks:
@@ -196,7 +200,7 @@ def all_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]
 
 
 def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Loss and batch accuracy over samples seen."""
+    """Draw loss and batch accuracy over samples."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for axis, key, title in zip(
         axes, ("loss", "accuracy"), ("contrastive loss", "accuracy inside the batch"), strict=True
@@ -213,7 +217,7 @@ def _examples(data: Path, predictions: Mapping[str, np.ndarray]) -> list[dict[st
     images = WdsSet(data / "zeroshot", "label")
     classes = images.classnames()
     examples = []
-    # Seven classes on from one to the next: every third class has the same shape.
+    # Steps of seven classes, because every third class has the same shape.
     for number in [i * 7 * len(images) // len(classes) % len(images) for i in range(_EXAMPLES)]:
         _, image, label = images.read(number)
         guess = int(predictions["predicted"][number][0])

@@ -25,14 +25,14 @@ from sparo_train.data.read.sources import SourceConfig
 
 from .terminal import console, logs_on_terminal
 
-_LINE_INTERVAL = 15.0  # seconds between lines where the output is no terminal
+_LINE_INTERVAL = 15.0  # seconds between lines without a terminal
 
 
 class Bar(Progress):
     """A progress bar with the time left; without a terminal, a line every 15 s.
 
     Args:
-        own_clock: the caller knows the times and passes them to `clock`, as a run does that continues an earlier sitting.
+        own_clock: the caller passes times to `clock`, as in a run that continues an earlier one.
     """
 
     def __init__(self, own_clock: bool = False) -> None:
@@ -50,13 +50,13 @@ class Bar(Progress):
         self._printed = time.monotonic()
 
     def start_task_named(self, description: str, total: float | None = None) -> TaskID:
-        """Add a task; without a terminal its name is printed."""
+        """Add a task; without a terminal, print its name."""
         if not console.is_terminal:
             console.print(f"{description} …")
         return self.add_task(escape_control_chars(description), total=total, facts="", clock="")
 
     def clock(self, task: TaskID, done: float, total: float, elapsed: float, left: float | None, first: bool) -> None:
-        """Show a count with its times; without a terminal the first one is printed at once."""
+        """Show a count with its times; without a terminal, the first one is printed at once."""
         times = f"{timedelta(seconds=round(elapsed))} elapsed"
         times += "" if left is None else f", {timedelta(seconds=round(left))} left"
         self.update(task, completed=done, total=total, clock=times)
@@ -70,7 +70,7 @@ class Bar(Progress):
             )
 
     def show(self, task: TaskID, done: float, total: float | None = None, facts: str = "") -> None:
-        """Where a task stands."""
+        """Show the progress of a task."""
         self.update(task, completed=done, total=total, facts=facts)
         now = time.monotonic()
         if not console.is_terminal and (now - self._printed > _LINE_INTERVAL or done == total):
@@ -84,7 +84,7 @@ class Bar(Progress):
             )
 
     def facts(self, task: TaskID, text: str) -> None:
-        """What a task is doing, where it is not counted."""
+        """Show the activity of a task without a count."""
         self.update(task, facts=text)
         if not console.is_terminal and time.monotonic() - self._printed > _LINE_INTERVAL:
             self._printed = time.monotonic()
@@ -92,7 +92,7 @@ class Bar(Progress):
 
 
 class ProgressView:
-    """Training as a person sees it: loss, samples/s, data wait and the time left, above what is logged.
+    """Progress of a training: loss, samples/s, data wait and the time left, below the log.
 
     `silent`: for ranks other than the first.
     """
@@ -130,7 +130,7 @@ class ProgressView:
         self._bar.clock(task, step, total, *self._times, first=step == total)
 
     def show_progress(self, step: int, total: int, elapsed: float, left: float | None) -> None:
-        """Show the step, the time over all sittings and the estimated rest."""
+        """Show the step, the time over all starts and the estimated rest."""
         if self.silent:
             return
         self._times = (elapsed, left)
@@ -149,14 +149,14 @@ _KINDS = ("keys", "images", "captions")
 
 
 def check_with_bar(urls: Sequence[str], config: SourceConfig, processes: int, pixel_range: PixelRange) -> Report:
-    """`check` with a bar over shards."""
+    """Run `check` with a bar over shards."""
     with Bar() as bar:
         task = bar.start_task_named("checking shards", len(urls))
         return check(urls, config, processes, lambda done: bar.show(task, done, len(urls)), pixel_range)
 
 
 def check_lines(report: Report) -> list[str]:
-    """Totals, and behind them each shard that has something wrong, its name whole."""
+    """Return the totals, and then each shard with problems, with its full name."""
     lines = _totals(report)
     for shard in report.shards:
         if not shard.bad and not shard.damage:
@@ -175,7 +175,7 @@ def check_lines(report: Report) -> list[str]:
 
 
 def check_facts(report: Report) -> dict[str, Any]:
-    """The report as plain data."""
+    """Return the report as plain data."""
     return {
         "shards": len(report.shards),
         "samples": report.samples,
@@ -197,7 +197,7 @@ def _totals(report: Report) -> list[str]:
         example = duplicates.examples[0] if duplicates.examples else []
         examples_text = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
         lines.append(f"duplicate {name}: {duplicates.copies}{examples_text}")
-    # The commonest of all mistakes, with what mends it.
+    # The most common mistake, with its remedy.
     if report.samples and report.reasons().get("missing caption") == report.samples:
-        lines.append("no sample has a caption; where pictures alone are wanted: --caption-key ''")
+        lines.append("no sample has a caption; for images only, use --caption-key ''")
     return lines

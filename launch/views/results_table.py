@@ -1,4 +1,4 @@
-"""Progress, scores and data sets of `sparo eval` in tables that fit a terminal without splitting a word."""
+"""Tables of scores and data sets, and progress of encoding, that fit a terminal without splitting words."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Encoding:
     def _report(self, place: str, done: int, total: int) -> None:
         if self.silent:
             return
-        # A bar when the first images are done: what is stored already needs none.
+        # Show the bar when the first images are done, because stored ones need none.
         if place not in self._tasks:
             self._tasks[place] = self._bar.start_task_named(f"{Path(self.checkpoint).name}: {place}", total)
         self._bar.show(self._tasks[place], done, total)
 
 
 def show_catalogue(root: Path) -> None:
-    """Every data set below `root`: there or not, whole or not, and what it must be."""
+    """Show every data set below `root`: whether it is present and complete, and its expected content."""
     from evals.suite import catalogue
 
     out.print(f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n")
@@ -60,10 +60,10 @@ def show_catalogue(root: Path) -> None:
 
 
 def grid_table(grid: Grid, transpose: bool) -> Table:
-    """A grid for the terminal, intervals below the values, the paper's own numbers dimmed."""
+    """Return a table for the terminal, intervals below the values, the paper's own numbers dimmed."""
     table = Table(title=f"{grid.title}, {grid.unit}, {grid.spans}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", overflow="fold")
-    # Printed numbers are set apart: nobody should take them for measured ones.
+    # Printed numbers are dimmed, so that they are not mistaken for measured ones.
     styles = ["dim" if row.paper else None for row in grid.rows]
     rows = [[*row.readout_cells, *(_cell_text(cell) for cell in row.cells)] for row in grid.rows]
     heads = [*grid.heads, *(column.heading for column in grid.columns)]
@@ -88,14 +88,14 @@ def _cell_text(cell: Cell | None) -> str:
     return cell.number + (f"\n{cell.span}" if cell.span else "")
 
 
-_NAME = 14  # characters of a line of a column's name
+_NAME = 14  # characters per line of a column title
 _FIXED = ("task", "metric", "n", "chance")
 
 
 def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Group:
-    """Rows: (task, metric); columns: checkpoints; the headline comes first, its 95 % interval below it; odd data is marked.
+    """Return a table with rows (task, metric) and columns of checkpoints; the headline first, its 95 % interval below; unusual data are marked.
 
-    Checkpoints that do not fit beside the others have a table of their own below.
+    Checkpoints that do not fit next to the others have a separate table below.
     """
     names = list(results)
     tables: list[Table] = []
@@ -109,11 +109,11 @@ def results_table(results: Mapping[str, Mapping[str, Result]], title: str) -> Gr
         )
         part, names = {name: results[name] for name in names[:count]}, names[count:]
         tables.append(_table(part))
-    return Group(Text(title, style="italic"), *tables)  # a table's own title would be broken at the table's width
+    return Group(Text(title, style="italic"), *tables)  # a table's own title would be wrapped at the table's width
 
 
 def _is_narrow_enough(results: Mapping[str, Mapping[str, Result]]) -> bool:
-    free = out.options.update(width=1 << 16)  # measured where nothing has to give way
+    free = out.options.update(width=1 << 16)  # measured without any wrapping
     return Measurement.get(out, free, _table(results)).maximum <= out.width
 
 
@@ -131,7 +131,7 @@ def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
         table.add_column(heading(name), justify="right", overflow="fold")
     tasks = dict.fromkeys(task for by_task in results.values() for task in by_task)
     for task in tasks:
-        # The one with most metrics names the rows; others have a dash where they have none.
+        # The checkpoint with most metrics gives the row names; others have dashes for missing ones.
         first = max((r[task] for r in results.values() if task in r), key=lambda r: len(r.metrics))
         task_results = [by_task.get(task) for by_task in results.values()]
         head = [
@@ -156,7 +156,7 @@ def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
 
 
 def heading(name: str) -> str:
-    """A name broken behind its own separators into lines of some fourteen characters; a word is never split."""
+    """Split a name after its own separators into lines of about fourteen characters, without splitting words."""
     lines = [""]
     for piece in re.findall(r"[^\s/_+-]+[\s/_+-]*|[\s/_+-]+", name):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > _NAME:
@@ -166,7 +166,7 @@ def heading(name: str) -> str:
 
 
 class ScoreRow(NamedTuple):
-    """A test in words; per column `value` and `interval`, empty where it has none."""
+    """A row's label, and per column `value` and `interval`, empty if there is none."""
 
     label: str
     n: int
@@ -175,7 +175,7 @@ class ScoreRow(NamedTuple):
 
 
 def rows_table(rows: Sequence[ScoreRow], names: Mapping[str, str], title: str) -> Table:
-    """A few rows with their intervals; `names`: of the columns, with what stands below each."""
+    """Return a table of a few rows with their intervals; `names` are column titles with their captions."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("test")
     for column in ("n", "chance"):

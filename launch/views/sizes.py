@@ -14,12 +14,11 @@ from sparo_train.train.run_config import RunConfig
 
 from .terminal import out
 
-_WIDTH = 60  # characters before the comment, where the line is no longer
+_WIDTH = 60  # column of the comment, for lines that are not longer
 
 
 def resolved_lines(config: BaseModel, origins: Mapping[tuple[str, ...], str]) -> list[str]:
-    """YAML that reads back to the same recipe; behind each value the file or word that gave it, `default`, or `follows` for what
-    other keys imply (a backbone's widths)."""
+    """Return YAML of the same recipe with a comment after each value: the file or override that set it, `default`, or `follows` if other keys imply it."""
     return [
         f"{line:<{_WIDTH}}  # {origin}" if origin else line
         for line, origin in _block(config, config.model_dump(mode="json"), origins, ())
@@ -42,7 +41,7 @@ def _block(
 
 
 def _origin(model: Any, key: str, value: Any, origins: Mapping[tuple[str, ...], str], place: tuple[str, ...]) -> str:
-    # A block that was given whole gave its keys, too: the nearest above counts.
+    # The nearest block above also counts, because a block may be given as a whole.
     origin = next((origins[place[:n]] for n in range(len(place), 0, -1) if place[:n] in origins), None)
     if origin is not None:
         return origin
@@ -51,7 +50,7 @@ def _origin(model: Any, key: str, value: Any, origins: Mapping[tuple[str, ...], 
 
 
 def show_dry(config: RunConfig) -> None:
-    """Resolve, count on the meta device, print."""
+    """Resolve, count on the meta device, and print."""
     dry = dry_run(config)
     table = Table(title=f"{config.name}: parameters", title_justify="left")
     table.add_column("module")
@@ -64,15 +63,15 @@ def show_dry(config: RunConfig) -> None:
         table.add_row("trained", f"{dry.trained:,}")
     out.print(table)
     if dry.encoding is None:
-        out.print("what a sample amounts to is not known: the objective has no footprint")
+        out.print("the size of a sample is unknown, because the objective has no footprint")
     else:
         tokens = ", per ".join(f"{name} {count}" for name, count in dry.tokens.items())
-        out.print(f"tokens per {tokens}; an encoding has {dry.encoding} numbers")
+        out.print(f"tokens per {tokens}; an encoding has {dry.encoding} values")
     sources = Table(title="data", title_justify="left")
     for column in ("source", "shards", "samples", "weight", "share of an epoch", "passes over it"):
         sources.add_column(column, justify="left" if column == "source" else "right")
     for f in dry.sources:
-        # A source that is not there yet has no size, and a dry run is there to be told so.
+        # A missing source has no size, and a dry run should report that.
         share = "-" if f.share is None else f"{f.share:.1%}"
         passes = "-" if f.passes is None else f"{f.passes:.2f}"
         sources.add_row(f.name, _number(f.shards), _number(f.samples), f"{f.weight:g}", share, passes)

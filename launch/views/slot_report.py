@@ -1,4 +1,4 @@
-"""Slots in pictures: one page that holds everything, and PNGs of its parts."""
+"""Pictures of slots: one page that contains everything, and PNGs of its parts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from evals.slots.attend import Attended, filter_slots, gallery
 from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
 from sparo_train.core.files import escape_control_chars, write_whole
 
-_TILE_HEIGHT = 1.25  # of a tile with its title, where its picture is 1 at most
-_MAX_GALLERIES = 16  # slots with a gallery where nobody says which
+_TILE_HEIGHT = 1.25  # inches of a tile with its title, for a picture of size 1
+_MAX_GALLERIES = 16  # default number of slots with a gallery
 _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>Slots of {{ facts.checkpoint }}</title>
@@ -49,7 +49,7 @@ see is dark. One scale per slot, so an image in which it finds nothing stays dar
 
 
 class CaptionedImage(NamedTuple):
-    """An image with its key and its caption, where it has one."""
+    """An image with its key and its caption, if it has one."""
 
     key: str
     image: Image.Image
@@ -65,18 +65,20 @@ def write_report(
     folder: Path, encoder: Encoder, samples: Sequence[CaptionedImage], attended: Sequence[Attended], facts: Mapping[str, Any], show_options: Any,
     slot_ids: Sequence[int] | None, names: Mapping[int, str], num_own: int,
 ) -> list[Path]:  # fmt: skip
-    """Write `report.html`, `examples.png` and a PNG per gallery; returns their paths.
+    """Write `report.html`, `examples.png` and a PNG per gallery; return their paths.
 
     Args:
-        show_options: `examples`, `tiles`, and the filter's `cosine` and `share`.  num_own: how many of the images, the first, are always shown whole.
+        folder, encoder, samples, attended, facts, slot_ids, names: content of the report.
+        show_options: `examples`, `tiles`, and the filter's `cosine` and `share`.
+        num_own: number of the user's images, which come first and are always shown completely.
     """
     overlays = _Overlays(encoder, samples, attended)
     num_examples = min(len(samples), max(num_own, show_options.examples))
     passing = [_example_slots(one, slot_ids, show_options) for one in attended]
-    # The user's own first, then those with most to show.
+    # The user's own first, then those with most slots that pass.
     order = [*range(num_own), *sorted(range(num_own, len(samples)), key=lambda i: -len(passing[i]))][:num_examples]
     slots = list(slot_ids) if slot_ids is not None else _best_slots(attended)
-    # Of one image there is no most and no least.
+    # A single image has no highest and lowest.
     if len(samples) < 2:
         slots = []
     galleries = {slot: _gallery(attended, slot, show_options.tiles) for slot in slots}
@@ -104,12 +106,12 @@ def write_report(
 
 
 class _Overlays:
-    """Images with attention over them; each slot has one scale."""
+    """Images under attention, with one scale per slot."""
 
     def __init__(self, encoder: Encoder, samples: Sequence[CaptionedImage], attended: Sequence[Attended]):
         self.samples, self.attended = samples, attended
         self._views = [image_crop(encoder, one.image) for one in samples]
-        # One scale per slot over all images, so that a glance tells where it looks hardest.
+        # One scale per slot over all images, so that strengths can be compared at a glance.
         self._brightest = torch.stack([one.maps.flatten(1).amax(1) for one in attended]).amax(0)
 
     def plain(self, number: int) -> Image.Image:
@@ -119,11 +121,11 @@ class _Overlays:
         return overlay(self._views[number], self.attended[number].maps[slot], float(self._brightest[slot]))
 
     def words(self, number: int, slot: int) -> str:
-        """The two words that a slot looks at most, and how well image and text agree."""
+        """Return the two words with the highest attention of a slot, and its cosine."""
         one = self.attended[number]
         if not one.words:
             return ""
-        # In the caption's order, which reads as the caption does.
+        # In the caption's order, so that they read naturally.
         top = one.weights[slot].topk(min(2, len(one.words))).indices.sort().values.tolist()
         top_words = "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
         return escape_control_chars(f": {top_words}; cosine {float(one.cosine[slot]):.2f}")
@@ -132,19 +134,19 @@ class _Overlays:
 def _example_slots(one: Attended, slot_ids: Sequence[int] | None, show_options: Any) -> list[int]:
     if slot_ids is not None:
         return list(slot_ids)
-    if not one.words:  # no text to filter by: the sharpest looks
+    if not one.words:  # without a text to filter by: the sharpest attention
         return one.sharp.argsort(descending=True, stable=True)[:6].tolist()
     return filter_slots(one, show_options.cosine, show_options.share)
 
 
 def _filter_note(attended: Sequence[Attended], show_options: Any, slot_ids: Sequence[int] | None) -> str:
     if slot_ids is not None:
-        return "The slots that were asked for."
+        return "The selected slots."
     if not attended[0].words:
         return "This model has no text tower: the six slots whose attention is sharpest."
     return (
-        f"Slots with more than {show_options.share:.0%} of their text attention on one word, no two on the same one, whose image and text vectors "
-        f"have a cosine above {show_options.cosine:g}."
+        f"Slots with more than {show_options.share:.0%} of their text attention on one word, distinct words, and a cosine of image and text vectors "
+        f"above {show_options.cosine:g}."
     )
 
 
@@ -200,8 +202,8 @@ def _uri(image: Image.Image) -> str:
 
 @literal()
 def _grid(path: Path, rows: Sequence[Sequence[_Tile]], names: Sequence[str] = ()) -> Path:
-    """Rows of tiles as one PNG."""
-    # All on one axis: an axis for each of two dozen tiles, laid out by constraints, takes a second for every picture.
+    """Write rows of tiles as one PNG."""
+    # On a single axis, because an axis per tile would take a second for every picture.
     width, height, left = max(map(len, rows)), len(rows) * _TILE_HEIGHT, 0.15 if names else 0.0
     figure = plt.figure(figsize=(1.9 * (width + left), 1.9 * height))
     axis = figure.add_axes((0, 0, 1, 1))

@@ -1,4 +1,4 @@
-"""Tables of `sparo slots`: each unit's score, what a choice does, the paper's Tables 4 and 5, what slots are like."""
+"""Tables of `sparo slots`: scores of units, effects of a selection, the paper's Tables 4 and 5, quality of slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .terminal import out
 
 
 def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, units: str) -> Table:
-    """A row per task: all units, the choice, as many random ones, the worst, and the paired gain."""
+    """Return a row per task: all units, the selection, equally many random units, the worst, and the paired gain."""
     table = _table(title)
     for head in ("task", f"all {of}", f"{k} chosen", f"{k} random", f"{k} worst", "gain"):
         table.add_column(head, justify="left" if head == "task" else "right")
@@ -29,7 +29,7 @@ def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, u
         draw_counts = " or ".join(map(str, sorted({r.draws for r in reports})))
         table.caption = (
             f"per cent, below it 95 % intervals (random {units}: the middle 95 % of {draw_counts} draws); "
-            "gain: chosen less all, paired"
+            "gain: selected minus all, paired"
         )
     return table
 
@@ -37,7 +37,7 @@ def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, u
 def units_table(
     title: str, columns: Mapping[str, Sequence[float]], numbers: Sequence[int], names: Mapping[int, str]
 ) -> Table:
-    """A row per unit: its accuracy alone and of all others, task by task."""
+    """Return a row per unit: its accuracy alone and that of all others, task by task."""
     table = _table(title)
     table.add_column("unit", justify="right")
     for head in columns:
@@ -51,7 +51,7 @@ def units_table(
 
 
 def four_table(columns: Sequence[FourColumn]) -> Table:
-    """Table 4's layout: kinds of pairs as rows, for each checkpoint all slots and the chosen, and beside them the controls."""
+    """Return Table 4's layout: kinds of pairs as rows; for each checkpoint all slots, the selection, and the controls."""
     table = _table("Selection by one task, scored on another (layout of Table 4)")
     table.add_column("kind")
     for column in columns:
@@ -71,8 +71,10 @@ def four_table(columns: Sequence[FourColumn]) -> Table:
 
 
 def five_table(rows: Sequence[MaskRow]) -> Table:
-    """Table 5: for each mask the pairs and every task before and behind it, with its relative change; in the paper's layout where
-    the terminal is wide enough, else a line per task."""
+    """Return Table 5: pairs and every task without and with each mask, and the relative change.
+
+    It has the paper's layout if the terminal is wide enough, otherwise a line per task.
+    """
     table = _table("Masks trained on pairs, scored elsewhere (layout of Table 5)")
     tasks = list(rows[0].tasks)
     wide = out.width >= 60 + 34 * len(tasks)
@@ -91,9 +93,11 @@ def five_table(rows: Sequence[MaskRow]) -> Table:
         table.add_row(*first, "pairs", *pairs, "")
         for task in tasks:
             table.add_row("", "", "", task, *cells[task])
-    pairs_note = "pairs that the masks did not see" if rows[0].held_out else "the pairs that the masks were trained on"
+    pairs_note = (
+        "pairs that the masks were not trained on" if rows[0].held_out else "the pairs that the masks were trained on"
+    )
     table.caption = (
-        f"pairs: {pairs_note}; change: relative, over that of the pairs (- where the mask changed nothing there); means over "
+        f"pairs: {pairs_note}; change: relative, divided by that of the pairs (- if the mask changed nothing there); means over "
         f"{len(rows[0].pairs[1])} seed(s) of the mask, smallest to largest below"
     )
     return table
@@ -107,8 +111,8 @@ def _five_cells(row: MaskRow, task: str) -> list[str]:
 
 
 def quality_table(rows: Sequence[Quality], by: str | None) -> Table:
-    """A row per checkpoint."""
-    table = _table(f"What slots are like, n = {rows[0].n} images")
+    """Return a row per checkpoint."""
+    table = _table(f"Quality of slots, n = {rows[0].n} images")
     heads = ("model", "units", "in effect", "redundancy", "sharpness", "meaning", "best unit")
     for head in heads:
         table.add_column(head, justify="left" if head == "model" else "right")
@@ -121,19 +125,19 @@ def quality_table(rows: Sequence[Quality], by: str | None) -> Table:
         )
     alike = rows[0].alike
     meaning_note = (
-        f"; by {by}, and {alike:.3f} for a neuron that fires for all images alike"
+        f"; reference {by}, and {alike:.3f} for a neuron that fires equally for all images"
         if alike is not None
         else "; --reference CHECKPOINT adds it"
     )
     table.caption = (
         "in effect: exp of the entropy of the eigenvalues of the slots' similarity; redundancy: mean similarity (linear CKA) of two "
-        f"slots; sharpness: 1 less the entropy of image attention, median slot; meaning: MonoSemanticity score{meaning_note}"
+        f"slots; sharpness: 1 minus the entropy of image attention, median slot; meaning: MonoSemanticity score{meaning_note}"
     )
     return table
 
 
 def show(table: Table) -> None:
-    """On stdout."""
+    """Print a table to stdout."""
     out.print(table)
 
 

@@ -1,7 +1,7 @@
-"""Where words go: what was asked for to stdout, everything else to stderr.
+"""Terminal output: results to stdout, everything else to stderr.
 
-Nothing that is printed is markup, control characters are shown and not sent, and a terminal that is gone, full or knows ASCII alone
-ends no run.
+Text is never parsed as markup, control characters are escaped, and a terminal that is gone, full or ASCII-only does not
+end a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparo_train.core.world import launched_world
 
 
 class _SafeStream:
-    """A stream that is written to as far as that goes."""
+    """A stream whose write errors are ignored as far as possible."""
 
     def __init__(self, stream: IO[str], quiet: bool):
         self._stream, self._quiet = stream, quiet
@@ -33,12 +33,12 @@ class _SafeStream:
             return self._stream.write(text)
         except UnicodeEncodeError:
             encoding = getattr(self._stream, "encoding", None) or "ascii"
-            # A terminal of another time shows a question mark; it does not end a run.
+            # Replace characters that an old terminal cannot show, instead of ending a run.
             return self._stream.write(text.encode(encoding, "replace").decode(encoding))
         except BrokenPipeError:
             if not self._quiet:
-                raise  # rich ends the command, as `| head` wants it
-        except (OSError, ValueError) as error:  # closed, or on a disk that is full
+                raise  # rich ends the command, as expected with `| head`
+        except (OSError, ValueError) as error:  # closed, or on a full disk
             if not self._quiet:
                 raise SparoError(f"stdout: cannot be written ({error})") from None
         return len(text)
@@ -55,10 +55,10 @@ class _SafeStream:
 
 
 class Terminal(Console):
-    """rich's console for text of others: strings are literal, wherever they stand (in tables, too).
+    """rich's console for foreign text: strings are literal everywhere, even in tables.
 
     Args:
-        stderr: words beside the work, whose loss is no loss; a lost stdout is what the caller wants to know.
+        stderr: for messages, whose loss is ignored; the loss of stdout is reported.
     """
 
     def __init__(self, stderr: bool = False):
@@ -66,9 +66,9 @@ class Terminal(Console):
 
     @property
     def file(self) -> IO[str]:
-        # Asked anew each time: tests and notebooks put another stream in its place.
+        # Look it up each time, because tests and notebooks replace the stream.
         stream = self._file or (sys.stderr if self.stderr else sys.stdout)
-        if stream is None:  # the process was started without
+        if stream is None:  # the process was started without one
             stream = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
         return _SafeStream(getattr(stream, "rich_proxied_file", stream), self.stderr)  # type: ignore[return-value]
 
@@ -80,7 +80,7 @@ class Terminal(Console):
         return super().render_str(escape_control_chars(text), **options)
 
     def print_line(self, *parts: str | tuple[str, str]) -> None:
-        """A line that wraps nowhere, of texts and (text, style)."""
+        """Print a line that does not wrap, of texts and (text, style)."""
         fragments = [
             escape_control_chars(part) if isinstance(part, str) else (escape_control_chars(part[0]), part[1])
             for part in parts
@@ -89,7 +89,7 @@ class Terminal(Console):
 
 
 def last_flush() -> None:
-    """What is still in buffers, where it can go anywhere; the interpreter itself would end with code 120 over it."""
+    """Flush the buffers if possible; the interpreter itself would exit with code 120 if it cannot."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -104,9 +104,9 @@ out = Terminal()
 
 
 class _TerminalHandler(logging.Handler):
-    """Prints records on stderr, above a progress bar. rich's own handler wraps lines, and a path that is cut cannot be copied."""
+    """Handler that prints records on stderr, above a progress bar. rich's own handler wraps lines, so that paths could not be copied."""
 
-    title = ""  # of the run whose records these are
+    title = ""  # of the run to which these records belong
 
     def emit(self, record: logging.LogRecord) -> None:
         world = launched_world()
@@ -119,7 +119,7 @@ _HANDLER = _TerminalHandler()
 
 @contextmanager
 def logs_on_terminal(title: str = "") -> Iterator[None]:
-    """Print what sparo's packages log on rank 0, each line after the title of a run."""
+    """Print log records of sparo's packages on rank 0, each line after the title of a run."""
     before, _HANDLER.title = _HANDLER.title, title or _HANDLER.title
     try:
         with logging_to(_HANDLER):

@@ -1,1 +1,1 @@
-"""What commands and trainings draw: panels, pages, galleries of slots, turns around scenes."""
+"""Pictures and pages of commands and trainings: panels, galleries of slots, turntables of scenes."""

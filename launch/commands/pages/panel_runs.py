@@ -33,7 +33,7 @@ from ..slot_work import SlotOptions
 
 
 class PageRow(NamedTuple):
-    """A sample's key, and its pictures: file names beside the page, and what each shows."""
+    """Key of a sample, and its pictures: file names next to the page, and captions."""
 
     key: str
     pictures: Sequence[tuple[str, str]]
@@ -42,9 +42,9 @@ class PageRow(NamedTuple):
 def write_page(
     out: Path, checkpoint: str, task: str, title: str, summary: str, note: str, rows: Sequence[PageRow]
 ) -> Path:
-    """Write OUT/report.html; returns its path."""
+    """Write OUT/report.html; return its path."""
     template = (Path(views.__file__).parent / "pictures.html.jinja").read_text(encoding="utf-8")
-    # Keys and names are others' texts, and the page is opened in a browser.
+    # Keys and names are foreign text, and the page is opened in a browser.
     page = Environment(autoescape=True).from_string(template)
     escaped_rows = [
         PageRow(escape_control_chars(row.key), [(name, escape_control_chars(alt)) for name, alt in row.pictures])
@@ -65,7 +65,7 @@ def write_page(
 
 
 def _scores(run: Path, task: str) -> list[tuple[str, str]]:
-    """What the run itself was last scored with on this task, the whole of it; empty where it was not."""
+    """Return the run's latest scores on the whole task; empty without any."""
     if not (run / "evals/results.jsonl").is_file():
         return []
     results = [record.result for record in whole_records(run) if record.task == task]
@@ -86,10 +86,10 @@ def draw_panels(
     out: Path,
     options: SlotOptions,
 ) -> list[Path]:
-    """Write the picture, or into a folder (`out` without an ending) a page with one of each sample; returns the paths.
+    """Write the picture, or, if `out` has no suffix, a folder with a page and one picture per sample; return the paths.
 
     Raises:
-        ConfigError: a checkpoint that does not draw its slots, several tasks, or nothing to draw.
+        ConfigError: a checkpoint without reconstructions or masks, several tasks, or nothing to draw.
     """
     if task_name is None and not images:
         raise ConfigError(
@@ -98,11 +98,11 @@ def draw_panels(
     encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(encoder, MaskingEncoder):
         instead = (
-            "`sparo slots views` draws views of scenes"
+            "Use `sparo slots views` for scenes."
             if isinstance(encoder, ViewsEncoder)
-            else "train with objective.kind=slots, or use `sparo slots show`"
+            else "Train with objective.kind=slots, or use `sparo slots show`."
         )
-        raise ConfigError(f"{checkpoint}: cannot draw slots of images; {instead}")
+        raise ConfigError(f"{checkpoint}: has no reconstructions to draw. {instead}")
     sheet_panels = [Panel(decode_image(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
     task = None if task_name is None else one_task(checkpoint, task_name, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
@@ -131,29 +131,29 @@ def draw_panels(
 def _write_task_page(
     encoder: MaskingEncoder, checkpoint: str, task_name: str, task: TaskConfig, num_samples: int, tile: int, out: Path
 ) -> list[Path]:
-    """OUT/report.html, and of every clip a sheet and what moves; of images a sheet each."""
+    """Write OUT/report.html, with a sheet and an animation of every clip, or a sheet of every image."""
     paths, rows = list[Path](), list[PageRow]()
     if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
         for at, (key, clip) in enumerate(clip_panels(task, num_samples)):
             sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
             save_sheet(clip_sheet(encoder, [clip], tile), sheet)
             save_animation(clip_animation(encoder, [clip], tile), moving)
-            caption = f"clip {key}: it, its true masks, the model's, what it draws, every slot alone"
+            caption = f"clip {key}: frames, true masks, predicted masks, reconstruction, every slot alone"
             rows.append(PageRow(key, [(moving.name, f"Moving: {caption}"), (sheet.name, f"Frames of {caption}")]))
             paths += [moving, sheet]
     else:
         for at, (key, panel) in enumerate(image_panels(open_images(task), num_samples)):
             sheet = out / f"image-{at}.png"
             save_sheet(panels(encoder, [panel], tile), sheet)
-            rows.append(PageRow(key, [(sheet.name, f"Image {key}: its masks, what is drawn, every slot alone")]))
+            rows.append(PageRow(key, [(sheet.name, f"Image {key}: masks, reconstruction, every slot alone")]))
             paths.append(sheet)
-    summary = f"{len(rows)} of the task {task_name}, evenly over its set."
-    note = "From the left: the sample, its true masks where there are some, the model's, what it draws, and every slot's part on white."
+    summary = f"{len(rows)} of the task {task_name}, evenly spaced over its set."
+    note = "From the left: the sample, true masks if there are any, predicted masks, the reconstruction, and every slot's part on white."
     return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
 
 
 def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfig:
-    """The task of a run, or of `--data`, that `--task` names. Raises `ConfigError` where it stands for several."""
+    """Return the task of a run, or of `--data`, that `--task` names. Raises `ConfigError` if it stands for several."""
     tasks = tasks_for(checkpoint, options.data, [task_name], options.root, "--task")
     if len(tasks) != 1:
         raise ConfigError(f"--task {task_name}: matches {len(tasks)} tasks. Name one: {', '.join(tasks)}.")
@@ -162,10 +162,10 @@ def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfi
 
 
 def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Path, options: SlotOptions) -> list[Path]:
-    """Write report.html and its pictures; returns their paths.
+    """Write report.html and its pictures; return their paths.
 
     Raises:
-        ConfigError: a checkpoint or a task that is not of posed scenes.
+        ConfigError: a checkpoint or a task without posed scenes.
     """
     encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(encoder, SceneEncoder):
@@ -176,7 +176,7 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
     if not isinstance(task, ViewMasksTaskConfig):
         raise ConfigError(f"--task {task_name}: has no posed views. Name a task of kind view_masks.")
     source, num_input_views = open_views(task), task.num_context_views or encoder.trained_views
-    # Before minutes of drawing, not behind them.
+    # Before minutes of drawing, not after them.
     refuse_unwritable(out, "--out")
     paths, rows = [out / "report.html"], []
     count = min(scenes, len(source))
@@ -186,8 +186,8 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
         save_sheet(scene_sheet(encoder, posed, true, num_input_views, tile, task.context_frames), sheet)
         save_animation(turntable(encoder, posed, num_input_views, tile=tile, window=task.context_frames), moving, fps=8)
         alts = (
-            f"A turn around scene {key}: all slots, then each alone",
-            f"Views of scene {key}: true, masks, drawn, and every slot alone",
+            f"Turntable of scene {key}: all slots, then each alone",
+            f"Views of scene {key}: image, masks, rendering, and every slot alone",
         )
         rows.append(PageRow(key, list(zip((moving.name, sheet.name), alts, strict=True))))
         paths += [sheet, moving]
@@ -196,7 +196,7 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
         checkpoint,
         task_name,
         f"Scenes of {checkpoint}",
-        f"Scenes of {task_name}: {count}. Slots are made of the first {num_input_views} views of each time; the others are held out.",
+        f"Scenes of {task_name}: {count}. Slots are computed from the first {num_input_views} views of each time; the others are held out.",
         "A slot alone is drawn on white: of radiance fields as if there were no other, else by its share of each ray.",
         rows,
     )

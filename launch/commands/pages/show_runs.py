@@ -26,11 +26,16 @@ _BATCH_SIZE = 32
 
 
 class ShowOptions(NamedTuple):
-    """What to show.
+    """Options of `sparo slots show`.
 
-    task_name: a task, whose images are shown.  images, captions: the user's own, in place of it or first.  slots: these alone.
-    num_images: images of the task that are looked at.  examples: those that are shown whole.  tiles: per gallery.
-    cosine, share: of the paper's filter.
+    Attributes:
+        task_name: a task, whose images are shown.
+        images, captions: the user's own, instead of it or first.
+        slots: only these.
+        num_images: images of the task that are analyzed.
+        examples: images that are shown completely.
+        tiles: images per gallery.
+        cosine, share: thresholds of the paper's filter.
     """
 
     task_name: str | None
@@ -46,16 +51,16 @@ class ShowOptions(NamedTuple):
 
 def show_slots(checkpoint: str, show_options: ShowOptions, options: SlotOptions, folder: Path) -> None:
     """Write FOLDER/report.html and its pictures."""
-    # None at all is an answer: slots of images are shown without texts, too.
+    # Captions may be absent, because slots of images can be shown without texts.
     if len(show_options.images) != len(show_options.captions) and show_options.captions:
         raise ConfigError(
-            f"--caption: {len(show_options.captions)} captions for {len(show_options.images)} images; give one --caption per --image."
+            f"--caption: {len(show_options.captions)} captions for {len(show_options.images)} images. Give one --caption per --image."
         )
     if show_options.task_name is None and not show_options.images:
         raise ConfigError(
             "sparo slots show: nothing to draw. Name a task of the run (--task retrieval) or your own images (--image FILE --caption TEXT)."
         )
-    # Before the checkpoint is loaded: a file that is missing is told at once.
+    # Before the checkpoint is loaded, so that a missing file is reported at once.
     files = [(path, read_bytes(path, ConfigError), caption) for path, caption in _user_images(show_options)]
     bench = Bench(checkpoint, options)
     own = [
@@ -76,7 +81,7 @@ def show_slots(checkpoint: str, show_options: ShowOptions, options: SlotOptions,
                 f"--slots {wrong[0]}: {bench.encoder.label} has {bench.encoder.slots} slots, numbered from 0"
             )
         slot_ids = list(show_options.slots)
-    # Before hundreds of images are looked at.
+    # Before hundreds of images are analyzed.
     refuse_unwritable(folder, "--out")
     samples = own + (_task_samples(bench, show_options) if show_options.task_name is not None else [])
     attended = _attend_samples(bench, samples)
@@ -113,7 +118,7 @@ def _task_samples(bench: Bench, show_options: ShowOptions) -> list[CaptionedImag
 
 def _attend_samples(bench: Bench, samples: list[CaptionedImage]) -> list[Attended]:
     captions = [sample.caption for sample in samples]
-    # All or none: the text's attention of half of the images would be read as that of all.
+    # All or none: text attention of half of the images would be mistaken for that of all.
     texts = None if any(caption is None for caption in captions) else [str(caption) for caption in captions]
     done: list[Attended] = []
     with Bar() as bar, torch.inference_mode():

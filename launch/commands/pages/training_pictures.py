@@ -1,4 +1,4 @@
-"""Pictures at the evaluations of a run: RUN/pictures/step-….png (and .webp of what moves), and a run of its own in tensorboard."""
+"""Pictures at the evaluations of a run: RUN/pictures/step-….png (and animations as .webp), and a separate tensorboard run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingPictures:
-    """Draws of the first task that can be drawn. A failure is said, and ends them."""
+    """Writer of pictures of the first task that has any. A failure is logged and disables it."""
 
     task: TaskConfig | None
 
@@ -29,17 +29,17 @@ class TrainingPictures:
         self.config, self.task, self.folder = config, task, folder
 
     def draw(self, encoder: Encoder, step: int) -> None:
-        """Where this encoder can be drawn."""
+        """Draw, if this encoder supports it."""
         if self.task is None:
             return
         try:
-            # Here, not at the start: what draws may be somebody else's, and knows models that are not always there.
+            # Imported here, not at the start, because the drawing function may come from a plug-in.
             pictures: TaskPictures | None = resolve_name(TASKS.get(self.task.task).pictures)(
                 encoder, self.task, self.config.pictures
             )
             if pictures is not None:
                 self._write(pictures, step)
-        except Exception as error:  # what only shows must not end a run, however it fails
+        except Exception as error:  # a failing picture must not end a run
             self.task = None
             first = str(error).partition("\n")[0][:200]
             logger.warning(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 turns them off")
@@ -53,7 +53,7 @@ class TrainingPictures:
 
             save_animation(pictures.frames, place.with_suffix(".webp"))
             stream = io.BytesIO()
-            save_animation(pictures.frames, stream, format="GIF")  # which is what tensorboard plays
+            save_animation(pictures.frames, stream, format="GIF")  # tensorboard plays GIF
             moving = stream.getvalue()
         with whole_file(place) as temporary:
             pictures.sheet.save(temporary)
@@ -63,9 +63,9 @@ class TrainingPictures:
 
 def _to_tensorboard(folder: Path, task: str, sheet: Image.Image, moving: bytes, step: int) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-    from torch.utils.tensorboard.writer import SummaryWriter  # a second to import: only where it is used
+    from torch.utils.tensorboard.writer import SummaryWriter  # imports in a second, so only where it is used
 
-    # Beside the scalars' folder of events: of two files in one, tensorboard follows the newer alone.
+    # Separate from the scalars' folder of events, because tensorboard only follows the newest file in a folder.
     with SummaryWriter(str(folder / "tensorboard" / "pictures")) as writer:
         writer.add_image(task, np.asarray(sheet), step, dataformats="HWC")
         if moving and writer.file_writer is not None:
