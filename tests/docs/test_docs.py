@@ -383,9 +383,9 @@ def test_python_files_that_pages_name_exist():
 
 
 def test_files_stay_small():
-    for package in ("sparo_train", "evals", "launch", "object_centric", "benchmarks"):
+    for package in ("sparo_train", "evals", "launch", "object_centric", "sparo_data", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 330, path
+            assert len(path.read_text().splitlines()) <= 350, path
 
 
 def test_recipes_are_found_from_anywhere():

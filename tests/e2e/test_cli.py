@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
     done = sparo("train", str(root / "recipe.yaml"), "name=cli", cwd=root)
     assert done.returncode == 0, done.stderr
     assert "finished at step 12" in done.stderr
-    said = "data a: 100.0% of what is read; 96 samples, 1.00 passes"
+    said = "data a: 100.0% of the samples read; 96 samples, 1.00 passes"
     assert said in done.stderr and said in (root / "runs/cli/log.txt").read_text()
     return root
 
@@ -87,18 +87,18 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["train", "nothing.yaml"], "nothing.yaml: no such recipe"),
         (["train", "{root}/recipe.yaml", "optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
         (["eval", "{root}/nine", "--data", "{root}/recipe.yaml"], "{root}/nine: no such file or folder"),
-        (["eval", "{root}/sets", "--data", "{root}/recipe.yaml"], "no run folder, no checkpoint folder"),
+        (["eval", "{root}/sets", "--data", "{root}/recipe.yaml"], "not a run folder, checkpoint folder"),
         (["eval", "{root}/sets", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
-        (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "a file that says them goes behind --data"),
+        (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "Give a file with tasks to --data"),
         (["eval", "{root}/runs/cli", "{root}/shards"], "--data: {root}/shards has no run folder with eval.tasks"),
         (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
         (
             ["train", "{root}/recipe.yaml", "out={root}/recipe.yaml"],
-            "out: {root}/recipe.yaml/tiny cannot be made a run folder",
+            "out: {root}/recipe.yaml/tiny cannot be",
         ),
         (["data", "scenes", "{root}/small", "--size", "8"], "size: Input should be greater than or equal to 16"),
-        (["export", "{root}/shards"], "has no config.yaml, so it is no run folder"),
+        (["export", "{root}/shards"], "has no config.yaml, so it is not a run folder"),
         (["export", "{root}/runs/cli", "--layout", "x"], "--layout: 'x'; known: dino, open_clip, sparo-clip"),
         (
             ["data", "convert", "{root}/recipe.yaml", "{root}/out"],
@@ -169,7 +169,10 @@ def test_dry_run_counts_without_training(trained, tmp_path):
             "objective.model.text.init_from=hf:nowhere: nowhere: no such file",
         ),
         ("freeze=[model.visual.*,model.text.*]", "only model.logit_scale would be trained. Freeze less"),
-        ("optim.groups=[{match: [model.visuall.*]}]", "optim.groups.0.match=model.visuall.*: fits no parameter"),
+        (
+            "optim.groups=[{match: [model.visuall.*]}]",
+            "optim.groups.0.match=model.visuall.*: matches no trained parameter",
+        ),
     ],
 )
 def test_what_training_would_refuse_a_dry_run_does(trained, word, message):
@@ -191,7 +194,7 @@ def test_data_verbs(trained):
 def test_a_missing_checkpoint_is_reported(tmp_path):
     with pytest.raises(
         CheckpointError,
-        match="no run folder, no checkpoint folder, no exported folder, no DeepSpeed folder, no weight file",
+        match="not a run folder, checkpoint folder, exported folder, DeepSpeed folder, or weight file",
     ):
         load_encoder(tmp_path)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tiny_recipe(tmp_path, tmp_path)))
@@ -210,7 +213,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
         assert any("1 class(es) have the same name as an earlier class" in remark for remark in remarks)
     (tmp_path / "zero/classnames.txt").write_text("one\ntwo\n")
     seen = []
-    with pytest.raises(DataError, match=r"has label 2, and there are 2 classes"):
+    with pytest.raises(DataError, match=r"has label 2, but there are 2 classes"):
         Suite(task, FeatureStore(on_progress=lambda *done: seen.append(done))).run(encoder)
     assert not seen  # said before the batch that holds it is encoded
     (tmp_path / "zero/classnames.txt").unlink()

@@ -209,7 +209,7 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
     with explorer("runs/s0", "--data", "tasks.yaml", "--out", "two.json", cwd=world) as address:
         seen = Watched(browser, address, accept_downloads=True)
         page = seen.page
-        for name, told in (("runs/s9", "runs/s9"), ("runs/s0", "has the weights of the checkpoint that is open")):
+        for name, told in (("runs/s9", "runs/s9"), ("runs/s0", "has the weights of the open checkpoint")):
             page.fill("#compare-with", name)
             page.press("#compare-with", "Enter")
             says(page, "#trouble-text", told)
@@ -324,13 +324,13 @@ def test_the_explorer_shows_a_model_without_text_tower(others, browser):
 
 
 BAD = {
-    "no slots": (("runs/plain",), "has no slots; use a model with a read-out"),
-    "heads": (("runs/plain", "--units", "heads"), "choose heads by sparo slots select"),
-    "out": (("runs/s0", "--out", "x.yaml"), "--out x.yaml: name a .json file"),
+    "no slots": (("runs/plain",), "has no slots. Use a model with a readout"),
+    "heads": (("runs/plain", "--units", "heads"), "Select heads with sparo slots select"),
+    "out": (("runs/s0", "--out", "x.yaml"), "--out x.yaml: expected a .json file"),
     "of another": (("runs/s1", "--out", "anothers.json"), "--out anothers.json: was made for another checkpoint"),
     "a mask": (("runs/s0", "--out", "a_mask.json"), "is a mask, which cannot be switched on and off"),
     "no selection": (("runs/s0", "--out", "spoilt.json"), "--out spoilt.json"),
-    "nothing fits": (("runs/dino", "--tasks", "ret,pairs"), "none fits it"),
+    "nothing fits": (("runs/dino", "--tasks", "ret,pairs"), "supports none of"),
     "host": (("runs/s0", "--host", "203.0.113.9"), "--host 203.0.113.9"),
     "tasks": (("runs/s0", "--tasks", "zeor"), "did you mean 'zero'?"),
 }
@@ -347,7 +347,7 @@ def test_bad_input_is_reported_before_a_page_is_served(others):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        bad = {**BAD, "port": (("runs/s0", "--port", port), f"--port {port}: is in use on 127.0.0.1; give another")}
+        bad = {**BAD, "port": (("runs/s0", "--port", port), f"--port {port}: is in use on 127.0.0.1. Give another")}
         for name, (words, told) in bad.items():
             words = words if "--port" in words else (*words, "--port", "0")
             done = sparo("slots", "explore", *words, "--data", "tasks.yaml", "--features", "store", cwd=others)

@@ -100,7 +100,7 @@ def test_a_readme_of_somebody_else_stays(run, tmp_path):
     assert "trained parameters" in (tmp_path / "MODEL_CARD.md").read_text()
     (tmp_path / "file").write_text("x")
     done = sparo("export", str(run), "--out", str(tmp_path / "file"))
-    assert done.returncode == 2 and "is a file, and layout open_clip is a folder" in done.stderr
+    assert done.returncode == 2 and "is a file, but layout open_clip writes a folder" in done.stderr
     assert (tmp_path / "file").read_text() == "x"
 
 
@@ -215,13 +215,13 @@ def test_the_hub_gets_what_it_takes_to_load_the_model(run, tmp_path, hub):
 def test_a_refusal_of_the_hub_loses_nothing(export, hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
-    with pytest.raises(SparoError, match=r"--hub me/model: HfHubHTTPError: .*401.*HF_TOKEN.*model is written"):
+    with pytest.raises(SparoError, match=r"--hub me/model: HfHubHTTPError: .*401.*HF_TOKEN.*The export is in"):
         upload(export, "me/model", False)
-    with pytest.raises(ConfigError, match="--hub model: write OWNER/NAME"):
+    with pytest.raises(ConfigError, match="--hub model: expected OWNER/NAME"):
         upload(export, "model", False)
     hub.shutdown()
     hub.server_close()
-    with pytest.raises(SparoError, match=r"--hub me/model: .*is there a connection"):
+    with pytest.raises(SparoError, match=r"--hub me/model: .*Check the connection"):
         upload(export, "me/model", False)
     assert (export / "open_clip_model.safetensors").is_file()
     done = sparo("export", str(export), "--private")
@@ -244,4 +244,4 @@ def test_the_card_lists_scores_with_intervals_and_steps(run, tmp_path):
         and "near" not in card
         and "some" not in card
     )
-    assert "those of step 12; a score of another step is of other weights" in card
+    assert "weights of step 12. Scores of other steps belong to other weights" in card

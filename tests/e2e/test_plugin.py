@@ -156,7 +156,7 @@ def test_it_is_counted_scored_and_exported(place):
         "load_encoder" not in next((place / "whole/export").glob("*.md")).read_text()
     )  # nobody said what loads this file
     code, out = run(place, "export", "whole", "--layout", "open_clip")
-    assert code == 2 and "a run of objective rotations goes to rotations-backbone" in out
+    assert code == 2 and "runs of objective rotations support rotations-backbone" in out
 
 
 def test_its_read_out_goes_into_clip_and_open_clip(place):
@@ -169,7 +169,7 @@ def test_its_read_out_goes_into_clip_and_open_clip(place):
     config = json.loads((place / "clip/export/open_clip_config.json").read_text())
     assert code == 0 and config["model_cfg"]["text_cfg"]["readout"]["kind"] == "queries", out
     code, out = run(place, "export", "clip", "--layout", "sparo-clip")
-    assert code == 2 and "has no place for the read-out 'queries'" in out
+    assert code == 2 and "does not support the readout 'queries'" in out
     (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(place / "clip_sets")}))
     code, out = run(
         place,
@@ -224,13 +224,13 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
         ({"objective": {"kind": "leaving"}}, r"'leaving' of package .*cannot be imported \(SystemExit: 3\)"),
         (
             {"objective": {"kind": "unsaid"}},
-            r"objective\.kind: 'unsaid': its row of sparo\.methods has no pydantic model",
+            r"objective\.kind: 'unsaid': its entry of sparo\.methods has no pydantic model",
         ),
         (
             {"objective": {"kind": "clip", "model": {"readout": {"kind": "transformer"}}}},
-            r"readout\.kind: 'transformer' of package .* is a name that sparo\.readouts keeps",
+            r"readout\.kind: 'transformer' of package .* is a reserved name of sparo\.readouts",
         ),
-        ({"objective": []}, r"objective: a block with keys is expected"),
+        ({"objective": []}, r"objective: expected a block with keys"),
         ({"eval": {"tasks": {"a": {"root": "x"}}}}, r"eval\.tasks\.a\.task: a value is required"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -271,9 +271,7 @@ def test_tasks_that_do_not_fit_are_refused_before_step_1(place):
         f"eval.tasks={{zero: {json.dumps(text)}}}",
     ]
     for said in (dry, run(place, *far)):
-        assert said[0] == 2 and "eval.tasks.zero: needs texts encoded" in said[1]
+        assert said[0] == 2 and "eval.tasks.zero: needs a text tower" in said[1]
     assert not (place / "far").exists()
-    assert (
-        code == 2 and "eval.tasks.zero: needs texts encoded, and objective.kind=rotations encodes images alone" in out
-    )
+    assert code == 2 and "eval.tasks.zero: needs a text tower, but objective.kind=rotations has none" in out
     assert not list((place / "unfit/checkpoints").glob("step-*"))

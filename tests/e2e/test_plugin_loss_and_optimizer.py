@@ -117,11 +117,11 @@ def test_a_loss_is_gathered_and_averaged_over_both_directions(place, monkeypatch
     ("word", "message"),
     [
         ("objective.loss.exchange=ring", r"loss\.exchange=ring: loss\.kind=decoupled has no tiled form"),
-        ("objective.model.init_logit_bias=-10", r"init_logit_bias: is not read by loss\.kind=decoupled"),
+        ("objective.model.init_logit_bias=-10", r"init_logit_bias: is not used by loss\.kind=decoupled"),
         ("objective.loss.kind=decuopled", r"objective\.loss\.kind: 'decuopled'; did you mean 'decoupled'"),
         (
             "objective.loss.kind=unfinished",
-            r"'unfinished' of package sparo-lion 1\.0 .* has no mean_loss; docs/extending\.md",
+            r"'unfinished' of package sparo-lion 1\.0 .* has no mean_loss\. docs/extending\.md",
         ),
         ("optim.kind=lino", r"optim\.kind: 'lino'; did you mean 'lion'"),
         ("optim.eps=1", r"optim\.eps: unknown key"),
@@ -156,7 +156,7 @@ def test_a_method_that_derives_from_clip_is_trained_scored_and_exported(place):
     code, out = run(place, "export", "scaled")
     assert code == 0 and (place / "scaled/export/open_clip_config.json").is_file(), out
     code, out = run(place, "export", "scaled", "--layout", "sparo-clip")
-    assert code == 2 and "a run of objective scaled_clip goes to open_clip" in out
+    assert code == 2 and "runs of objective scaled_clip support open_clip" in out
     (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": eval_sets(place / "sets")}))
     words = ("--data", "tasks.yaml", "--features", "none", "--json", str(place / "both.json"))
     code, out = run(place, "eval", "scaled", "scaled/export", *words)

@@ -215,7 +215,7 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint_and_names_it(shards, tmp_
     )
     tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 1}, steps=30)
     tree["optim"] = {**tree["optim"], "max_consecutive_skips": 4}
-    with pytest.raises(TrainingError, match=r"the last good checkpoint is .*step-00000005; remove those behind it"):
+    with pytest.raises(TrainingError, match=r"the last good checkpoint is .*step-00000005; remove later ones"):
         train(run(tree))
     kept = store.CheckpointStore(tmp_path / "tiny/checkpoints").steps()
     assert {step: store.is_suspect(path) for step, path in kept.items()} == {5: False, 10: True}
@@ -224,7 +224,7 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint_and_names_it(shards, tmp_
 def test_weights_that_nothing_can_be_computed_with_are_marked(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 3}, steps=30)
     tree["optim"] = {"lr": 1e30, "max_consecutive_skips": 3, "warmup_steps": 0}
-    with pytest.raises(TrainingError, match="no checkpoint is from before that"):
+    with pytest.raises(TrainingError, match="no earlier checkpoint exists"):
         train(run(tree))
     assert all(store.is_suspect(path) for path in store.CheckpointStore(tmp_path / "tiny/checkpoints").steps().values())
 
@@ -235,7 +235,7 @@ def test_a_run_that_skipped_most_of_its_steps_does_not_end_as_finished(shards, t
     for _ in range(2):  # the same line again says the same
         with pytest.raises(
             TrainingError,
-            match=r"step 6 of 6 is done, but .*5 of 6 steps were skipped as non-finite.*no checkpoint is from before that",
+            match=r"step 6 of 6 is done, but .*5 of 6 steps were skipped as non-finite.*no earlier checkpoint exists",
         ):
             train(run(tree))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**tree, "name": "line"}))

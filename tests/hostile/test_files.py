@@ -60,7 +60,7 @@ FILES = {
     "teacher-odd.pth": (saved({"teacher": {"backbone.cls_token": W}}), "teacher-odd.pth"),
     "teacher-code.pth": (saved({"teacher": {}, "args": argparse.Namespace(a=_Runs())}), "could run code"),
     "teacher-number.pth": (saved({"teacher": {5: W, "cls_token": W}}), "teacher-number.pth"),
-    "timm.pth": (saved({"cls_token": W, "head.weight": W, "head.bias": W}), "write timm:NAME@"),
+    "timm.pth": (saved({"cls_token": W, "head.weight": W, "head.bias": W}), "Write timm:NAME@"),
     "cut.safetensors": (b"\x10\0\0\0\0\0\0\0{", "cut.safetensors"),
     "huge.safetensors": (b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", "huge.safetensors"),
     "json.safetensors": (b'{"a": 1}', "json.safetensors"),
@@ -80,17 +80,17 @@ def test_a_file_other_than_a_checkpoint_is_refused_without_running_code(name, sc
 
 PLACES = {
     "nowhere": "nowhere: no such file or folder",
-    "pixels:x": "write pixels:SIZE",
-    "pixels:0": "write pixels:SIZE",
-    "open_clip:ViT-B-32": "write open_clip:NAME@FILE",
+    "pixels:x": "expected pixels:SIZE",
+    "pixels:0": "expected pixels:SIZE",
+    "open_clip:ViT-B-32": "expected open_clip:NAME@FILE",
     "open_clip:ViT-Z-99@x.pt": "open_clip:ViT-Z-99",
     "open_clip:ViT-B-32@nowhere.pt": "no such file",
     "open_clip:ViT-B-32@numbers.pt": "numbers.pt",
     "timm:vit_elephant@x": "timm:vit_elephant",
-    "timm:vit_tiny_patch16_224@nowhere.pt": "is no file",
+    "timm:vit_tiny_patch16_224@nowhere.pt": "is not a file",
     "timm:vit_tiny_patch16_224@numbers.pt": "numbers.pt",
     "hf:empty": "hf:empty",
-    "empty": "no run folder",
+    "empty": "not a run folder",
     "odd-run": "odd-run",
     "odd-export": "odd-export",
     "list-export": "list-export",
@@ -135,10 +135,10 @@ def test_one_bad_checkpoint_of_several_costs_the_others_nothing(scored, tmp_path
 
 
 OPTIONS = {
-    "--results in a file": (["--results", "taken"], "--results: nothing can be written into taken"),
+    "--results in a file": (["--results", "taken"], "--results: taken is not writable"),
     "--json in a file": (["--json", "taken/x.json"], "--json taken/x.json"),
     "--json a folder": (["--json", "folder"], "is a folder. Name a file."),
-    "--features a file": (["--features", "taken"], "--features: nothing can be written into taken"),
+    "--features a file": (["--features", "taken"], "--features: taken is not writable"),
     "--slots words": (["--slots", "all"], "--slots all"),
     "--slots below": (["--slots", "-1"], ""),
     "--slots above": (["--slots", "4"], "has 4 slots"),
@@ -167,10 +167,10 @@ def test_a_path_or_word_that_cannot_be_is_refused_before_anything_is_scored(name
 SETS = {
     "no shards": ("test/nshards.txt", "0", "nshards.txt"),
     "shards below zero": ("test/nshards.txt", "-3", "nshards.txt"),
-    "a word for a number": ("test/nshards.txt", "many", "must hold the number of shards"),
+    "a word for a number": ("test/nshards.txt", "many", "must contain the number of shards"),
     "more shards than any": ("test/nshards.txt", "99999999999", "nshards.txt"),
     "a shard too many": ("test/nshards.txt", "2", "1.tar: missing"),
-    "a blank class": ("classnames.txt", "red square\n\nplain\n", "has label 2, and there are 2 classes"),
+    "a blank class": ("classnames.txt", "red square\n\nplain\n", "has label 2, but there are 2 classes"),
     "a class too few": ("classnames.txt", "red square\nblue circle\n", "label 2"),
     "classes in Latin-1": ("classnames.txt", b"caf\xe9\na\nb\n", "classnames.txt: line 1 is not UTF-8"),
     "half a shard": ("test/0.tar", b"\0" * 700 + b"x" * 100, "0.tar"),
@@ -210,7 +210,7 @@ def test_labels_of_class_folders_are_those_of_the_names_and_not_of_the_places(sc
     (found,) = json.loads((tmp_path / "r.json").read_text())["results"].values()
     assert max(found["metrics"].values()) == 1.0 and not any("200" in name for name in found["metrics"])
     assert_ends([*words, "strange"], 2, ["has the class 'z'"], cwd=tmp_path)
-    assert_ends([*words, "far"], 2, ["has 12 images; name a k"], cwd=tmp_path)
+    assert_ends([*words, "far"], 2, ["exceeds the 12 images"], cwd=tmp_path)
 
 
 def test_splits_and_names_that_number_classes_otherwise_are_refused(scored, tmp_path):
@@ -220,9 +220,9 @@ def test_splits_and_names_that_number_classes_otherwise_are_refused(scored, tmp_
     tasks = {name: {**task, "root": str(tmp_path / "set"), "split": "test"} for name, task in tasks.items()}
     (tmp_path / "t.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
     words = ["eval", str(scored / "runs/tiny"), "--data", "t.yaml", "--features", "none", "--tasks"]
-    assert_ends([*words, "probe"], 2, ["train and test have other class folders"], cwd=tmp_path)
+    assert_ends([*words, "probe"], 2, ["train and test have different class folders"], cwd=tmp_path)
     (tmp_path / "set/classnames.txt").write_text("a\nb\nc\n")
-    assert_ends([*words, "zero"], 2, ["has 2 class folders and 3 class names"], cwd=tmp_path)
+    assert_ends([*words, "zero"], 2, ["has 2 class folders but 3 class names"], cwd=tmp_path)
 
 
 def test_retrieval_beyond_the_images_there_are_is_refused(scored, tmp_path):

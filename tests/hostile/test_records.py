@@ -89,7 +89,7 @@ def test_an_invalid_line_of_results_is_skipped_or_named(line, tmp_path):
         stream.write(line)  # torn: no end of line
     append(tmp_path, "b", "t", result(), {})
     shown = line.startswith('{"schema"')
-    assert_ends(["eval", "table", str(tmp_path)], 2 if shown else 0, ["line 2 is no result"] if shown else [])
+    assert_ends(["eval", "table", str(tmp_path)], 2 if shown else 0, ["line 2 is not a result"] if shown else [])
     if not shown:
         assert [record.checkpoint for record in read_records([tmp_path])] == ["a", "b"]
 
@@ -149,7 +149,7 @@ def test_records_that_are_none_are_no_traceback(file, home, tmp_path):
             stream.write(text + "\n")
         assert_ends(["launch", "status", "run"], 0, ["run"], cwd=tmp_path)
     (tmp_path / "run/jobs/submitted.jsonl").write_text("[]\n")
-    assert_ends(["launch", "status", "run"], 2, ["no job was launched there"], cwd=tmp_path)
+    assert_ends(["launch", "status", "run"], 2, ["no job was submitted there"], cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -175,5 +175,5 @@ def test_a_store_that_cannot_be_written_costs_no_rank_its_scores(tmp_path):
     whole = FeatureStore().images(PixelEncoder(8), WdsSet(tmp_path / "zero", "label"))
     for found in run_ranks(2, _encoded, tmp_path / "taken/store", tmp_path / "zero"):
         assert found[:2] == (float(whole.in_memory().sum()), 300) and found[2] == 1
-    with pytest.raises(DataError, match="this share cannot be kept for the others"):
+    with pytest.raises(DataError, match="this share could not be stored for the other processes"):
         FeatureStore(tmp_path / "taken/store").images(PixelEncoder(8), WdsSet(tmp_path / "zero", "label"), part=(0, 2))

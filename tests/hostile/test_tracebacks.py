@@ -53,7 +53,7 @@ def test_submissions_of_other_versions_are_read_or_passed_over(cluster, tmp_path
     if whole:
         assert statuses([tmp_path])[0].job == "1"
     else:
-        with pytest.raises(ConfigError, match="no job was launched there"):
+        with pytest.raises(ConfigError, match="no job was submitted there"):
             statuses([tmp_path])
     for verb in ("status", "logs", "cancel"):
         process_code = 2 if not whole or verb == "logs" else None
@@ -88,7 +88,7 @@ def test_a_record_that_unpacks_to_gigabytes_is_refused_before_it_is_read(tmp_pat
     path = tmp_path / "bomb.tfrecord"
     path.write_bytes(gzip.compress(length + masked + bytes(1 << 24)))
     tracemalloc.start()
-    with pytest.raises(DataError, match="record 0: is 1074 MB long, limit 268 MB"):
+    with pytest.raises(DataError, match="record 0: has 1074 MB, more than the limit of 268 MB"):
         list(records(path))
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()

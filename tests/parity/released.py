@@ -62,7 +62,7 @@ def scaled(pixels, signed=False):
 
 def said_of(encoder):
     """What was taken for granted, without the line that says how to say otherwise."""
-    return encoder.assumed.partition(": does not say ")[2].partition(";")[0]
+    return encoder.assumed.partition(": does not contain ")[2].partition(";")[0]
 
 
 def images(n=2, size=32):

@@ -266,7 +266,7 @@ def test_groups_have_rates_and_decay_of_their_own():
     set_rates(optimizer, unwarmed, Progress(2, 100, 0))
     assert {g["lr"] for g in optimizer.param_groups} == {3e-3, 1e-3 * 3 / 4}
     assert named["model.text.token_embedding.weight"] == pytest.approx((2.5e-4, 0.2))
-    with pytest.raises(ConfigError, match=r"optim.groups.0.match=model.vision.\*: fits no parameter"):
+    with pytest.raises(ConfigError, match=r"optim.groups.0.match=model.vision.\*: matches no trained parameter"):
         build_optimizer(AdamWConfig(groups=({"match": ("model.vision.*",)},)), objective)
 
 

@@ -115,7 +115,7 @@ def test_a_run_is_scored_both_ways(shards, tmp_path):
     torch.testing.assert_close(encoder.conditioned(patches.flatten(1), queries).clone(), expected.detach())
     other = tiny_recipe(shards, tmp_path, name="sparo")
     other["eval"] = tree["eval"]
-    with pytest.raises(IncompatibleTaskError, match=r"needs patches that texts pool.*use retrieval"):
+    with pytest.raises(IncompatibleTaskError, match=r"needs patches that texts pool.*Use retrieval"):
         train(resolve(RunConfig, other, "x"))
 
 

@@ -111,10 +111,13 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
     [
         (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "must start with 0 and increase"),
         (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "must start with 0 and increase"),
-        (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "40 is no whole number of patches of 16"),
-        (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "80 is no whole number"),
-        (["objective.image_sizes=[[0, 32], [0.5, 48]]"], "ends with 48, and model.vision.image_size=64"),
-        (["objective.model.vision.patch_dropout=0.5"], "not with vision.timm_model_name"),
+        (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "40 is not a multiple of patch_size=16"),
+        (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "80 is not a multiple"),
+        (
+            ["objective.image_sizes=[[0, 32], [0.5, 48]]"],
+            "must end with model.vision.image_size=64, which is scored, got 48",
+        ),
+        (["objective.model.vision.patch_dropout=0.5"], "cannot be combined with vision.timm_model_name"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(shards, tmp_path, words, message):

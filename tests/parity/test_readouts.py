@@ -183,7 +183,7 @@ def _published(values: torch.Tensor, weighting: str, representation: str) -> tor
 def test_slot_weightings_are_the_repositorys(weighting, representation):
     key = {"kind": "sparo", "slots": 4, "slot_width": 8, "weighting": weighting, "representation": representation}
     if (weighting, representation) == ("norm", "sem"):
-        with pytest.raises(ValueError, match="representation=sem has no weighting=norm"):
+        with pytest.raises(ValueError, match="representation=sem does not support weighting=norm"):
             ClipConfig.model_validate({"readout": key})
         return
     torch.manual_seed(0)

@@ -140,7 +140,7 @@ def test_mesh_whole(tmp_path):
     rate = load_encoder(f"mesh:{tmp_path}/l.ckpt?slots=3").model.tower.grouping.rounds[0].transport.rate
     assert rate == 2 and load_encoder(f"mesh:{tmp_path}/l.ckpt?slots=3&entropy_steps=0").image_size == 8
     for query in ("entropy_rate=2", "entropy_rate=2&entropy_steps=0"):
-        with pytest.raises(ConfigError, match="entropy_rate=2: means nothing for this file"):
+        with pytest.raises(ConfigError, match="entropy_rate=2: has no effect for this file"):
             load_encoder(f"mesh:{tmp_path}/l.ckpt?slots=3&{query}")
 
 

@@ -168,7 +168,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         "image_size": 64, "width": 192, "layers": 12, "head_width": 64, "init_from": model["vision"]["init_from"],
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
-    with pytest.raises(CheckpointError, match=r"vision.timm_model_name takes it"):
+    with pytest.raises(CheckpointError, match=r"Use vision.timm_model_name"):
         load_initial_weights(config.objective, config.start_from, build_objective(config))
 
 
@@ -186,7 +186,11 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
             SPARO,
             "width=100: timm's vit_small_patch16_224 has 384",
         ),
-        ({"timm_model_name": "vit_small_patch16_224", "patch_dropout": 0.5}, SPARO, "patch_dropout=0.5: timm's towers"),
+        (
+            {"timm_model_name": "vit_small_patch16_224", "patch_dropout": 0.5},
+            SPARO,
+            "patch_dropout=0.5: is not supported by timm's towers",
+        ),
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"num_classes": 3}},
             SPARO,
@@ -219,7 +223,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         ({"timm_model_name": "x"}, SPARO, "known: .* and [0-9]+ more"),
         ({"timm_model_kwargs": {"depth": 2}}, SPARO, "timm_model_kwargs: needs timm_model_name"),
         ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "token"}, "needs a class token, which timm's"),
-        ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "linear_bottleneck"}, "reads the class token"),
+        ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "linear_bottleneck"}, "needs a class token"),
     ],
 )
 def test_conflicting_keys_are_refused_by_name(vision, readout, message):

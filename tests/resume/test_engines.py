@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_left_alone(place, file, dam
     damage(newest / file)
     found = finish(start_ranks(2, *line), 60)
     assert [code for code, _ in found] == [2, 2], found
-    assert message in found[0][1].replace("\n", "") and f"remove {newest}" in found[0][1].replace("\n", "")
+    assert message in found[0][1].replace("\n", "") and f"Remove {newest}" in found[0][1].replace("\n", "")
     assert "error:" not in found[1][1] and len(losses(place / name)) == 5
     assert (place / name / "checkpoints/step-00000003").is_dir()
 

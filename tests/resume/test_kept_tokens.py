@@ -131,7 +131,9 @@ def test_a_frozen_dino_image_tower_with_a_trained_text_tower(shards, tmp_path, c
     }
     tree["objective"]["model"]["text"]["freeze"] = False
     keep = "objective.model.readout.replace_last_block=false"
-    with pytest.raises(CheckpointError, match=r"normalised otherwise.*set objective.mean=\[0.485, 0.456, 0.406\]"):
+    with pytest.raises(
+        CheckpointError, match=r"another normalization of pixels.*Set objective.mean=\[0.485, 0.456, 0.406\]"
+    ):
         train(_run(tree))
     tree["objective"] |= {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     with pytest.raises(
@@ -207,7 +209,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
             again.read(digest_of(bytes([n])))
     assert kept.has("a")
     path.write_bytes(content[:at])  # cut off while it is read: an error, and no bus error
-    with pytest.raises(DataError, match=r"a.safetensors: is not what was written"):
+    with pytest.raises(DataError, match=r"a.safetensors: is damaged"):
         again.read(digest_of(bytes([2])))
     path.unlink()
     with pytest.raises(DataError, match=r"a.safetensors: cannot be read"):
@@ -218,7 +220,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
     for damaged in (bytes(content).replace(b'"F16"', b'"I16"'), bytes(tables), bytes(content[:-1])):
         path.write_bytes(damaged)
         assert not kept.has("a")
-        with pytest.raises(DataError, match=r"a.safetensors: is not what was written"):
+        with pytest.raises(DataError, match=r"a.safetensors: is damaged"):
             TokenCache(tmp_path, {"weights": "x"}, "fp16").open(["a"])
     assert not kept.has("a") and not kept.has("never") and kept.has("b")
     assert TokenCache(tmp_path, {"weights": "y"}, "fp16").folder != kept.folder
@@ -234,7 +236,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
     [
         (["objective.model.vision.freeze=false", "objective.model.text.freeze=0"], "needs a tower with frozen blocks"),
         (["objective.cache={folder: ''}"], "objective.cache"),
-        (["data.hflip=0.5"], r"data.hflip=0.5: objective.cache keeps.*set it to 0.0"),
+        (["data.hflip=0.5"], r"data.hflip=0.5: objective.cache stores.*Set it to 0.0"),
         (["data.crop_scale=[0.9, 1.0]"], "data.crop_scale="),
         (["objective.model.vision.patch_dropout=0.5"], "patch_dropout=0.5"),
     ],

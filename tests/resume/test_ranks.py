@@ -129,7 +129,7 @@ def test_a_run_resumes_with_another_world_size(place):
     [
         ("engine={kind: local}", "engine.kind=local runs in one process, got 2. Use engine.kind=ddp"),
         ("world_size=4", "world_size=4: 2 rank(s) were started"),
-        ("optim.lr=5", "holds a run of another recipe"),
+        ("optim.lr=5", "contains a run of another recipe"),
     ],
 )
 def test_what_cannot_run_is_refused_by_all_ranks_at_once(place, override, message):

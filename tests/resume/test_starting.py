@@ -62,18 +62,16 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
             train(_run(tree, "name=other", *words, change, from_steady))
     # And what no shape tells, which weights alone are asked as well.
     for change, told in (
-        ("objective.mean=[0.5, 0.5, 0.5]", "its pixels are normalised otherwise"),
+        ("objective.mean=[0.5, 0.5, 0.5]", "was trained with another normalization of pixels"),
         ("objective.model.quick_gelu=true", "OpenAI's approximation of GELU"),
-        (f"objective.model.vision.init_from={tmp_path}/steady", "start_from.optimizer would write over it"),
+        (f"objective.model.vision.init_from={tmp_path}/steady", "would be overwritten by start_from.optimizer"),
     ):
         with pytest.raises(CheckpointError, match=told):
             train(_run(tree, "name=unmade", *words, change, from_steady))
-    with pytest.raises(CheckpointError, match="with optimizer=true a run is taken whole"):
+    with pytest.raises(CheckpointError, match="optimizer=true loads a run as a whole"):
         train(_run(tree, "name=unmade", *words, from_steady[:-1] + ", allow_unused: ['x*']}"))
     part = f"{tmp_path}/steady/checkpoints/step-00000008/model.safetensors"
-    with pytest.raises(
-        CheckpointError, match=r"is a part of a checkpoint, which its folder says all of; give .*step-00000008"
-    ):
+    with pytest.raises(CheckpointError, match=r"is one file of a checkpoint. Give its folder, .*step-00000008"):
         train(_run(tree, "name=unmade", f"start_from={part}"))
     assert not (tmp_path / "unmade").exists()
     train(_run(tree, "name=other", *words, "steps=1", from_steady))
@@ -115,13 +113,13 @@ def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, ca
     for words, told in (
         (
             [start, "objective.model.vision.freeze=true"],
-            r"has no model.visual.sparo.*which is frozen here and would stay as it was",
+            r"has no model.visual.sparo.*which is frozen here and would keep its random",
         ),
         (
             [nothing, "objective.mean=[0, 0, 0]", "objective.std=[1, 1, 1]"],
-            "has nothing that the run has, which would begin at random",
+            "has no tensor of the run, so everything would start at random",
         ),
-        ([typing], r"start_from.allow_missing: model.typo.\* fits none of the run's tensors"),
+        ([typing], r"start_from.allow_missing: model.typo.\* matches no tensor of the run"),
     ):
         with pytest.raises(CheckpointError, match=told):
             train(_run(tree, "name=second", keep, *words))
@@ -138,7 +136,7 @@ def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, ca
     shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint of its own does not look for it
     train(_run(tree, *slow, start))
     other = ["objective.model.readout={kind: token}", "objective.model.text.heads=4", f"start_from={tmp_path}/first"]
-    with pytest.raises(CheckpointError, match="its attention has 2 heads and the run's 4"):
+    with pytest.raises(CheckpointError, match="its attention has 2 heads, but the run's has 4"):
         train(_run(tree, "name=heads", *other))
     # larger images: positions are interpolated; a backbone of DINO begins both of its nets
     large = [*slow[:2], "name=large", "objective.model.readout={kind: token}", "objective.model.vision.image_size=64"]
@@ -241,7 +239,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     wider = ["objective.model.embed_dim=20", inits[0]]
     assert "new are proj" in begun(*wider)[1]
     with pytest.raises(
-        CheckpointError, match=r"has no proj that fits, which `freeze` beside it would leave as it was drawn"
+        CheckpointError, match=r"has no matching proj, which `freeze` would keep at its random initialization"
     ):
         begun(*wider, "objective.model.vision.freeze=true")
     assert "new are" not in begun(inits[0], "objective.model.vision.freeze=true")[1]
@@ -270,7 +268,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     (tmp_path / "donor").mkdir()
     openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", (0.5,) * 3, (0.5,) * 3)
     init = f"objective.model.vision.init_from={tmp_path}/donor"
-    with pytest.raises(CheckpointError, match=r"set objective.mean=\[0.5, 0.5, 0.5\] and objective.std="):
+    with pytest.raises(CheckpointError, match=r"Set objective.mean=\[0.5, 0.5, 0.5\] and objective.std="):
         train(_run(tree, "name=colours", init))
     openclip.export(donor.config, donor.state_dict(), tmp_path / "donor", OPENAI_MEAN, OPENAI_STD)
     train(_run(tree, "name=lit", init))
@@ -278,9 +276,9 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     for change, why in (
         (
             "objective.model.quick_gelu=true",
-            "trained without OpenAI's approximation of GELU; set objective.model.quick_gelu=false",
+            "trained without OpenAI's approximation of GELU. Set objective.model.quick_gelu=false",
         ),
-        ("objective.model.vision.head_width=8", "its attention has 2 heads and the run's 4"),
+        ("objective.model.vision.head_width=8", "its attention has 2 heads, but the run's has 4"),
     ):
         with pytest.raises(CheckpointError, match=why):
             train(_run(tree, "name=unlike", init, change))
@@ -292,9 +290,9 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
             )
     lost = {**donor.state_dict(), "visual.ln_post.weight": torch.full((32,), torch.nan)}
     openclip.export(donor.config, lost, tmp_path / "lost", OPENAI_MEAN, OPENAI_STD)
-    with pytest.raises(CheckpointError, match=r"ln_post.weight: numbers that are not finite"):
+    with pytest.raises(CheckpointError, match=r"ln_post.weight: has values that are not finite"):
         train(_run(tree, "name=unlike", f"objective.model.vision.init_from={tmp_path}/lost"))
-    assert "new are sparo.q_emb" in said and "not used are proj, transformer.resblocks.2.ln_1.weight" in said
+    assert "new are sparo.q_emb" in said and "unused are proj, transformer.resblocks.2.ln_1.weight" in said
     after, before = _model(tmp_path / "lit", 3), donor.state_dict()
     blocks = [n for n in before if n.startswith("visual.") and f"model.{n}" in after and "ln_post" not in n]
     assert len(blocks) > 20 and all(torch.equal(after[f"model.{n}"], before[n]) for n in blocks)
@@ -303,7 +301,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     assert {n for n in trained_names if n.startswith("model.visual.")} == {
         f"model.visual.{n}" for n in ("ln_post.weight", "ln_post.bias", "sparo.q_emb", "sparo.k.weight", "sparo.k.bias", "sparo.proj.weight", "sparo.proj.bias")
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"freeze: model\.vision\.\* fits no parameter"):
+    with pytest.raises(ConfigError, match=r"freeze: model\.vision\.\* matches no parameter"):
         build_objective(_run(tree, "freeze=[model.vision.*]"))
     with pytest.raises(ConfigError, match="freeze=3: the tower has 2 blocks"):
         _run(tree, "objective.model.vision.freeze=3")
@@ -377,7 +375,7 @@ def test_rates_fall_from_layer_to_layer():
 def test_a_finished_run_names_the_words_that_train_on(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path)
     train(_run(tree, "name=short"))
-    with pytest.raises(ConfigError, match="holds a run of another recipe") as refused:
+    with pytest.raises(ConfigError, match="contains a run of another recipe") as refused:
         train(_run(tree, "name=short", "steps=15"))
     advice = str(refused.value).rpartition("additional steps: ")[2].removesuffix(".")
     words = [word.replace("NEW", "longer").replace("steps=N", "steps=3") for word in shlex.split(advice)]

@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_continues(shards, tmp_
     newest = tmp_path / "hurt" / "tiny" / "checkpoints" / "step-00000007"
     file = newest / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match=r"step-00000007/optimizer\.safetensors: .*remove .*step-00000007"):
+    with pytest.raises(CheckpointError, match=r"step-00000007/optimizer\.safetensors: .*Remove .*step-00000007"):
         train(run(tree))
     for child in newest.iterdir():
         child.unlink()

@@ -122,7 +122,7 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
         assert moving.n_frames == 6
     (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
     done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
-    assert done.returncode == 2 and "has 6 frames, and 7 are scored; set frames: 6 or less" in done.stderr
+    assert done.returncode == 2 and "has 6 frames, but 7 are scored. Set frames: 6 or less" in done.stderr
     # One task that cannot be scored is no reason to lose the others, or their table.
     (storage,) = open_source("v", ShardsConfig(shards=str(tmp_path / "v/clips/test"))).storages
     (first, whole), (second, fields) = (storage.read(number) for number in range(2))
@@ -131,11 +131,11 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
     both = {"l": {**tasks["c"], "root": str(tmp_path / "cut")}, "c": tasks["c"]}
     (tmp_path / "both.yaml").write_text(json.dumps({"tasks": both}))
     done = sparo("eval", str(folder), "--data", "both.yaml", "--json", "both.json", cwd=tmp_path)
-    assert done.returncode == 2 and "has 5 frames, and 6 are scored" in done.stderr and "video_fg_ari" in done.stdout
+    assert done.returncode == 2 and "has 5 frames, but 6 are scored" in done.stderr and "video_fg_ari" in done.stdout
     assert [name.rpartition("/")[2] for name in json.loads((tmp_path / "both.json").read_text())["results"]] == ["c"]
     (tmp_path / "c.yaml").write_text(json.dumps({"tasks": {"c": tasks["c"]}}))
     done = sparo("eval", "pixels:8", "--data", "c.yaml", cwd=tmp_path)
-    assert done.returncode == 2 and "takes images alone; train with objective.kind=video_slots" in done.stderr
+    assert done.returncode == 2 and "takes single images. Train with objective.kind=video_slots" in done.stderr
     short = write_recipe(
         {**tree, "name": "short", "objective": {**tree["objective"], "frames": {"count": 7}}, "eval": {}}
     )

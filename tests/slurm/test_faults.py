@@ -118,11 +118,7 @@ def test_the_controller_away_for_a_while(whole):
     whole.step(folder, 5)
     whole.cluster.stop_controller()
     seen = whole.status(folder)[0]
-    assert (
-        seen["state"] == "UNKNOWN"
-        and "controller does not answer; running jobs go on" in seen["reason"]
-        and seen["step"] >= 5
-    )
+    assert seen["state"] == "UNKNOWN" and "controller does not answer" in seen["reason"] and seen["step"] >= 5
     env = {name: whole.cluster.env[name] for name in ("SLURM_CONF", "PATH")}
     process = start_sparo(
         "launch", "train", "recipe.yaml", "name=late", "--cluster", "lab", ALONE, cwd=whole.root, **env
@@ -172,9 +168,9 @@ def test_without_slurm(tmp_path):
     done = sparo(
         "launch", "train", "r.yaml", "--cluster", "slurm", "--gpus-per-node", "0", cwd=tmp_path, PATH="/nowhere"
     )
-    assert done.returncode == 2 and "no srun on this machine" in done.stderr, done.stderr
+    assert done.returncode == 2 and "srun: not found on this machine" in done.stderr, done.stderr
     done = sparo("launch", "status", "runs/r", cwd=tmp_path, PATH=os.environ["PATH"])
-    assert done.returncode == 2 and "runs/r: no job was launched there" in done.stderr
+    assert done.returncode == 2 and "runs/r: no job was submitted there" in done.stderr
 
 
 def test_a_daemon_killed_in_mid_job_with_accounting(accounted, counted, monkeypatch):
@@ -188,4 +184,4 @@ def test_a_daemon_killed_in_mid_job_with_accounting(accounted, counted, monkeypa
     said = accounted.sparo(
         "launch", "train", "recipe.yaml", "name=x", ALONE, "--cluster", "lab", "--account", "nobody", code=2
     )
-    assert "--account (or --partition, --qos) is not one of yours" in said
+    assert "--account (or --partition, --qos) is not yours" in said

@@ -35,7 +35,7 @@ def test_two_nodes_train_as_two_ranks_do(lab):
     assert (folder / "config.yaml").exists() and len(with_code["code"].rpartition("/")[2]) == 12
     assert "name=plain" in (folder / "command.txt").read_text() and len(with_code["commit"]) == 40
     refused = lab.sparo("launch", "train", "recipe.yaml", "name=plain", "--cluster", "lab", "--nodes", "2", code=2)
-    assert "in it; `sparo launch cancel" in refused  # one job at a time
+    assert "there. Run `sparo launch cancel" in refused  # one job at a time
     lab.step(folder, 5)
     seen = lab.status(folder)[0]
     assert seen["state"] == "RUNNING" and seen["nodes"] == "n[1-2]" and seen["total"] == STEPS and seen["eta"] > 0

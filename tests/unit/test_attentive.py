@@ -103,7 +103,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
             ({"kind": "coca", "heads": 7}, "x.head.*heads=7 does not divide"),
             (
                 {"kind": "sparo", "slots": 2, "slot_width": 4, "representation": "sem"},
-                r"x.head.weighting and head.representation are of norm",
+                r"x.head.weighting and head.representation apply to norm",
             ),
         ):
             with pytest.raises(IncompatibleTaskError, match=told):  # before anything is encoded
@@ -116,16 +116,14 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         encoder.tokens = lambda pixels, whole=encoder.tokens, calls=calls: calls.append(len(pixels)) or whole(pixels)
         again = run_attentive(scoring, task)
         assert calls == [1] and again.metrics == result.metrics  # one image of zeros, for its shape
-    with pytest.raises(
-        ConfigError, match=r"head.kind=token: reads the class token, and this encoder has none; use gap"
-    ):
+    with pytest.raises(ConfigError, match=r"head.kind=token: needs a class token, which this encoder lacks. Use gap"):
         build_head(_config({"kind": "token"}), 192, 0, False)
     with pytest.raises(
-        IncompatibleTaskError, match=r"x.head.kind=token: reads the class token, and this encoder has none; use gap"
+        IncompatibleTaskError, match=r"x.head.kind=token: needs a class token, which this encoder lacks. Use gap"
     ):
         check_compatible("x", AttentiveTaskConfig(head={"kind": "token"}, **sets), _timm())
     with pytest.raises(
-        IncompatibleTaskError, match="a vision transformer's tokens, and pixels:28 gives none; use probe or knn"
+        IncompatibleTaskError, match=r"the tokens of a vision transformer, but pixels:28 has none. Use probe or knn"
     ):
         check_compatible("x", AttentiveTaskConfig(train="a", test="b"), PixelEncoder(28))
 
@@ -134,9 +132,9 @@ def test_a_probe_without_finite_logits_has_no_score():
     how = AttentiveTraining(1e30, 0.0, 3, 50, 0.0, 0, torch.device("cpu"))
     data = _hidden(100, 0)
     probe = train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["sparo"]), 24, 1), 4), data, how)
-    with pytest.raises(DataError, match="its logits are not finite, so it diverged; lower the task's lr"):
+    with pytest.raises(DataError, match=r"its logits are not finite, so it diverged. Lower the task's lr"):
         score(probe, data, 4, how.device)
-    with pytest.raises(DataError, match=r"1 training image\(s\); at least two are needed"):
+    with pytest.raises(DataError, match=r"needs at least two training images, got 1"):
         train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["ep"]), 24, 1), 4), _hidden(1, 0), how)
     for block, said in (
         ({"kind": "map", "head_width": 7}, "head_width=7 does not divide"),

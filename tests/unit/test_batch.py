@@ -85,10 +85,10 @@ def test_starts_without_progress_are_counted_per_job(tmp_path):
     ("said", "message"),
     [
         ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", "--account"),
-        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "in the queue"),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "your queue"),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "--gpus-per-node"),
         ("sbatch: error: Something new", "sbatch refused the job: Something new"),
-        ("sbatch: fatal: Could not establish a configuration source", "set SLURM_CONF"),
+        ("sbatch: fatal: Could not establish a configuration source", "Set SLURM_CONF"),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller", "nothing was submitted"),
     ],
 )  # fmt: skip

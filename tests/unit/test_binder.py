@@ -161,7 +161,7 @@ def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
     drawn, _ = built(slot_init="gaussian")
     noise = torch.randn(B, K, D, dtype=torch.float64)
     assert torch.allclose(drawn.init_slots(noise, B), drawn.mu + drawn.log_sigma.exp() * noise)
-    with pytest.raises(ValueError, match="slots begin at random"):
+    with pytest.raises(ValueError, match="slots are initialized at random"):
         drawn(features)
 
 
@@ -207,11 +207,11 @@ def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        ({"gru": "torch"}, "gru=torch: a binder has none alone"),
-        ({"binder": {"heads": 3}}, "binder.heads=3: has to divide width=8"),
+        ({"gru": "torch"}, "gru=torch: a binder supports none only"),
+        ({"binder": {"heads": 3}}, "binder.heads=3: must divide width=8"),
         ({"transport": {}}, "transport"),
         ({"slot_init": "same"}, "slot_init=same"),
-        ({"binder": {"context_frames": 2, "causal": False}}, "binder.context_frames=2: is of the last times"),
+        ({"binder": {"context_frames": 2, "causal": False}}, "binder.context_frames=2: limits earlier frames"),
     ],
 )
 def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):
@@ -220,5 +220,5 @@ def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):
 
 
 def test_frames_are_of_slots_that_take_turns():
-    with pytest.raises(ValueError, match="slots with frames have"):
+    with pytest.raises(ValueError, match="slots with frames support"):
         SlotModelConfig.model_validate({"grouping": {"preset": "psb"}, "frame": {}})

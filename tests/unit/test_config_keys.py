@@ -59,7 +59,7 @@ def test_a_block_lists_its_keys_and_not_those_of_rows_below_it():
     assert {"objective.model.readout", "objective.model.vision.width"} <= model
     assert "objective.model.readout.slots" not in model
     assert {key.dotted for key in find_keys("")} == set(RunConfig.model_fields)
-    with pytest.raises(ConfigError, match=r"optim\.lrr: no key of a recipe; did you mean 'optim\.lr'"):
+    with pytest.raises(ConfigError, match=r"optim\.lrr: not a key of a recipe; did you mean 'optim\.lr'"):
         find_keys("optim.lrr")
 
 
@@ -71,9 +71,9 @@ def test_recipes_go_by_name(tmp_path, monkeypatch):
     own.write_text("steps: 1\n")
     assert find_recipe(Path("emoji_small")).resolve() == own  # a file of the user's goes first
     for word, told in {
-        "scenes_tiny": "2 recipes are called so; write clip/scenes_tiny or dino/scenes_tiny",
+        "scenes_tiny": "2 recipes have this name. Write clip/scenes_tiny or dino/scenes_tiny",
         "scenes_tin": "did you mean 'scenes_tiny'",
-        "configs/clip/cc3m_clip.yaml": "no such file; write clip/cc3m_clip for the shipped recipe",
+        "configs/clip/cc3m_clip.yaml": "no such file. Write clip/cc3m_clip for the shipped recipe",
     }.items():
         with pytest.raises(ConfigError, match=told):
             find_recipe(Path(word))

@@ -61,11 +61,11 @@ def test_colours_are_blenders_and_all_else_is_ours(tmp_path, kind):
 
 def test_errors_of_blender_are_reported_and_nothing_is_written(tmp_path):
     config = MultiViewSetConfig(size=16, frames=1, train=1, test=1, samples=4)
-    with pytest.raises(ConfigError, match="give --blender PYTHON"):
+    with pytest.raises(ConfigError, match="Give --blender PYTHON"):
         render_multi_view(tmp_path / "set", config)
     with pytest.raises(ConfigError, match=r"cannot be run .*nosuch"):
         render_multi_view(tmp_path / "set", config, blender=str(tmp_path / "nosuch"))
-    with pytest.raises(ConfigError, match=r"has no bpy .it has none.; make an environment"):
+    with pytest.raises(ConfigError, match=r"has no bpy .it has none.. Make a separate environment"):
         render_multi_view(tmp_path / "set", config, blender=fake(tmp_path, "none"))
     with pytest.raises(DataError, match=r"camera 0 at time 0.*ended with 1: out of memory, it says"):
         render_multi_view(tmp_path / "set", config, processes=1, blender=fake(tmp_path, "dies"))
@@ -85,7 +85,7 @@ def test_a_set_of_an_older_version_is_continued(tmp_path):
     render_multi_view(tmp_path / "set", config, processes=1)
     assert (tmp_path / "set/train/00000.tar").exists() and json.loads(told.read_text())["samples"] == 0
     told.write_text(json.dumps({**held, "seed": 1}))
-    with pytest.raises(DataError, match=r"made otherwise .seed: 1 -> 0."):
+    with pytest.raises(DataError, match=r"contains a set with other options .seed: 1 -> 0."):
         render_multi_view(tmp_path / "set", config, processes=1)
     told.write_text(json.dumps({**held, "train": "many"}))
     with pytest.raises(DataError, match="train: 'many' -> 1"):

@@ -64,10 +64,10 @@ def test_a_file_that_is_gone_is_a_bad_sample(folder):
 
 
 def test_mistakes(folder, tmp_path, shards):
-    with pytest.raises(DataError, match=r"data\.sources\.a\.folder: .*nowhere is no folder"):
+    with pytest.raises(DataError, match=r"data\.sources\.a\.folder: .*nowhere is not a folder"):
         open_source("a", FolderConfig(folder=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no picture that can be read"):
+    with pytest.raises(DataError, match="no readable image"):
         open_source("a", FolderConfig(folder=str(tmp_path / "empty")))
     both = dino_recipe(shards, tmp_path)
     both["data"]["sources"]["a"]["folder"] = str(folder)

@@ -50,7 +50,7 @@ def test_lists_are_swept_where_the_recipe_has_none(recipe):
     [
         (["optim.lr=[]"], None, "an empty list of values"),
         (["optim.lr=[1e-3,1e-3]"], None, "two runs of the sweep would be called 'r-lr0.001'"),
-        (["seed=[1,2]"], 2, "give at least 1, or seed="),
+        (["seed=[1,2]"], 2, "expected at least 1, and no seed="),
         (["optim.learning=[1,2]"], None, "optim.learning: unknown key"),
         ([], 2000, "2000 runs: more than 1000 in one array"),
     ],
@@ -92,7 +92,7 @@ def test_simultaneous_snapshots_are_shared(tmp_path):
 def test_launching_without_submitit_names_the_package(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(
-        ConfigError, match=r"sparo launch needs submitit: pip install -e '\.\[slurm\]' in sparo's checkout"
+        ConfigError, match=r"sparo launch needs submitit. pip install -e '\.\[slurm\]' in sparo's checkout"
     ):
         submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None)
 
@@ -123,8 +123,8 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     os.utime(tmp_path / "runs/tiny/checkpoints/step-00000003", (later, later))
     done = sparo(*words, cwd=tmp_path)
     assert done.returncode == 0 and "acc1" in done.stdout
-    assert "runs/tiny: was scored before step-00000003 was written; another --name scores that" in done.stdout
-    with pytest.raises(ConfigError, match="holds another plan; give another --name"):
+    assert "runs/tiny: was scored before step-00000003 was written. Use another --name to score it again" in done.stdout
+    with pytest.raises(ConfigError, match=r"contains another plan. Give another --name"):
         FanOut.make(tmp_path / "runs/evals/e", "eval", [])
     done = sparo("launch", "eval", "runs", "--cluster", "debug", cwd=tmp_path)
     assert done.returncode == 2 and "runs: is a folder of runs, not a run. Give runs/tiny." in done.stderr
@@ -159,7 +159,7 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
     ]
     whole, parts = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.tar")} for name in ("whole", "parts"))
     assert whole == parts and sum(counts[:4]) == 11
-    with pytest.raises(Exception, match="holds 6 shard"):
+    with pytest.raises(Exception, match="contains 6 shard"):
         convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=3, part=(0, 4))
     done = sparo("data", "convert", "images", "x", "--part", "4/4", cwd=tmp_path)
     assert done.returncode == 2 and "expected I/N with I from 0 to N-1" in done.stderr
@@ -169,7 +169,7 @@ def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(reci
     done = sparo("launch", "train", str(recipe), "name=x", "--cluster", "local", "--tasks-per-node", "3", cwd=tmp_path)
     assert done.returncode == 2 and "3 ranks cannot share them evenly" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--cluster", "local", cwd=tmp_path)
-    assert done.returncode == 2 and "1 node(s) of 1 rank(s) are 1" in done.stderr
+    assert done.returncode == 2 and "1 node(s) with 1 rank(s) have 1" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "freeze=['model.*']", "--cluster", "local", cwd=tmp_path)
     assert done.returncode == 2 and "objective: no parameter is trainable" in done.stderr
     assert not (tmp_path / "runs/x").exists()

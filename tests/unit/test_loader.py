@@ -294,11 +294,11 @@ def test_a_start_reports_shares_and_losses_of_data(tmp_path):
     sources = [open_source(name, config) for name, config in configs.items()]
     held = len(sources[0].storages[1])
     lines = list(source_lines(sources, 160))
-    assert lines[0].startswith(f"data a: {(40 + held) / (80 + held):.1%} of what is read; {40 + held} samples, ")
+    assert lines[0].startswith(f"data a: {(40 + held) / (80 + held):.1%} of the samples read; {40 + held} samples, ")
     assert lines[1] == f"data a: {cut}: truncated tar, about {20 - held} samples lost"
     alone = open_source("a", ShardsConfig(shards=str(cut)))  # no whole one tells how many there were: as many again
     assert [damage.lost_samples for damage in alone.broken()] == [held]
-    assert lines[2] == f"data b: {40 / (80 + held):.1%} of what is read; 20 samples, {320 / (80 + held):.2f} passes"
+    assert lines[2] == f"data b: {40 / (80 + held):.1%} of the samples read; 20 samples, {320 / (80 + held):.2f} passes"
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -142,7 +142,7 @@ def test_pairs_use_every_label_as_often_true_as_false():
 
 def test_npm_missing_or_failing_is_explained(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match=r"npm is not installed; install Node\.js"):
+    with pytest.raises(DataError, match=r"npm is not installed. Install Node\.js"):
         install(tmp_path / "first")
     fake = tmp_path / "npm"
     fake.write_text("#!/bin/sh\necho 'no such registry' >&2\nexit 7\n")
@@ -174,7 +174,7 @@ def test_fashion_mnist_becomes_captioned_shards(tmp_path):
     test = WdsSet(tmp_path / "out" / "zeroshot", "label")
     assert tuple(test.classnames()) == FASHION and len(list(test)) == 10
     with pytest.raises(
-        DataError, match=r"train-images-idx3-ubyte\.gz: missing; Debian: apt-get install dataset-fashion-mnist"
+        DataError, match=r"train-images-idx3-ubyte\.gz: missing. Debian: apt-get install dataset-fashion-mnist"
     ):
         make_fashion_mnist(tmp_path / "none", tmp_path / "nothing")
     names = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
@@ -185,7 +185,7 @@ def test_fashion_mnist_becomes_captioned_shards(tmp_path):
     ):
         held = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(change(held))
-        with pytest.raises(DataError, match=r"fetch (it|them) again"):
+        with pytest.raises(DataError, match=r"Fetch (it|them) again"):
             make_fashion_mnist(tmp_path / "none", tmp_path)
         (tmp_path / name).write_bytes(held)
     assert not (tmp_path / "none").exists()
@@ -206,7 +206,7 @@ def test_an_evaluation_set_is_complete_or_not_there(tmp_path, monkeypatch):
 
 
 def test_a_key_with_a_dot_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"key 'a\.b' holds a dot"):
+    with pytest.raises(DataError, match=r"key 'a\.b' is empty or contains a dot"):
         write_shard(tmp_path / "x.tar", [("a.b", {"txt": b"x"})])
     assert list(tmp_path.iterdir()) == []
 

@@ -65,12 +65,12 @@ def test_sets_are_the_same_each_time_and_go_on(tmp_path):
     calls = []
     render_objects(tmp_path / "a", config, processes=1, on_progress=lambda *at: calls.append(at))
     assert {p: (tmp_path / "a" / p).read_bytes() for p in whole} == whole and calls[-1] == (17, 17)
-    with pytest.raises(DataError, match="holds scenes made otherwise"):
+    with pytest.raises(DataError, match="contains a set with other options"):
         render_objects(tmp_path / "a", config.model_copy(update={"size": 32}))
-    with pytest.raises(DataError, match=r"holds another set \(objects\.json\)"):
+    with pytest.raises(DataError, match=r"contains another set \(objects\.json\)"):
         make_tetrominoes(tmp_path / "a", TetrominoesConfig(train=1, test=1))
     (tmp_path / "a/objects.json").unlink()
-    with pytest.raises(DataError, match="holds another set"):
+    with pytest.raises(DataError, match="contains another set"):
         render_objects(tmp_path / "a", config)
     (part, *_) = open_source("c", ShardsConfig(shards=(str(tmp_path / "a/train"),))).storages
     _, fields = part.read(0)

@@ -173,7 +173,7 @@ def test_every_readable_format_is_read_and_the_rest_is_counted_everywhere(tmp_pa
     for path in root.rglob("*"):
         if path.suffix in kinds:
             path.unlink()
-    with pytest.raises(DataError, match=r"no picture that can be read below this folder, got 2 \.heic"):
+    with pytest.raises(DataError, match=r"no readable image in this folder, got 2 \.heic"):
         open_folder(root)
 
 
@@ -278,7 +278,7 @@ def test_rows_without_a_picture_are_named_or_skipped(tmp_path):
     table = tmp_path / "t.csv"
     rows = [f"im/{number}.jpg,a picture {number}" for number in range(6)]
     table.write_text("image,caption\n" + "\n".join([*rows[:3], "im/gone.jpg,gone", *rows[3:]]) + "\n")
-    with pytest.raises(DataError, match=r"line 5: no such picture, got 'im/gone\.jpg'\..*--skip-missing"):
+    with pytest.raises(DataError, match=r"line 5: no such image, got 'im/gone\.jpg'\..*--skip-missing"):
         convert_csv(table, tmp_path / "all")
     made = convert_csv(table, tmp_path / "some", skip_missing=True, test=2)
     assert (made.train, made.test, made.missing) == (4, 2, 1)
@@ -310,11 +310,11 @@ def test_column_names_ignore_case(tmp_path):
 
 def test_shards_need_no_conversion(tmp_path, shards):
     with pytest.raises(
-        DataError, match=r"holds shards already, got \d+ such as .*\.tar\. Look at them with `sparo data check"
+        DataError, match=r"contains shards already, got \d+ such as .*\.tar\. Check them with `sparo data check"
     ):
         convert_folder(shards, tmp_path / "out")
     put(tmp_path / "deep/x/y/0.tar", b"")
-    with pytest.raises(DataError, match=r"holds shards already, got 1 such as 0\.tar.*sparo data check .*deep/x/y`"):
+    with pytest.raises(DataError, match=r"contains shards already, got 1 such as 0\.tar.*sparo data check .*deep/x/y`"):
         convert_folder(tmp_path / "deep", tmp_path / "out")
     done = sparo("data", "convert", str(put(tmp_path / "t.csv.gz", b"x")), str(tmp_path / "out"))
     assert done.returncode == 2 and "t.csv.gz: is compressed. Unpack it: gunzip -k" in done.stderr
@@ -387,7 +387,7 @@ def test_clevr_images_may_be_next_to_or_below_the_scenes(place, tmp_path):
     scenes = tmp_path / "scenes" / "CLEVR_val_scenes.json"
     scenes.parent.mkdir()
     scenes.write_text(json.dumps({"scenes": [{"image_filename": "a.png", "split": "val", "objects": []}]}))
-    with pytest.raises(DataError, match=r"its pictures are not found, got scene 0's a\.png in none of"):
+    with pytest.raises(DataError, match=r"its images are missing, got scene 0's a\.png in none of"):
         list(clevr(scenes))
     put(scenes.parent / place / "a.png", picture("PNG"))
     assert len(list(clevr(scenes))) == 1
@@ -405,7 +405,7 @@ def test_check_counts_unusual_pictures_and_names_causes(tmp_path):
     write_shards(tmp_path / "s", iter(samples), 10)
     done = sparo("data", "check", str(tmp_path / "s"))
     words = " ".join(done.stdout.split())
-    assert "usable, but unusual: 1 turned by EXIF, 1 transparent" in words, words
+    assert "usable, but unusual: 1 rotated by EXIF, 1 transparent" in words, words
     assert "bad image: 1 (d: " in words
 
 

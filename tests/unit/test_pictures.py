@@ -92,7 +92,7 @@ def test_training_turns_photos_upright_and_evaluation_leaves_them_as_open_clip_d
     pixels = np.asarray(decode_image(data))
     assert pixels.shape == (20, 30, 3) and pixels[:, :15, 0].min() == 255 and pixels[:, 15:, 2].min() == 255
     assert base.decode_image(data, "x").size == Image.open(io.BytesIO(data)).size
-    assert ("turned by EXIF" in notes(open_picture(data))) == (orientation != 1)
+    assert ("rotated by EXIF" in notes(open_picture(data))) == (orientation != 1)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
@@ -260,7 +260,7 @@ def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
         assert encoder.transform_with_resize(16) == MappedPixels(8, 16, True, pixel_range)
     with pytest.raises(DataError, match=r"real\.tif: pixel range .*data.pixel_range"):
         next(read_batches(FileSet(tmp_path, ["real.tif"], [0], "label"), encoder.transform, [[0]], 0))
-    with pytest.raises(DataError, match="image 0: cannot be shown to pixels:8, got pixel range"):
+    with pytest.raises(DataError, match="image 0: cannot be encoded by pixels:8, got pixel range"):
         encoder.images([Image.open(tmp_path / "real.tif")])
 
 
@@ -286,7 +286,7 @@ def test_arrays_of_every_dtype_are_converted_or_refused():
         (COLOURS[..., :2], r"shape \(40, 60, 2\)"),
         (COLOURS[:0], "shape"),
     ):
-        with pytest.raises(DataError, match=f"image 1: cannot be shown to pixels:8, got .*{reason}"):
+        with pytest.raises(DataError, match=f"image 1: cannot be encoded by pixels:8, got .*{reason}"):
             encoder.images([COLOURS, values])
 
 

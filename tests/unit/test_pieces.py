@@ -63,7 +63,7 @@ def test_a_piece_that_is_not_there_is_named(tmp_path):
     paths = written(tmp_path, {"w": (tensor, [1, 2], True)})
     with pytest.raises(CheckpointError, match=r"model 'w' is incomplete: its files hold 3 of 12 elements in order"):
         PiecesReader({"model": [paths[0], paths[2]]})
-    with pytest.raises(CheckpointError, match="model holds no 'v'"):
+    with pytest.raises(CheckpointError, match="model has no 'v'"):
         PiecesReader({"model": paths}).read("model", "v")
     paths[1].write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model-1\.safetensors: not readable"):

@@ -31,7 +31,7 @@ from tests.helpers.recipes import tiny_recipe
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that stands until it is set."""
+    """A clock that stands still until it is set."""
     time = [100.0]
     monkeypatch.setattr(run_clock.time, "monotonic", lambda: time[0])
     return time
@@ -67,11 +67,11 @@ def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_sittings(now, 
 
 
 def test_a_run_shows_its_first_step_before_its_first_log_and_continues_its_clock(shards, tmp_path, monkeypatch):
-    shown, stands = [], ProgressView.stands
+    shown, show_progress = [], ProgressView.show_progress
     monkeypatch.setattr(
         ProgressView,
         "show_progress",
-        lambda self, step, *times: (shown.append((step, times[1])), stands(self, step, *times)),
+        lambda self, step, *times: (shown.append((step, times[1])), show_progress(self, step, *times)),
     )
     tree = {**tiny_recipe(shards, tmp_path, steps=4), "stop_after_steps": 2}
     tree["log"] = {**tree.get("log", {}), "every_steps": 50}

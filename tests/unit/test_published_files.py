@@ -58,15 +58,15 @@ def test_missing_arrays_and_wrong_lengths_are_reported(tmp_path):
     for members, told in (
         (
             [("0.video.npy", video), ("1.video.npy", video), ("0.segmentations.npy", masks)],
-            "segmentations without their video",
+            "segmentations have no video",
         ),
-        ([("0.video.npy", video), ("0.video.npy.gz", gzip.compress(video))], "a second array of this name"),
-        ([("0.video.npy", huge.getvalue())], "4 GB at most are read"),
-        ([("0.video.npy", video[:-5])], "fetch the file again"),
-        ([("0.video.npy.gz", gzip.compress(video + b"0" * 99))], "bytes where uint8"),
-        ([("0.video.npy", b"PK" + video)], "is no array of numbers"),
-        ([("0.video.npy", saved(np.zeros((2, 4, 4, 3))))], "whole numbers"),
-        ([("0.video.npy", saved(np.zeros((0, 4, 4, 3), np.uint8)))], "fetch the file again"),
+        ([("0.video.npy", video), ("0.video.npy.gz", gzip.compress(video))], "two arrays have this name"),
+        ([("0.video.npy", huge.getvalue())], "integers of at most 4 GB"),
+        ([("0.video.npy", video[:-5])], "Fetch the file again"),
+        ([("0.video.npy.gz", gzip.compress(video + b"0" * 99))], "bytes, got"),
+        ([("0.video.npy", b"PK" + video)], "is not an array of numbers"),
+        ([("0.video.npy", saved(np.zeros((2, 4, 4, 3))))], "expected integers"),
+        ([("0.video.npy", saved(np.zeros((0, 4, 4, 3), np.uint8)))], "Fetch the file again"),
     ):
         tar_of(path, members)
         with pytest.raises(DataError, match=told):
@@ -77,7 +77,7 @@ def test_a_set_is_not_written_over_what_is_there_nor_with_masks_of_other_sizes(t
     image, config = np.zeros((4, 4, 3), np.uint8), PublishedConfig(source="lmdb")
     (tmp_path / "own").mkdir()
     (tmp_path / "own/converted.json").write_text('{"mine": 1}')
-    with pytest.raises(DataError, match=r"converted\.json: is none of ours"):
+    with pytest.raises(DataError, match=r"converted\.json: was not written by"):
         write_published(tmp_path / "own", [PublishedScene("a", image, None, {})], config)
     assert (tmp_path / "own/converted.json").read_text() == '{"mine": 1}'
     with pytest.raises(DataError, match=r"a: masks of \(3, 4\)"):
@@ -89,7 +89,7 @@ def test_masks_of_colours_are_numbered_in_stills_alone():
     red = np.zeros((2, 2, 3), np.uint8)
     red[0, 0] = (255, 0, 0)
     assert to_label_map(red, "a").tolist() == [[1, 0], [0, 0]]
-    with pytest.raises(DataError, match="a: masks of colours, whose numbers would differ between pictures"):
+    with pytest.raises(DataError, match="a: masks are colours, whose numbers would differ between the images"):
         to_label_map(red, "a", of_several=True)
 
 
@@ -142,8 +142,8 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
     whole = (tmp_path / "c.lmdb").read_bytes()
     for share in (0.9, 0.5):  # a download that broke off: its pages would end the process
         (tmp_path / "c.lmdb").write_bytes(whole[: int(len(whole) * share)])
-        with pytest.raises(DataError, match="the download broke off"):
+        with pytest.raises(DataError, match=r"expected .* bytes, got"):
             read(tmp_path / "c.lmdb", "lmdb")
     (tmp_path / "b.lmdb").write_bytes(b"x" * 9999)
-    with pytest.raises(DataError, match="is no LMDB file"):
+    with pytest.raises(DataError, match="is not an LMDB file"):
         read(tmp_path / "b.lmdb", "lmdb")

@@ -53,7 +53,7 @@ def test_multi_object_datasets(tmp_path, name):
         assert first["id"] == 1 and first["shape"] == at and first["x"] == pytest.approx(stored["x"][0][at])
         assert len(first["color"]) == 3
     other = next(n for n in SETS if SETS[n].side != SETS[name].side)
-    with pytest.raises(DataError, match="is it another set"):
+    with pytest.raises(DataError, match="Is it another set"):
         read(path, other)
     tfrecords(tmp_path / "n.tfrecords", [{"video": ([b"x"], "byte")}])
     with pytest.raises(DataError, match="has no 'image' of bytes"):
@@ -131,8 +131,8 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     assert set(np.unique(found.semantic)) == {0, 3, 5, 255} and (found.semantic[found.label == 2] == 5).all()
     image = {"id": 7, "file_name": "a.jpg", "height": 10, "width": 12}
     for changed, told in (
-        ({"images": [{**image, "id": "7"}]}, "is no number of an image"),
-        ({"annotations": {}}, "annotations are no list"),
+        ({"images": [{**image, "id": "7"}]}, "is not the number of an image"),
+        ({"annotations": {}}, "annotations are not a list"),
         ({"images": [{**image, "file_name": f"{n}/a.jpg"} for n in "xy"]}, "2 of them are called a.jpg"),
     ):
         path.write_text(json.dumps({**tree, **changed}))
@@ -143,14 +143,14 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     path.write_text(json.dumps({**tree, "images": [{**image, "file_name": "x/a.jpg"}]}))
     assert read(path, "coco")[0].image.mean() == 200
     for change, told in (
-        ({"segmentation": {"counts": "o" * 99, "size": [10, 12]}}, "longer than any picture"),
+        ({"segmentation": {"counts": "o" * 99, "size": [10, 12]}}, "longer than any image"),
         ({"segmentation": 3}, "has no outline"),
         ({"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]}, "has no outline"),  # ends pycocotools with its process
-        ({"segmentation": [[1.0, 1e300, 6.0, 1.0, 6.0, 6.0]]}, "lies elsewhere"),  # takes it all memory
-        ({"segmentation": {"counts": [100, 21], "size": [10, 12]}}, "not those of its picture"),
-        ({"segmentation": {"counts": [130, -10], "size": [10, 12]}}, "not those of its picture"),
+        ({"segmentation": [[1.0, 1e300, 6.0, 1.0, 6.0, 6.0]]}, "is outside the image"),  # takes it all memory
+        ({"segmentation": {"counts": [100, 21], "size": [10, 12]}}, "do not match the image"),
+        ({"segmentation": {"counts": [130, -10], "size": [10, 12]}}, "do not match the image"),
         ({"segmentation": {"counts": "\u00ff0", "size": [10, 12]}}, "has no outline"),
-        ({"category_id": "x"}, "no category_id that is a number"),
+        ({"category_id": "x"}, "category_id that is not a number"),
     ):
         path.write_text(json.dumps({**tree, "annotations": [{**rows[0], **change}]}))
         with pytest.raises(DataError, match=told):
@@ -170,7 +170,7 @@ def test_clips_are_stills(tmp_path):
     held = write_published(tmp_path / "two", made, PublishedConfig(source="movi", test=1))  # no video on both sides
     assert (held.test, held.train) == (3, 2)
     tfrecords(tmp_path / "movi_a-test.tfrecord-00000-of-00001", [stored])
-    with pytest.raises(DataError, match="holds several splits"):
+    with pytest.raises(DataError, match="contains several splits"):
         find_source_files(tmp_path, "movi")
     assert find_source_files(tmp_path / "movi_a-train", "movi") == [
         path
@@ -227,7 +227,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
     assert json.loads((tmp_path / "out/converted.json").read_text())["files"] == ["c.tfrecords"]
     refused = {
         ("--as", "clever"): "did you mean 'clevr'",
-        ("--as", "objects_room"): "is it another set",
+        ("--as", "objects_room"): "Is it another set",
         ("--crop", "middle"): "crop",
     }
     for change, told in refused.items():
@@ -238,7 +238,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     for change, told in (
         (["--size", "8"], "--size: applies to --as NAME"),
-        (["--as", "clevr", "--template", "x"], "--template: is of folders and tables"),
+        (["--as", "clevr", "--template", "x"], "--template: applies to folders and tables"),
     ):
         done = sparo("data", "convert", ".", "more", *change, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr, done.stderr
@@ -246,16 +246,16 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
         with pytest.raises(DataError, match="is a folder; --as"):
             find_source_files(tmp_path, place)
     again = sparo(*line, cwd=tmp_path)
-    assert again.returncode == 2 and "holds shards already" in again.stderr
+    assert again.returncode == 2 and "contains shards already" in again.stderr
     with pytest.raises(DataError, match=r"nothing\.tfrecords: no such file"):
         find_source_files(tmp_path / "nothing.tfrecords", "tetrominoes")
     with pytest.raises(ConfigError, match="--as nosuch"):
         find_source_files(tmp_path, "nosuch")
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="none of"):
+    with pytest.raises(DataError, match="found none"):
         find_source_files(tmp_path / "none", "movi")
     tfrecords(tmp_path / "e.tfrecords", [])
-    with pytest.raises(DataError, match="not one scene"):
+    with pytest.raises(DataError, match="no scene"):
         convert_published(
             [tmp_path / "e.tfrecords"], tmp_path / "e", PublishedConfig(source="tetrominoes", files=("e.tfrecords",))
         )

@@ -32,10 +32,10 @@ def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
     scene_sheet(encoder, posed, np.zeros((4, 2, 16, 16), np.uint8), 1, window=1)
     turntable(encoder, posed, 2, turns=1, window=1)
     assert seen == [1, 1]  # what is drawn is what a task with this window scores
-    with pytest.raises(ConfigError, match="takes views with their cameras"):
+    with pytest.raises(ConfigError, match="needs views with cameras, got images"):
         encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
-    with pytest.raises(ConfigError, match="is of a binder"):
+    with pytest.raises(ConfigError, match="applies to binders"):
         recurrent.slots_of(posed, 2)
     # One camera alone is gone round what stands before it, not turned on the spot.
     one = pixel_rays(
@@ -59,18 +59,18 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
     fields = SceneEncoder(objective("nerf").model, 2, 2, "run")
     task = ViewMasksTaskConfig(root="x")
     for change, which, told in (
-        ({"context_frames": 2}, recurrent, "t.context_frames=2: is of slots that see a clip at once"),
+        ({"context_frames": 2}, recurrent, "t.context_frames=2: applies to models that process a clip at once"),
         ({"context_frames": 2}, encoder, None),
-        ({"headline": "depth_error"}, encoder, "t.headline=depth_error: .* says no depth"),
+        ({"headline": "depth_error"}, encoder, "t.headline=depth_error: .* has no depth"),
         ({"headline": "depth_error"}, fields, None),
-        ({"views": 2}, encoder, "t.views=2: 2 of them are shown"),
+        ({"views": 2}, encoder, "t.views=2: 2 of them are context views"),
         ({"views": 3}, encoder, None),
     ):
         with pytest.raises(IncompatibleTaskError, match=told) if told else nullcontext():
             check_compatible("t", task.model_copy(update=change), which)
     with pytest.raises(
         IncompatibleTaskError,
-        match=r"needs images or clips encoded, and run takes views.*use view_masks or scene_probe",
+        match=r"needs an encoder of images or clips, but run takes views.*Use view_masks or scene_probe",
     ):
         check_compatible("t", SlotProbeTaskConfig(root="x"), encoder)
 

@@ -62,10 +62,10 @@ def test_poses_are_rotations_in_one_convention(eye, target, scale):
     [
         (np.zeros((4, 4)), "singular"),
         (np.diag([1.0, 1.0, -1.0, 1.0]), "mirrored"),
-        (np.array([[1, 0.5, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]]), "no rotation"),
+        (np.array([[1, 0.5, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]]), "not a rotation"),
         (np.full((4, 4), np.nan), "finite"),
         (np.eye(3), "4 x 4"),
-        ([["a"] * 4] * 4, "no table"),
+        ([["a"] * 4] * 4, "not a matrix"),
         (None, "4 x 4"),
     ],
 )
@@ -259,7 +259,7 @@ def test_unusable_scenes_are_counted_by_cause(scene):
         ({n: d for n, d in scene.items() if not n.startswith("c1.")}, "a view is missing"),
         ({n: d for n, d in scene.items() if not n.startswith("c")}, "missing views"),
         ({n: d for n, d in scene.items() if n != "c2.002.png"}, "different numbers of frames"),
-        (tiny, "views of unequal size"),
+        (tiny, "views have unequal sizes"),
         (told(scene, cameras=cameras[:3]), "json has no cameras"),
         (told(scene, cameras=None), "json has no cameras"),
         (poses([np.zeros((4, 4)).tolist()]), "singular"),
@@ -285,7 +285,7 @@ def test_unusable_scenes_are_counted_by_cause(scene):
     # What says no distances is told by where its cameras look, if at one point.
     unsaid = told(scene, near=None, far=None)
     for ends in (Bounds(0.1, 1.5), Bounds(60.0, 90.0)):
-        with pytest.raises(BadSampleError, match=r"its cameras look at a point nearer or farther than .*decoder.near="):
+        with pytest.raises(BadSampleError, match=r"its cameras look at a point outside .*decoder.near="):
             examples(bounds=ends).prepare(unsaid, SOURCE, generator(0, "visit", 3))
     examples(bounds=Bounds(1.0, 40.0)).prepare(unsaid, SOURCE, generator(0, "visit", 3))
     outwards = multi_view_episode("nature_ego", 0, "train", 0, 8, 1)
@@ -295,10 +295,10 @@ def test_unusable_scenes_are_counted_by_cause(scene):
     ).all()  # cameras that look away from each other say nothing
     with pytest.raises(BadSampleError, match="fewer views than"):
         examples({"context": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
-    with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\); its json"):
+    with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\); near and far of its json"):
         examples(bounds=Bounds(1.0, 9.0)).prepare(scene, SOURCE, generator(0, "visit", 3))
     for box in (None, ((-6.0, -6.0, 0.0), (6.0, 6.0, 2.0))):
         examples(bounds=Bounds(1.0, 90.0, box)).prepare(scene, SOURCE, generator(0, "visit", 3))
     for unmet in (((600.0, 600.0, 0.0), (601.0, 601.0, 2.0)), ((-6.0, -6.0, 50.0), (6.0, 6.0, 52.0))):
-        with pytest.raises(BadSampleError, match=r"no ray of its views meets the box"):
+        with pytest.raises(BadSampleError, match=r"no ray of its views meets the sampled box"):
             examples(bounds=Bounds(1.0, 90.0, unmet)).prepare(scene, SOURCE, generator(0, "visit", 3))

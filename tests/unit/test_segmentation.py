@@ -101,7 +101,7 @@ def test_a_set_reports_excluded_images():
         and set(nothing.metrics) == {"ari", "fg_ari_savi", "fg_ari_videosaur"}
         and score([]).metrics == {}
     )
-    with pytest.raises(ValueError, match=r"masks of \(2, 2\) against \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"masks of \(1, 2\) and \(2, 2\) differ in size"):
         count_pixels(full, full[:1])
     assert count_pixels(full + 10_000_000, full).table.shape == (3, 3)  # labels may be any numbers
 

@@ -53,10 +53,10 @@ def test_a_scene_is_read_with_clevrs_own_keys_or_ours():
 
 BAD = {
     "no list `objects`": [b"", b"[1", b"[]", b'{"objects": 3}', b"\xff", b'{"thing": []}'],
-    "is no mapping": [b'{"objects": [1]}'],
-    "color='pink' is none of gray": [json.dumps({"objects": [thing(color="pink")]}).encode()],
-    "shape=None is none of cube": [json.dumps({"objects": [thing(shape=None)]}).encode()],
-    "is no x, y, z": [json.dumps({"objects": [thing(**{"3d_coords": at})]}).encode() for at in ODD_PLACES],
+    "is not a mapping": [b'{"objects": [1]}'],
+    "color='pink' is not one of gray": [json.dumps({"objects": [thing(color="pink")]}).encode()],
+    "shape=None is not one of cube": [json.dumps({"objects": [thing(shape=None)]}).encode()],
+    "is not x, y, z": [json.dumps({"objects": [thing(**{"3d_coords": at})]}).encode() for at in ODD_PLACES],
 }  # fmt: skip
 
 

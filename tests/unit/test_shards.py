@@ -143,7 +143,7 @@ def test_a_damaged_header_is_a_bad_sample(shards):
     [
         (
             "s3://bucket/{000..001}.tar",
-            r"s3:// needs a package that is not installed; pip install -e '\.\[s3\]' in sparo's checkout",
+            r"s3:// needs a package that is not installed. pip install -e '\.\[s3\]' in sparo's checkout",
         ),
         ("s4://bucket/0.tar", "s4:// is not a protocol of fsspec; known: .*s3"),
         ("data/{000..001.tar", "an unmatched brace"),
@@ -188,7 +188,7 @@ def test_shards_at_a_url_read_the_same(tmp_path):
     [
         ("{root}/sharts", r"matches no shard; did you mean 'shards'\?"),
         ("data/emoji/train", "matches no shard; `sparo data emoji` makes it"),
-        ("{root}/none/{{0..3}}.tar", "is no folder"),
+        ("{root}/none/{{0..3}}.tar", "is not a folder"),
         ("pipe:cat x.tar", "runs a shell command"),
     ],
 )

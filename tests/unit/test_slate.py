@@ -195,10 +195,10 @@ def test_rays_are_mixed_in_fp64():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"image_size": 18}, "a token is 4 pixels a side"),
-        ({"encoder": {"kind": "tokens", "width": 24}}, "tokens are embedded once for both"),
+        ({"image_size": 18}, "must be a multiple of 4, the side of a token"),
+        ({"encoder": {"kind": "tokens", "width": 24}}, "both use the same token embeddings"),
         ({"decoder": {"width": 10, "heads": 4}}, "heads=4 does not divide width=10"),
-        ({"dvae": {"tau_end": 2.0}}, "is above tau_start"),
+        ({"dvae": {"tau_end": 2.0}}, "must not exceed tau_start"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change, told):
@@ -207,7 +207,7 @@ def test_what_does_not_go_together_is_refused(change, told):
 
 
 def test_tokens_are_of_slate_alone():
-    with pytest.raises(ValueError, match=r"encoder.kind=tokens: is of objective.kind=slate"):
+    with pytest.raises(ValueError, match=r"encoder.kind=tokens: needs objective.kind=slate"):
         SlotModelConfig(image_size=16, encoder={"kind": "tokens", "width": 12})
 
 

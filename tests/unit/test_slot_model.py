@@ -209,20 +209,24 @@ def test_collapses_are_reported_after_the_start():
     one, blurred, fine = ({"slots_used": u, "mask_sharpness": s} for u, s in ((1.0, 0.9), (5.0, 0.01), (3.0, 0.8)))
     assert objective.check_health(one) is None  # nothing has been learnt yet
     objective._fraction_done = 0.5
-    assert "one slot draws nearly everything" in str(objective.check_health(one)) and "all slots draw the same" in str(
-        objective.check_health(blurred)
-    )
+    assert "one slot covers almost everything" in str(
+        objective.check_health(one)
+    ) and "all slots have equal masks" in str(objective.check_health(blurred))
     assert objective.check_health(fine) is None and objective.check_health({}) is None
 
 
 BAD = {
-    r"strides=\[1\]: name one per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
-    "cannot be halved so often": {"decoder": {"kind": "cnn", "num_upsample": 5}},
+    r"strides=\[1\]: needs one value per layer": {"encoder": {"channels": (8, 8), "strides": (1,)}},
+    "cannot be halved that many times": {"decoder": {"kind": "cnn", "num_upsample": 5}},
     "grouping.heads=2": {"frame": {}, "grouping": {"preset": "isa", "heads": 2}},
     "grouping.renorm=entry": {"frame": {}, "grouping": {"preset": "isa", "renorm": "entry"}},
     "grouping.mlp_last=False": {"frame": {}, "grouping": {"preset": "isa", "mlp_last": False}},
     "target=features: encoder.kind=conv is trained": {"target": "features"},
-    "decoder.kind=patch: its places": {"frame": {}, "grouping": {"preset": "isa"}, "decoder": {"kind": "patch"}},
+    "decoder.kind=patch: learns its positions": {
+        "frame": {},
+        "grouping": {"preset": "isa"},
+        "decoder": {"kind": "patch"},
+    },
     "did you mean 'resnet34'": {"encoder": {"kind": "resnet"}},
     "groups=32: does not divide root_width=16": {"encoder": {"kind": "resnet34", "root_width": 16}},
     "need mlp_width": {"frame": {}, "grouping": {"preset": "savi"}},
@@ -258,7 +262,7 @@ def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
     files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*.tar")) for f in ("a", "b")]
     assert files[0] == files[1] and len(files[0]) == 2
     assert all((tmp_path / "a" / p).read_bytes() == (tmp_path / "b" / p).read_bytes() for p in files[0])
-    with pytest.raises(DataError, match="holds scenes made otherwise"):
+    with pytest.raises(DataError, match="contains a set with other options"):
         make_tetrominoes(tmp_path / "a", TetrominoesConfig(train=9, test=3, seed=6))
 
 
@@ -342,7 +346,7 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
     assert torch.allclose(found.target.flatten(2).transpose(1, 2), expected, atol=1e-5)
     assert not any(p.requires_grad for n, p in small.named_parameters() if "tower.encoder" in n)
     tower = {k: v for k, v in model.items() if k not in ("decoder", "target")}
-    with pytest.raises(ValueError, match="set signed: false"):
+    with pytest.raises(ValueError, match="Set signed: false"):
         SetPredictionConfig.model_validate({"model": tower})
     with pytest.raises(ConfigError, match="has no patch tokens"):
         FrozenConfig(checkpoint="pixels:32").build()
@@ -379,7 +383,7 @@ def test_cached_features_are_keyed_by_image_content(tmp_path, monkeypatch):
     kept = len(list((tmp_path / "f").rglob("*.npy")))
     assert again(1 - images).isnan().any() and len(list((tmp_path / "f").rglob("*.npy"))) == kept
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"encoder\.cache: .*file.* cannot be made"):
+    with pytest.raises(DataError, match=r"encoder\.cache: .*file.* cannot be created"):
         config.model_copy(update={"cache": str(tmp_path / "file")}).build()(images)
 
 
@@ -435,11 +439,11 @@ def test_a_vit_is_trained_with_the_slots():
     assert all(g is not None for g in grown.values()) and "model.tower.encoder.vit.pos_embed" in grown
     with pytest.raises(ValueError, match=r"encoder.patch=4: does not divide image_size=18"):
         SlotModelConfig(**{**SMALL, "encoder": encoder, "image_size": 18})
-    with pytest.raises(ValueError, match="fourier_bands=8: are of places by coordinates"):
+    with pytest.raises(ValueError, match="fourier_bands=8: applies to coordinates"):
         BroadcastConfig(kind="patch", fourier_bands=8)
-    with pytest.raises(ValueError, match="upsample_output: is of kind=cnn with ups and with convs=0"):
+    with pytest.raises(ValueError, match="upsample_output: applies to kind=cnn with num_upsample > 0 and convs=0"):
         BroadcastConfig(kind="cnn", upsample_output=True)
-    with pytest.raises(ValueError, match="and scales them as it was trained"):
+    with pytest.raises(ValueError, match="and normalizes them itself"):
         SlotAutoencoderConfig(signed=True, model=SlotModelConfig(**{**SMALL, "encoder": encoder}))
 
 

@@ -56,13 +56,13 @@ def test_heads_add_up_to_the_encoding(make):
 
 def test_heads_are_refused_where_there_are_none():
     for readout in ({"kind": "gap"}, {"kind": "sparo", "slots": 4, "slot_width": 6}):
-        with pytest.raises(ConfigError, match="no CLIP whose ViT is pooled by its class token"):
+        with pytest.raises(ConfigError, match="is not a CLIP with open_clip's ordinary ViT"):
             heads_of(clip(readout), 2)
-    with pytest.raises(ConfigError, match="--head-layers 9: a model has 3 blocks"):
+    with pytest.raises(ConfigError, match=r"--head-layers 9: .* has only 3 blocks"):
         heads_of(clip({"kind": "token"}), 9)
     with pytest.raises(ConfigError, match="has no slots"):
         units_of(clip({"kind": "token"}))
-    with pytest.raises(ConfigError, match="--parts 7: encodings of a model have 24 numbers"):
+    with pytest.raises(ConfigError, match="--parts 7: must divide the 24 values of an encoding of a model"):
         units_of(clip({"kind": "token"}), "parts", 7)
 
 
@@ -87,19 +87,19 @@ def test_a_selection_file_round_trips(sparo, tmp_path):
 
 BAD = {
     "another checkpoint": ({"checkpoint": "0" * 64}, "was made for another checkpoint"),
-    "out of range": ({"chosen": [4]}, "chosen: 4 is no unit; there are 4"),
-    "negative": ({"chosen": [-1]}, "chosen: -1 is no unit"),
+    "out of range": ({"chosen": [4]}, "chosen: 4 is not a unit; units are numbered from 0 to 3"),
+    "negative": ({"chosen": [-1]}, "chosen: -1 is not a unit"),
     "none": ({"chosen": []}, "chosen"),
     "twice": ({"chosen": [1, 1]}, "names a unit twice"),
     "count": ({"count": 5, "chosen": [4]}, "has 5 slots"),
-    "mask of another length": ({"mask": [0.5] * 5}, "a mask of 5 numbers"),
+    "mask of another length": ({"mask": [0.5] * 5}, "expected a mask of 4 or 24 values, got 5"),
     "mask not finite": ({"mask": [0.5, 0.5, 0.5, float("nan")]}, "mask"),
     "order": ({"order": [1, 2]}, "order: has 2 of 4"),
-    "names": ({"names": {"9": "x"}}, "names: 9 is no unit"),
+    "names": ({"names": {"9": "x"}}, "names: 9 is not a unit"),
     "names of no number": ({"names": {"x": "x"}}, "names"),
     "unknown key": ({"slots": [1]}, "slots"),
     "another schema": ({"schema": 2}, "schema"),
-    "of heads": ({"units": "heads"}, "no CLIP whose ViT is pooled"),
+    "of heads": ({"units": "heads"}, "is not a CLIP with open_clip's ordinary ViT"),
 }
 
 

@@ -204,7 +204,9 @@ def test_ranks_with_other_recipes_do_not_train_together(shards, tmp_path):
     port = free_port()
     codes, told = ranks_of(recipe, [(torchrun_like(0, port), []), (torchrun_like(1, port), ["seed=7", "optim.lr=0.5"])])
     assert codes == [2, 2]
-    assert "has another recipe or code than rank 0, got recipe.seed: 0 -> 7" in told[0] and "recipe.optim.lr" in told[0]
+    assert (
+        "differs from rank 0 in its recipe or code, got recipe.seed: 0 -> 7" in told[0] and "recipe.optim.lr" in told[0]
+    )
     assert sum("Start all ranks" in text for text in told) == 1 and not (tmp_path / "tiny").exists()
 
 
@@ -219,7 +221,7 @@ def test_ranks_with_other_code_do_not_train_together(shards, tmp_path):
     codes, told = ranks_of(
         recipe, [(torchrun_like(0, port), []), ({**torchrun_like(1, port), "PYTHONPATH": str(checkout)}, [])]
     )
-    assert codes == [2, 2] and "has another recipe or code than rank 0, got code: '" in told[0]
+    assert codes == [2, 2] and "differs from rank 0 in its recipe or code, got code: '" in told[0]
     assert not (tmp_path / "tiny").exists()
 
 
@@ -232,7 +234,7 @@ def test_ranks_with_other_data_do_not_train_together(tmp_path):
     codes, told = ranks_of(
         recipe, [({**torchrun_like(rank, port), "PWD": str(tmp_path / f"node{rank}")}, []) for rank in range(2)]
     )
-    assert codes == [2, 2] and "rank 1: has another data than rank 0" in told[0], told
+    assert codes == [2, 2] and "rank 1: differs from rank 0 in its data" in told[0], told
     assert not (tmp_path / "tiny").exists()
 
 

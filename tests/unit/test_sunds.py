@@ -65,14 +65,14 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         ("cameras/camera_1/extrinsics/t", np.array([np.nan, 0, 0], np.float32), "extrinsics/t is not 3 finite"),
         ("pose/t", np.zeros(2, np.float32), "pose/t is not 3"),
         ("cameras/camera_1/intrinsics/K", np.zeros(9, np.float32), "fl_x is not above 0"),
-        ("cameras/camera_1/intrinsics/type", [b"FISHEYE"], "of type FISHEYE"),
+        ("cameras/camera_1/intrinsics/type", [b"FISHEYE"], "got FISHEYE"),
         ("cameras/camera_1/intrinsics/distortion/radial", np.ones(3, np.float32), "distorted"),
         ("cameras/camera_1/color_image", [b"no"], "is not a readable picture"),
         ("cameras/camera_1/color_image", [], "color_image needs one encoded picture, got 0"),
         ("cameras/camera_1/depth_image", [b"no"], "depth_image cannot be decoded as a PNG"),
         ("cameras/camera_1/depth_image", "color", "four bytes per pixel"),
-        ("cameras/camera_1/instance_image", "wide", "a plane of .* and a picture of"),
-        ("cameras/camera_1/instance_image", "color", "masks of colours"),
+        ("cameras/camera_1/instance_image", "wide", "a plane of .* does not match the image of"),
+        ("cameras/camera_1/instance_image", "color", "masks are colours"),
         ("cameras", None, "has no cameras"),
     ],
 )
@@ -110,5 +110,5 @@ def test_a_folder_of_records_and_a_file_that_breaks_off(tmp_path):
     (tmp_path / FILE.name).write_bytes(data)
     assert find_source_files(tmp_path, "sunds") == [tmp_path / FILE.name]
     (tmp_path / FILE.name).write_bytes(data[:-9])
-    with pytest.raises(DataError, match="record 1: breaks off"):
+    with pytest.raises(DataError, match="record 1: is truncated"):
         list(sunds_scenes(tmp_path / FILE.name))

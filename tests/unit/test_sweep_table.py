@@ -49,7 +49,7 @@ def test_every_run_has_its_words_and_those_of_all(place):
     ):
         load_run(place / "grid.yaml")
     for text, said in (
-        ("runs: {a: {overrides: [steps=3]}}", "runs.a.recipe: is needed"),
+        ("runs: {a: {overrides: [steps=3]}}", "runs.a.recipe: is required"),
         ("recipe: recipe.yaml\nruns: {a: {words: [steps=3]}}", "runs.a.words: unknown key"),
         ("recipe: recipe.yaml\nruns: {}", "runs"),
         ("recipe: nowhere.yaml\nruns: {a: {}}", "nowhere.yaml: no such recipe"),
@@ -112,7 +112,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
     assert behind.span == "-62.7 to -17.3"
     for words, message in (
         ({"baseline": "clop"}, "--baseline clop: .*'clip'"),
-        ({"baseline": "clip", "paper": ["all"]}, "leave --paper"),
+        ({"baseline": "clip", "paper": ["all"]}, "Remove --paper"),
     ):
         with pytest.raises(ConfigError, match=message):
             sweep_grid("grid", rows, None, **words)
@@ -123,7 +123,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
 
 
 def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
-    with pytest.raises(DataError, match="grid: none of its runs is here and scored"):
+    with pytest.raises(DataError, match="grid: none of its runs exists and is scored"):
         sweep_grid("grid", sweep_rows(place / "grid.yaml"))
     _, runs = expand(place / "grid.yaml", [], 3)
     for run, value in zip(runs[:7], (0.1, 0.3, 0.2, 0.5, 0.6, 0.7, 0.9), strict=True):
@@ -149,13 +149,13 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     mixed = rows[0].results["zero"][0]
     mixed = mixed._replace(result=mixed.result._replace(data="e" * 64))
     (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
-    assert note.startswith("zero: not of the same samples")
+    assert note.startswith("zero: rows were not scored on the same samples")
     assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
-    with pytest.raises(DataError, match="--layout 6: is of imagenet1k, and scored was zero"):
+    with pytest.raises(DataError, match="--layout 6: needs imagenet1k, got scores of zero"):
         sweep_grid("grid", rows, "6")
     with pytest.raises(ConfigError, match="--layout 7"):
         sweep_grid("grid", rows, "7")
-    with pytest.raises(ConfigError, match="--paper all: the paper's rows need a --layout"):
+    with pytest.raises(ConfigError, match="--paper all: rows of the paper need a --layout"):
         sweep_grid("grid", rows, None, ["all"])
     named = [row._replace(results={"imagenet1k": row.results.get("zero", [])}) for row in rows]
     six = sweep_grid("grid", named, "6", ["CC15M"])
@@ -176,7 +176,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     draw(rows, "zero", place / "figures/mean.png", mean=True)
     assert "Student" in kept.pop().axes[0].get_ylabel()
     assert axis.get_ylabel().startswith("drawn, dB:") and axis.lines[0].get_ydata()[0] == 21.5
-    with pytest.raises(ConfigError, match="--task other: no row has it"):
+    with pytest.raises(ConfigError, match="--task other: no row has this task"):
         draw(rows, "other", place / "x.png")
     with pytest.raises(
         ConfigError, match=r"recipe.yaml: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`"
@@ -190,7 +190,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
         done = sparo("eval", "sweep", "grid.yaml", *words, cwd=place)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     _scored(runs[0].model_copy(update={"name": "grid-clip"}), 0.4)
-    with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed; move one of them"):
+    with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed. Move one of them"):
         sweep_rows(place / "grid.yaml")
     older = yaml.safe_load(dump(runs[0].model_copy(update={"seed": 9})))  # of a version that did not know these keys
     del older["start_from"], older["freeze"], older["optim"]["kind"]

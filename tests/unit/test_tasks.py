@@ -104,7 +104,7 @@ def test_remarks_on_scores_are_reported():
         labels.flip(0)[:, None].where(labels[:, None] > 1, labels[:, None]), labels, 4, "zeroshot"
     )
     (told,) = one_of_each.remarks()
-    assert told.startswith("mean_per_class_recall: an interval of no width") and one_of_each.value == 0.5
+    assert told.startswith("mean_per_class_recall: the interval has zero width") and one_of_each.value == 0.5
     twice = torch.arange(4).repeat(2)
     assert zeroshot.result_from_ranking(twice.sort()[0][:, None], twice, 4, "zeroshot").remarks() == []
     # Of one answer Wilson's interval is wide, and says it by itself.

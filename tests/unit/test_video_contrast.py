@@ -91,7 +91,7 @@ def test_objectives_count_what_they_add_and_micro_batches_nothing(tmp_path):
     )
     assert VideoEncoder(objective.model, False, 3).clips(batch["video"]).shape == (4, 3 * 256 + 3)
     for change, told in (
-        ({"frames": {"count": 1}}, "a slot is told apart from others a frame before"),
+        ({"frames": {"count": 1}}, "slots are contrasted with those of the previous frame"),
         ({"model": {**MODEL, "target": "similarity"}}, "target=similarity: encoder.kind=conv is trained"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -114,9 +114,9 @@ def test_squares_are_pooled_and_see_all_frames():
         module(x[:, :1].expand(-1, 3, -1, -1)).slots[:, 0], module(x[:, :1].expand(-1, 3, -1, -1)).slots[:, 1]
     )
     for grouping, told in (
-        ({"slots": 5}, "squares of a picture are pooled"),
-        ({"slots": 9}, "3 squares a side do not divide 8"),
-        ({"slots": 4, "gru": "torch"}, "nothing is attended to or drawn"),
+        ({"slots": 5}, "squares of an image are pooled"),
+        ({"slots": 9}, "3 squares per side do not divide 8"),
+        ({"slots": 4, "gru": "torch"}, "has no attention by slots"),
     ):
         with pytest.raises(ConfigError, match=told):
             resolve(VideoModelConfig, {**MODEL, "grouping": {"preset": "pooled", "width": 16, **grouping}}, "here")

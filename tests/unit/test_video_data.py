@@ -289,7 +289,7 @@ def test_what_is_wrong_with_an_episode_is_a_reason():
         ({f"00{t}.png": None for t in range(3)}, "missing frames"),
         ({"001.mask.png": None}, "missing mask of a frame"),
         ({"001.mask.png": b"no"}, "bad mask"),
-        ({"001.mask.png": good["001.png"]}, "mask is no plane of numbers"),
+        ({"001.mask.png": good["001.png"]}, "mask is not a plane of numbers"),
         ({"boxes.npy": None}, "missing boxes.npy"),
         ({"boxes.npy": b"\x93NUMPY"}, "bad boxes.npy"),
         ({"json": b"{"}, "bad json"),

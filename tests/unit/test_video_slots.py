@@ -136,7 +136,7 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
             slots[:, 5], encoder.clip_slots(video, 7)[:, 5]
         )
     else:
-        with pytest.raises(ConfigError, match="context_frames=3: is of a binder"):
+        with pytest.raises(ConfigError, match="context_frames=3: applies to binders"):
             encoder.clips(video, 3)
         assert torch.allclose(encoder.clip_slots(video)[:, :4], encoder.clip_slots(video[:, :4]), atol=1e-6)
     still = encoder.masks(video[:, 0])
@@ -145,24 +145,27 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
 
 def test_blocks_that_do_not_go_together_are_refused():
     for change, told in (
-        ({"grouping": PSB, "predictor": {}}, "predictor, first_iterations: a binder, or what is pooled, sees all"),
+        ({"grouping": PSB, "predictor": {}}, "predictor, first_iterations: a binder or pooled Transformer"),
         ({"grouping": SAVI, "predictor": {"heads": 3}}, "predictor.heads=3: does not divide 16"),
         (
             {"grouping": {"preset": "isa", "mlp_width": 16, "width": 16}, "frame": {}},
-            "positions and scales of slots are of still images",
+            "positions and scales of slots apply to images",
         ),
-        ({"grouping": {"preset": "sa_id"}}, "nothing would teach first slots or a predictor"),
-        ({"grouping": {"preset": "sa_me", "width": 16}}, "grouping.transport: is of still images"),
+        ({"grouping": {"preset": "sa_id"}}, "no gradient would reach initial slots and predictor"),
+        ({"grouping": {"preset": "sa_me", "width": 16}}, "grouping.transport: applies to images"),
         (
             {"grouping": {"preset": "tf_inv", "width": 16}, "first_iterations": 4},
-            "first_iterations: rounds with weights of their own",
+            "first_iterations: iterations with separate weights",
         ),
-        ({"grouping": SAVI, "hint": {}}, "hint, grouping.slot_init=learned: slots that are told"),
-        ({"grouping": {**SAVI, "slot_init": "given"}}, "hint, grouping.slot_init=given: slots that are told"),
+        ({"grouping": SAVI, "hint": {}}, "hint, grouping.slot_init=learned: a hint needs given initial slots"),
+        (
+            {"grouping": {**SAVI, "slot_init": "given"}},
+            "hint, grouping.slot_init=given: a hint needs given initial slots",
+        ),
         ({"grouping": {**PSB, "slot_init": "given"}, "hint": {}}, "slot_init=given: slots of a binder"),
         ({"grouping": SAVI, "predictor": {"preset": "savy"}}, "preset=savy"),
-        ({"grouping": SAVI, "predictor": {"first_norm": "stream"}}, "first_norm=stream: is of norm=pre"),
-        ({"grouping": {**SAVI, "qkv_width": 32, "gru": "none"}}, "qkv_width=32 is not width=16"),
+        ({"grouping": SAVI, "predictor": {"first_norm": "stream"}}, "first_norm=stream: applies to norm=pre"),
+        ({"grouping": {**SAVI, "qkv_width": 32, "gru": "none"}}, "qkv_width=32: must equal width=16"),
     ):
         with pytest.raises(ConfigError, match=told):
             resolve(VideoModelConfig, {"image_size": 16, **change}, "here")
@@ -190,7 +193,7 @@ def test_all_frames_of_a_clip_have_one_crop():
     with pytest.raises(BadSampleError, match=r"shorter than frames\.count=4"):
         example(fields={name: data for name, data in fields.items() if name[:3] in ("000", "001", "002", "jso")})
     other = episode_fields(episode("a", 0, "train", 0, 1, 32, 3))["000.png"]
-    with pytest.raises(BadSampleError, match="frames of unequal size"):
+    with pytest.raises(BadSampleError, match="frames have unequal sizes"):
         example(fields={**fields, **{f"00{t}.png": other for t in (1, 3, 5)}})
 
 
@@ -268,13 +271,13 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
         objective("savi", grouping={**SAVI, "slot_init": "given"}, hint={"hidden": 8}).model, False, 4, "hinted"
     )
     for task, encoder, told in (
-        (MasksTaskConfig(root="x"), hinted, "t.root: these slots begin from the first frame's objects"),
+        (MasksTaskConfig(root="x"), hinted, "t.root: these slots start from the first frame's objects"),
         (MasksTaskConfig(root="x"), recurrent, None),
-        (ReconstructionTaskConfig(root="x"), flows, "t.root: this model draws flow"),
+        (ReconstructionTaskConfig(root="x"), flows, "t.root: this model reconstructs flow"),
         (
             masks.model_copy(update={"context_frames": 3}),
             recurrent,
-            "t.context_frames=3: is of slots that see a clip at once",
+            "t.context_frames=3: applies to models that process a clip at once",
         ),
         (masks.model_copy(update={"context_frames": 3}), binder, None),
         (probe.model_copy(update={"context_frames": 3}), recurrent, "t.context_frames=3"),
@@ -282,15 +285,15 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
         (
             masks.model_copy(update={"headline": "psnr"}),
             said,
-            "t.headline=psnr: .* draws no frames .* set generate_frames: true",
+            "t.headline=psnr: .* generates frames only on request. Set generate_frames: true",
         ),
         (masks.model_copy(update={"headline": "psnr", "generate_frames": True}), said, None),
         (
             masks.model_copy(update={"generate_frames": True}),
             recurrent,
-            "t.generate_frames=true: is of models that say their frames",
+            "t.generate_frames=true: applies to models that generate frames",
         ),
-        (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* set video_fg_ari"),
+        (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* Set video_fg_ari"),
         (masks, said, None),
     ):
         with pytest.raises(IncompatibleTaskError, match=told) if told else nullcontext():
@@ -323,13 +326,13 @@ def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
     render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, max_objects=2), 1)
     root = str(tmp_path / "v/clips")
     for task, told in (
-        (VideoMasksTaskConfig(root=root, frames=9), "has 3 frames, and 9 are scored"),
+        (VideoMasksTaskConfig(root=root, frames=9), "has 3 frames, but 9 are scored"),
         (MasksTaskConfig(root=root), "missing image"),
         (ViewMasksTaskConfig(root=root, frames=2, views=3), "sample 00000000"),
     ):
         with pytest.raises(DataError, match=told):
             Suite({"t": task}).check()
-    with pytest.raises(ValueError, match="first_frame=false: frames=1 leaves none to count"):
+    with pytest.raises(ValueError, match="first_frame=false: frames=1 leaves no frame to score"):
         VideoMasksTaskConfig(root=root, frames=1, first_frame=False)
 
 

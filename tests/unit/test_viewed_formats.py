@@ -53,9 +53,9 @@ def test_folders_of_transforms_become_scenes(tmp_path):
         check_scene_bounds(scene.bounds, Bounds(1.0, 5.0))
     check_scene_bounds(scene.bounds, Bounds(1.0, 9.0))
     for words in ({"near": 2.0}, {"near": 3.0, "far": 2.0}):
-        with pytest.raises(ConfigError, match="give both, the smaller one first"):
+        with pytest.raises(ConfigError, match="Give both"):
             convert_published([tmp_path / "in"], tmp_path / "no", PublishedConfig(source="nerf", **words))
-    with pytest.raises(ConfigError, match="are of --as nerf and clevr3d, not of sunds"):
+    with pytest.raises(ConfigError, match="apply to --as nerf and clevr3d, not to sunds"):
         convert_published([], tmp_path / "no", PublishedConfig(source="sunds", near=1.0, far=2.0))
     picture = scene.views[1].image(0)
     assert (
@@ -126,16 +126,16 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
         "empty": "no frames",
         "bent": "distorted",
         "bent at once": r"distorted \(distortion_params=\[0.3",
-        "turned": "near=5.0 and far=2.0 are no two distances",
-        "half": "near=5.0 and far=None are no two distances",
+        "turned": "expected 0 < near < far, got near=5.0 and far=2.0",
+        "half": "expected 0 < near < far, got near=5.0 and far=None",
         "flat": "camera_angle_x",
         "leaves": "leaves its folder",
-        "gone": "frame 0: .*no.png.*without an ending .png is meant",
+        "gone": "frame 0: .*no.png.*without a suffix, .png is assumed",
         "far": "frame 0: a camera is farther away",
         "one bent": r"frame 0: its lens is distorted \(k1=0.3\)",
-        "round": "camera_model=EQUIRECTANGULAR is no pinhole",
-        "fish": "is_fisheye is no pinhole",
-        "nul": "is no path",
+        "round": "camera_model=EQUIRECTANGULAR is not a pinhole",
+        "fish": "is_fisheye is not a pinhole",
+        "nul": "is not a path",
         "nameless": "has no file_path",
         "beside": "leaves its folder",
         "long": "fl_x is not a finite number",
@@ -149,12 +149,12 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
             convert_published(
                 [tmp_path / name], tmp_path / f"{name}_out", PublishedConfig(source="nerf", files=(name,))
             )
-    with pytest.raises(ConfigError, match="--max-objects: scenes of --as nerf do not say"):
+    with pytest.raises(ConfigError, match="--max-objects: scenes of --as nerf do not give"):
         convert_published(
             [tmp_path / "gone"], tmp_path / "m", PublishedConfig(source="nerf", files=("gone",), max_objects=3)
         )
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="nor in its folders"):
+    with pytest.raises(DataError, match="or its subfolders"):
         convert_published([tmp_path / "none"], tmp_path / "none_out", PublishedConfig(source="nerf", files=("none",)))
 
 
@@ -185,17 +185,17 @@ def _obsurfs_depth(root, tmp_path, places):
         convert_published([root], tmp_path / f"told{planar}", told)
         assert read_back(tmp_path / f"told{planar}/train")[0].bounds == (1.0, 30.0)
     for levels, told in (
-        (np.zeros((24, 32), np.uint16), "numbers from 0 to 0"),
-        (np.ones((24, 32), np.uint8), "not one number of 16 bits"),
+        (np.zeros((24, 32), np.uint16), "values from 0 to 0"),
+        (np.ones((24, 32), np.uint8), "expected one 16-bit value"),
         (np.ones((8, 8), np.uint16), "for each pixel of"),
     ):
         Image.fromarray(levels).save(root / "depths/depths_1_2.png")
         with pytest.raises(DataError, match=rf"depths_1_2\.png: .*{told}"):
             convert_published([root], tmp_path / "bad_depth", config)
-    for scenes, told in (((2, 2), "2:2: write A:B"), ((0, 9), "has 3 scenes, and number 8")):
+    for scenes, told in (((2, 2), "2:2: expected A:B"), ((0, 9), "scene 8 is out of range, got 3 scenes")):
         with pytest.raises((ConfigError, DataError), match=told):
             convert_published([root], tmp_path / "bad_scenes", config.model_copy(update={"scenes": scenes}))
-    with pytest.raises(ConfigError, match="--scenes 0:3: is of --as clevr3d"):
+    with pytest.raises(ConfigError, match="--scenes 0:3: applies to --as clevr3d"):
         convert_published([root], tmp_path / "bad_scenes", PublishedConfig(source="nerf", scenes=(0, 3)))
 
 
@@ -227,11 +227,11 @@ def test_obsurfs_folders_become_scenes(tmp_path):
     for number, (tables, told) in enumerate(
         (
             ({"shape": np.ones((3, 3))}, "camera_pos"),
-            ({"camera_pos": np.full((3, 4, 3), 1e200)}, "camera_pos of .* numbers below"),
-            ({"camera_pos": np.full((3, 4, 3), np.nan)}, "camera_pos of .* numbers below"),
-            ({"camera_pos": places, "shape": np.ones((2, 3))}, "no number for each object of 3 scenes"),
-            ({"camera_pos": places, "shape": np.full((3, 3), "cube")}, "no number for each object of 3 scenes"),
-            ({"camera_pos": places}, "how many objects it has; leave --max-objects away"),
+            ({"camera_pos": np.full((3, 4, 3), 1e200)}, "camera_pos: expected .* numbers below"),
+            ({"camera_pos": np.full((3, 4, 3), np.nan)}, "camera_pos: expected .* numbers below"),
+            ({"camera_pos": places, "shape": np.ones((2, 3))}, "expected a number for each object of 3 scenes"),
+            ({"camera_pos": places, "shape": np.full((3, 3), "cube")}, "expected a number for each object of 3 scenes"),
+            ({"camera_pos": places}, "number of objects is unknown. Remove --max-objects"),
         )
     ):
         np.savez(table, **tables)
