@@ -1,6 +1,6 @@
 """Pretrain, evaluate and dissect vision(-language) encoders with the SPARO readout.
 
-These names are the public API (docs/python.md). Each one loads when it is first used (PEP 562), so `import sparo` does not import torch.
+These names are the public API (docs/reference/python_api.md). Each one loads when it is first used (PEP 562), so `import sparo` does not import torch.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ def write_dataset(
     template: str | None = None,
     class_names: Mapping[str, str] | None = None,
 ) -> ConversionResult:
+    """Write captioned images as training shards, and `test` of them as an evaluation set."""
     _refuse_nonempty_output(out, {**settings, "per_shard": per_shard, "part": part})
     test_hashes, broken = _select_test_images(samples, test) if test else (set[bytes](), 0)
     test_samples: dict[bytes, list[CaptionedImage]] = {}
@@ -131,7 +132,9 @@ def _select_test_images(
         broken += not contents[content]
     readable = sorted(content for content, decodes in contents.items() if decodes)
     if test > len(readable) // 2:
-        raise DataError(f"--test {test}: got {len(readable)} different images. Keep half of them or fewer.")
+        raise DataError(
+            f"--test {test}: got {len(readable)} different images, and at most half of them can be held out. Give a smaller --test."
+        )
     return set(readable[:test]), broken
 
 

@@ -68,7 +68,10 @@ def table_rows(
                 yield reader.line_num, row[image] or "", row[caption] or ""
                 begin = reader.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{table}, line {begin}: {error}. If a quote was left open, double or remove it.") from None
+            raise DataError(
+                f"{table}, line {begin}: {error}. If a quotation mark has no closing mark, remove it, or write it "
+                'twice ("").'
+            ) from None
 
 
 def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -77,7 +80,8 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
         column = next((name for name in names if name in header), None) or _match_column(names, header)
         if column is not None and header.count(column) > 1:
             raise DataError(
-                f"{table}: has {header.count(column)} columns {column!r}. Rename all but the one that {option} means."
+                f"{table}: has {header.count(column)} columns {column!r}. Keep this name for the column that {option} "
+                "means, and rename the others."
             )
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")

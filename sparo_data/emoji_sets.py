@@ -59,7 +59,9 @@ def make_emoji(
     emoji = read_emoji(modules)
     drawings = [d for vendor in VENDORS for d in read_drawings(modules, vendor, emoji)]
     if not drawings:
-        raise DataError(f"{modules}: no drawing matches a text. Remove the folder and run `sparo data emoji` again.")
+        raise DataError(
+            f"{modules}: none of the drawings matches any of the texts. Remove the folder and run `sparo data emoji` again."
+        )
     pixels = _rasterise_all(drawings, size, processes, on_progress)
     # By vendor, too, because a code point has a drawing of each.
     png = {(d.vendor, d.emoji.hexcode): data for d, data in zip(drawings, pixels, strict=True)}

@@ -71,6 +71,7 @@ def _read_pair(raw: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     images, labels = read_idx(raw / f"{part}-images-idx3-ubyte.gz"), read_idx(raw / f"{part}-labels-idx1-ubyte.gz")
     if images.ndim != 3 or labels.shape != images.shape[:1] or (labels >= len(FASHION)).any():
         raise DataError(
-            f"{raw}/{part}-*: images {images.shape} and labels {labels.shape} below {len(FASHION)} are not Fashion-MNIST. Fetch them again."
+            f"{raw}/{part}-*: not Fashion-MNIST: expected images (N, H, W) and N labels below {len(FASHION)}, got "
+            f"images {images.shape} and labels {labels.shape}. Fetch them again."
         )
     return images, labels

@@ -82,8 +82,8 @@ def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
                 raise
     except BrokenProcessPool:
         raise WorkerLostError(
-            "a process that works on the data was killed, probably out of memory. Use fewer --processes. "
-            "Written files are complete, and the same command continues."
+            "a process that works on the data was killed, probably out of memory. Run the same command again with "
+            "fewer --processes: it keeps the files that are written and continues after them."
         ) from None
 
 

@@ -234,12 +234,13 @@ def _self_test() -> None:
 
 def _fail_incompatible(what: str) -> NoReturn:
     raise SparoError(
-        f"sparo.openclip: open_clip_torch {open_clip.__version__} changed inside ({what}); "
-        f"this plug-in is tested with {TESTED}: pip install open_clip_torch=={TESTED}"
+        f"sparo.openclip: does not work with open_clip_torch {open_clip.__version__}, whose internals changed "
+        f"({what}). Install the tested version {TESTED}: pip install open_clip_torch=={TESTED}"
     )
 
 
 def main(arguments: list[str]) -> None:
+    """Run a module or script after registering SPARO's models in open_clip."""
     if len(arguments) < 3 or arguments[:2] != ["run", "--"]:
         raise SystemExit("usage: python -m sparo.openclip run -- MODULE-OR-SCRIPT.py [arguments …]")
     target, sys.argv = arguments[2], arguments[2:]

@@ -128,7 +128,7 @@ class DrawingEncoder(ABC):
 
     Attributes:
         draws: "pixels", or the name of the network whose features it reconstructs, so that errors in different spaces
-            are told apart.
+            are distinguished.
         numbers: number of reconstructed values per image.
     """
 

@@ -58,7 +58,7 @@ def encode_texts(
         normalize: return unit vectors.
 
     Raises:
-        StoppedError: the run was told to stop.
+        StoppedError: a signal asked the run to stop.
     """
     # SugarCrepe uses each caption of an image in many pairs.
     distinct = sorted(set(captions))
@@ -116,7 +116,7 @@ class Encoder(ABC):
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
         self.model, self.label = model.eval(), label
         self.pooling = ""  # how another library's model pools its tokens
-        self.assumed = ""  # assumptions about what the file does not contain
+        self.assumed = ""  # assumptions about facts that the file does not contain
         self.device = next(iter(model.parameters())).device
         # In a shape that broadcasts over (n, 3, S, S).
         self.mean = torch.tensor(mean, device=self.device).view(3, 1, 1)

@@ -42,7 +42,7 @@ class OpenClipEncoder(TwoTowerEncoder):
     """
 
     def __init__(self, name: str, weights: str):
-        import sparo_train.openclip  # noqa: F401  our own names and read-outs too
+        import sparo_train.openclip  # noqa: F401  also our own names and readouts
 
         label = f"open_clip:{name}@{weights}"
         weights, state = split_state(weights)
@@ -89,7 +89,10 @@ class OpenClipEncoder(TwoTowerEncoder):
         ):
             other = name.removesuffix("-quickgelu") if name.endswith("-quickgelu") else f"{name}-quickgelu"
             kind = "OpenAI's approximation of GELU" if pretrained_cfg["quick_gelu"] else "GELU itself"
-            raise ConfigError(f"{label}: these weights were trained with {kind}. Write open_clip:{other}@{weights}.")
+            raise ConfigError(
+                f"{label}: these weights were trained with {kind}, but {name} uses the other kind of GELU. Write "
+                f"open_clip:{other}@{weights}."
+            )
 
     @property
     def architecture(self) -> str:
@@ -114,7 +117,7 @@ class BackboneEncoder(Encoder):
         forward: normalised pixels (n, 3, S, S) to encodings (n, D).
         architecture: see `Encoder`.
         pooling: description of how tokens become one encoding, which is part of the identity of stored features.
-        source: the whole content of the checkpoint, of which `model` may be a part, for starting a training.
+        source: the whole content of the checkpoint, `model` may be a part of it, for starting a training.
     """
 
     def __init__(
@@ -205,7 +208,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     if weights and not Path(split_state(weights)[0]).is_file():
         raise CheckpointError(f"{label}: {weights} is not a file")
     try:
-        # Without a classifier, because its input is what is scored.
+        # Without a classifier, because its input is scored.
         model = timm.create_model(name, pretrained=not weights, num_classes=0)
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}). Give {label}@FILE.") from None
@@ -237,7 +240,7 @@ def _gives_tokens(model: Any, size: int, label: str) -> bool:
         return model.eval().forward_features(torch.zeros(1, 3, size, size)).dim() == 3
     except Exception as error:  # foreign models may fail in any way
         raise CheckpointError(
-            f"{label}: does not encode one image of {size} pixels, got {_first_line(error)}"
+            f"{label}: a test image of {size} pixels cannot be encoded ({_first_line(error)})"
         ) from None
 
 
@@ -282,7 +285,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     unpooled = bool(lacking) and all("pooler." in name for name in lacking)
     if lacking and not unpooled:
         raise CheckpointError(
-            f"{label}: its weights lack {', '.join(lacking[:4])}, which would be initialized at random. Fetch it again."
+            f"{label}: its weights lack {', '.join(lacking[:4])}, which would be initialized at random. Fetch the weights again."
         )
     # For a model with two towers, only the image tower is scored; its pooled output is before the projection. Missing
     # text weights do not matter.
@@ -312,7 +315,7 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     if not processor.get("do_rescale", True) or abs(255 * scale - 1) > 1e-3 or processor.get("rescale_offset"):
         raise ConfigError(
             f"{label}: its image processor has do_rescale={processor.get('do_rescale')}, rescale_factor={scale}, rescale_offset="
-            f"{processor.get('rescale_offset')}; pixels in 0..1 are normalised here, so it cannot be scored as it was trained"
+            f"{processor.get('rescale_offset')}. This model cannot be scored as it was trained, because sparo normalises pixels from 0 to 1."
         )
     size, crop = processor.get("size") or {}, processor.get("crop_size") or {}
     cropped = bool(processor.get("do_center_crop")) and crop.get("height") == crop.get("width")
@@ -325,6 +328,7 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     if processor.get("do_resize") and square and processor.get("resample") in (2, 3) and processor.get("do_normalize"):
         return SquarePixels(size["height"], size["height"], bicubic=bicubic)
     raise ConfigError(
-        f"{label}: its image processor is neither a bicubic resize of the shortest side with a centre crop nor a resize to a square, with "
-        f"normalisation (size {size}, crop_size {crop}, resample {processor.get('resample')}); it cannot be scored as it was trained"
+        f"{label}: cannot be scored as it was trained, because sparo does not support its image processor, got "
+        f"size {size}, crop_size {crop}, resample {processor.get('resample')}. Use a model that normalises and "
+        "either resizes the shortest side (bicubic) with a centre crop, or resizes to a square."
     )

@@ -85,7 +85,7 @@ def _written(block: Any, x: Tensor) -> Tensor:
     attention, h = block.attn, block.ln_1(x)
     heads, width = attention.num_heads, h.shape[-1]
     q, k, v = F.linear(h, attention.in_proj_weight, attention.in_proj_bias).unflatten(-1, (3, heads, -1)).unbind(2)
-    # At the class token only: outputs at other tokens act through later blocks, and are no direct shares.
+    # At the class token only: outputs at other tokens act through later blocks, so they are not direct shares.
     weight = torch.einsum("nhd,nthd->nht", q[:, 0] * q.shape[-1] ** -0.5, k).softmax(-1)
     read = torch.einsum("nht,nthd->nhd", weight, v)
     out = attention.out_proj.weight.view(width, heads, -1)
@@ -105,7 +105,8 @@ def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
     plain = isinstance(visual, VisionTransformer) and getattr(visual, "read_by", None) is None and pooled
     if not isinstance(encoder, TwoTowerEncoder) or not plain:
         raise ConfigError(
-            f"--units heads: {encoder.label} is not a CLIP with open_clip's ordinary ViT, pooled by its class token"
+            f"--units heads: {encoder.label} is not supported. Use a CLIP whose image tower is open_clip's ordinary "
+            "ViT, pooled by its class token."
         )
     blocks = _blocks(visual)
     # Shares are computed from the attention's own matrices, so fused or separate projections are not supported.

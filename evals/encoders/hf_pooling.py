@@ -47,7 +47,9 @@ def hf_pooling(model: Any, size: int, unpooled: bool, label: str) -> tuple[str, 
         with torch.inference_mode():
             example_output = outputs(torch.zeros(1, 3, size, size))
     except Exception as error:  # foreign models may fail in any way
-        raise CheckpointError(f"{label}: does not encode one image of {size} pixels, got {first_line(error)}") from None
+        raise CheckpointError(
+            f"{label}: a test image of {size} pixels cannot be encoded ({first_line(error)})"
+        ) from None
     name, pool = _documented_pooling(model.config, example_output, unpooled, label)
     return name, lambda pixels: pool(outputs(pixels))
 
@@ -73,7 +75,7 @@ def _documented_pooling(config: Any, example_output: Any, unpooled: bool, label:
         return "mean of the map", lambda out: out.last_hidden_state.mean((2, 3))
     shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else None
     raise ConfigError(
-        f"{label}: transformers documents no pooling of this model that is known here, got model_type={kind} with outputs of shape {shape}. "
+        f"{label}: sparo does not know how to pool the outputs of this model, got model_type={kind} with outputs of shape {shape}. "
         "Score a model with a pooler or a class token, or the same weights through timm:NAME@FILE."
     )
 
@@ -90,7 +92,7 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
     main = getattr(model, "main_input_name", "pixel_values")
     if required_inputs or main != "pixel_values":
         raise CheckpointError(
-            f"{label}: takes more than the pixels of one image, got {', '.join(required_inputs or [main])}. Score an image model of fixed size."
+            f"{label}: needs more inputs than the pixels of one image, got {', '.join(required_inputs or [main])}. Score an image model of fixed size."
         )
 
 
@@ -103,7 +105,7 @@ def refuse_unsteady(encoder: Encoder) -> None:
         try:
             one, two = encoder.encode(pixels), encoder.encode(pixels)
         except Exception as error:  # foreign models may fail in any way
-            raise CheckpointError(f"{encoder.label}: does not encode one image, got {first_line(error)}") from None
+            raise CheckpointError(f"{encoder.label}: a test image cannot be encoded ({first_line(error)})") from None
     if not isinstance(one, Tensor) or one.dim() != 2 or len(one) != 1:
         raise CheckpointError(f"{encoder.label}: does not give one vector per image, got shape {tuple(one.shape)}")
     if not one.isfinite().all():

@@ -79,7 +79,7 @@ def load_encoder(
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:200]
         raise CheckpointError(
-            f"{checkpoint}: its content does not match its name or form ({type(error).__name__}: {first}). Fetch it again, or name its model (--model)."
+            f"{checkpoint}: its content does not match its name or format ({type(error).__name__}: {first}). Fetch it again, or name its model (--model)."
         ) from error
 
 
@@ -94,7 +94,8 @@ def encoder_entry(kind: str) -> Callable[[Objective], Encoder]:
     """Return what makes an encoder of a method's objective. Raises `ConfigError` if the method has no entry of its name."""
     if kind not in ENCODERS.names():
         raise ConfigError(
-            f"objective.kind={kind}: no entry of this name in sparo.encoders, which scoring its runs needs. Register one (docs/extending.md)."
+            f"objective.kind={kind}: sparo.encoders has no entry of this name, so runs of this method cannot "
+            f"be scored. Register one (docs/guides/extending.md)."
         )
     return ENCODERS.get(kind)
 
@@ -215,12 +216,12 @@ def _with_slots(config: RunConfig, slots: int, label: str) -> RunConfig:
     grouping = getattr(getattr(config.objective, "model", None), "grouping", None)
     if grouping is None or not hasattr(grouping, "slots"):
         raise ConfigError(
-            f"{label}: objective.kind={config.objective.kind} has no slots that compete. Remove the number."
+            f"{label}: objective.kind={config.objective.kind} has no slots that compete, so their number cannot be changed. Remove `?slots=…`."
         )
     if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
         raise ConfigError(
-            f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each of which has its own parameters. "
-            "Remove the number, or train with slot_init=gaussian."
+            f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each with its own "
+            "parameters, so their number cannot be changed. Remove `?slots=…`, or train with slot_init=gaussian."
         )
     tree = override(config.model_dump(mode="json"), [f"objective.model.grouping.slots={slots}"], RunConfig)
     return resolve(RunConfig, tree, label, stored=True)
@@ -291,19 +292,21 @@ def _named(name: str) -> ClipConfig:
         cfg = cfg.get("model_cfg", cfg)
         if not isinstance(cfg, dict) or not {"embed_dim", "vision_cfg", "text_cfg"} <= cfg.keys():
             raise ConfigError(
-                f"--model {name}: is no open_clip config, got no embed_dim, vision_cfg and text_cfg. Give open_clip's JSON of the model."
+                f"--model {name}: is not an open_clip config, which must have embed_dim, vision_cfg and text_cfg. Give open_clip's JSON file of the model."
             )
         return from_model_cfg(cfg, f"--model {name}")
     return openclip.config_of(name)
 
 
 def pixels_of(text: str) -> Encoder:
+    """Return the encoder of `pixels:SIZE`: the pixels themselves, as a baseline."""
     if not text.isdigit() or not int(text):
         raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")
     return PixelEncoder(int(text))
 
 
 def from_open_clip(text: str) -> Encoder:
+    """Return the encoder of `open_clip:NAME@FILE` or `open_clip:NAME@TAG`."""
     from .foreign import OpenClipEncoder  # wraps open_clip's builders, so only if it is needed
 
     name, at, weights = text.partition("@")
@@ -315,6 +318,7 @@ def from_open_clip(text: str) -> Encoder:
 
 
 def from_timm_file(text: str) -> Encoder:
+    """Return the encoder of `timm:NAME@FILE`."""
     from .foreign import from_timm
 
     name, _, weights = text.partition("@")
@@ -322,6 +326,7 @@ def from_timm_file(text: str) -> Encoder:
 
 
 def from_hf_folder(text: str) -> Encoder:
+    """Return the encoder of `hf:FOLDER`."""
     from .foreign import from_huggingface
 
     return from_huggingface(text)

@@ -152,9 +152,9 @@ class Selection(Frozen):
                 raise ValueError(f"{key}: {wrong[0]} is not a unit; units are numbered from 0 to {self.count - 1}")
         # With an incomplete order, `the best half` would be half of something else.
         if self.order and len(self.order) != self.count:
-            raise ValueError(f"order: has {len(self.order)} of {self.count} units")
+            raise ValueError(f"order: must list all {self.count} units, got {len(self.order)}")
         if self.scores and len(self.scores) != self.count:
-            raise ValueError(f"scores: has {len(self.scores)} of {self.count} units")
+            raise ValueError(f"scores: needs one score for each of {self.count} units, got {len(self.scores)}")
         return self
 
 
@@ -173,7 +173,9 @@ def read_selection(path: Path) -> Selection:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--slots {path}: {where + ': ' if where else ''}{first['msg']}. Select again.") from None
+        raise ConfigError(
+            f"--slots {path}: {where + ': ' if where else ''}{first['msg']}. Write the file again with `sparo slots select`."
+        ) from None
 
 
 def write_selection(path: Path, selection: Selection) -> None:

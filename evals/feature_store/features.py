@@ -127,10 +127,11 @@ class FeatureStore:
         ranks: Ranks = _SINGLE_PROCESS,
         part: tuple[int, int] | None = None,
     ) -> Features | None:
-        """Return the encodings of a set, after encoding what is missing.
+        """Return the encodings of a set, after encoding the missing ones.
 
         Args:
-            encoder, source: model and set.
+            encoder: the model.
+            source: the set.
             transform: default: the encoder's own.
             view: default: `encoder.encode`.
             workers: processes that decode images.
@@ -164,7 +165,8 @@ class FeatureStore:
         loose = ranks.call_on_all(lambda: self._fill(folder, job, spans, share, num_shares, local_parts))
         if loose and part is not None:
             raise DataError(
-                f"{self.root}: this share could not be stored for the other processes. Free space, or give another --features."
+                f"{self.root}: features that this process encoded could not be stored for the other processes. "
+                f"Make space on the disk, or give another folder with --features."
             )
         for some in ranks.gather(loose):  # other ranks would look for what one rank could not write
             local_parts |= some

@@ -154,7 +154,7 @@ class Export:
     """Entry of `sparo.exports`.
 
     Args:
-        write: writes weights to a path and returns what it wrote.
+        write: writes weights to a path and returns the files that it wrote.
         name: file name in RUN/export; empty: the folder itself.
         use: Python that loads the export, for the model card; PLACE stands for the path. Empty: the card names no
             program.
@@ -250,7 +250,7 @@ def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _epochs_done(samples_per_epoch: int | None, meta: Mapping[str, Any]) -> int:
-    """Return complete passes over the sources, or over what the recipe defines as an epoch."""
+    """Return complete passes over the sources, or over the recipe's epoch."""
     sources = [facts for name, facts in meta["fingerprint"].items() if name != "plan"]
     epoch_samples = epoch_sizes([facts["samples"] for facts in sources], [facts["weight"] for facts in sources])
     return meta["samples"] // max(1, samples_per_epoch or sum(epoch_samples))

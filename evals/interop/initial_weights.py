@@ -36,12 +36,12 @@ def trunk_weights(state: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]
     """Return the trunk's weights under our names.
 
     Raises:
-        CheckpointError: there is no ViT with timm's names.
+        CheckpointError: the file has no ViT with timm's names.
     """
     prefix = next((p for p in _PREFIXES if f"{p}blocks.0.norm1.weight" in state), None)
     if prefix is None:
         raise CheckpointError(
-            f"{origin}: has no ViT with timm's names (blocks.0.norm1). For a CLIP's tower, remove vision.timm_model_name."
+            f"{origin}: has no ViT whose tensors are named as in timm (such as blocks.0.norm1). To load the tower of a CLIP, remove vision.timm_model_name."
         )
     trunk_state = {
         f"trunk.{name.removeprefix(prefix)}": value for name, value in state.items() if name.startswith(prefix)
@@ -125,7 +125,7 @@ def _refuse_other_branch(start: StartConfig, kind: str, objective: Objective) ->
         return
     if theirs.objective.kind != kind:
         raise CheckpointError(
-            f"{origin}: is a run of objective {theirs.objective.kind}, but start_from.optimizer needs the same kind"
+            f"{origin}: is a run of objective {theirs.objective.kind}, but start_from.optimizer needs a run with the same objective.kind as the new run"
         )
     refuse_other_pixels(origin, Normalisation.of(theirs.objective), Normalisation.of(objective))
     with torch.device("meta"):
@@ -171,7 +171,8 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     objective.load_state_dict(shared, strict=False)
     fresh = [name for name in own if name not in weights]
     logger.info(
-        f"start_from: {len(shared)} tensors of {start.checkpoint}" + (f"; new are {_few(fresh)}" if fresh else "")
+        f"start_from: loaded {len(shared)} tensors of {start.checkpoint}"
+        + (f"; {_few(fresh)} keep their initial values" if fresh else "")
     )
 
 
@@ -228,14 +229,16 @@ def _init(
         name: t for name, t in weights.items() if name in own and not (name in free and t.shape != own[name].shape)
     }
     if problems := ([f"has no {_few(missing)}"] if missing else []) + _shape_mismatches(shared, own):
-        raise CheckpointError(f"{origin}: {'; '.join(problems)}. It must have the same sizes and kind of tower.")
+        raise CheckpointError(
+            f"{origin}: {'; '.join(problems)}. Its tower must have the same kind and sizes as the tower of the new run."
+        )
     tower.load_state_dict(shared, strict=False)
     fresh, left = ([n for n in a if n not in shared] for a in (own, weights))
     still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
     if still:
         raise CheckpointError(
-            f"{origin}: has no matching {_few(still)}, which `freeze` would keep at its random initialization; "
-            "freeze=blocks trains everything after the blocks"
+            f"{origin}: has no matching {_few(still)}, so with `freeze` these tensors of the new run would stay "
+            "random. Set freeze=blocks, which trains everything after the blocks."
         )
     message = f"{key}: {len(shared)} tensors of {source}"
     logger.info(

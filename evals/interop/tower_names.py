@@ -54,7 +54,8 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
     )[:1]
     if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
-            f"{origin}: its attention has {unlike[0][0]} heads, but the run's has {unlike[0][1]}, which shapes do not show. Make them equal."
+            f"{origin}: its attention has {unlike[0][0]} heads, but the run's has {unlike[0][1]}, which the shapes of "
+            "the tensors do not show. Give the run the same number of heads."
         )
     # By the class's name, because open_clip, transformers and sparo each have their own class for it.
     quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
@@ -120,7 +121,8 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
     if part == "visual" and "blocks.0.attn.qkv.weight" in state:
         if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
             raise CheckpointError(
-                f"{origin}: this ViT's patches have a bias, or no norm is before its blocks, unlike a CLIP's. Use vision.timm_model_name for it."
+                f"{origin}: is not like the ViT of a CLIP: its patch embedding has a bias, or it has no norm "
+                f"before its blocks. Load it with vision.timm_model_name."
             )
         return _rename_keys(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _replace_prefix(name, _TIMM))
     whole = "vision_model." if part == "visual" else "text_model."

@@ -63,8 +63,9 @@ def compare(first: Record, second: Record) -> Comparison:
         )
     if first.dataset != second.dataset or first.result.headline != second.result.headline:
         raise DataError(
-            f"{first.task}: {first.checkpoint} and {second.checkpoint} were scored on other data or by other headlines "
-            f"({first.dataset[:12]} {first.result.headline}, {second.dataset[:12]} {second.result.headline})"
+            f"{first.task}: {first.checkpoint} and {second.checkpoint} were scored on different data or with "
+            f"different headline metrics, got {first.result.headline} on data {first.dataset[:12]} and "
+            f"{second.result.headline} on data {second.dataset[:12]}"
         )
     _refuse_other_kind(first, second)
     a, b = predictions_of(first), predictions_of(second)
@@ -80,7 +81,9 @@ def compare(first: Record, second: Record) -> Comparison:
     if "right" not in a and first.result.headline in a:
         return _compare_per_sample(first, second, a, b)
     if "right" not in a:
-        raise DataError(f"{first.task}: samples are neither right nor wrong by its metric, so they cannot be paired")
+        raise DataError(
+            f"{first.task}: its metric does not count each sample as right or wrong, so samples of two checkpoints cannot be paired"
+        )
     right = a["right"].astype(np.int64), b["right"].astype(np.int64)
     change = right[1] - right[0]
     strata = a["kind"] if first.result.headline == "macro" else _strata(first, a, len(change))
@@ -111,8 +114,8 @@ def _refuse_other_kind(first: Record, second: Record) -> None:
         one, other = mine.get(key), theirs.get(key)
         if one != other:
             raise DataError(
-                f"{first.task}: {first.checkpoint} was scored with {key}={one} and {second.checkpoint} with {key}={other}; "
-                f"such {first.result.headline} cannot be paired"
+                f"{first.task}: {first.checkpoint} was scored with {key}={one}, but {second.checkpoint} with "
+                f"{key}={other}, so their {first.result.headline} cannot be paired"
             )
 
 
@@ -123,7 +126,9 @@ def _compare_per_sample(
     x, y = (arrays[first.result.headline].astype(np.float64) for arrays in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
     if not there.any():
-        raise DataError(f"{first.task}: no sample has {first.result.headline} on both sides. Compare another headline.")
+        raise DataError(
+            f"{first.task}: no sample has {first.result.headline} for both checkpoints. Compare another metric."
+        )
     change = (y - x)[there]
     draws = bootstrap(change[:, None], np.ones((len(change), 1)))[:, 0]
     gain = -change if first.result.headline in LOWER_IS_BETTER else change

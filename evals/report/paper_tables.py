@@ -259,7 +259,9 @@ def paper_rows(layout: str, training_sets: Sequence[str]) -> list[Row]:
     choices = [*dict.fromkeys(data for data, *_ in rows), "all"]
     for word in training_sets:
         if word not in choices:
-            raise ConfigError(f"--paper {word}: of layout {layout}; {did_you_mean(word, choices)}")
+            raise ConfigError(
+                f"--paper {word}: layout {layout} has no rows of this name; {did_you_mean(word, choices)}"
+            )
     return [
         Row(
             f"paper: {data} {model}",

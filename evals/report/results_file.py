@@ -81,7 +81,7 @@ def append(
 def read_records(places: Iterable[str | Path]) -> list[Record]:
     """Return the newest line per checkpoint and task of these folders, run folders or .jsonl files, in the order of first occurrence.
 
-    Scores with `--limit` only count if there are no others.
+    Scores with `--limit` only count if a task has no others.
 
     Raises:
         DataError: no results, or a line of another version. Lines that a kill or a full disk truncated are skipped.
@@ -98,7 +98,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                 continue
             if content.get("schema") != SCHEMA:
                 raise DataError(
-                    f"{path}: line {number} is not a result of this version (schema {SCHEMA}). Remove it, or score again."
+                    f"{path}: line {number} is not a result of this version (schema {SCHEMA}). Remove this line, or score again."
                 )
             record = _of_place(_record(content, path, number), Path(place), names)
             before = newest.get((record.checkpoint, record.task))
@@ -121,7 +121,7 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
             raise TypeError("a field of another kind")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(
-            f"{path}: line {number} is not a result ({type(error).__name__}: {error}). Remove it, or score again."
+            f"{path}: line {number} is not a result ({type(error).__name__}: {error}). Remove this line, or score again."
         ) from None
     return Record(checkpoint, task, result, facts, predictions, path.parent)
 
@@ -130,7 +130,7 @@ def records_of(place: str) -> list[Record]:
     """Return the results of one checkpoint: a run's own, those of a folder with a single one, or those of a name as printed in tables, `RUN (slots 0,1)`.
 
     Raises:
-        ConfigError: results of several checkpoints, none of which is named.
+        ConfigError: results of several checkpoints, and none is named.
         DataError: like `read_records`.
     """
     path, bracket, _ = place.partition(" (")
@@ -217,8 +217,8 @@ def no_results(place: Path) -> str:
     if not place.exists():
         return f"no such folder; {nearest(place)}"
     return (
-        "no results. Give a folder with results.jsonl, or a run folder: training scores eval.tasks at its end, "
-        f"and `sparo eval {place}` at any time"
+        f"no results. Give a folder with results.jsonl, or the folder of a run that was scored. Training "
+        f"scores eval.tasks when it ends; `sparo eval {place}` at any time"
     )
 
 

@@ -86,12 +86,12 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
         # The same seed twice would make the range too narrow.
         if any(recipe_of(other.name)[1] == seed for other in groups.get(recipe, [])):
             raise ConfigError(
-                f"--seeds: {row.name} has seed {seed}, like another row of its recipe. Remove one of them."
+                f"--seeds: {row.name} has seed {seed}, like another run of its recipe. Leave one of them out of the command."
             )
         groups.setdefault(recipe, []).append(row)
     if all(len(rows) == 1 for rows in groups.values()):
         raise ConfigError(
-            "--seeds: no two of these runs have one recipe. `sparo launch train RECIPE --seeds 3` trains some."
+            "--seeds: all of these runs have different recipes. `sparo launch train RECIPE --seeds 3` trains three runs of one recipe."
         )
     named = [(_name([row.name for row in rows]), rows) for rows in groups.values()]
     printed = [row for row in table.rows if row.paper]
@@ -99,7 +99,9 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
         aggregate_rows = [Row(name, _cells(rows, mean), readout_cells=rows[0].readout_cells) for name, rows in named]
         return table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean))
     if printed:
-        raise ConfigError(f"--baseline {baseline}: rows of the paper have no seeds. Remove --paper.")
+        raise ConfigError(
+            f"--baseline {baseline}: a comparison with a baseline needs seeds, and rows of the paper have none. Remove --paper."
+        )
     stems = {name.removesuffix(f" ({len(rows)} seeds)"): rows for name, rows in named}
     if baseline not in stems:
         raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, stems)}")
@@ -143,7 +145,7 @@ def recipe_of(name: str) -> tuple[str, Any]:
             if isinstance(tree, dict):
                 recipe = _comparable_recipe(tree, str(folder / "config.yaml"))
                 return f"{yaml.safe_dump(recipe)}{place.relative_to(folder)}{bracket}{how}", tree.get("seed")
-    raise ConfigError(f"--seeds: {name} has no config.yaml, so it is not a run. Remove it.")
+    raise ConfigError(f"--seeds: {name} has no config.yaml, so it is not a run. Leave it out of the command.")
 
 
 def _comparable_recipe(tree: Tree, origin: str) -> Tree:

@@ -212,7 +212,7 @@ def read_batches(
 
     Raises:
         DataError: like `source.read`.
-        StoppedError: the run was told to stop.
+        StoppedError: a signal asked the run to stop.
     """
     # Starting processes takes longer than reading so few samples.
     few = sum(map(len, numbers)) < _FEW
@@ -307,6 +307,8 @@ def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
         except OSError:
             # Count only now: one missing file is as bad as all, but needs another remedy.
             missing = sum(not p.is_file() for p in paths)
-            raise DataError(f"{path}: missing, like {missing} of {len(paths)} files; scores need all images") from None
+            raise DataError(
+                f"{path}: missing; in all, {missing} of {len(paths)} files are missing, and scores need all images"
+            ) from None
         sizes[i], times[i] = stat.st_size, stat.st_mtime_ns
     return sizes.tobytes(), times.tobytes()

@@ -77,7 +77,9 @@ class SugarCrepeSet(FileSet):
             # Next to the images, or as in the repository.
             path = next((p for p in (folder / f"{split}.json", folder / "data" / f"{split}.json") if p.is_file()), None)
             if path is None:
-                raise DataError(f"{folder / split}.json: missing; SugarCrepe has seven of these, next to val2017/")
+                raise DataError(
+                    f"{folder / split}.json: missing; SugarCrepe consists of seven such files, which must be next to val2017/"
+                )
             data = path.read_bytes()
             sums[split] = hashlib.sha256(data).hexdigest()[:16]
             for key, item in parse_json(data.decode("utf-8", "replace"), str(path), dict, DataError).items():
@@ -134,7 +136,7 @@ def _flickr(text: str, path: Path) -> dict[str, list[str]]:
 def _karpathy(config: SetTaskConfig, split: str) -> KarpathySet:
     annotations = getattr(config, "annotations", None)
     if annotations is None:
-        raise ConfigError("layout=karpathy: needs annotations, the file with the captions")
+        raise ConfigError("layout=karpathy: needs the key `annotations`, which names the file with the captions")
     return KarpathySet(config.root, annotations, split)
 
 

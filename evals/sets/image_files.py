@@ -194,13 +194,13 @@ def _mapping(folder: Path, name: str) -> Path:
     for place in (folder, folder / "mappings", folder / "objectnet-1.0" / "mappings"):
         if (place / name).is_file():
             return place / name
-    raise DataError(f"{folder / name}: missing; ObjectNet's mappings folder contains it")
+    raise DataError(f"{folder / name}: no such file. Copy it from the folder `mappings` of ObjectNet's archive.")
 
 
 def _json(path: Path) -> Mapping[str, str]:
     mapping = read_json(path, dict, DataError)
     if not all(isinstance(value, str) for value in mapping.values()):
-        raise DataError(f"{path}: must map names to names. Fetch it again.")
+        raise DataError(f"{path}: must be a mapping whose keys and values are names. Fetch it again.")
     return mapping
 
 

@@ -66,7 +66,7 @@ class TorchvisionSet(EvalSet):
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).removesuffix(" You can use download=True to download it")
             raise DataError(
-                f"{root}: {name}, split {split}: {reason.rstrip('.')}. Fetch it again; nothing is downloaded here."
+                f"{root}: {name}, split {split}: {reason.rstrip('.')}. Download it yourself; sparo does not download data sets."
             ) from None
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
         raise DataError(f"{where}: {bad}. Repair it, or remove it.") from None
     if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
         raise DataError(
-            f"{where}: its json has no list `objects`, which probes need (sparo data movi-like, scenes3d and MOVi have it)"
+            f"{where}: its json has no list `objects`, which probes need. The sets of `sparo data movi-like` and `sparo data scenes3d`, and MOVi, have one."
         )
     tables = {name: [_table(one, name, len(episode), frames) for one in objects] for name in _NUMBERS}
     if any(table is None for table in tables["positions"]):
@@ -51,7 +51,7 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
 
 
 def _table(one: dict[str, Any], name: str, length: int, frames: int) -> list[Any] | None:
-    """Return a row of three finite numbers for each frame; None if there is no such table."""
+    """Return a row of three finite numbers for each frame; None without such a table."""
     array = _array(one.get(name), (length, 3))
     return None if array is None else array[:frames]
 

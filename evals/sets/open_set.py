@@ -46,7 +46,8 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         raise DataError(
-            f"test: {where} has the class {unknown[0]!r} ({len(unknown)} such), which train lacks. Use the same class folders in both."
+            f"test: {where} has {len(unknown)} class(es) that train lacks, such as {unknown[0]!r}. Use the same class "
+            "folders in both."
         )
     test.number_by(train.classes)
 

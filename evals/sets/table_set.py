@@ -25,7 +25,9 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     """
     columns: TableColumns | None = config.columns
     if columns is None:
-        raise ConfigError("layout=table: needs columns, which name the columns with images and captions")
+        raise ConfigError(
+            "layout=table: needs the key `columns`, which names the table's columns of images and captions"
+        )
     if columns.split is None and split != config.split:
         raise ConfigError(
             f"columns.split: missing, but task {config.task} needs the rows of {split!r}. Name the column."
@@ -141,7 +143,10 @@ def _rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
                     )
                 yield row
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: {error}. Close the quote, or double it.") from None
+            raise DataError(
+                f"{path}, line {reader.line_num}: {error}. Add the closing quotation mark; a mark that belongs to the text must be "
+                'written twice ("").'
+            ) from None
         return
     if suffix == ".jsonl":
         for number, line in enumerate(text.split("\n"), 1):

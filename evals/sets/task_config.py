@@ -86,12 +86,17 @@ class LabelledTaskConfig(TaskConfig):
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "How both are stored: an entry of sparo.layouts, whose splits train and test are read. Default: shards or "
-        "class folders.",
+        "How the train and test sets are stored: an entry of sparo.layouts. Its split train is read from "
+        "`train`, its split test from `test`.",
         examples=["wds"],
     )
     resize: int | None = field(
         None, "Shorter side before the center crop. Default: the encoder's own.", gt=0, examples=[256]
     )
-    limit: int | None = field(None, "Use only this many samples of each, evenly spaced.", gt=0, examples=[1000])
+    limit: int | None = field(
+        None,
+        "Use only this many samples of the data set (of several sets: of each), evenly spaced.",
+        gt=0,
+        examples=[1000],
+    )
     workers: int = field(2, "Processes that decode images.", ge=0, le=256)

@@ -39,17 +39,21 @@ class ClipSet(WdsSet):
         key, where, episode = self._episode(number)
         if len(episode) < self.frames:
             raise DataError(
-                f"{where}: has {len(episode)} frames, but {self.frames} are scored. Set frames: {len(episode)} or less, or remove it."
+                f"{where}: has {len(episode)} frames, but {self.frames} are scored. Set frames: {len(episode)} or less, "
+                "or remove this sample."
             )
         if self._alike and len(episode) > self.frames:
             raise DataError(
-                f"{where}: has {len(episode)} frames, but the first sample {self.frames}. Set frames: {self.frames} or less."
+                f"{where}: has {len(episode)} frames, but the first sample has {self.frames}. Set frames: {self.frames} "
+                "or less."
             )
         try:
             images = [episode.picture(t) for t in range(self.frames)]
             labels = [episode.labels(t) for t in range(self.frames)]
         except BadSampleError as bad:
-            raise DataError(f"{where}: {bad}. Scores need every frame: repair it, or remove it.") from None
+            raise DataError(
+                f"{where}: {bad}. Scores need every frame of a sample. Repair this sample, or remove it from the set."
+            ) from None
         sizes = {(image.height, image.width) for image in images} | {t.shape for t in labels}
         if len(sizes) > 1:
             raise DataError(
@@ -58,8 +62,8 @@ class ClipSet(WdsSet):
         if self.conditioning_slots:
             if (most := int(labels[0].max())) >= self.conditioning_slots:
                 raise DataError(
-                    f"{where}: its first frame has object {most}, but the model has {self.conditioning_slots} slots including the background. "
-                    "Score a model with more slots, or remove it."
+                    f"{where}: the first frame has an object with number {most}, but the model has {self.conditioning_slots} slots including the "
+                    "background. Score a model with more slots, or remove this sample."
                 )
             # As one more image, so that it is cropped and resized by the same steps.
             images.append(Image.fromarray(labels[0].astype(np.uint8)))
@@ -76,7 +80,7 @@ class ClipSet(WdsSet):
             return key, f"{storage.url}: sample {key}", Episode(fields, pixel_range=None)  # mapped by the encoder
         except BadSampleError as bad:
             raise DataError(
-                f"{storage.url}: sample {key}: {bad}. Scores need every sample: repair it, or remove it."
+                f"{storage.url}: sample {key}: {bad}. Scoring skips no sample. Repair this one, or remove it from the set."
             ) from None
 
 
@@ -146,7 +150,9 @@ class ViewSet(WdsSet):
             poses = np.stack([[scene.pose(v, t) for t, v in row] for row in every])
             lenses = np.stack([scene.lens(v, width, height) for v in range(self.views)])
         except BadSampleError as bad:
-            raise DataError(f"{where}: {bad}. Scores need every view: repair it, or remove it.") from None
+            raise DataError(
+                f"{where}: {bad}. Scores need every view of a sample. Repair this sample, or remove it from the set."
+            ) from None
         return key, Views(images, poses, lenses), np.stack([np.asarray(labels), np.asarray(depth)]).astype(np.float32)
 
     def identity(self) -> str:
@@ -157,16 +163,18 @@ class ViewSet(WdsSet):
         key, where, scene = self._scene(number)
         if self._alike and scene.frames > self.frames:
             raise DataError(
-                f"{where}: has {scene.frames} frames, but the first sample {self.frames}. Set frames: {self.frames} or less."
+                f"{where}: has {scene.frames} frames, but the first sample has {self.frames}. Set frames: {self.frames} "
+                "or less."
             )
         if self._views_alike and len(scene.views) > self.views:
             raise DataError(
-                f"{where}: has {len(scene.views)} views, but the first sample {self.views}. Set views: {self.views} or less."
+                f"{where}: has {len(scene.views)} views, but the first sample has {self.views}. Set views: {self.views} "
+                "or less."
             )
         if scene.frames < self.frames or len(scene.views) < self.views:
             raise DataError(
-                f"{where}: has {scene.frames} frames of {len(scene.views)} views, but {self.frames} of {self.views} are scored. "
-                "Reduce frames and views, or remove it."
+                f"{where}: has {scene.frames} frames and {len(scene.views)} views, but {self.frames} frames and "
+                f"{self.views} views are scored. Reduce frames and views, or remove this sample."
             )
         return key, where, scene
 
@@ -182,7 +190,7 @@ class ViewSet(WdsSet):
             )  # mapped by the encoder
         except BadSampleError as bad:
             raise DataError(
-                f"{storage.url}: sample {key}: {bad}. Scores need every sample: repair it, or remove it."
+                f"{storage.url}: sample {key}: {bad}. Scoring skips no sample. Repair this one, or remove it from the set."
             ) from None
 
 

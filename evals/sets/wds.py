@@ -67,7 +67,7 @@ class SourceSet(EvalSet):
             image = decode_image(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
         except BadSampleError as bad:
             raise DataError(
-                f"{storage.url}: sample {key}: {bad}. Scores need every sample: repair it, or remove it."
+                f"{storage.url}: sample {key}: {bad}. Scoring skips no sample. Repair this one, or remove it from the set."
             ) from None
         fact = FACTS[self.kind](fields, f"{storage.url}: sample {key}")
         if self.kind == "masks" and fact.shape[-2:] != (image.height, image.width):
@@ -152,9 +152,7 @@ class WdsSet(ShardSet):
             raise DataError(f"{counter}: must contain the number of shards only") from None
         # Before generating that many names.
         if not 0 < number <= 1_000_000:
-            raise DataError(
-                f"{counter}: {number} shards are impossible; it must contain the number of .tar files next to it"
-            )
+            raise DataError(f"{counter}: must contain the number of .tar files in this folder, got {number}")
         shards = [folder / split / f"{i}.tar" for i in range(number)]
         for path in shards:
             if not path.is_file():

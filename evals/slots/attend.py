@@ -81,7 +81,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
             for m, c, n, a in zip(maps, on_class, nothing, image.attention.float().cpu(), strict=True):
                 attended.append(Attended(m, c, [], n[:, None], n, sharpness(a[None])[0]))
             continue
-        # Together with the images, because a slot's image vector is compared with that of its own caption.
+        # Together with the images, because a slot's image vector is compared with that of the caption.
         texts = list(captions[some])
         text = read(texts)
         cosine = F.cosine_similarity(image.values.float().cpu(), text.values.float().cpu(), dim=-1)
@@ -206,7 +206,7 @@ def informative_slots(attended: Sequence[Attended], profiles: WordProfiles, coun
     slots: list[int] = []
     for _ in range(min(count, len(informativeness))):
         redundancy = alike[:, slots].amax(1) if slots else torch.zeros(len(informativeness))
-        # Rank by what is new, because the tenth slot for "red" adds nothing.
+        # Rank by new information, because the tenth slot for "red" adds nothing.
         left = informativeness * (1 - redundancy)
         left[slots] = -1
         slots.append(int(left.argmax()))

@@ -111,13 +111,11 @@ def material(
     if isinstance(task, ProbeTaskConfig):
         bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
         return Linear(*_probe_inputs(bank, test, units, store, task.workers))
-    raise ConfigError(
-        f"{name}: units are selected and compared on tasks of kind zeroshot, pairs, knn or probe, got {task.task}"
-    )
+    raise ConfigError(f"{name}: needs a task of kind zeroshot, pairs, knn or probe, got {task.task}")
 
 
 def open_images(task: TaskConfig) -> EvalSet:
-    """Return the images of a task. Raises `ConfigError` if it has no images of its own."""
+    """Return the images of a task. Raises `ConfigError` if the task itself has no images."""
     if isinstance(task, LabelledTaskConfig):
         return open_labelled(task)[1]
     if isinstance(task, SetTaskConfig):
@@ -147,7 +145,8 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     features = encode_set(source, units, store, task.workers)
     if source.kind == "labels":
         raise ConfigError(
-            f"{source.root}: has several labels per image, whose average precision is not a sum over units"
+            f"{source.root}: has several labels per image, so its score is average precision, which cannot be split "
+            "over units. Use a set with one label per image."
         )
     # As in `sparo eval`, and split into units afterwards, so that units sum to the same score.
     vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
@@ -225,6 +224,6 @@ def halves(name: str, material: Material, seed: int) -> Tensor:
     )
     if not bool(in_half.any()) or bool(in_half.all()):
         raise DataError(
-            f"{name}: has {len(set(keys))} different image(s), too few to halve. Give more images, or --same-data."
+            f"{name}: has {len(set(keys))} different image(s), too few to be split into two halves. Give more images, or use --same-data."
         )
     return in_half

@@ -40,7 +40,7 @@ class MaskTraining(NamedTuple):
     """Training of a mask; the paper leaves some of these open.
 
     Attributes:
-        clamp: `max` is the paper's formula, s >= 100; `min` is CLIP's own clamp, s <= 100, of which `max` may be a
+        clamp: `max` is the paper's formula, s >= 100; `min` is CLIP's own clamp, s <= 100, where `max` may be a
             typo.
         alpha: initial value; ln(1/0.07) is CLIP's. theta starts at 0, which makes all mask values one half and does not
             change rankings.

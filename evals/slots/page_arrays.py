@@ -149,7 +149,7 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
 
 
 def _set_facts(sources: Sequence[EvalSet]) -> dict[str, Any]:
-    """Return size and identities of a task's sets, the last of which is scored, as shown and whole."""
+    """Return size and identities of a task's sets (the last one is scored), as shown and whole."""
     # Both identities, so that a selection on a part is recognized on the whole set.
     whole = [source.whole if isinstance(source, Limited) else source for source in sources]
     names = (" ".join(source.identity() for source in some) for some in (sources, whole))

@@ -150,7 +150,9 @@ def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: 
 
 def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
     if how.method not in ("top", "bottom", "random"):
-        raise ConfigError(f"--method {how.method}: this task supports top, bottom or random, because {material.why}")
+        raise ConfigError(
+            f"--method {how.method}: is not supported for this task, because {material.why}. Use top, bottom or random."
+        )
     answers = material.single_unit().double()
     scores = (answers if half is None else answers[half]).mean(0)
     order = choosing.best_first(scores)

@@ -65,7 +65,9 @@ class Head(nn.Module):
 def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tuple[Head, int]:
     """Return the head of a block, and its width. Raises `ConfigError` for one that needs a missing class token, or texts."""
     if config.conditioned:
-        raise ConfigError(f"head.kind={config.kind}: is pooled by texts, which a probe lacks. Use map or ep.")
+        raise ConfigError(
+            f"head.kind={config.kind}: pools with the help of texts, and a probe has no texts. Use head.kind=map or head.kind=ep."
+        )
     # A probe standardises its input, so slots are not normalized, unless the block sets it.
     config = config.resolved(normalize=False)
     place, readout = config.placement, config.build(dim, None, dim).image

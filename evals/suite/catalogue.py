@@ -114,7 +114,7 @@ def _karpathy(place: Path, name: str) -> dict[str, str]:
 
 
 class Presence(NamedTuple):
-    """State of a set: absent, intact, or odd (present, with a description of what is unusual)."""
+    """State of a set: absent, intact, or odd (present, with a description of the difference)."""
 
     state: str
     note: str

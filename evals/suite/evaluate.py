@@ -95,7 +95,7 @@ def tasks_for(
         option: option with the names, for errors.
 
     Raises:
-        ConfigError: there are no tasks, or a name is unknown.
+        ConfigError: no tasks are given, or a name is unknown.
         CheckpointError: the checkpoint does not exist.
     """
     refuse_absent(checkpoint)
@@ -169,7 +169,9 @@ def evaluate(
     ranks = Ranks(World(), "gloo", 0.0)
     if isinstance(checkpoint, Encoder):
         if not isinstance(tasks, Mapping):
-            raise ConfigError("tasks: an encoder has no run folder. Give configurations by name.")
+            raise ConfigError(
+                "tasks: an encoder has no run folder from which to read tasks. Give a mapping from names to task configurations."
+            )
         if data is not None or options is not None:
             raise ConfigError("data, options: apply to checkpoints only, got an encoder. Remove them.")
         return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
@@ -272,7 +274,7 @@ def _score_each(
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
-            # Raised on this rank only: the other ranks are elsewhere, and could not go on to the next task.
+            # Raised on this rank only: the other ranks are elsewhere, and could not continue with the next task.
             if ranks.size > 1 and not error.on_all_ranks:
                 raise
             failed.append(error)

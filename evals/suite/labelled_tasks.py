@@ -69,7 +69,10 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
         order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(task.seed))
         cut = round(task.val_proportion * len(order))
         if not 0 < cut < len(order):
-            raise ConfigError(f"val_proportion={task.val_proportion}: leaves one side of {len(order)} images empty")
+            raise ConfigError(
+                f"val_proportion={task.val_proportion}: splits {len(order)} images into a training and a validation part "
+                "of which one is empty. Use another proportion."
+            )
         train, held_out = train.only(order[cut:]), train.only(order[:cut])
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
     found = scoring.ranks.rank0_broadcast(

@@ -47,7 +47,8 @@ class LinearTaskConfig(LabelledTaskConfig):
     augment: bool = field(True, "Random crops and flips. false: compute features once, which is another protocol.")
     classes: int | None = field(
         None,
-        "Number of classes. Default: as many as the labels name; with augment, as many as the test labels name.",
+        "Number of classes. Default: the largest label plus one, over training and test labels (with augment: "
+        "test labels only).",
         gt=1,
         examples=[1000],
     )

@@ -38,7 +38,7 @@ class LossTaskConfig(TaskConfig):
     frames: int | None = field(
         None, "Frames of a clip, instead of objective.frames.count.", gt=0, le=100_000, examples=[12]
     )
-    seed: int = field(0, "Random seed of a sample: its first frame, its initial slots.", ge=0)
+    seed: int = field(0, "Random seed. It determines the first frame and the initial slots of a sample.", ge=0)
     limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[100])
 
 
@@ -58,7 +58,9 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
         DataError: no sample can be used, or a loss is not finite.
     """
     if scoring.part is not None and scoring.part[0]:
-        raise PartsMissingError(f"{scoring.name}: has no encodings to share; the first share scores it")
+        raise PartsMissingError(
+            f"{scoring.name}: cannot be divided into parts, because it stores no encodings. Part 0 scores it alone."
+        )
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # encoders with `loss`
     training_run = encoder.trained
@@ -177,7 +179,7 @@ VALIDATION_LOSS = Task(LossTaskConfig, run_validation_loss, _check, needs=("loss
 
 
 def score_losses(losses: np.ndarray) -> Result:
-    """Return the mean of losses (n,) with an interval that resamples samples. Smaller is better; there is no chance level."""
+    """Return the mean of losses (n,) with an interval that resamples samples. Smaller is better; chance is undefined."""
     table = losses.astype(np.float64)[:, None]
     draws = bootstrap(table, np.ones_like(table))
     return Result(

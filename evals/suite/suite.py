@@ -1,4 +1,4 @@
-"""Evaluation suites: encode what the tasks need, score them, and collect results."""
+"""Evaluation suites: encode the tasks' inputs, score them, and collect results."""
 
 from __future__ import annotations
 

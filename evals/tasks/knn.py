@@ -41,7 +41,7 @@ def nearest(
 
     Args:
         queries: (m, D), any float dtype.
-        bank: (n, D), any float dtype, or its rows in pieces, each of which is released after use; a memory map is read
+        bank: (n, D), any float dtype, or its rows in pieces, each released after use; a memory map is read
             once, block by block.
         k: at most n are returned.
         first_row: the number of the bank's first row, if it is part of a larger one.

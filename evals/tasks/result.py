@@ -31,7 +31,7 @@ class Result(NamedTuple):
     Attributes:
         metrics: fractions in 0..1 by name, except for those in `shown`.
         headline: the metric to show first.
-        n: number of items behind it.
+        n: number of items.
         chance: its value for random guessing.
         intervals: 95 % by metric; if missing, the headline's is Wilson's.
         options: choices that papers leave open.
@@ -39,7 +39,7 @@ class Result(NamedTuple):
         predictions: arrays with one row per sample.
         keys: names of the samples, in order.
         data: the set's identity (SHA-256).
-        note: what is unusual about the data; tables mark such a score.
+        note: a peculiarity of the data; tables mark such a score.
     """
 
     task: str
@@ -138,7 +138,7 @@ class Result(NamedTuple):
         fields = {name: value for name, value in content.items() if name in cls._fields}
         for name, kinds in _FIELD_KINDS.items():
             if name in fields and (not isinstance(fields[name], kinds) or isinstance(fields[name], bool)):
-                raise TypeError(f"{name} is {type(fields[name]).__name__}")
+                raise TypeError(f"{name}: has the wrong type, got {type(fields[name]).__name__}")
         numbers = [*fields["metrics"].values(), *fields.get("counts", {}).values()]
         if not all(isinstance(value, int | float) for value in numbers) or fields["headline"] not in fields["metrics"]:
             raise TypeError("metrics are not numbers, or lack the headline")
@@ -194,7 +194,7 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: in
 
     Args:
         sums: (n, M), each cluster's sum of M metrics.
-        counts: (n, M), the number of items behind each.
+        counts: (n, M), the number of items in each.
         draws, seed: number of draws, and random seed.
     """
     rng, n = np.random.default_rng(seed), len(sums)

@@ -28,7 +28,7 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         `text_R@k`: image query, texts ranked; `image_R@k`: text query, images ranked; headline `mean_R@5`, the mean of
         both. `text_precision@k`: the share of the k texts that are right (how Section 4.2 of the SPARO paper describes
         its R@5); `text_recall@k`: the share of the image's texts that are among the k. Predictions have, per image,
-        each metric's sum and the number of queries behind it. Images without a text are not queries and are counted
+        each metric's sum and the number of its queries. Images without a text are not queries and are counted
         (clip-benchmark counts them as misses). Intervals resample images, each with its texts.
     """
     most = _most(ks, len(image), len(text))

@@ -1,4 +1,4 @@
-"""Blind baseline of caption pairs: how well text alone tells the true caption from the false one. Far above chance, pairs do not test vision."""
+"""Blind baseline of caption pairs: how well text alone distinguishes the true caption from the false one. Far above chance, pairs do not test vision."""
 
 from __future__ import annotations
 

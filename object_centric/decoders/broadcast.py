@@ -31,9 +31,7 @@ class BroadcastConfig(Frozen):
         le=16,
     )
     channels: int = field(64, "For cnn: channels of every layer.", gt=0)
-    num_upsample: int = field(
-        2, "For cnn: number of transposed convolutions, each of which doubles the side.", ge=0, le=8
-    )
+    num_upsample: int = field(2, "For cnn: number of transposed convolutions, each doubling the side.", ge=0, le=8)
     convs: int = field(2, "For cnn: convolutions after the transposed ones.", ge=0, le=64)
     kernel: int = field(5, "For cnn: kernel size in pixels.", gt=0, le=64)
     upsample_output: bool = field(
@@ -41,8 +39,8 @@ class BroadcastConfig(Frozen):
     )
     padding_mode: Literal["same", "torch"] = field(
         "same",
-        "For cnn: alignment of transposed convolutions. same: as in flax and Keras; torch: one pixel further, as is "
-        "usual in torch (PSB, OCLF).",
+        "Alignment of transposed convolutions, for cnn. same: as in flax and Keras. torch: as usual in torch, "
+        "which shifts the output by one pixel (PSB, OCLF).",
     )
     out_kernel: int = field(
         1, "For cnn: kernel size of the last layer, which outputs colours and mask logit.", gt=0, le=63

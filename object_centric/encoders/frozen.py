@@ -181,13 +181,14 @@ class FrozenPatches(nn.Module):
             tokens = self._tokens((images - self.mean) / self.std)
         except AssertionError as error:  # raised by timm for a model with a fixed size
             raise ConfigError(
-                f"encoder.checkpoint={self.config.checkpoint}: {error}. Set objective.model.image_size to it."
+                f"encoder.checkpoint={self.config.checkpoint}: {error}. Set objective.model.image_size to the size that this checkpoint needs."
             ) from None
         side = math.isqrt(tokens.shape[1])
         expected_shape = (self.config.side(images.shape[-1]) ** 2, self.config.width)
         if tuple(tokens.shape[1:]) != expected_shape or side * side != tokens.shape[1]:
             raise ConfigError(
-                f"encoder: {self.config.checkpoint} has {tokens.shape[1]} tokens of width {tokens.shape[2]} at {images.shape[-1]} pixels, and "
-                f"width={self.config.width}, patch={self.config.patch} say {expected_shape[0]} of {expected_shape[1]}"
+                f"encoder: {self.config.checkpoint} gives {tokens.shape[1]} tokens of width {tokens.shape[2]} at "
+                f"{images.shape[-1]} pixels, but width={self.config.width} and patch={self.config.patch} mean "
+                f"{expected_shape[0]} tokens of width {expected_shape[1]}. Set width and patch to those of the checkpoint."
             )
         return tokens.unflatten(1, (side, side))

@@ -12,6 +12,8 @@ from ..decoders.dvae import PATCH
 
 
 class TokensConfig(Frozen):
+    """Embedded tokens of the discrete VAE, as in SLATE (Singh et al. 2022)."""
+
     kind: Literal["tokens"] = field("tokens", "Entry of sparo.slot_encoders.")
     width: int = field(192, "Width of embedded tokens. Must equal the decoder's.", gt=0)
 

@@ -45,7 +45,9 @@ class TransformerConfig(Frozen):
         "post", "LayerNorms after each branch (post: SAVi) or before it (pre: SAVi++, STEVE, videosaur)."
     )
     first_norm: Literal["stream", "branch"] = field(
-        "branch", "For norm=pre. stream: the first block also normalizes its residual stream (STEVE's code)."
+        "branch",
+        "Target of the first LayerNorm for norm=pre. branch: only the attention's input. stream: also the "
+        "residual stream (STEVE's code).",
     )
     last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")
     biases: bool | Literal["out"] = field(
@@ -76,7 +78,7 @@ class TransformerConfig(Frozen):
     @model_validator(mode="after")
     def _check_transformer_options(self) -> Self:
         if self.first_norm == "stream" and self.norm == "post":
-            raise ValueError("first_norm=stream: applies to norm=pre. Set norm: pre, or remove it.")
+            raise ValueError("first_norm=stream: applies to norm=pre only. Set norm: pre, or remove first_norm.")
         if self.mlp_ratio is None and self.mlp_width is None:
             raise ValueError("mlp_width: is not set. Set it, or mlp_ratio.")
         return self

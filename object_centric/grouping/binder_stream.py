@@ -15,7 +15,7 @@ class _BlockCache(NamedTuple):
     """Cache of a block's last w frames.
 
     Attributes:
-        weighted_sum, total: (b, w, R, in) and (b, w, R), what the block's slots read from each frame, if all times send
+        weighted_sum, total: (b, w, R, in) and (b, w, R), the values that the block's slots read from each frame, if all times send
             the same queries.
         slots: (b, K, w, D), inputs of attention across time.
     """
@@ -48,8 +48,8 @@ class BinderStream:
             or binder_config.interaction == "joint"
         ):
             raise ValueError(
-                "slots of a stream: binder.causal=true, softmax_scope=time, inverted=true, interaction=decoupled; "
-                "others change with later frames, or are not kept"
+                "binder: a stream needs causal=true, softmax_scope=time, inverted=true and interaction=decoupled. With "
+                "other values, slots would depend on later frames, or could not be kept from frame to frame."
             )
         self.binder, self.window = binder, window or binder_config.context_frames
         self._caches: list[_BlockCache | None] = [None] * len(binder.blocks)

@@ -27,9 +27,13 @@ class FrameConfig(Frozen):
     scale_clip: Annotated[tuple[float, float], between(1e-6, 100, rising=True)] = field(
         (0.001, 2.0), "Smallest and largest scale (text of the paper: 0.01 and 5)."
     )
-    scale_eps: float = field(1e-8, "Constant added to the weights of the mean that gives a scale.", ge=0)
+    scale_eps: float = field(
+        1e-8, "Constant that is added to the attention weights before a slot's scale is computed from them.", ge=0
+    )
     scale_mean: Literal["code", "paper"] = field(
-        "code", "Weights of that mean after adding scale_eps: unchanged (code), or normalized again (paper)."
+        "code",
+        "Weights of the mean that gives a slot's scale. code: attention + scale_eps, as it is (the authors' "
+        "code). paper: the same, normalized to sum 1.",
     )
     hidden: int = field(128, "Hidden units of the MLP of keys and values.", gt=0)
 
@@ -84,7 +88,7 @@ class InvariantSlotAttention(nn.Module):
         c, f = self.config, self.frame
         slot_noise, position_noise, scale_noise = noise.split([c.width, 2, 2], dim=-1)
         slots = self.initial_slots.expand_as(slot_noise) if c.slot_init == "learned" else slot_noise
-        # A normal's distribution function makes it uniform, so all noise of a batch is of one kind.
+        # A normal's distribution function makes it uniform, so that a batch has one kind of noise.
         positions = torch.special.ndtr(position_noise) * 2 - 1
         return slots, positions, (0.1 + 0.1 * scale_noise).clamp(*f.scale_clip)
 

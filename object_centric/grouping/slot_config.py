@@ -26,20 +26,20 @@ class BinderConfig(Frozen):
         "Heads of the attentions across time and among slots. The attention to tokens has the heads of the grouping.",
         gt=0,
     )
-    causal: bool = field(True, "A time attends to itself and earlier times. false: to all times.")
+    causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: to all time steps.")
     context_frames: int | None = field(
         None,
-        "For causal blocks: number of last times, including the present one, that a time attends to. Default: all.",
+        "For causal blocks: number of time steps that a time step attends to, including itself and the ones before. Default: all.",
         gt=0,
         examples=[6],
     )
     softmax_scope: Literal["time", "clip"] = field(
         "time",
-        "Slots that compete for a token: those of one time (code), or of all times (a reading of D.1.2), where a "
-        "later time takes from an earlier one's share.",
+        "Slots that compete for a token. time: the slots of one time step (the authors' code). clip: the slots "
+        "of all time steps (a possible reading of the paper's D.1.2).",
     )
     inverted: bool = field(
-        True, "Slots compete for tokens. false: each slot attends to all tokens, an ablation of the paper."
+        True, "Slots compete for tokens, as in PSB. false: softmax over tokens, an ablation in its paper."
     )
     interaction: Literal["decoupled", "joint"] = field(
         "decoupled",
@@ -48,11 +48,14 @@ class BinderConfig(Frozen):
     )
     temporal_decay: bool = field(
         False,
-        "Weight a frame's shares by its distance after the softmax, since a bias of one head before it has no effect "
-        "(ours, not the paper's).",
+        "Multiply the shares of a frame, after the softmax, by a learned weight for its distance in time. With "
+        "heads=1, a bias before the softmax has no effect. An addition of ours, not in the paper.",
     )
     max_time_distance: int = field(
-        1024, "Largest distance in time that is distinguished: half the period of the slowest octave.", gt=0
+        1024,
+        "Largest distance in time steps that the encoding of distances can tell apart: half the period of its "
+        "slowest sine.",
+        gt=0,
     )
     fourier_bands: int = field(
         8, "Sines and cosines of a distance in time. Each has half the period of the one before.", gt=0, le=30
@@ -112,7 +115,9 @@ class SlotAttentionConfig(Frozen):
         None, "Width of queries, keys and values over all heads. Default: width.", gt=0, examples=[64]
     )
     heads: int = field(1, "Attention heads.", gt=0)
-    iterations: int = field(3, "Iterations; layers, if layers=own.", gt=0, le=1000)
+    iterations: int = field(
+        3, "Number of iterations. With layers=own: number of layers, each with its own weights.", gt=0, le=1000
+    )
     ln_eps: float = field(1e-5, "Epsilon of every LayerNorm.", gt=0)
     softmax_over: Literal["slots", "slots_heads", "keys"] = field(
         "slots",
@@ -121,17 +126,21 @@ class SlotAttentionConfig(Frozen):
     )
     renorm: Literal["entry", "sum", "layer", "none"] = field(
         "entry",
-        "Weights over tokens. entry: (A + eps) / sum(A + eps); sum: A / (sum(A) + eps); none: A; layer: A, with a "
-        "LayerNorm of the update.",
+        "Weights with which tokens are averaged, from the attention A. entry: (A + eps) / sum(A + eps). sum: A / "
+        "(sum(A) + eps). none: A itself. layer: A itself, with a LayerNorm of the update. Sums are over tokens.",
     )
     renorm_eps: float = field(1e-8, "Epsilon of renorm=entry and renorm=sum.", ge=0)
     qk_norm: bool = field(False, "Apply LayerNorms without biases to queries and keys (Dehghani et al. 2023).")
     gru: Literal["torch", "flax", "keras", "none"] = field(
-        "torch", "GRU that updates a slot, with the biases and initialization of this library. none: add the update."
+        "torch",
+        "Update of a slot. torch, flax, keras: a GRU with the biases and initialization of the named library. "
+        "none: no GRU; the update is added to the slot.",
     )
     gru_on_normed: bool = field(False, "Use the normalized slot as the GRU's state (videosaur's code).")
     mlp_width: int = field(0, "Hidden units of the residual MLP after the update. 0: no MLP.", ge=0)
-    activation: Literal["relu", "gelu"] = field("relu", "Activation of that MLP.")
+    activation: Literal["relu", "gelu"] = field(
+        "relu", "Activation of the residual MLP after each update of the slots (see mlp_width)."
+    )
     mlp_last: bool = field(True, "Run the MLP in the last iteration, too.")
     out_proj: bool = field(
         False, "Apply a linear layer to the attended values, as preset savi does with several heads."
@@ -168,7 +177,10 @@ class SlotAttentionConfig(Frozen):
         "Assign tokens to slots by optimal transport instead of a softmax (presets sa_sinkhorn, sa_emd, sa_me, mesh).",
     )
 
-    binder: BinderConfig | None = field(None, "Bind slots of all times at once, in blocks (preset psb).")
+    binder: BinderConfig | None = field(
+        None,
+        "Compute the slots of all time steps together in Transformer-like blocks, as in the parallel spatiotemporal binder (preset psb). Default: no binder.",
+    )
 
     pooled: PooledConfig | None = field(
         None, "Pool slots from a Transformer over all tokens of all times instead of slot attention (preset pooled)."
@@ -202,7 +214,7 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves. Remove kv.")
         if self.qk_norm and (self.kv == "folded" or self.transport is not None):
             raise ValueError(
-                "qk_norm: needs projected keys, which kv=folded and transport do not have. Remove one of them."
+                "qk_norm: needs projected keys, which neither kv=folded nor transport has. Remove qk_norm, or kv=folded and transport."
             )
         if self.softmax_over == "keys" and self.renorm != "none":
             raise ValueError(
@@ -210,18 +222,18 @@ class SlotAttentionConfig(Frozen):
             )
         if self.qkv != self.width and not self.out_proj and self.gru == "none":
             raise ValueError(
-                f"qkv_width={self.qkv}: must equal width={self.width}, to which values are added. Set out_proj, or a gru."
+                f"qkv_width={self.qkv}: must equal width={self.width}, because values are added to the slots. To use another width, set out_proj or a gru."
             )
         if self.ground and (self.slots < 2 or self.pooled is not None or self.slot_init in ("same", "given")):
             raise ValueError(
-                f"ground: needs further slots and learned initial slots, got slots={self.slots}, slot_init={self.slot_init}. "
-                "Use two or more slots, slot_init gaussian or learned, and another preset than pooled."
+                "ground: needs two or more slots, slot_init=gaussian or learned, and a preset other than pooled, got "
+                f"slots={self.slots}, slot_init={self.slot_init}. Change them, or remove ground."
             )
         if self.straight_through and self.gradient == "all":
-            raise ValueError("straight_through: applies to gradient=last. Remove it.")
+            raise ValueError("straight_through: applies to gradient=last only. Remove straight_through.")
         if self.slot_init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
             raise ValueError(
-                "slot_init=same: equal slots stay equal. Set transport.entropy_steps, with noise to break ties."
+                "slot_init=same: slots that start equal stay equal. Set transport.entropy_steps and transport.noise, which separate them."
             )
         if self.transport is not None and (self.heads, self.softmax_over, self.renorm, self.kv) != (
             1,
@@ -250,17 +262,18 @@ class SlotAttentionConfig(Frozen):
         for knob, value in required.items():
             if getattr(self, knob) != value:
                 raise ValueError(f"{knob}={getattr(self, knob)}: a binder supports {value} only. Remove it.")
-        if self.width % binder.heads or not self.mlp_width:
-            raise ValueError(
-                f"binder.heads={binder.heads}: must divide width={self.width}, and mlp_width={self.mlp_width} must be positive"
-            )
+        if self.width % binder.heads:
+            raise ValueError(f"binder.heads={binder.heads}: must divide width={self.width}.")
+        if not self.mlp_width:
+            raise ValueError(f"mlp_width={self.mlp_width}: must be positive with a binder.")
         if not binder.inverted and (binder.softmax_scope == "clip" or binder.temporal_decay):
             raise ValueError(
                 "binder.inverted=false: slots do not compete for a token. Remove softmax_scope and temporal_decay."
             )
         if binder.context_frames is not None and not binder.causal:
             raise ValueError(
-                f"binder.context_frames={binder.context_frames}: limits earlier frames, but causal=false also sees later ones. Remove one of them."
+                f"binder.context_frames={binder.context_frames}: limits how many earlier frames are seen, but "
+                f"with causal=false later frames are seen, too. Remove binder.context_frames or causal=false."
             )
         if self.slot_init in ("same", "given"):
             raise ValueError(
@@ -270,12 +283,15 @@ class SlotAttentionConfig(Frozen):
     def _check_pooled_options(self, pooled: PooledConfig) -> None:
         """Raise `ValueError` if the number of slots is not a square, or heads do not divide the width."""
         if math.isqrt(self.slots) ** 2 != self.slots:
-            raise ValueError(f"slots={self.slots}: squares of an image are pooled. Use a square number, such as 16.")
+            raise ValueError(
+                f"slots={self.slots}: each slot pools one cell of a square grid over the image. Use a square number, such as 16."
+            )
         if self.width % pooled.heads:
             raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
         if self.binder is not None or self.transport is not None or self.gru != "none" or self.slot_init != "learned":
             raise ValueError(
-                "pooled: has no attention by slots and samples nothing. Remove binder, transport, gru and slot_init."
+                "pooled: its slots do not attend to tokens and are not sampled. Remove binder, transport, gru and "
+                "slot_init."
             )
         if self.qk_norm or self.renorm != "entry":
             raise ValueError("pooled: has no queries. Remove qk_norm and renorm.")

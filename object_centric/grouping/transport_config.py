@@ -39,12 +39,17 @@ class TransportConfig(Frozen):
         False, "Differentiate through the entropy gradient (text of the paper). false: treat it as a constant (code)."
     )
     regulariser: float = field(
-        0.0, "Lambda of Eq. 9: shares move between similar slots only. Learned with second_order.", ge=0
+        0.0,
+        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, on plans that differ "
+        "from that of the initial costs. Exchanges between similar slots cost less; the network that computes "
+        "this similarity is trained only with second_order=true. 0: no penalty.",
+        ge=0,
     )
     exact: Literal["none", "sum", "straight_through"] = field(
         "none",
-        "Also compute the optimal plan (POT): add it (sum, Eq. 8), or use it with the gradient of Sinkhorn's plan "
-        "(straight_through).",
+        "Also compute the exact optimal plan with the library POT. sum: add it to Sinkhorn's plan (Zhang et "
+        "al. 2022, Eq. 8). straight_through: use it forward, with the gradient of Sinkhorn's plan. none: do "
+        "not compute it.",
     )
 
     @model_validator(mode="after")
@@ -56,7 +61,11 @@ class TransportConfig(Frozen):
         if not self.entropy_steps:
             for knob in ("second_order", "learn_rate", "regulariser"):
                 if getattr(self, knob):
-                    raise ValueError(f"{knob}: applies to entropy_steps, which is 0. Set entropy_steps, or remove it.")
+                    raise ValueError(
+                        f"{knob}: has no effect, because entropy_steps is 0. Set entropy_steps, or remove this key."
+                    )
         if self.regulariser and not self.second_order:
-            raise ValueError("regulariser: similarities are learned through steps with a gradient. Set second_order.")
+            raise ValueError(
+                "regulariser: needs gradients through the entropy steps to learn similarities. Set second_order."
+            )
         return self

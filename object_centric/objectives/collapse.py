@@ -16,13 +16,27 @@ _MIN_USED_SHARE = 0.005  # share of an image's pixels below which a slot counts 
 class SlotCollapseConfig(Frozen):
     """Thresholds of warnings that slots do not divide images among them."""
 
-    start_fraction: float = field(0.2, "Share of the training steps before which there is no warning.", ge=0, le=1)
-    min_slots_used: float = field(1.5, "Warn if fewer slots than this, on average over images, explain pixels.", ge=0)
+    start_fraction: float = field(
+        0.2, "Share of the training steps that must have passed before a warning can appear.", ge=0, le=1
+    )
+    min_slots_used: float = field(
+        1.5,
+        "Warn if fewer slots per image than this are used, on average. A slot is used if its mask is the largest "
+        "at enough pixels (0.5 % of the image).",
+        ge=0,
+    )
     min_sharpness: float = field(
-        0.05, "Warn if 1 minus the entropy of a pixel's shares is below this: all slots explain everything.", ge=0, le=1
+        0.05,
+        "Warn if masks are less sharp than this. 1: one slot per pixel; 0: equal shares of all slots at every "
+        "pixel, so that all slots explain everything.",
+        ge=0,
+        le=1,
     )
     max_fixity: float = field(
-        0.8, "Warn if mask borders coincide across images by more than this: masks form a fixed grid.", ge=0
+        0.8,
+        "Warn if mask borders are more alike across images than this. 0: as by chance; 1: the same in all "
+        "images, such as a fixed grid.",
+        ge=0,
     )
 
     def check_health(self, metrics: Mapping[str, float], fraction_done: float) -> str | None:

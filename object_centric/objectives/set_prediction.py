@@ -31,6 +31,8 @@ class SetModelConfig(SlotTowerConfig):
 
 
 class SetPredictionConfig(Frozen):
+    """Prediction of an object from each slot, matched to the scene's objects (Locatello et al. 2020, Sec. 3.2)."""
+
     kind: Literal["set_prediction"] = field("set_prediction", "Entry of sparo.methods.")
     model: SetModelConfig = field(SetModelConfig(), "Encoder, grouping and head.")
     huber: float = field(1.0, "Difference up to which the Huber loss is quadratic.", gt=0)

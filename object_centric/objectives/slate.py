@@ -130,7 +130,7 @@ class SlateModel(nn.Module):
         return self._embed_tokens(logits.argmax(1).flatten(1)).masked_fill(is_nan[:, None, None], torch.nan)
 
     def generate(self, slots: Tensor) -> Tensor:
-        """Generate images (b, 3, S, S) from slots (b, K, D), always with the most probable token; NaN if there is no valid token."""
+        """Generate images (b, 3, S, S) from slots (b, K, D), always with the most probable token; NaN if no token is valid."""
         side, is_nan = math.isqrt(self.config.tokens), slots.new_zeros(len(slots), dtype=torch.bool)
         projected, past = self.project(slots), None
         # One token at a time with a cache of keys, because each token depends on the previous ones.
@@ -162,6 +162,8 @@ class SlateModel(nn.Module):
 
 
 class SlateConfig(Frozen):
+    """SLATE: slots that condition a Transformer over tokens of a discrete VAE (Singh et al. 2022)."""
+
     kind: Literal["slate"] = field("slate", "Entry of sparo.methods.")
     model: SlateModelConfig = field(SlateModelConfig(), "Discrete VAE, tower and decoder.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
@@ -240,7 +242,7 @@ class Slate(Objective):
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m = self.config.model
-        # Logits, token weights and outputs of the head have the width of the vocabulary, beside which everything else
+        # Logits, token weights and outputs of the head have the width of the vocabulary, compared with which everything else
         # is small.
         written = m.tokens * 3 * m.dvae.vocab + m.encoder.cost(m.image_size)
         towers = [(m.tokens * m.decoder.width, m.decoder.blocks)]

@@ -39,7 +39,7 @@ class SlotModelConfig(SlotTowerConfig):
             )
         if self.frame is not None and self.decoder.kind == "patch":
             raise ValueError(
-                "decoder.kind=patch: learns its positions, but slots with frames have their own. Use mlp or cnn."
+                "decoder.kind=patch: learns its own positions, but slots with reference frames (the key `frame`) bring theirs. Use mlp or cnn."
             )
         return self
 
@@ -85,12 +85,14 @@ class SlotModel(nn.Module):
 
 
 class SlotAutoencoderConfig(Frozen):
+    """Slots that reconstruct an image's pixels or features (Locatello et al. 2020; Seitzer et al. 2023)."""
+
     kind: Literal["slots"] = field("slots", "Entry of sparo.methods.")
     model: SlotModelConfig = field(SlotModelConfig(), "Encoder, grouping and decoder.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error: mean over pixels and colours, or their sum, on which gradient clipping and reported errors of "
-        "Biza et al. are based.",
+        "Squared error: mean over pixels and colours, or their sum. Biza et al. use the sum for gradient "
+        "clipping and for the errors that they report.",
     )
     signed: bool = field(False, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
@@ -156,7 +158,7 @@ def refuse_cache_with_augmentation(run: Any) -> None:
     encoder = run.objective.model.encoder
     if encoder.kind == "frozen" and encoder.cache and (run.data.hflip or run.data.crop_scale != (1.0, 1.0)):
         raise ValueError(
-            "objective.model.encoder.cache: pictures that are cropped or mirrored at random are never met again; "
+            "objective.model.encoder.cache: a randomly cropped or mirrored image does not occur a second time, so caching it is useless. "
             "set data.crop_scale: [1.0, 1.0] and data.hflip: 0, or cache: null"
         )
 

@@ -44,22 +44,31 @@ class SlotTowerConfig(Frozen):
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
         ConvNetConfig(), "Encoder from pixels to features: an entry of sparo.slot_encoders."
     )
-    features: int = field(64, "Width of the features that slots group, after an MLP on the encoder's output.", gt=0)
-    hidden: int | None = field(None, "Hidden units of that MLP. Default: the encoder's width.", gt=0, examples=[64])
-    activation: Literal["relu", "gelu"] = field("relu", "Activation of that MLP.")
+    features: int = field(
+        64, "Width of the features that slot attention receives. An MLP maps the encoder's output to this width.", gt=0
+    )
+    hidden: int | None = field(
+        None,
+        "Hidden units of the MLP that maps features to slots' inputs. Default: the encoder's width.",
+        gt=0,
+        examples=[64],
+    )
+    activation: Literal["relu", "gelu"] = field("relu", "Activation of the MLP that maps features to slots' inputs.")
     position_init: Literal["torch", "lecun", "glorot"] = field(
         "torch",
-        "Initialization of the projection of positions: lecun for two signed coordinates (SAVi, ISA), glorot with "
-        "zero biases (SA-2020, STEVE), or PyTorch's.",
+        "Initialization of the linear layer for positions. torch: PyTorch's. lecun: LeCun normal and zero "
+        "biases, for coordinates in -1..1 (SAVi, ISA). glorot: Xavier uniform and zero biases (SA-2020, STEVE).",
     )
     transformer: TransformerConfig | None = field(
         None,
-        "Transformer over the features of an image, after that MLP (SAVi++). Default: none.",
+        "Transformer over the features of an image, after the feature MLP (SAVi++). Default: none.",
         examples=[{"preset": "savi++"}],
     )
     grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "Slot attention from features to slots.")
     frame: FrameConfig | None = field(
-        None, "Slots with their own positions and scales: T-SA, TS-SA. Default: plain slot attention."
+        None,
+        "Give every slot a position and a scale, relative to which it sees the tokens: "
+        "translation-equivariant (T-SA) or translation- and scale-equivariant slot attention (TS-SA). Default: plain slot attention.",
     )
 
     @model_validator(mode="after")
@@ -74,7 +83,8 @@ class SlotTowerConfig(Frozen):
             self.transformer.refuse_width(self.features, "transformer")
             if self.frame is not None:
                 raise ValueError(
-                    "transformer: self-attention mixes positions, so slots with frames cannot use it. Set frame or transformer to null."
+                    "transformer: self-attention mixes positions, so slots with reference frames (the key `frame`) "
+                    "cannot use it. Set frame or transformer to null."
                 )
         if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(
@@ -84,7 +94,8 @@ class SlotTowerConfig(Frozen):
             raise ValueError("grouping.preset=pooled: applies to videos (objective.kind=video_slots)")
         if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _POSITION_AWARE_ENCODERS):
             raise ValueError(
-                f"position_init={self.position_init}: this tower projects no positions, as with frames and ViTs. Remove it."
+                f"position_init={self.position_init}: this tower projects no positions, because it has a ViT or "
+                f"reference frames (the key `frame`). Remove position_init."
             )
         if self.frame is None:
             return self
@@ -92,10 +103,12 @@ class SlotTowerConfig(Frozen):
         for option in _UNSUPPORTED_WITH_FRAMES:
             if getattr(g, option) != getattr(plain, option):
                 raise ValueError(
-                    f"grouping.{option}={getattr(g, option)}: slots with frames support {getattr(plain, option)} only"
+                    f"grouping.{option}={getattr(g, option)}: slots with reference frames (the key `frame`) support {getattr(plain, option)} only"
                 )
         if not g.mlp_width or g.gru == "none" or g.qkv != g.width:
-            raise ValueError("grouping: slots with frames need mlp_width, a gru, and qkv_width=width. Use preset=isa.")
+            raise ValueError(
+                "grouping: slots with reference frames (the key `frame`) need mlp_width, a gru, and qkv_width=width. Use preset=isa."
+            )
         return self
 
     @property

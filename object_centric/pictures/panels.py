@@ -138,7 +138,7 @@ def tiles_of(
             *slot_tiles,
         ]
         rows.append([t for t in tiles if t is not None])
-    heads = ["image", *(["true"] if has_masks else []), "masks", *(["drawn"] if reconstruction is not None else [])]
+    heads = ["image", *(["true"] if has_masks else []), "masks", *(["decoded"] if reconstruction is not None else [])]
     heads += [f"slot {k}" for k in range(soft_masks.shape[1])]
     return rows, heads
 

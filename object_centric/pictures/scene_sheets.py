@@ -40,7 +40,7 @@ def scene_sheet(
     slots = encoder.slots_of(posed[:, :num_context_views], window)
     # In a static scene, these are the same.
     times = sorted({0, len(posed) - 1})
-    heads = ["view", "true", "masks", "drawn", *(["depth"] if encoder.predicts_depth else [])]
+    heads = ["view", "true", "masks", "rendered", *(["depth"] if encoder.predicts_depth else [])]
     heads += [f"slot {k}" for k in range(encoder.slots)]
     rows, names = [], []
     for t in times:
@@ -77,7 +77,7 @@ def turntable(
     poses = orbit_poses(posed[-1, :num_context_views], turns)
     side = posed.shape[-1]
     lens = intrinsics_of(posed[-1, 0])
-    heads = ["drawn", *(["depth"] if encoder.predicts_depth else []), *(f"slot {k}" for k in range(encoder.slots))]
+    heads = ["rendered", *(["depth"] if encoder.predicts_depth else []), *(f"slot {k}" for k in range(encoder.slots))]
     sheets = []
     for pose in poses:
         rays = pixel_rays(torch.from_numpy(pose).float(), lens, side).movedim(-1, 0)[None]

@@ -14,6 +14,8 @@ from .weight_reader import Tensors, open_weight_file
 
 
 class MeshFile(Frozen):
+    """Options of `mesh:FILE`."""
+
     slots: int = field(11, "Number of slots, K.", gt=0)
     iterations: int = field(3, "Iterations.", gt=0)
     entropy_steps: int = field(4, "Steps that minimize the plan's entropy. 0: SA-Sinkhorn.", ge=0)
@@ -71,7 +73,7 @@ def from_mesh(text: str) -> SlotEncoder:
         },
         t.label,
     )
-    # Take everything before building the model, so that unknown tensors are what is left.
+    # Take everything before building the model, so that only unknown tensors are left.
     _renamed(t, learned)
     model = SlotModel(config)
     t.into(model)

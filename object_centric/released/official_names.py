@@ -2,7 +2,7 @@
 
 A name of the official repository (left) stands for a module or parameter, `{i}` for a number. Ours (right) is below `model.` in a run's state
 dict; `{2i}` is twice that number. None of these repositories releases weights in a file that can be read without its own software, so
-there is no reader: the maps are for porting weights, and for reading their code and ours side by side.
+this project has no reader for them: the maps are for porting weights, and for reading their code and ours side by side.
 
 Differences of layout that the maps do not show:
 

@@ -18,6 +18,8 @@ _BLOCK = {
 
 
 class SlateFile(Frozen):
+    """Options of `slate:FILE`."""
+
     slots: int = field(3, "Number of slots, K.", gt=0)
     iterations: int = field(3, "Iterations.", gt=0)
     heads: int = field(4, "Heads of the decoder.", gt=0)

@@ -20,6 +20,8 @@ NAMES = {
 
 
 class SpotFile(Frozen):
+    """Options of `spot:FILE`."""
+
     image_size: int = field(224, "Image side in pixels.", gt=0)
     slots: int = field(7, "Number of slots, K, if their initialization is random.", gt=0)
     iterations: int = field(3, "Iterations.", gt=0)

@@ -22,6 +22,8 @@ _NAMES = {
 
 
 class VideosaurFile(Frozen):
+    """Options of `videosaur:FILE`."""
+
     image_size: int = field(224, "Image side in pixels.", gt=0)
     slots: int = field(7, "Number of slots, K, if their initialization is random.", gt=0)
     iterations: int = field(3, "Iterations for a video's first frame. Released configurations: 3.", gt=0)

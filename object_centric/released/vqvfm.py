@@ -18,6 +18,8 @@ _NAMES = {
 
 
 class VqvfmFile(Frozen):
+    """Options of `vqvfm:FILE`."""
+
     image_size: int = field(256, "Image side in pixels.", gt=0)
     shrink: float = field(0.875, "Resize images to this share of image_size before the ViT.", gt=0, le=1)
     slots: int = field(7, "Number of slots, K, if they are drawn from one Gaussian.", gt=0)

@@ -1,4 +1,4 @@
-"""Released files: tensors that are renamed one by one, so that none is forgotten, and options after `?` for what the file does not contain."""
+"""Released files: tensors that are renamed one by one, so that none is forgotten, and options after `?` for facts that the file does not contain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class UnspecifiedOptions:
         # A wrong option would be ignored without the user's knowledge.
         if name in self.user_options and self.user_options[name] != value:
             raise ConfigError(
-                f"{self.label}?{name}={self.user_options[name]}: the file determines {value}. Remove the option."
+                f"{self.label}?{name}={self.user_options[name]}: contradicts the file, which has {name}={value}. Remove "
+                "the option."
             )
         self.unspecified.pop(name, None)
 
@@ -63,7 +64,7 @@ class UnspecifiedOptions:
         assumed = ", ".join(f"{name}={value}" for name, value in values.items())
         # As the user would type it again: with the given options, and the first that is missing.
         example = f"{self.label}?{self.query}{'&' if self.query else ''}{next(iter(values))}=…"
-        return f"{self.label}: does not contain {assumed}, which are assumed; {example} changes them"
+        return f"{self.label}: does not contain {assumed}, so these values are assumed; {example} changes them"
 
 
 def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Tensors, Options, UnspecifiedOptions]:
@@ -87,7 +88,7 @@ def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Te
 
 
 class Tensors:
-    """Tensors by their names in the file, each of which is taken under a new name."""
+    """Tensors by their names in the file; each is taken under a new name."""
 
     def __init__(self, tensors: Mapping[str, Tensor], label: str):
         self.tensors, self.label = dict(tensors), label
@@ -115,13 +116,13 @@ class Tensors:
         self.drop(*theirs)
 
     def drop(self, *prefixes: str) -> None:
-        """Drop what the model here does not have."""
+        """Drop tensors that the model here does not have."""
         self.tensors = {
             n: t for n, t in self.tensors.items() if not any(n == p or n.startswith(f"{p}.") for p in prefixes)
         }
 
     def count(self, prefix: str) -> int:
-        """Count modules `prefix.0`, `prefix.1`, …"""
+        """Count modules `prefix.0`, `prefix.1` and so on."""
         # Count what exists instead of using the largest number, because sequences contain layers without weights.
         numbers = {n.removeprefix(f"{prefix}.").partition(".")[0] for n in self.tensors if n.startswith(f"{prefix}.")}
         return sum(number.isdigit() for number in numbers)

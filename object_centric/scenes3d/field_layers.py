@@ -183,6 +183,7 @@ def color_backward(
 
 
 def matmul(x: Tensor, y: Tensor, matmul_dtype: MatmulDtype) -> Tensor:
+    """Return `x @ y`, computed in `matmul_dtype` and returned with at least 32 bits; None: in the inputs' dtype."""
     return (
         x @ y
         if matmul_dtype is None

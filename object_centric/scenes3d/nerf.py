@@ -64,6 +64,8 @@ class NerfConfig(Frozen):
 
 
 class Nerf(RayDecoder):
+    """Radiance field per slot, integrated along rays (Singh et al. 2024, Sec. 3.3; uORF)."""
+
     def __init__(self, config: NerfConfig, width: int):
         super().__init__()
         self.config, c = config, config
@@ -92,7 +94,7 @@ class Nerf(RayDecoder):
         return Bounds(c.near, c.far, c.box).near_far(rays.origins, rays.directions)
 
     def sample_points(self, rays: Rays) -> Points:
-        """Return sample positions: one point in each of B + 1 bins, of which the last only ends the one before it."""
+        """Return sample positions: one point in each of B + 1 bins, where the last only ends the one before it."""
         c = self.config
         number = torch.arange(c.bins + 1, device=rays.origins.device)
         # A ray has one random number; multiples of the golden ratio spread it evenly over the bins.

@@ -34,7 +34,8 @@ class ViewsConfig(Frozen):
     context: int = field(3, "Number of context views, from which slots are computed.", gt=0, le=10_000)
     held_out: int = field(
         1,
-        "Number of held-out views, which are rendered but not encoded. Scenes with more cameras draw a subset.",
+        "Number of held-out views, which are rendered but not encoded. If a scene has more cameras than context "
+        "+ held_out, that many are drawn at random.",
         ge=0,
         le=10_000,
     )
@@ -147,8 +148,8 @@ class ViewExamples(Examples):
             return
         if along.max() < self.bounds.near or along.min() > self.bounds.far:
             raise BadSampleError(
-                f"its cameras look at a point outside the range in which rays are sampled ({_format_bounds(self.bounds)}), "
-                "in the units of the cameras' poses"
+                "its cameras look at a point outside the range of distances in which rays are sampled "
+                f"({_format_bounds(self.bounds)}). Give this range in the units of the cameras' poses"
             )
 
     def _check_box_intersection(self, poses: np.ndarray, lenses: np.ndarray) -> None:
@@ -159,7 +160,7 @@ class ViewExamples(Examples):
         if not self.bounds.intersects(pose_tensor, lens_tensor, self.image_size):
             raise BadSampleError(
                 f"no ray of its views meets the sampled box (decoder.box={self.bounds.box}, "
-                f"decoder.near={self.bounds.near:g}), in the units of the cameras' poses"
+                f"decoder.near={self.bounds.near:g}). Give both in the units of the cameras' poses"
             )
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
@@ -176,7 +177,8 @@ def check_scene_bounds(scene_bounds: tuple[float, float] | None, bounds: Bounds 
         return
     if scene_bounds[0] < bounds.near - 1e-6 or scene_bounds[1] > bounds.far + 1e-6:
         raise BadSampleError(
-            f"its distances differ from those in which rays are sampled ({_format_bounds(bounds)}); near and far of its json give them"
+            "near and far in its json are outside the range of distances in which rays are sampled "
+            f"({_format_bounds(bounds)})"
         )
 
 
@@ -189,17 +191,22 @@ _BATCH_KEYS = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lens
 
 
 class NovelViewsConfig(Frozen):
+    """Slots of several posed views that render other views (Singh et al. 2024; OSRT)."""
+
     kind: Literal["novel_views"] = field("novel_views", "Entry of sparo.methods.")
     model: SceneModelConfig = field(SceneModelConfig(), "Encoder of views, slots, and decoder of rays.")
     views: ViewsConfig = field(ViewsConfig(), "Context views, held-out views and rays of a sample.")
-    frames: FramesConfig = field(FramesConfig(), "Times of an episode in a sample. Still scenes: count=1.")
+    frames: FramesConfig = field(
+        FramesConfig(), "Which time steps of an episode form a sample. For static scenes, set count=1."
+    )
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:
         if self.views.rays > self.model.image_size**2:
             raise ValueError(
-                f"views.rays={self.views.rays}: a view of model.image_size={self.model.image_size} has {self.model.image_size**2} pixels"
+                f"views.rays={self.views.rays}: must be at most {self.model.image_size**2}, the number of pixels of a "
+                f"view at model.image_size={self.model.image_size}"
             )
         return self
 

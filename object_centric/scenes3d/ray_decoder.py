@@ -20,7 +20,7 @@ class RenderedRays(NamedTuple):
 
     Attributes:
         colours: (n, R, 3).
-        shares: (n, R, K + E), of each slot and then of what is not a slot; their sum is at most one.
+        shares: (n, R, K + E), of each slot and then of the parts that are not slots; their sum is at most one.
         depth: (n, R), distance along the ray; None if the decoder has none.
     """
 
@@ -71,7 +71,7 @@ class RayDecoder(nn.Module, ABC):
             chunk = rays.chunk(begin, begin + chunk_size)
             # Backward begins with the last chunk, when nothing else is stored, so that one is not recomputed.
             if torch.is_grad_enabled() and begin + chunk_size < count:
-                # Random numbers are part of the rays, so there is no random state to restore.
+                # Random numbers are part of the rays, so no random state needs restoring.
                 parts.append(
                     checkpoint(self.render, slots, chunk, slot_cache, use_reentrant=False, preserve_rng_state=False)
                 )
@@ -99,6 +99,8 @@ class RayBroadcastConfig(RayEmbeddingConfig):
 
 
 class RayBroadcast(RayDecoder):
+    """Decoder that renders every slot at every ray and mixes them by a softmax."""
+
     def __init__(self, config: RayBroadcastConfig, width: int):
         super().__init__()
         self.config, c = config, config

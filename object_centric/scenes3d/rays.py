@@ -120,14 +120,16 @@ class RayPointsConfig(Frozen):
 
     by: Literal["distance", "height"] = field(
         "distance",
-        "distance: near and far are distances from the camera. height: heights above z = 0, for cameras that look "
-        "down; a point is then x and y.",
+        "What near and far measure. distance: distance from the camera; a point has x, y and z. height: height "
+        "above z = 0, for cameras that look down; a point has only x and y.",
     )
     near: float = field(0.5, "First point, in world units.")
     far: float = field(20.0, "Last point, in world units.")
     count: int = field(8, "Number of points, evenly spaced.", gt=1, le=1024)
     reach: float = field(
-        10.0, "Largest coordinate: half the period of the slowest sine. Coordinates are clipped to it.", gt=0
+        10.0,
+        "Coordinates are clipped to -reach..reach, in world units. The slowest sine has the period 2 * reach.",
+        gt=0,
     )
     fourier_bands: int = field(
         6,
@@ -166,7 +168,13 @@ class RayEmbeddingConfig(Frozen):
     """Embedding of a ray for decoders of whole rays."""
 
     fourier_bands: int = field(15, "Fourier features of a ray's origin and direction, in octaves.", gt=0, le=30)
-    fourier_start: int = field(0, "First octave of origins, whose range is that of the scene.", ge=-20, le=20)
+    fourier_start: int = field(
+        0,
+        "First octave of the Fourier features of origins. Negative for large scenes, because origins are in "
+        "world units.",
+        ge=-20,
+        le=20,
+    )
     points: RayPointsConfig | None = field(
         None,
         "Points along a ray, embedded instead of its origin and direction. Default: none.",

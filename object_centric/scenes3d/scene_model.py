@@ -48,11 +48,14 @@ class SceneTowerConfig(Frozen):
         self.encoder.refuse_side(self.image_size)
         if g.transport is not None or g.pooled is not None or g.slot_init == "given":
             raise ValueError(
-                "grouping: transport, pooled and slot_init=given apply to images and videos. Use another preset or slot_init."
+                "grouping: transport, pooled and slot_init=given do not apply to 3D scenes, only to images and videos. "
+                "Use another preset or slot_init."
             )
         if self.predictor is not None:
             if g.binder is not None or not self.over_time:
-                raise ValueError("predictor: applies to slots that are carried from time to time. Set it to null.")
+                raise ValueError(
+                    "predictor: applies only to slots that are passed from one time step to the next. Set predictor to null."
+                )
             self.predictor.refuse_width(g.width, "predictor")
         if self.over_time and g.binder is None and g.gradient == "last" and not g.straight_through:
             raise ValueError(
@@ -131,7 +134,7 @@ class SceneModelConfig(SceneTowerConfig):
 
     @property
     def bounds(self) -> Bounds | None:
-        """Return the range in which rays are sampled, for decoders that march along them; with a sky, what is beyond is the sky."""
+        """Return the range in which rays are sampled, for decoders that march along them; with a sky, everything beyond is sky."""
         near, far = getattr(self.decoder, "near", None), getattr(self.decoder, "far", None)
         far = math.inf if getattr(self.decoder, "sky", False) else far
         return None if near is None or far is None else Bounds(near, far, getattr(self.decoder, "box", None))

@@ -73,7 +73,9 @@ class SlotMixerConfig(RayEmbeddingConfig):
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.layers == "residual" and self.query == "octaves":
-            raise ValueError("layers=residual: adds a ray's state to slots, so both need one width. Set query: linear.")
+            raise ValueError(
+                "layers=residual: adds a ray's state to slots, so both need the same width. Set query: linear."
+            )
         if self.layers == "residual" and self.activation != "relu":
             raise ValueError(
                 f"activation={self.activation}: applies to layers=plain only. Remove it, or set layers: plain."
@@ -101,6 +103,8 @@ class SlotCache(NamedTuple):
 
 
 class SlotMixer(RayDecoder):
+    """Decoder that mixes slots per ray and renders their mean (Sajjadi et al. 2022, OSRT)."""
+
     def __init__(self, config: SlotMixerConfig, width: int):
         super().__init__()
         self.config, c = config, config

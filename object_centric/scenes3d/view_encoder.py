@@ -44,18 +44,31 @@ class ViewEncoderConfig(Frozen):
         "plain: two 3x3 convolutions (SRT).",
     )
     channels: int = field(
-        192, "Channels of the convolutions. For plain layers: of the first one; they double at each stage.", gt=0
+        192,
+        "Channels of the convolutions. With plain layers: channels of the first stage; each further stage doubles them.",
+        gt=0,
     )
     num_downsample: int = field(1, "Number of stages that halve the side.", ge=0, le=8)
     width: int = field(192, "Feature width.", gt=0)
     fourier_bands: int = field(
-        0, "Fourier features of rays, in octaves, instead of origins and directions. 0: none.", ge=0, le=30
+        0,
+        "Number of octaves of Fourier features of a ray's origin and direction; they replace origin and "
+        "direction as input. 0: use origin and direction themselves.",
+        ge=0,
+        le=30,
     )
-    fourier_start: int = field(0, "First octave of origins, whose range is that of the scene.", ge=-20, le=20)
+    fourier_start: int = field(
+        0,
+        "First octave of the Fourier features of origins. Negative for large scenes, because origins are in "
+        "world units.",
+        ge=-20,
+        le=20,
+    )
     pos_embed_size: int | None = field(
         None,
-        "Features per side of the largest view. Each position has a learned embedding; the first view and all others "
-        "have one each (SRT). Default: none.",
+        "Add learned embeddings, as in SRT: one per position, one for the first view, and one for all other "
+        "views. Value: number of positions per side; at least the number of features per side of a view. "
+        "Default: no embeddings.",
         gt=0,
         le=4096,
         examples=[16],
@@ -95,7 +108,8 @@ class ViewEncoderConfig(Frozen):
     def _check_options(self) -> Self:
         if self.points is not None and self.fourier_bands:
             raise ValueError(
-                f"fourier_bands={self.fourier_bands}: rays are embedded by points or by fourier_bands. Set one of them."
+                f"fourier_bands={self.fourier_bands}: cannot be combined with points, because rays are embedded by only "
+                "one of them. Remove one."
             )
         if self.transformer is not None:
             self.transformer.refuse_width(self.width, "transformer")
@@ -105,7 +119,8 @@ class ViewEncoderConfig(Frozen):
         """Raise `ValueError` if a view has more features per side than embeddings."""
         if self.pos_embed_size is not None and self.side(image_size) > self.pos_embed_size:
             raise ValueError(
-                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has {self.side(image_size)} features per side. Set it to that or more."
+                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has "
+                f"{self.side(image_size)} features per side. Set pos_embed_size to at least this number."
             )
 
     def side(self, image_size: int) -> int:

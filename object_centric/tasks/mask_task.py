@@ -29,8 +29,9 @@ class ObjectsTaskConfig(SetTaskConfig):
     task: Literal["objects"] = field("objects", "Entry of sparo.tasks.")
     match: average_precision.Match = field(
         "nearest",
-        "nearest: a ground-truth object that is already matched still blocks a prediction (Locatello et al. 2020). "
-        "dspn: it does not (Zhang et al. 2022).",
+        "How a prediction finds its object. nearest: the nearest object; if a more confident prediction already "
+        "has it, the prediction is wrong (Locatello et al. 2020). dspn: the nearest of the objects that are not "
+        "matched yet (Zhang et al. 2022).",
     )
 
 
@@ -94,7 +95,10 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
         if task.headline not in result.metrics or not result.n:
             if task.headline == "mbo_c" and result.n:
                 raise DataError(f"{source.root}: no image has a .semantic.png, which mbo_c needs. Set headline: mbo_i.")
-            raise DataError(f"{source.root}: no image has an object; background={task.background} is the label of none")
+            raise DataError(
+                f"{source.root}: no image has an object. Label {task.background} counts as background. If that "
+                "label is an object, correct the key `background`."
+            )
         return result.headed(task.headline)
 
     options = {
@@ -146,7 +150,7 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
     source = open_set(task, "masks")
     encoder = scoring.encoder
     assert isinstance(encoder, DrawingEncoder)  # encoders with `drawing`
-    view = View(f"squared error of what is drawn: {encoder.draws}", encoder.squared_error, measured=True)
+    view = View(f"squared error of the reconstruction: {encoder.draws}", encoder.squared_error, measured=True)
     (features,) = scoring.features([source], task.workers, view=view)
 
     def score() -> Result:

@@ -35,11 +35,16 @@ class ObjectProbeConfig(TaskConfig):
 
     root: str = field(..., "Folder of the data set.", examples=["data/movi_a/clips"])
     split: str = field("test", "Split that is used. Probes are fitted on every second clip and scored on the others.")
-    frames: int | None = field(None, "Number of first frames of every episode. Default: all.", gt=0, examples=[6])
-    context_frames: int | None = field(
-        None, "Frames that slots of a frame depend on, as in task video_masks.", gt=0, examples=[6]
+    frames: int | None = field(
+        None, "Use only this many frames of every episode, from its start. Default: all.", gt=0, examples=[6]
     )
-    restarts: int = field(10, "Random initial assignments, of which the best is used.", gt=0, le=1000)
+    context_frames: int | None = field(
+        None,
+        "Number of frames that the slots of a frame depend on, up to and including it, as in task video_masks.",
+        gt=0,
+        examples=[6],
+    )
+    restarts: int = field(10, "Number of random initial assignments; the best result is used.", gt=0, le=1000)
     ridge: float = field(1e-3, "Ridge penalty of every probe, relative to the mean square of slots.", ge=0)
     floor: bool = field(True, "Also score an untrained model (floor_…).")
     limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[500])
@@ -58,7 +63,7 @@ class SceneProbeTaskConfig(ObjectProbeConfig):
     task: Literal["scene_probe"] = field("scene_probe", "Entry of sparo.tasks.")
     num_context_views: int | None = field(
         None,
-        "Number of first cameras from which slots are computed. Default: as many as in training.",
+        "Compute slots from this many cameras, the first ones. Default: as many as in training.",
         gt=0,
         examples=[3],
     )
@@ -78,7 +83,7 @@ def _clip_probe_input(encoder: Any, task: SlotProbeTaskConfig) -> ProbeInput:
     num_hint_slots = encoder.slots if encoder.conditional else 0
     source = ObjectClipSet(task.root, task.frames, task.split, num_hint_slots)
     transform = EveryFrame(encoder.transform, encoder.conditional)
-    # Slots whose hints contain positions are marked, because their positions are no result.
+    # Slots whose hints contain positions are marked, because their positions are given, not predicted.
     options = {"trained_frames": encoder.trained_frames, "conditional": encoder.conditional}
     return ProbeInput(source, transform, "clips", lambda video: encoder.clip_slots(video, task.context_frames), options)
 
@@ -134,8 +139,8 @@ def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, 
         usable = [clip for clip in clips if 0 < clip.position.shape[1] <= encoder.slots]
         if len(usable) < _MIN_EPISODES:
             raise DataError(
-                f"{source.root}: {len(usable)} of {len(clips)} episodes have at least one and at most {encoder.slots} objects; "
-                f"probes need at least {_MIN_EPISODES}"
+                f"{source.root}: probes need at least {_MIN_EPISODES} episodes with 1 to {encoder.slots} objects, got "
+                f"{len(usable)} of {len(clips)}"
             )
         # Use annotations that every clip has, because copies of MOVi differ.
         numbers, words = (set.intersection(*(set(getattr(c, what)) for c in usable)) for what in ("numbers", "words"))

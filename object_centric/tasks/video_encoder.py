@@ -28,7 +28,7 @@ _FRAMES = 64  # frames that are decoded at once
 class TimedEncoder(MaskingEncoder, ClipsEncoder):
     """Encoder of a model of videos.
 
-    If slots have hints, a clip has a fourth plane with object numbers, of which only the first frame is used.
+    If slots have hints, a clip has a fourth plane with object numbers; only its first frame is used.
 
     Args:
         trained_frames: length of the clips in training.
@@ -64,7 +64,8 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
     def generation_errors(self, output: GroupingOutput, frames: Tensor) -> Tensor:
         """Return the same (n,) for frames that are generated token by token."""
         raise ConfigError(
-            f"{self.label}: decodes its frames at once, so there are no generated ones. Remove generate_frames."
+            f"{self.label}: decodes all of a frame at once, not token by token, so it cannot generate frames. Remove "
+            "generate_frames."
         )
 
     @torch.inference_mode()
@@ -80,7 +81,8 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         """
         if not self.windowed and window is not None:
             raise ConfigError(
-                f"context_frames={window}: applies to binders. Slots of this model depend on all earlier frames."
+                f"context_frames={window}: applies to binders only, but this model has none: its slots depend on all "
+                "earlier frames. Remove it."
             )
         if self.conditional and video.shape[2] != 4:
             raise ConfigError(
@@ -221,7 +223,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
     def squared_error(self, pixels: Tensor) -> Tensor:
         if not self.frame_scores:
             raise ConfigError(
-                f"model.target={self.draws}: a single image has none to compare with. Score clips (task: video_masks)."
+                f"model.target={self.draws}: a single image has no {self.draws} to compare with. Score clips (task: video_masks)."
             )
         return self.errors_of(self.soft_masks_of(self.encode_stills(pixels))[1], pixels)[:, None]
 
@@ -265,7 +267,7 @@ class VideoSlateEncoder(TimedGroupingEncoder):
         return (self._generate_frames(output) - frames.to(self.device) / 255).square().flatten(1).mean(1)
 
     def _generate_frames(self, output: GroupingOutput) -> Tensor:
-        """Generate frames (n, 3, S, S) in 0..1; NaN if there is no valid token."""
+        """Generate frames (n, 3, S, S) in 0..1; NaN if no token is valid."""
         with self.autocast():
             frames = torch.cat([self.model.generate(some) for some in output.slots.split(_FRAMES)])
         return frames.float().clamp(0, 1)

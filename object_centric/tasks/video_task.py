@@ -36,14 +36,14 @@ class VideoMasksTaskConfig(TaskConfig):
     split: str = field("test", "Split that is scored.")
     frames: int | None = field(
         None,
-        "Number of first frames of every episode. Default: all; episodes must then have equal lengths.",
+        "Use only this many frames of every episode, from its start. Default: all; episodes must then have equal lengths.",
         gt=0,
         examples=[6],
     )
     context_frames: int | None = field(
         None,
-        "Last frames that slots of a frame depend on. Default: the clip length of training for a binder, all frames "
-        "for recurrent slots.",
+        "The slots of a frame depend on this many frames up to and including it. Default: the clip length of "
+        "training for a binder, all frames for recurrent slots.",
         gt=0,
         examples=[6],
     )
@@ -93,7 +93,8 @@ def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEnco
     """Return why this encoder does not support the task's number of context frames, or None."""
     if window is None or encoder.windowed:
         return None
-    return f"context_frames={window}: applies to models that process a clip at once; slots of this model depend on all earlier frames, or one. Set null."
+    return f"context_frames={window}: applies only to models that process a clip at once; slots of this "
+    "model depend on all earlier frames, or on one frame. Set context_frames: null."
 
 
 def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
@@ -134,7 +135,8 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
         result = clip_segmentation.score(clips, task.background, task.ignore, task.first_frame, pixels)
         if task.headline not in result.metrics or not (result.n or task.headline in _FRAME_METRICS):
             raise DataError(
-                f"{source.root}: no episode has {task.headline}; background={task.background} is the label of no object"
+                f"{source.root}: {task.headline} cannot be computed for any episode. Label {task.background} counts as "
+                "background. If that label is an object, correct the key `background`."
             )
         return result.headed(task.headline)
 
@@ -156,10 +158,10 @@ def _incompatibility(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str |
     if task.generate_frames and not encoder.generates:
         return "generate_frames=true: applies to models that generate frames token by token. Remove it."
     if task.headline in _FRAME_METRICS and encoder.generates and not task.generate_frames:
-        return f"headline={task.headline}: this model generates frames only on request. Set generate_frames: true, or video_fg_ari."
+        return f"headline={task.headline}: this model generates frames only if asked to. Set generate_frames: true, or headline: video_fg_ari."
     if task.headline in _FRAME_METRICS and task.headline not in encoder.frame_scores and not task.generate_frames:
         other = encoder.frame_scores[0] if encoder.frame_scores else "video_fg_ari"
-        return f"headline={task.headline}: this model has no {'frames' if other != 'mse' else 'pixels'} to compare. Set {other}."
+        return f"headline={task.headline}: this model has no {'frames' if other != 'mse' else 'pixels'} to compare. Set headline: {other}."
     return window_incompatibility(task.context_frames, encoder)
 
 

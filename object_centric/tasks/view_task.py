@@ -35,25 +35,26 @@ class ViewMasksTaskConfig(TaskConfig):
     split: str = field("test", "Split that is scored.")
     frames: int | None = field(
         None,
-        "Number of first times of every episode. Default: all; episodes must then have equal lengths.",
+        "Use only this many time steps of every episode, from its start. Default: all; episodes must then have equal lengths.",
         gt=0,
         examples=[6],
     )
-    views: int | None = field(None, "Number of first cameras. Default: all.", gt=1, examples=[5])
+    views: int | None = field(None, "Use only this many cameras, the first ones. Default: all.", gt=1, examples=[5])
     num_context_views: int | None = field(
         None,
-        "Number of first cameras from which slots are computed. Default: as many as in training.",
+        "Compute slots from this many cameras, the first ones. Default: as many as in training.",
         gt=0,
         examples=[3],
     )
     context_frames: int | None = field(
         None,
-        "Last times that slots of a time depend on. Default: the clip length of training for a binder.",
+        "The slots of a time step depend on this many time steps up to and including it. Default: the clip "
+        "length of training.",
         gt=0,
         examples=[6],
     )
     background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
-    far: float = field(50.0, "Depth is compared where it is below this, in world units. The sky has no depth.", gt=0)
+    far: float = field(50.0, "Largest depth that is compared, in world units. The sky has no depth.", gt=0)
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
     ] = field("psnr_held_out", "Metric that tables show.")  # fmt: skip
@@ -125,7 +126,7 @@ def _clip(encoder: Encoder, row: np.ndarray, fact: np.ndarray) -> view_scores.Vi
 
 
 def _transform_depth(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
-    """Resize and crop a depth map like labels, because there is nothing between an edge and what is behind it."""
+    """Resize and crop a depth map like labels, because there is nothing between an edge and its background."""
     # Pixel indices, resized by nearest neighbours, so that depth comes from the same pixels as labels.
     numbers = np.arange(plane.size, dtype=np.int32).reshape(plane.shape)
     return plane.reshape(-1)[transform_mask(encoder, numbers)]

@@ -43,7 +43,8 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
     def _check_similarity_target(self) -> Self:
         if self.num_similarity_patches and self.encoder.kind != "frozen":
             raise ValueError(
-                f"target={self.target}: encoder.kind={self.encoder.kind} is trained, so all patches could become equal. Use frozen."
+                f"target={self.target}: needs a frozen encoder, because a trained one could make all patches equal, got "
+                f"encoder.kind={self.encoder.kind}. Set encoder.kind: frozen."
             )
         return self
 
@@ -102,15 +103,18 @@ class VideoModel(nn.Module):
 
 
 class VideoAutoencoderConfig(Frozen):
+    """Slots of videos that reconstruct every frame: SAVi, SAVi++, VideoSAUR, PSB."""
+
     kind: Literal["video_slots"] = field("video_slots", "Entry of sparo.methods.")
     model: VideoModelConfig = field(VideoModelConfig(), "Encoder, slots through time, and decoder.")
-    frames: FramesConfig = field(FramesConfig(), "Frames of an episode in a sample.")
+    frames: FramesConfig = field(FramesConfig(), "Which frames of an episode form a sample.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error: mean over frames, pixels and colours, or the sum per video, on which SAVi's gradient clipping is based.",
+        "Squared error: mean over frames, pixels and colours, or the sum per video. SAVi's threshold of gradient clipping refers to the sum.",
     )
     similarity: SimilarityConfig = field(
-        SimilarityConfig(), "Similarity loss of model.target=similarity and features_similarity."
+        SimilarityConfig(),
+        "Settings of the similarity loss. Only used with model.target=similarity or features_similarity.",
     )
     signed: bool = field(False, "Scale pixels to -1..1. false: 0..1.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
@@ -120,7 +124,7 @@ class VideoAutoencoderConfig(Frozen):
         refuse_signed(self.signed, self.model)
         if self.model.num_similarity_patches and self.frames.count < 2:
             raise ValueError(
-                f"frames.count={self.frames.count}: similarity is to the next frame's patches. Set two or more."
+                f"frames.count={self.frames.count}: similarities are computed with the patches of the next frame. Set frames.count to two or more."
             )
         return self
 
@@ -234,6 +238,8 @@ METHOD = Method(
 
 
 class SlotContrastConfig(VideoAutoencoderConfig):
+    """Slots of videos with the contrastive loss of SlotContrast."""
+
     kind: Literal["slot_contrast"] = field("slot_contrast", "Entry of sparo.methods.")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
     contrast: ContrastConfig = field(ContrastConfig(), "Contrastive loss that keeps slots with their objects.")
 

@@ -32,9 +32,11 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
 
 
 class VideoSlateConfig(Frozen):
+    """STEVE: SLATE on videos; with `grouping.preset: psb`, PSB with this decoder."""
+
     kind: Literal["video_slate"] = field("video_slate", "Entry of sparo.methods.")
     model: VideoSlateModelConfig = field(VideoSlateModelConfig(), "Discrete VAE, tower and decoder.")
-    frames: FramesConfig = field(FramesConfig(count=3), "Frames of an episode in a sample.")
+    frames: FramesConfig = field(FramesConfig(count=3), "Which frames of an episode form a sample.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
 

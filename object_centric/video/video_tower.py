@@ -177,7 +177,9 @@ class TimedTowerConfig(SlotTowerConfig):
     @model_validator(mode="after")
     def _check_time_options(self) -> Self:
         if self.frame is not None:
-            raise ValueError("frame: positions and scales of slots apply to images. Remove it.")
+            raise ValueError(
+                "frame: positions and scales of slots are supported for images only. Remove the key `frame`."
+            )
         if self.grouping.transport is not None:
             raise ValueError("grouping.transport: applies to images. Remove it.")
         if (self.predictor is not None or self.hint is not None) and (
@@ -190,23 +192,25 @@ class TimedTowerConfig(SlotTowerConfig):
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
         if at_once and (self.predictor is not None or self.first_iterations is not None):
             raise ValueError(
-                "predictor, first_iterations: a binder or pooled Transformer processes all times at once. Set them to null."
+                "predictor, first_iterations: do not apply to a binder or a pooled Transformer, which processes "
+                "all frames at once. Set predictor and first_iterations to null."
             )
         if self.grouping.pooled is not None:
             side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)
             # Every slot pools its own square of features, so all squares need one size.
             if side % squares:
                 raise ValueError(
-                    f"grouping.slots={self.grouping.slots}: {squares} squares per side do not divide {side} features per side"
+                    f"grouping.slots={self.grouping.slots}: {side} features per side cannot be divided into {squares} equal "
+                    "squares per side. Set another number of slots."
                 )
         if self.first_iterations is not None and self.grouping.layers == "own":
             raise ValueError(
-                "first_iterations: iterations with separate weights have a fixed number. Set it to null, or grouping.layers: shared."
+                "first_iterations: the number of iterations is fixed if each has its own weights. Set first_iterations to null, or grouping.layers: shared."
             )
         if (self.hint is None) != (self.grouping.slot_init != "given"):
             raise ValueError(
-                f"hint, grouping.slot_init={self.grouping.slot_init}: a hint needs given initial slots, and given slots need a hint. "
-                "Set hint and grouping.slot_init: given, or neither."
+                f"hint, grouping.slot_init={self.grouping.slot_init}: a hint and slot_init=given can be used only together. "
+                "Set both, or neither."
             )
         if self.grouping.gradient == "last" and not self.grouping.straight_through:
             raise ValueError(
@@ -259,5 +263,8 @@ class TimedTower(SlotTower):
         if self.hint is None:
             return self.grouping(tokens, noise)
         if hint is None:
-            raise ValueError("hint: these slots start from the first frame's objects. Give its label map (b, S, S).")
+            raise ValueError(
+                "hint: is missing, but these slots start from the objects of the first frame. Give the label map of the "
+                "first frame (b, S, S)."
+            )
         return self.grouping(tokens, noise, self.hint(hint))

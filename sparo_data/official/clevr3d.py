@@ -112,7 +112,8 @@ def _read_metadata(table: Path) -> _SceneMetadata:
     near = bool((np.abs(places) < MAX_DISTANCE).all())  # false for NaN, too
     if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _VIEWS or not near:
         raise DataError(
-            f"{table}: camera_pos: expected (N, {_VIEWS} or more, 3) numbers below {MAX_DISTANCE:g}, got {places.shape}"
+            f"{table}: camera_pos: expected an array (scenes, views, 3) with at least {_VIEWS} views and only numbers "
+            f"below {MAX_DISTANCE:g}, got the shape {places.shape}"
         )
     if shapes is not None and (shapes.ndim != 2 or len(shapes) != len(places) or shapes.dtype.kind not in "iuf"):
         raise DataError(

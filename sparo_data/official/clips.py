@@ -48,7 +48,8 @@ def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
         frames, masks = features.get("video"), features.get("segmentations")
         if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks) or not frames:
             raise DataError(
-                f"{where}: has no video with as many segmentations, got {', '.join(sorted(features)) or 'nothing'}"
+                f"{where}: needs the fields video and segmentations, with one segmentation per frame, got the fields "
+                f"{', '.join(sorted(features)) or 'nothing'}"
             )
         names = features.get("metadata/video_name")
         yield (
@@ -101,7 +102,9 @@ def _array(data: bytes, field: str, where: str) -> np.ndarray:
             # Check before allocating, because a few bytes can announce terabytes, or unpack to gigabytes.
             size = math.prod(shape) * dtype.itemsize
             if dtype.kind not in "biu" or size > _MAX_BYTES:
-                raise DataError(f"{where}: expected integers of at most {_MAX_BYTES >> 30} GB, got {dtype} {shape}")
+                raise DataError(
+                    f"{where}: expected an array of integers that takes at most {_MAX_BYTES >> 30} GB, got {dtype} {shape}"
+                )
             content = stream.read(size + 1)
             if len(content) != size or not size:
                 raise DataError(
@@ -132,7 +135,7 @@ def _check_arrays(arrays: dict[str, Any], path: Path) -> Iterator[tuple[str, np.
     ):
         shapes = f"{video.dtype} {video.shape} and {None if masks is None else masks.shape}"
         raise DataError(
-            f"{path}: {name}: expected (T, H, W, 3) uint8 and (T, H, W), got video and segmentations of {shapes}"
+            f"{path}: {name}: expected a uint8 video (T, H, W, 3) and segmentations (T, H, W), got {shapes}"
         )
     yield name, video, masks
 

@@ -54,7 +54,7 @@ def _pictures_of(root: Path, split: str, name: str) -> Path:
     if folder is None:
         listed = ", ".join(str(place) for place in dict.fromkeys(places))
         raise DataError(
-            f"{root}: its images are missing, got scene 0's {name} in none of {listed}. Put images/ into the file's folder."
+            f"{root}: image {name} is in none of these folders: {listed}. Put images/ into the folder of this file."
         )
     return folder
 
@@ -112,7 +112,10 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
         # Some file names contain folders, so one image must not stand for two with the same name.
         inside = is_safe_relative_path(str(place)) and (folder / place).is_file()
         if not inside and names[place.name] > 1:
-            raise DataError(f"{folder / place}: no such image, and {names[place.name]} of them are called {place.name}")
+            raise DataError(
+                f"{folder / place}: no such image. It cannot be found by its name alone, because {names[place.name]} "
+                f"images are called {place.name}. Keep the folders of the images."
+            )
         path, name = folder / (place if inside else place.name), place.name
         image = decode_array(read_bytes(path, DataError), path)
         if image.shape[:2] != (height, width):

@@ -63,7 +63,8 @@ def _scene(features: dict[str, Value], s: MultiObjectSet, key: str, where: str) 
     image, masks = (_bytes(features, field, where) for field in ("image", "mask"))
     if len(image) != height * width * 3 or not len(masks) or len(masks) % (height * width):
         raise DataError(
-            f"{where}: {len(image)} and {len(masks)} bytes of image and masks do not match {height} x {width} pixels. Is it another set?"
+            f"{where}: image has {len(image)} bytes and mask has {len(masks)}, which does not fit {height} x {width} "
+            "pixels. Is it another set?"
         )
     count = len(masks) // (height * width)
     shares = (
@@ -95,7 +96,8 @@ def _bytes(features: dict[str, Value], field: str, where: str) -> np.ndarray:
         value = np.frombuffer(value[0], np.uint8)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         raise DataError(
-            f"{where}: has no {field!r} of bytes, got {', '.join(sorted(features)) or 'nothing'}. Is it another set?"
+            f"{where}: has no field {field!r} that contains bytes, got the fields "
+            f"{', '.join(sorted(features)) or 'nothing'}. Is it another set?"
         )
     return value
 

@@ -45,7 +45,7 @@ class _Array:
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
-            raise DataError("expected an array of numbers, got another state")
+            raise DataError("expected the pickled state of an array of numbers, got something else")
         self.value = dtype.array(data, shape, bool(fortran))
 
 
@@ -64,7 +64,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in _MODULES and name in _ALLOWED:
             return _ALLOWED[name]
-        raise DataError(f"names {module}.{name}, which data does not need")
+        raise DataError(f"is refused, because its pickle refers to {module}.{name}, which plain data does not need")
 
 
 def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:

@@ -110,7 +110,7 @@ def write_published(
     """Write the first `test` scenes to ROOT/masks, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Raises:
-        DataError: `out` contains something else already, or there is no scene.
+        DataError: `out` contains something else already, or no scene was found.
     """
     counts = {"all": 0, "empty": 0}
     left_out: Counter[str] = Counter()
@@ -165,7 +165,7 @@ def write_test_and_train(
         what: name of a sample for errors.
 
     Raises:
-        DataError: there is no sample, or `out` contains something else already.
+        DataError: no sample was found, or `out` contains something else already.
     """
     stream, splitter = _with_unique_keys(samples), _TestSplitter()
     with output_transaction(out, config):
@@ -192,7 +192,7 @@ def _with_unique_keys(samples: Iterator[tuple[str, Fields]]) -> Iterator[tuple[s
 
 @contextmanager
 def output_transaction(out: Path, config: PublishedConfig) -> Iterator[None]:
-    """Record how the set is made, and remove what was written if an error occurs, because half a set would be scored as a whole.
+    """Record how the set is made, and remove the files if an error occurs, because half a set would be scored as a whole.
 
     Raises:
         DataError: `out` contains something else already, or shards.
@@ -317,7 +317,8 @@ def to_label_map(plane: np.ndarray, where: object, of_several: bool = False) -> 
         # Colours are numbered per image, so an object that is missing in one of several images would shift the numbers.
         if of_several:
             raise DataError(
-                f"{where}: masks are colours, whose numbers would differ between the images of a scene. Write them as numbers."
+                f"{where}: the masks are stored as colours, so an object would get different numbers in "
+                f"different images of a scene. Store the masks as object numbers."
             )
         flat = plane[..., :3].astype(np.int64) @ np.array([1 << 16, 1 << 8, 1])
         values, plane = np.unique(flat, return_inverse=True)

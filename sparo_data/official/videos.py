@@ -92,7 +92,7 @@ def write_videos(
     """Write the first `test` videos to ROOT/clips, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Raises:
-        DataError: `out` contains something else already, or there is no video.
+        DataError: `out` contains something else already, or no video was found.
     """
     counts = {"all": 0, "empty": 0}
 

@@ -120,7 +120,9 @@ def _refuse_distortion(where: str, camera_params: dict[str, Any]) -> None:
     model = camera_params.get("camera_model", "PINHOLE")
     if model not in _PINHOLES or camera_params.get("is_fisheye"):
         what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"
-        raise DataError(f"{where}: {what} is not a pinhole camera. Convert the images to one first.")
+        raise DataError(
+            f"{where}: {what} is not a pinhole camera. Convert the images to those of a pinhole camera first."
+        )
 
 
 def _picture(path: Path, where: str, name: str) -> bytes:
@@ -134,7 +136,7 @@ def _picture(path: Path, where: str, name: str) -> bytes:
     except (OSError, ValueError) as error:  # a NUL, or a loop of links
         raise DataError(f"{where}: file_path {name!r} is not a path ({error})") from None
     if not inside:
-        raise DataError(f"{where}: file_path {name!r} leaves its folder")
+        raise DataError(f"{where}: file_path {name!r} points outside of its folder")
     try:
         return read_bytes(picture, DataError)
     except DataError as error:
@@ -150,7 +152,7 @@ def write_multi_view(
     """Write the first `test` scenes to ROOT/scenes, in the layout of evaluation sets, and the others to ROOT/train/*.tar.
 
     Raises:
-        DataError: `out` contains something else already, or there is no scene.
+        DataError: `out` contains something else already, or no scene was found.
     """
     counts = {"all": 0, "empty": 0}
 

@@ -102,6 +102,8 @@ class ObjectScene(NamedTuple):
 
 
 class RenderedScene(NamedTuple):
+    """Scene with its image, masks and depth."""
+
     scene: ObjectScene
     frame: Frame
 

@@ -72,7 +72,7 @@ def _sample_related_pair(rng: np.random.Generator) -> tuple[Scene, str] | None:
 def _change(
     obj: SceneObject, attribute: str, scene: Scene, rng: np.random.Generator, words: tuple[str, ...]
 ) -> SceneObject | None:
-    """Return another value of an attribute, such that no object of the scene matches the new phrase and it is no held-out pair."""
+    """Return another value of an attribute, such that no object of the scene matches the new phrase and the pair is not held out."""
     value = str(rng.choice([v for v in _VALUES[attribute] if v != getattr(obj, attribute)]))
     other = obj._replace(**{attribute: value})
     # Compare by the words of the caption only: an object that differs in other attributes matches the phrase, too.

@@ -52,9 +52,9 @@ def render_image(rng: np.random.Generator, left_half: bool = False) -> Tetromino
     tries = 0
     while number <= PIECES:
         tries += 1
-        if tries > 200:  # existing pieces leave no room: start over
+        if tries > 200:  # existing pieces leave no space: start over
             image[:], mask[:], number, tries = 0, 0, 1, 0
-        # A new piece at every try, because retrying the same one would favour small pieces in little room.
+        # A new piece at every try, because retrying the same one would favour small pieces in little space.
         cells = np.kron(orientations()[rng.integers(len(orientations()))], np.ones((CELL, CELL), bool))
         height, width = cells.shape
         right = (SIDE + 1) // 2 if left_half else SIDE

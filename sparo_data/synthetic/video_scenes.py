@@ -233,7 +233,7 @@ def _place_bodies(rng: np.random.Generator, solids: list[_Solid], resting: int) 
             if all(np.linalg.norm(at - other.position) > 2 * (solid.radius + other.radius) for other in bodies):
                 break
             tries += 1
-            reach += 0.05 * (tries % 20 == 0)  # a crowd spreads until it has room
+            reach += 0.05 * (tries % 20 == 0)  # a crowd spreads until it has space
         velocity = np.zeros(3) if is_resting else rng.uniform((-4, -4, 0), (4, 4, 0)) - at * (1, 1, 0)
         bodies.append(
             RigidBody(
@@ -267,7 +267,7 @@ def _object_metadata(
     objects = []
     for number, solid in enumerate(solids):
         words: dict[str, Any] = {"size": solid.size, "material": solid.material, "shape": solid.shape}
-        # The values behind the words, as in MOVi-C to F, so that a probe can regress them.
+        # The values that the words describe, as in MOVi-C to F, so that a probe can regress them.
         words |= {"color": solid.color} if solid.color else {"color_rgb": solid.light}
         words |= {"rgb": list(solid.light), "scale": solid.size_scale * RADII[solid.size]}
         # Six digits: a JSON of full doubles is twice as long, without a visible difference.

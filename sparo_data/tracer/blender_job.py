@@ -17,6 +17,7 @@ _KEY, _SUN, _SKY = (-0.45, -0.55, 0.85), 1.8, 0.6  # direction to the light; str
 
 
 def main(path):
+    """Render all images of a job file; runs inside an interpreter with bpy."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     for number, bodies in enumerate(job["bodies"]):
         _stage(job)

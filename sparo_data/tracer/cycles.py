@@ -75,7 +75,7 @@ class Cycles(NamedTuple):
             }
             path = Path(place) / "job.json"
             path.write_text(json.dumps(job), encoding="utf-8")
-            # Isolated, because this project's paths would give it our numpy instead of its own.
+            # Isolated, because this project's paths would give it our numpy.
             process = subprocess.run(
                 [self.python, "-I", str(_JOB), str(path)], capture_output=True, text=True, check=False
             )

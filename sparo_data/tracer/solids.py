@@ -117,6 +117,7 @@ _INSIDE = np.float32((icosahedron_corners() @ _NORMALS[0].astype(float)).max()) 
 
 # `o` is in units of the radius and `d` a unit vector (stretched for a cube), so distances are in units of the radius.
 def sphere(o: F32, d: F32) -> tuple[F32, F32]:
+    """Return distances and points where rays (n, 3) meet the unit sphere; infinity for a miss."""
     b, c = (o * d).sum(axis=1), (o * o).sum(axis=1) - 1
     disc = b * b - c
     t = np.where(disc > 0, -b - np.sqrt(np.maximum(disc, 0)), np.inf)
@@ -124,6 +125,7 @@ def sphere(o: F32, d: F32) -> tuple[F32, F32]:
 
 
 def cube(o: F32, d: F32) -> tuple[F32, F32]:
+    """Return distances and points where rays (n, 3) meet the cube of side 2."""
     side = np.where(
         d < 0, np.float32(-1), np.float32(1)
     )  # a ray parallel to a face may pass between both of its planes
@@ -138,6 +140,7 @@ def cube(o: F32, d: F32) -> tuple[F32, F32]:
 
 
 def cylinder(o: F32, d: F32) -> tuple[F32, F32]:
+    """Return distances and points where rays (n, 3) meet the cylinder of radius 1 and height 2 around z."""
     a = d[:, 0] ** 2 + d[:, 1] ** 2
     b = o[:, 0] * d[:, 0] + o[:, 1] * d[:, 1]
     c = o[:, 0] ** 2 + o[:, 1] ** 2 - 1
@@ -180,6 +183,7 @@ def cone(o: F32, d: F32) -> tuple[F32, F32]:
 
 
 def icosahedron(o: F32, d: F32) -> tuple[F32, F32]:
+    """Return distances and points where rays (n, 3) meet the icosahedron."""
     along, left = d @ _NORMALS.T, _INSIDE - o @ _NORMALS.T
     t = left / along
     entering = np.where(along < 0, t, -np.inf)

@@ -69,7 +69,7 @@ def between(low: float, high: float, rising: bool = False) -> AfterValidator:
 
 
 def resumable_field(default: Any, description: str, with_kind: bool = False, **constraints: Any) -> Any:
-    """Declare a field that may differ when a run is resumed, because it does not change what is computed.
+    """Declare a field that may differ when a run is resumed, because it does not change the computation.
 
     Args:
         with_kind: the field may only differ if the block's `kind` differs, too (an option of one engine).

@@ -142,8 +142,8 @@ class Ranks:
         other = store.get("sparo-run").decode()
         if other != own:
             raise ConfigError(
-                f"MASTER_PORT: belongs to another run ({other}), got {os.environ['MASTER_PORT']} for {own}. "
-                "Export another MASTER_PORT for each run."
+                f"MASTER_PORT: port {os.environ['MASTER_PORT']} is in use by another run ({other}), so this run ({own}) "
+                "cannot use it. Export another MASTER_PORT for each run."
             )
         dist.init_process_group(
             backend, store=PrefixStore("run", store), rank=self.rank, world_size=self.size, timeout=limit

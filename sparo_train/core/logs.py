@@ -1,4 +1,4 @@
-"""Log handlers. Modules log with `logging.getLogger(__name__)`, and programs decide what is shown."""
+"""Log handlers. Modules log with `logging.getLogger(__name__)`, and programs choose handlers and levels."""
 
 from __future__ import annotations
 

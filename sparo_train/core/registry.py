@@ -63,7 +63,7 @@ class Registry:
             key: dotted key that names the entry, for errors (`objective.kind`).
 
         Raises:
-            ConfigError: there is no such entry, its package cannot be imported, the entry lacks an attribute, or two packages add it.
+            ConfigError: the entry does not exist, its package cannot be imported, the entry lacks an attribute, or two packages add it.
         """
         prefix = f"{key}: " if key else f"{self.group}: "
         if name in self.builtin:
@@ -100,7 +100,7 @@ class Registry:
         if missing or not (self.attributes or callable(loaded_entry)):
             problem = f"has no {', '.join(missing)}" if missing else "cannot be called"
             raise ConfigError(
-                f"{label} ({entry.value}) {problem}. docs/extending.md describes entries of {self.group}."
+                f"{label} ({entry.value}) {problem}. docs/guides/extending.md describes entries of {self.group}."
             )
         return loaded_entry
 
@@ -182,7 +182,8 @@ class FromRegistry:
             raise self._wrong(f"{name!r}: its entry of {self.registry.group} has no pydantic model as its config", None)
         if self.key not in model.model_fields or model.model_fields[self.key].get_default() != name:
             raise self._wrong(
-                f"{name!r}: {model.__name__} of {self.registry.group} has no field {self.key}: Literal[{name!r}] = {name!r}",
+                f"{name!r}: {model.__name__} of {self.registry.group} lacks a required field. Add the line `{self.key}: "
+                f"Literal[{name!r}] = {name!r}`",
                 None,
             )
         return model

@@ -105,19 +105,19 @@ class DeviceConfig(Frozen):
     attention: Literal["auto", "plain", "fused"] = resumable_field(
         "auto",
         "Attention implementation: fused (a kernel chosen by torch's scaled_dot_product_attention) or plain (softmax "
-        "between two matrix products). auto: fused; a resumed run keeps what its checkpoint was trained with.",
+        "between two matrix products). auto: fused, or in a resumed run the implementation of its checkpoint.",
     )
     # Leave one core per loader worker, because threads that wait for a core spin (DINO on Fashion-MNIST, two cores, one
     # worker: 6.7 steps/s with one thread, 4.2 with two).
     threads: int | None = resumable_field(
         None,
-        "CPU threads. Default: torch's number minus the cores that other programs use when the run starts.",
+        "CPU threads. Default: torch's default number of threads, minus the cores that other programs use when the run starts.",
         gt=0,
         le=1024,
         examples=[2],
     )
     grad_checkpointing: bool = field(False, "Recompute activations in the backward pass. Less memory, slower.")
-    compile: bool = field(False, "Compile the objective's shard units with torch.compile.")
+    compile: bool = field(False, "Compile the Transformer blocks (the units that FSDP shards) with torch.compile.")
 
 
 class Device:
@@ -130,7 +130,7 @@ class Device:
 
     def __init__(self, config: DeviceConfig):
         if config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("engine.device: torch finds no GPU, got cuda. Use engine.device=cpu or auto.")
+            raise ConfigError("engine.device=cuda: torch finds no GPU. Use engine.device=cpu or auto.")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
         self.config, self.device = config, torch.device(kind)
         self.clock = Clock(self.device)
@@ -177,7 +177,7 @@ class Device:
             threads = min(trained_with, cores) if trained_with else fitting_threads()
             torch.set_num_threads(threads)
             if trained_with and threads != own:
-                return f"engine.threads: {threads} of {cores} CPU cores, as before"
+                return f"engine.threads: {threads} of {cores} CPU cores, as in the run that is resumed"
             if threads < own:
                 return (
                     f"engine.threads: {threads} of {cores} CPU cores, since other programs use the rest; "
@@ -196,7 +196,7 @@ class Device:
         elif self.device.type == "cpu" and name != self.kernel:
             return (
                 f"engine.attention: the checkpoint was trained with {name} attention, got {self.kernel}. "
-                "The run continues, but not with the same bits."
+                "The run continues, but its results will not be bit-identical."
             )
         return None
 

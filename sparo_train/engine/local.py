@@ -158,7 +158,7 @@ class LocalEngine:
             self.objective.train()
 
     def pieces(self) -> Pieces:
-        """Return what this rank writes: `model`, parameters and buffers by name; `optimizer`, `NAME/exp_avg` …
+        """Return what this rank writes: `model`, parameters and buffers by name; `optimizer`, `NAME/exp_avg` ….
 
         Raises:
             ConfigError: the optimizer keeps other tensors than `OptimConfig.state_names` says, so that no run could resume.
@@ -167,8 +167,9 @@ class LocalEngine:
         for p, entries in self.optimizer.state.items():
             if entries and set(entries) != expected_names[id(p)]:
                 raise ConfigError(
-                    f"optim.kind={self.optim_config.kind}: state_names lists {', '.join(sorted(expected_names[id(p)])) or 'nothing'}, and the "
-                    f"optimizer keeps {', '.join(sorted(entries))}. Correct state_names of {type(self.optim_config).__name__}."
+                    f"optim.kind={self.optim_config.kind}: state_names must list what the optimizer keeps "
+                    f"({', '.join(sorted(entries))}), got {', '.join(sorted(expected_names[id(p)])) or 'nothing'}. Correct "
+                    f"state_names of {type(self.optim_config).__name__}."
                 )
         optimizer = {
             f"{self._names[id(p)]}/{key}": value
@@ -217,13 +218,13 @@ class LocalEngine:
                 # No key can undo this: the model itself names these parameters, and that of an older version did not.
                 gone = name in listed and "momentum_buffer" in entries
                 remedy = (
-                    "the model leaves it to AdamW now, so this run cannot go on; begin another with start_from"
+                    "The model now leaves it to AdamW, so this run cannot continue. Start another with start_from."
                     if gone
-                    else "set optim.kind as it was"
+                    else "Set optim.kind as before."
                 )
                 raise CheckpointError(
-                    f"checkpoint: of {name!r} it has {', '.join(sorted(entries))}, and this optimizer keeps "
-                    f"{', '.join(sorted(expected_entries[id(params_by_name[name])]))}; {remedy}"
+                    f"checkpoint: has {', '.join(sorted(entries))} for {name!r}, but this optimizer keeps "
+                    f"{', '.join(sorted(expected_entries[id(params_by_name[name])]))}. {remedy}"
                 )
 
 

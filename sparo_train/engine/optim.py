@@ -28,7 +28,7 @@ def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tenso
 
 
 def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients if their norm is above `max_norm`. (torch.nn.utils.clip_grads_with_norm_ does not take shards.)"""
+    """Scale all gradients if their norm is above `max_norm`; unlike torch's clip_grads_with_norm_, also shards."""
     tensors = list(gradients)
     # The small constant is that of clip_grad_norm_, so that both scale alike. Double precision, as in Python; a
     # gradient below the limit is multiplied by one, which changes no bit.
@@ -99,7 +99,8 @@ class OptimConfig(Frozen):
     weight_decay: float = field(0.2, "Decoupled weight decay. The method decides which parameters have it.", ge=0)
     weight_decay_end: float | None = field(
         None,
-        "Final weight decay of a cosine from weight_decay, without warm-up (DINO). Default: constant weight decay.",
+        "Weight decay at the end of training. The decay moves from weight_decay to this value along a cosine, "
+        "without warm-up (DINO). Default: constant weight decay.",
         ge=0,
     )
     schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = field(
@@ -133,7 +134,9 @@ class OptimConfig(Frozen):
         "global", "Clip the norm of all gradients together, or of each parameter's gradient (DINO)."
     )
     max_consecutive_skips: int = resumable_field(
-        20, "Consecutive non-finite steps that are allowed. One more ends training.", ge=0
+        20,
+        "Number of consecutive steps that may be skipped because their gradient is not finite. One more ends training.",
+        ge=0,
     )
     groups: tuple[OptimGroupConfig, ...] = field(
         (), "Parameters with their own learning rate or weight decay, selected by name."
@@ -159,7 +162,8 @@ class OptimConfig(Frozen):
         """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters differently.
 
         Args:
-            name, parameter: the parameter.
+            name: name of the parameter.
+            parameter: the parameter.
             adamw_only: names of matrices that are not linear maps (`ParamGroups.adamw_only`).
         """
         return 0
@@ -178,7 +182,8 @@ class OptimConfig(Frozen):
     def _schedule_keys(self) -> OptimConfig:
         if (self.schedule == "wsd") != (self.cooldown_steps is not None):
             raise ValueError(
-                "optim.cooldown_steps is required for optim.schedule=wsd and invalid for other schedules; cooldown decays over the whole run"
+                "optim.cooldown_steps: optim.schedule=wsd requires it, and no other schedule accepts it "
+                "(optim.schedule=cooldown decays over the whole run). Set it with wsd, otherwise remove it."
             )
         if self.schedule == "cooldown" and self.warmup_steps:
             raise ValueError("optim.schedule=cooldown starts at optim.lr. Set optim.warmup_steps=0.")

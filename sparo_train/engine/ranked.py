@@ -95,7 +95,7 @@ def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
         local = 0  # srun gave each task its own GPU
     if local >= torch.cuda.device_count():
         raise ConfigError(
-            f"engine.kind={kind}: rank {ranks.rank} is number {local} on this machine, which has "
+            f"engine.kind={kind}: rank {ranks.rank} needs GPU {local} (counted from 0), but this machine has "
             f"{torch.cuda.device_count()} GPU(s). Start one process per GPU."
         )
     device_context.device = torch.device("cuda", local)

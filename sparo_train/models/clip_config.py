@@ -19,8 +19,8 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 _INIT = "Initial weights of the tower: a run, a file, open_clip:NAME@FILE, timm:NAME@FILE, hf:FOLDER."
 _FREEZE = (
-    "Frozen parameters. true: the whole tower; blocks: the blocks and everything before them; a number: that many first "
-    "blocks and everything before them."
+    "Frozen parameters. true: the whole tower; blocks: all blocks and everything before them; a number "
+    "n: the first n blocks and everything before them; false: none."
 )
 TRAINING = {"init_from", "freeze"}  # keys that do not change the tower itself
 
@@ -28,7 +28,7 @@ TRAINING = {"init_from", "freeze"}  # keys that do not change the tower itself
 def _check_freeze(value: Any) -> Any:
     # Before the union is validated, because each of its members would report its own error.
     if value != "blocks" and not isinstance(value, bool) and not (isinstance(value, int) and value >= 0):
-        raise ValueError(f"true, false, blocks, or a number of blocks (got {value!r})")
+        raise ValueError(f"expected true, false, blocks, or a number of blocks (got {value!r})")
     return value
 
 
@@ -36,6 +36,8 @@ Freeze = Annotated[bool | Literal["blocks"] | Annotated[int, Field(ge=0)], Befor
 
 
 class VisionConfig(Frozen):
+    """Image tower: open_clip's ViT, or a vision transformer of timm."""
+
     image_size: int = field(224, "Image side in pixels.", gt=0, le=16384)
     patch_size: int = field(16, "Patch side in pixels. Must divide image_size.", gt=0)
     width: int = field(768, "Token width.", gt=0, le=65536)
@@ -45,7 +47,7 @@ class VisionConfig(Frozen):
     patch_dropout: float = field(0.0, "Share of patches dropped during training.", ge=0, lt=1)
     timm_model_name: str | None = field(
         None,
-        "Name of a timm vision transformer to use instead of CLIP's tower. It determines the sizes above.",
+        "Name of a timm vision transformer to use instead of CLIP's tower. Its sizes replace image_size, patch_size, width, layers and heads.",
         examples=["vit_small_patch16_224"],
     )
     timm_model_kwargs: dict[str, bool | int | float | str] = field(
@@ -107,11 +109,16 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     kwargs = vision.get("timm_model_kwargs", {})
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
-        raise ValueError("timm_model_kwargs is a block of names with a number or a word each, image_size a number")
+        raise ValueError(
+            "timm_model_kwargs: each value must be a number, a word, true or false, and image_size must be a whole "
+            "number. Correct the value that is not."
+        )
     return sizes_of(vision["timm_model_name"], vision.get("image_size"), kwargs)
 
 
 class TextConfig(Frozen):
+    """Text tower: open_clip's Transformer."""
+
     context_length: int = field(77, "Maximum tokens of a caption, including start and end.", gt=2, le=1 << 20)
     vocab_size: int = field(49408, "Vocabulary size. Default: CLIP's.", gt=0, le=1 << 24)
     width: int = field(512, "Token width.", gt=0, le=65536)
@@ -174,20 +181,27 @@ class ClipConfig(Frozen):
     }
 
     backbone: str | None = field(
-        None, "Sizes of both towers by open_clip's model name, as in ViT-B-16; also ViT-Tiny-8 and ViT-Tiny-16."
+        None,
+        "Model that sets the sizes of both towers: a name of open_clip's, such as ViT-B-16, or one"
+        "of our small models, ViT-Tiny-8 and ViT-Tiny-16. Default: the sizes in vision and text.",
     )
     vision: VisionConfig = field(VisionConfig(), "Image tower.")
     text: TextConfig = field(TextConfig(), "Text tower.")
-    embed_dim: int = field(512, "Width of an encoding, for readouts that do not set their own.", gt=0, le=65536)
+    embed_dim: int = field(
+        512, "Width of an image or text encoding. Readouts that set their own width ignore it.", gt=0, le=65536
+    )
     readout: Annotated[Any, FromRegistry(READOUTS, default="token")] = Field(
         default_factory=lambda: READOUTS.get("token")(),
         description="How tokens become an encoding: an entry of sparo.readouts.",
     )
     quick_gelu: bool = field(False, "Use OpenAI's approximation of GELU.")
-    init_logit_scale: float = field(math.log(1 / 0.07), "Initial value of logit_scale, a logarithm.")
+    init_logit_scale: float = field(
+        math.log(1 / 0.07), "Initial logit_scale, the natural logarithm of the factor on cosines."
+    )
     init_logit_bias: float | None = field(
         None,
-        "Initial logit_bias. SigLIP: -10, with init_logit_scale=2.3026. Default: none, as for softmax.",
+        "Initial logit_bias. SigLIP uses -10 with init_logit_scale=2.3026. Default: no bias, as is usual with "
+        "the softmax loss.",
         examples=[-10.0],
     )
 
@@ -230,8 +244,9 @@ class ClipConfig(Frozen):
                 raise ValueError(f"{name}.freeze={tower.freeze}: the tower has {tower.layers - replaced} blocks")
         if replaced >= min(v.layers, t.layers):
             raise ValueError(
-                f"readout.kind={self.readout.kind} replaces {replaced} block(s) and needs more layers in both towers "
-                f"(readout.replace_last_block; vision.layers={v.layers}, text.layers={t.layers})"
+                f"readout.kind={self.readout.kind}: replaces {replaced} block(s) of each tower "
+                f"(readout.replace_last_block), so both towers need more layers than that, got vision.layers={v.layers} "
+                f"and text.layers={t.layers}. Add layers."
             )
         return self
 

@@ -44,7 +44,7 @@ class ReadOut(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Read slots, not normalised, from tokens (B, N, d), of which `keep` (B, N) bool may be read (None: all)."""
+        """Read slots, not normalised, from tokens (B, N, d), limited to those in `keep` (B, N), bool (None: all)."""
 
 
 class ReadOutPair(NamedTuple):
@@ -84,7 +84,7 @@ class ReadOutConfig(Frozen, ABC):
 
     kind: Any = field(..., "Entry of sparo.readouts.")  # each entry has a Literal with one name
     reads_cls: ClassVar[bool] = False  # reads only an image's class token, which must exist
-    conditioned: ClassVar[bool] = False  # texts pool its image tokens, which needs a loss of its own
+    conditioned: ClassVar[bool] = False  # texts pool its image tokens, which needs a separate loss
     inference_note: ClassVar[str] = (
         ""  # what else weights with the same shapes could be; a wrong choice would give plausible scores
     )

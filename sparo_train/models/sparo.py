@@ -43,7 +43,8 @@ class SparoReadOut(TwinReadOut):
     head_width: int = field(64, "Width of keys and queries, D.", gt=0)
     text_head_width: int | None = field(
         None,
-        "D of the text tower, if it differs (files of sparo-clip: tower width over heads). Default: head_width.",
+        "Width of keys and queries in the text tower, if it differs from head_width. In weight files of "
+        "sparo-clip, it is the tower's width divided by its number of heads. Default: head_width.",
         gt=0,
         examples=[64],
     )
@@ -55,7 +56,9 @@ class SparoReadOut(TwinReadOut):
     )
     attend_cls: bool = field(True, "Let slots attend to the image's class token, too.")
     normalize: bool | None = field(
-        None, "Scale every slot to one norm (Eq. 2). Default: yes for CLIP, no before DINO's head.", examples=[False]
+        None,
+        "Scale every slot to the same norm (Eq. 2 of the SPARO paper). Default (null): yes for CLIP, no for DINO.",
+        examples=[False],
     )
     weighting: Weighting = field(
         "const",
@@ -64,8 +67,8 @@ class SparoReadOut(TwinReadOut):
     )
     representation: Representation = field(
         "cont",
-        "Representation of a slot: cont (values over their norm), sem (softmax over its norm), sqrtsem (square root "
-        "of the softmax).",
+        "Representation of a slot: cont (values divided by their norm), sem (softmax of the values, divided "
+        "by its norm), sqrtsem (square root of that softmax).",
     )
     share_queries: bool = field(False, "Use the same queries in both towers.")
 
@@ -73,14 +76,14 @@ class SparoReadOut(TwinReadOut):
     def _groups(self) -> SparoReadOut:
         if self.slots % self.grp_size:
             raise ValueError(f"readout.grp_size={self.grp_size} does not divide readout.slots={self.slots}")
-        # After a softmax over a slot, there is no norm that could weigh it.
+        # After a softmax over a slot, no norm could weigh it.
         if self.weighting == "norm" and self.representation == "sem":
             raise ValueError(
                 "readout.representation=sem does not support weighting=norm. Use sqrtsem, or another weighting."
             )
         if self.share_queries and self.text_head_width not in (None, self.head_width):
             raise ValueError(
-                f"readout.share_queries: both towers need one head width, got {self.head_width} and {self.text_head_width}. Remove text_head_width."
+                f"readout.share_queries: both towers need the same head width, got {self.head_width} and {self.text_head_width}. Remove text_head_width."
             )
         if self.normalize is not None:
             self._check_norm(self.normalize)

@@ -69,7 +69,8 @@ def _sizes(name: str, image_size: int | None, kwargs: tuple[tuple[str, Any], ...
         # A readout needs a model that supports all of these calls.
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, NameError) as error:
             raise ValueError(
-                f"timm_model_name={name}: is not a vision transformer of square images, whose tokens a readout can use ({error})"
+                f"timm_model_name={name}: a readout cannot use this model ({error}). Name a vision transformer with "
+                "square images and a square grid of patches."
             ) from None
 
 

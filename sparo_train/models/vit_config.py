@@ -43,7 +43,7 @@ class VitConfig(Frozen):
     )
     weight_init: Literal["official", "xavier"] = field(
         "official",
-        "Initialization: a normal distribution with standard deviation 0.02, or xavier-uniform for narrow models.",
+        "official: normal distribution with standard deviation 0.02. xavier: Xavier-uniform, which trains narrow models better.",
     )
     readout: Annotated[Any, FromRegistry(READOUTS, default="cls")] = Field(
         default_factory=lambda: READOUTS.get("cls")(),

@@ -131,8 +131,8 @@ class ClipObjective(CoupledObjective):
         last = (total_steps - 1) / total_steps
         if unreachable_shares := [share for share, _ in self.config.image_sizes if share > last]:
             raise ConfigError(
-                f"objective.image_sizes: no step of {total_steps} begins at a share of {unreachable_shares[0]:g} of the run or later (the last "
-                f"at {last:g}), so that size would never be trained; begin it earlier"
+                f"objective.image_sizes: no step would use the size with share {unreachable_shares[0]:g}, because the "
+                f"last of {total_steps} steps is at share {last:g} of the run. Set a lower share."
             )
 
     def on_weights_loaded(self) -> None:
@@ -152,7 +152,7 @@ class ClipObjective(CoupledObjective):
         return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the average if the run has one, because it is what was scored."""
+        """Return the average if the run has one, because the average was scored."""
         return self.remap_encoder_weights(scored_weights(weights))
 
     def param_groups(self) -> ParamGroups:
@@ -196,7 +196,7 @@ class ClipObjective(CoupledObjective):
 
 def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the CLIP model's own state dict within an objective's: that of the average if there is one."""
-    # The average is what was scored, so it is what is exported.
+    # The average was scored, so the average is exported.
     prefix = "average." if any(name.startswith("average.") for name in weights) else "model."
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
@@ -235,7 +235,8 @@ def _rules(run: Any) -> None:
         ):
             if value != plain:
                 raise ValueError(
-                    f"{key}={value}: objective.cache stores tokens of center crops without augmentation. Set it to {plain}."
+                    f"{key}={value}: must be {plain} with objective.cache, which stores tokens of center crops without "
+                    f"augmentation. Set {key}={plain}."
                 )
 
 

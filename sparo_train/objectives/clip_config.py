@@ -49,6 +49,8 @@ def _as_block(value: Any) -> Any:
 
 
 class ClipObjectiveConfig(Frozen):
+    """CLIP: image and text towers, trained with a contrastive loss (Radford et al. 2021)."""
+
     kind: Literal["clip"] = field("clip", "Entry of sparo.methods.")
     loss: Annotated[ContrastiveLoss, FromRegistry(LOSSES, default="softmax")] = field(
         SoftmaxLoss(), "Loss between all images and texts of the global batch: an entry of sparo.losses."
@@ -70,17 +72,19 @@ class ClipObjectiveConfig(Frozen):
     )
     cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = field(
         None,
-        "Cache the outputs of frozen blocks and train on them: a folder, or a block. Default: no cache.",
+        "Store the outputs of frozen Transformer blocks and train on the stored outputs. Value: a folder, or a mapping with the keys below. Default: no cache.",
         examples=[{"folder": "data/tokens"}],
     )
     image_sizes: tuple[tuple[Share, int], ...] = field(
         (),
-        "Image sizes in the course of training, as [share of the run, pixels]; the last is the model's size: [[0, "
-        "112], [0.8, 224]]. Default: always the model's.",
+        "Image sizes during training, as a list of [start, pixels]. start: share of the run from which this size "
+        "is used; the first is 0. The last size must be the model's. Default: always the model's size.",
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
     )
-    max_logit_scale: float = field(MAX_LOGIT_SCALE, "Upper bound of logit_scale, a logarithm.", gt=0)
+    max_logit_scale: float = field(
+        MAX_LOGIT_SCALE, "Upper bound of logit_scale, the natural logarithm of the factor on cosines.", gt=0
+    )
 
     @model_validator(mode="after")
     def _bias(self) -> ClipObjectiveConfig:
@@ -107,7 +111,7 @@ class ClipObjectiveConfig(Frozen):
     def _sizes(self) -> ClipObjectiveConfig:
         if not self.image_sizes:
             return self
-        # The run has to end with the size of the model, because that is what is evaluated.
+        # The run has to end with the size of the model, because that model is evaluated.
         shares, sizes, v = (
             [share for share, _ in self.image_sizes],
             [size for _, size in self.image_sizes],
@@ -117,11 +121,12 @@ class ClipObjectiveConfig(Frozen):
             raise ValueError(f"image_sizes: shares of the run must start with 0 and increase, got {shares}")
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(
-                f"image_sizes: {wrong[0]} is not a multiple of patch_size={v.patch_size} up to model.vision.image_size={v.image_size}"
+                f"image_sizes: each size must be a multiple of patch_size={v.patch_size} and at most "
+                f"model.vision.image_size={v.image_size}, got {wrong[0]}"
             )
         if sizes[-1] != v.image_size:
             raise ValueError(
-                f"image_sizes: must end with model.vision.image_size={v.image_size}, which is scored, got {sizes[-1]}"
+                f"image_sizes: the last size must be model.vision.image_size={v.image_size}, the size that is scored, got {sizes[-1]}"
             )
         if v.timm_model_name or v.patch_dropout or (self.cache is not None and self.frozen[0]):
             raise ValueError(

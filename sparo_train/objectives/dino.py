@@ -104,9 +104,9 @@ class CollapseConfig(Frozen):
     """Thresholds of collapse warnings, as shares of log(out_dim)."""
 
     entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
-        (0.005, 0.999), "Range of the teacher's entropy, relative to its maximum. A warning follows outside of it."
+        (0.005, 0.999), "Warn if the teacher's entropy, as a share of its maximum, is outside of this range."
     )
-    kl: float = field(0.001, "Smallest KL divergence between two views without a warning.", ge=0)
+    kl: float = field(0.001, "Warn if the KL divergence between two views is below this.", ge=0)
 
 
 class DinoObjectiveConfig(Frozen):
@@ -127,8 +127,10 @@ class DinoObjectiveConfig(Frozen):
     )
     center_momentum: float = field(0.9, "Momentum of the center of the teacher's outputs.", ge=0, le=1)
     student_temp: float = field(0.1, "Temperature of the student's softmax.", gt=0)
-    teacher_temp: float = field(0.04, "Temperature of the teacher's softmax after its warm-up.", gt=0)
-    warmup_teacher_temp: float = field(0.04, "Initial temperature of the teacher's warm-up.", gt=0)
+    teacher_temp: float = field(0.04, "Temperature of the teacher's softmax after the temperature warm-up.", gt=0)
+    warmup_teacher_temp: float = field(
+        0.04, "Temperature of the teacher's softmax at the start of the temperature warm-up.", gt=0
+    )
     warmup_teacher_temp_epochs: int = field(0, "Epochs of linear warm-up of the teacher's temperature.", ge=0)
     freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
@@ -311,10 +313,13 @@ def _examples(config: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
 def _rules(run: Any) -> None:
     for key in PAIR_KEYS:
         if getattr(run.data, key) != type(run.data).model_fields[key].default:
-            raise ValueError(f"data.{key} is for image-text pairs; this objective has objective.crops")
+            raise ValueError(
+                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use objective.crops."
+            )
     if run.objective.head.use_bn and run.micro_batch_size is not None:
         raise ValueError(
-            "micro_batch_size: objective.head.use_bn couples the samples of a batch, so it cannot be split. Remove one of them."
+            "micro_batch_size: objective.head.use_bn couples the samples of a batch, so the batch cannot be "
+            "split. Remove micro_batch_size or objective.head.use_bn."
         )
 
 

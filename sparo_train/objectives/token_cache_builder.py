@@ -118,15 +118,15 @@ def token_cache_builder(tower: nn.Module, device_context: DeviceContext) -> Iter
 
 
 def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """Return everything that determines a tower's tokens: weights of its blocks and what is before them, its sizes, the precision."""
+    """Return everything that determines a tower's tokens: weights of its blocks and of the layers before them, its sizes, the precision."""
     count = len(tower.resblocks)  # type: ignore[arg-type]
-    # Only what comes before the tokens, because another readout can use the same tokens.
+    # Only the layers before the tokens, because another readout can use the same tokens.
     weights = weights_sha256(tower.state_dict(), lambda name: layer_of(name, count) <= count)
     return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
 
 
 class _SampleDataset(Dataset[list[Prepared]]):
-    """Samples of a run, of which torch requests several at once. Errors of samples are returned, not raised."""
+    """Samples of a run; torch requests several at once. Errors of samples are returned, not raised."""
 
     def __init__(self, sample_range: SampleRange, prepare: Prepare):
         self.sample_range, self.prepare = sample_range, prepare

@@ -39,7 +39,7 @@ _LOG_EVERY = 64  # parts per rank between two log lines
 
 
 class TokenExamples(ImageTextExamples):
-    """Image-text pairs of which at least one side is read as tokens.
+    """Image-text pairs; at least one side is read as tokens.
 
     Batches contain `image_tokens` (B, N, d) in place of `image`, and `text_tokens` (B, T, d) in addition to `text`,
     fp16 or fp32, for the towers whose blocks are frozen.

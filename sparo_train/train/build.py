@@ -56,7 +56,7 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
     Args:
         engine: the recipe's `engine` block.
         world_size: the recipe's required number of ranks; None: any.
-        world: what the launcher started; None: read it from the environment.
+        world: the number of ranks that the launcher started; None: read it from the environment.
 
     Raises:
         ConfigError: an engine of one process was started on several ranks, or the number of ranks differs from
@@ -64,7 +64,7 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
     """
     if world_size not in (None, world.size):
         raise ConfigError(
-            f"world_size={world_size}: {world.size} rank(s) were started. Start that many, or change the key."
+            f"world_size={world_size}: {world.size} rank(s) were started. Start as many ranks as world_size says, or change world_size."
         )
     if ENGINES.get(engine.kind).one_process:
         if world.size > 1:

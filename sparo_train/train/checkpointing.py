@@ -124,7 +124,8 @@ class Saver:
                     raise
                 aside, before = self.ranks.rank0_broadcast(self._fall_back)
                 logger.warning(
-                    f"{error}\ncheckpoint.fall_back: it was renamed to {aside}. Resuming from {before}; later steps are lost"
+                    f"{error}\ncheckpoint.fall_back: this checkpoint was renamed to {aside}. Resuming from {before}; later "
+                    "steps are lost"
                 )
 
     def _fall_back(self) -> tuple[Path, Path | None]:
@@ -198,7 +199,7 @@ class Saver:
         # Report it as saved only after rank 0 has renamed the folder.
         done = self.ranks.gather(done, saving=True)[0]
         if isinstance(done, CheckpointError):
-            # One rank tells the user.
+            # One rank reports it.
             done.repeated = self.ranks.rank > 0
             raise done
         assert done is not None
@@ -295,7 +296,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     if doubt := store.checkpoint_warnings(path, step):
         logger.warning(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
-    # Before comparing the data: other data are no reason to refuse the weights.
+    # Before comparing the data: weights can be loaded with other data.
     try:
         engine.load(store.open_checkpoint(step, ("model", "optimizer")))
     except CheckpointError as error:
@@ -309,7 +310,7 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
     except DataError:
-        logger.warning(f"{note}; its data differ, so data are read from the beginning")
+        logger.warning(f"{note}; that run had other data, so this run reads its data from the beginning")
         return own
     logger.info(note)
     own.cursor = theirs.cursor

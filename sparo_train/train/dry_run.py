@@ -153,7 +153,7 @@ def _source(name: str, source: SourceConfig) -> SourceFacts:
         source_data = open_source(name, source)
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
-    # Truncated shards are reported but not fatal here, because this is what a dry run is for.
+    # Truncated shards are reported but not fatal here, because a dry run exists to report them.
     broken = f"{len(source_data.broken())} incomplete shard(s)" if source_data.broken() else None
     return SourceFacts(name, len(source_data.storages), source_data.samples, source.weight, None, None, broken)
 

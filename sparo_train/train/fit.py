@@ -32,7 +32,7 @@ _NAMED = 5
 
 
 def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
-    """Return one line per source with its share, size and passes, and lines for what is lost.
+    """Return one line per source with its share, size and passes, and lines for losses.
 
     Args:
         sources: sources with their weights.

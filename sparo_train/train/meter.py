@@ -80,7 +80,7 @@ def memory(device: torch.device) -> float:
     """Return the peak memory in GiB: on a GPU since the last call, on a CPU the largest resident size so far."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        # Reset the peak, so that a record shows the peak of its own steps.
+        # Reset the peak, so that a record shows only the peak of its steps.
         torch.cuda.reset_peak_memory_stats(device)
         return peak / 2**30
     # Linux counts KiB.

@@ -59,7 +59,7 @@ class Reporter:
     ) -> dict[str, Any]:
         """Log the metrics of a step, equal on every rank; the host waits for the device here."""
         own = self._numbers(loss.metrics) | {"loss": float(loss.total)}
-        # After the float() above, because only then has the device finished what is timed.
+        # After the float() above, because only then has the device finished the timed work.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
         facts = average_over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
@@ -164,7 +164,7 @@ def pixel_statistics(batch: Batch) -> str:
     low, high, mean = int(image.min()), int(image.max()), float(image.float().mean())
     line = f"first batch: pixels from {low} to {high}, mean {mean:.1f}"
     if high < 64:
-        return f"{line}. Nearly black: are these 16-bit pictures of a small range? Set data.pixel_range."
+        return f"{line}. The images are nearly black. If they are 16-bit images that use only a small range of values, set data.pixel_range."
     return f"{line}. Nearly white: check data.pixel_range." if low > 192 else line
 
 

@@ -21,8 +21,8 @@ TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `ev
 class CheckpointConfig(Frozen):
     """Checkpoints are written at step and time intervals (whichever comes first), on a signal, and at the end."""
 
-    every_steps: int = field(1000, "Steps between checkpoints. 0: not by steps.", ge=0)
-    every_minutes: float = field(30.0, "Minutes between checkpoints. 0: not by time.", ge=0)
+    every_steps: int = field(1000, "Steps between checkpoints. 0: steps do not trigger checkpoints.", ge=0)
+    every_minutes: float = field(30.0, "Minutes between checkpoints. 0: time does not trigger checkpoints.", ge=0)
     keep_last: int = field(2, "Number of newest checkpoints to keep.", ge=1)
     keep_every: int = field(0, "Also keep every checkpoint whose step is a multiple of this. 0: none.", ge=0)
     background: bool = field(True, "Continue training while a checkpoint is written.")
@@ -39,7 +39,7 @@ class ProfileConfig(Frozen):
 
 
 class LogConfig(Frozen):
-    """Logging. These keys do not change what is computed."""
+    """Logging. These keys do not change the computation."""
 
     every_steps: int = field(20, "Steps between records of metrics.jsonl.", gt=0)
     tensorboard: bool = field(True, "Also write metrics to RUN/tensorboard.")
@@ -50,8 +50,8 @@ class LogConfig(Frozen):
     )
     pictures: int = field(
         6,
-        "Samples (at most 3 videos) of the first task with pictures that every evaluation draws to RUN/pictures and "
-        "tensorboard. 0: none.",
+        "Number of samples that every evaluation draws to RUN/pictures and tensorboard, from the first task that "
+        "has pictures: at most 3 videos, or one scene. 0: none.",
         ge=0,
         le=256,
     )
@@ -93,12 +93,12 @@ class StartConfig(Frozen):
         (), "Patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*].", strict=False
     )
     allow_unused: tuple[str, ...] = field(
-        (), "Patterns of the checkpoint's parameters that the run may not have.", strict=False
+        (), "Patterns of checkpoint parameters that are ignored if the run has no such parameter.", strict=False
     )
     optimizer: bool = field(
         False,
-        "Also load the optimizer state and the position in the data: a branch of a run of the same model, as for "
-        "schedule=cooldown.",
+        "Also load the optimizer state and the position in the data, to branch off from a run of the same model, "
+        "for example with schedule=cooldown. false: load only the weights.",
     )
 
 
@@ -116,7 +116,10 @@ class RunConfig(Frozen):
     seed: int = field(0, "Random seed. All sampling derives from it.", ge=0, lt=1 << 63)
     batch_size: int = field(..., "Samples per optimizer step over all ranks.", gt=0, lt=1 << 31)
     world_size: int | None = resumable_field(
-        None, "Required number of ranks. Default: any number over which the streams divide evenly.", gt=0, examples=[8]
+        None,
+        "Number of ranks that this run must have. Default: any number that divides data.streams.",
+        gt=0,
+        examples=[8],
     )
     micro_batch_size: int | None = resumable_field(
         None,
@@ -125,10 +128,18 @@ class RunConfig(Frozen):
         gt=0,
     )
     steps: int | None = field(None, "Length of training in optimizer steps.", gt=0, lt=1 << 53)
-    epochs: float | None = field(None, "Length of training in passes over the data, with source weights.", gt=0, le=1e9)
+    epochs: float | None = field(
+        None,
+        "Length of training in passes over the data. One pass contains each source as often as its weight says.",
+        gt=0,
+        le=1e9,
+    )
     samples: int | None = field(None, "Length of training in samples.", gt=0, lt=1 << 63, examples=[1_280_000])
     samples_per_epoch: int | None = field(
-        None, "Samples that count as one epoch, if a paper defines it. Default: the size of the weighted sources.", gt=0
+        None,
+        "Number of samples that count as one epoch, for papers that define an epoch by a number of "
+        "samples. Default: the sum of source sizes times their weights.",
+        gt=0,
     )
     stop_after_steps: int | None = resumable_field(
         None, "Save and stop after this step without changing the schedule, for trials.", gt=0, examples=[100]

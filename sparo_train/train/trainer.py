@@ -38,7 +38,7 @@ class Trainer:
         flops: counts a step's model FLOPs for the metrics; None: they are not logged.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a training, which `fit` builds
         self,
         config: RunConfig,
         rundir: RunDir,

@@ -1,6 +1,8 @@
 # pyright: reportMissingImports=false
-"""Writes movi_tiny-train.tfrecord-00000-of-00001 with TFDS' own serialiser: two small videos with MOVi-A's features, the second without
-`size_label`, and movi_tiny_bc-train.tfrecord-00000-of-00001: one with MOVi-B's and one with MOVi-C's. Run in an environment of its own:
+"""Write small records in MOVi's format with TFDS' own serialiser.
+
+movi_tiny-train.tfrecord-00000-of-00001: two videos with MOVi-A's features, the second without `size_label`.
+movi_tiny_bc-train.tfrecord-00000-of-00001: one with MOVi-B's and one with MOVi-C's. Run in a separate environment:
 
     pip install tensorflow-cpu tensorflow-datasets && python tests/data/make_movi_tiny.py
 """

@@ -1,6 +1,7 @@
 # pyright: reportMissingImports=false
-"""Writes msn_tiny-train.tfrecord-00000-of-00001 with TFDS' own serialiser and sunds' own specification: two small scenes of three cameras, and
-msn_tiny_rays.npz, the rays that sunds itself makes of them. Run in an environment of its own:
+"""Write msn_tiny-train.tfrecord-00000-of-00001 with TFDS' serialiser and sunds' specification: two scenes of three cameras.
+
+msn_tiny_rays.npz has the rays that sunds computes for them. Run in a separate environment:
 
     pip install tensorflow-cpu tensorflow-datasets sunds && python tests/data/make_msn_tiny.py
 """

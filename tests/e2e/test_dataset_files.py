@@ -161,7 +161,7 @@ def test_a_table_holds_labels_captions_or_pairs(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "table", "error", "message"),
     [
-        (None, "", ConfigError, "layout=table: needs columns"),
+        (None, "", ConfigError, "layout=table: needs the key `columns`"),
         ({"file": "t.csv"}, "path\n0.jpg\n", DataError, r"t\.csv: row 1: no column 'image'"),
         ({"file": "t.csv", "images": ["{path}"]}, "path\n0.jpg\n", ConfigError, "needs captions and false_captions"),
         ({"file": "t.csv", "images": ["{path.x}"]}, "path\n0.jpg\n", ConfigError, "cannot be filled in"),

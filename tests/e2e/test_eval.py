@@ -73,7 +73,7 @@ def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monke
     encoder = load_encoder("runs/s0")
     tasks = tasks_for("runs/s0", Path("tasks.yaml"), ["zero"])
     assert evaluate(encoder, tasks)["zero"].metrics == pytest.approx(stored["zero"])
-    with pytest.raises(ConfigError, match=r"tasks: an encoder has no run folder\. Give configurations by name"):
+    with pytest.raises(ConfigError, match=r"tasks: an encoder has no run folder from which to read tasks"):
         evaluate(encoder, ["zero"])
     with pytest.raises(ConfigError, match="data, options: apply to checkpoints only, got an encoder"):
         evaluate(encoder, tasks, options=EvalOptions(limit=3))

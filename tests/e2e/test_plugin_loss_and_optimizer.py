@@ -121,7 +121,7 @@ def test_a_loss_is_gathered_and_averaged_over_both_directions(place, monkeypatch
         ("objective.loss.kind=decuopled", r"objective\.loss\.kind: 'decuopled'; did you mean 'decoupled'"),
         (
             "objective.loss.kind=unfinished",
-            r"'unfinished' of package sparo-lion 1\.0 .* has no mean_loss\. docs/extending\.md",
+            r"'unfinished' of package sparo-lion 1\.0 .* has no mean_loss\. docs/guides/extending\.md",
         ),
         ("optim.kind=lino", r"optim\.kind: 'lino'; did you mean 'lion'"),
         ("optim.eps=1", r"optim\.eps: unknown key"),
@@ -190,7 +190,7 @@ def test_state_names_that_are_wrong_fail_at_the_first_save(place, monkeypatch):
 
 
 def test_the_blocks_of_the_documentation_work():
-    page = (Path(__file__).parents[2] / "docs/extending.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guides/extending.md").read_text(encoding="utf-8")
     names: dict = {"__name__": "extending"}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, names)

@@ -167,7 +167,7 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
     done = slots(others, "select", "runs/dino", "--task", "probe", "--method", "cover", code=2)
     assert "a linear layer is fitted" in done.stderr
     done = slots(others, "select", "runs/s0", "--task", "pairs", code=2)
-    assert "has 1 different image(s), too few to halve" in done.stderr  # all twelve have one true caption
+    assert "has 1 different image(s), too few to be split" in done.stderr  # all twelve have one true caption
     done = slots(others, "select", "runs/dino", "--task", "knn", "--method", "forward", code=2)
     assert "a vote is not a sum over units" in done.stderr
     done = slots(others, "select", "runs/dino", "--task", "zero", code=2)
@@ -201,7 +201,7 @@ BAD = {
     "slots": (("select", "runs/s0", "--task", "zero", "--slots", "7"), "--slots 7"),
     "a file that is not there": (("select", "runs/s0", "--task", "zero", "--slots", "no.json"), "no.json"),
     "mask of classes": (("mask", "runs/s0", "--task", "zero"), "masks are trained on a task of kind pairs"),
-    "mask of heads": (("mask", "runs/plain", "--task", "pairs", "--units", "heads", "--report-tasks", "zero"), "masks weight numbers of an encoding"),
+    "mask of heads": (("mask", "runs/plain", "--task", "pairs", "--units", "heads", "--report-tasks", "zero"), "a mask has a weight for each value"),
     "per": (("mask", "runs/s0", "--task", "pairs", "--granularity", "slot"), "--granularity slot"),
     "clamp": (("mask", "runs/s0", "--task", "pairs", "--clamp", "mix"), "--clamp mix"),
     "parts of slots": (("score", "runs/s0", "--tasks", "zero", "--parts", "4"), "--parts: applies to --units parts only. Remove it."),
@@ -280,7 +280,7 @@ def test_pictures_of_a_task_and_of_a_model_without_texts(others):
         "pictures",
     )
     page = (others / "pictures/report.html").read_text()
-    assert "8 images of zero" in page and page.count("<h3>Slot ") == 4 and "vectors above -1" in page
+    assert "8 images of zero" in page and page.count("<h3>Slot ") == 4 and "have a cosine above -1" in page
     slots(
         others,
         "show",

@@ -57,7 +57,7 @@ def explorer(*words: str, cwd: Path, **environment: str) -> Iterator[str]:
 
 
 def until(locator: Any) -> Any:
-    """Playwright's `expect`: asks again until it is so. (Its `wait_for_function` needs `eval`, which the page forbids.)"""
+    """Return Playwright's `expect`, which retries; its `wait_for_function` needs `eval`, which the page forbids."""
     from playwright.sync_api import expect
 
     return expect(locator)

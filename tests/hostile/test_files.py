@@ -56,7 +56,10 @@ FILES = {
     "strings.pt": (saved({"state_dict": {"a": "b"}}), "strings.pt: contains no state dict"),
     "other.pt": (saved({"conv.weight": W}), "other.pt"),
     "teacher-list.pth": (saved({"teacher": [W], "student": {}}), "teacher-list.pth"),
-    "teacher-empty.pth": (saved({"teacher": {}, "student": {}}), "no state dict of that name, got state=teacher"),
+    "teacher-empty.pth": (
+        saved({"teacher": {}, "student": {}}),
+        "the file has no state dict of this name, got state=teacher",
+    ),
     "teacher-odd.pth": (saved({"teacher": {"backbone.cls_token": W}}), "teacher-odd.pth"),
     "teacher-code.pth": (saved({"teacher": {}, "args": argparse.Namespace(a=_Runs())}), "could run code"),
     "teacher-number.pth": (saved({"teacher": {5: W, "cls_token": W}}), "teacher-number.pth"),

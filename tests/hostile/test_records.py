@@ -175,5 +175,5 @@ def test_a_store_that_cannot_be_written_costs_no_rank_its_scores(tmp_path):
     whole = FeatureStore().images(PixelEncoder(8), WdsSet(tmp_path / "zero", "label"))
     for found in run_ranks(2, _encoded, tmp_path / "taken/store", tmp_path / "zero"):
         assert found[:2] == (float(whole.in_memory().sum()), 300) and found[2] == 1
-    with pytest.raises(DataError, match="this share could not be stored for the other processes"):
+    with pytest.raises(DataError, match="could not be stored for the other processes"):
         FeatureStore(tmp_path / "taken/store").images(PixelEncoder(8), WdsSet(tmp_path / "zero", "label"), part=(0, 2))

@@ -1,5 +1,4 @@
-"""Weights that are no numbers: whatever a model gives for evaluation shows them, or does not depend on them. Nothing is scored as if it were sound;
-nor are weights of other forms or of pixels that nobody told."""
+"""Weights that are not finite, of another form, or for other pixels are refused in every evaluation."""
 
 import pytest
 import torch

@@ -115,7 +115,7 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
         (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "80 is not a multiple"),
         (
             ["objective.image_sizes=[[0, 32], [0.5, 48]]"],
-            "must end with model.vision.image_size=64, which is scored, got 48",
+            "the last size must be model.vision.image_size=64, the size that is scored, got 48",
         ),
         (["objective.model.vision.patch_dropout=0.5"], "cannot be combined with vision.timm_model_name"),
     ],
@@ -128,6 +128,6 @@ def test_sizes_that_cannot_be_are_refused(shards, tmp_path, words, message):
 def test_a_size_that_no_step_reaches_is_refused(shards, tmp_path):
     late = _run(_tree(shards, tmp_path, steps=6), "objective.image_sizes=[[0, 32], [0.9, 64]]")
     for begin in (train, dry_run):
-        with pytest.raises(ConfigError, match="no step of 6 begins at a share"):
+        with pytest.raises(ConfigError, match="would not be trained, because the last of 6 steps"):
             begin(late)
     assert not late.folder.exists() and dry_run(late.model_copy(update={"steps": 10})).steps == 10

@@ -85,7 +85,7 @@ def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
 
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])
 def test_ranks_end_near_one_process_and_bit_equal_after_a_restart(shards, tmp_path, engine, apart):
-    """torch computes an update in 16 bits, and over shards its sums are rounded once more: engines agree to a part of a step."""
+    """Torch computes an update in 16 bits, and over shards its sums are rounded once more: engines agree to a part of a step."""
     tree = override(two_tree(shards, tmp_path), ["optim={kind: muon, lr: 1e-3}"])
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
     run_ranks(2, trained, tree, engine, 3, tmp_path / "straight")

@@ -179,7 +179,7 @@ def test_derived_options_are_reported_with_their_values():
     unsaid.set_inferred("heads", 12)
     unsaid.set_inferred("slots", 7)  # that was asked for
     assert str(unsaid) == (
-        "spot:f: does not contain image_size=224, iterations=3, heads=12, final_norm=false, which are assumed; "
+        "spot:f: does not contain image_size=224, iterations=3, heads=12, final_norm=false, so these values are assumed; "
         "spot:f?slots=5&image_size=… changes them"
     )
     for name in ("image_size", "iterations", "heads", "final_norm"):

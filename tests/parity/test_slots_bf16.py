@@ -1,5 +1,4 @@
-"""Every slot method on two ranks: gradients of DDP and FSDP2 are those of one process, and what FSDP2 computes from 16-bit weights is as
-near to them as what autocast computes is."""
+"""Slot methods on two ranks: gradients of DDP and FSDP2 equal one process; FSDP2 with 16-bit weights is as near as autocast."""
 
 import pytest
 import torch

@@ -168,7 +168,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         "image_size": 64, "width": 192, "layers": 12, "head_width": 64, "init_from": model["vision"]["init_from"],
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
-    with pytest.raises(CheckpointError, match=r"Use vision.timm_model_name"):
+    with pytest.raises(CheckpointError, match=r"Load it with vision.timm_model_name"):
         load_initial_weights(config.objective, config.start_from, build_objective(config))
 
 
@@ -180,7 +180,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
             SPARO,
             "timm_model_name=vit_smal_patch16_224: .*vit_small_patch16_224",
         ),
-        ({"timm_model_name": "resnet18"}, SPARO, "resnet18: timm cannot build it|is not a vision transformer"),
+        ({"timm_model_name": "resnet18"}, SPARO, "resnet18: timm cannot build it|must be a vision transformer"),
         (
             {"timm_model_name": "vit_small_patch16_224", "width": 100},
             SPARO,
@@ -206,20 +206,20 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
             {"kind": "token"},
             "needs a class token, which timm's",
         ),
-        ({"timm_model_name": "vit_base_patch16_xp_224"}, SPARO, "is not a vision transformer of square images"),
-        ({"timm_model_name": "vit_relpos_small_patch16_224"}, SPARO, "is not a vision transformer"),
-        ({"timm_model_name": "xcit_nano_12_p8_224"}, SPARO, "is not a vision transformer"),
+        ({"timm_model_name": "vit_base_patch16_xp_224"}, SPARO, "must be a vision transformer for square images"),
+        ({"timm_model_name": "vit_relpos_small_patch16_224"}, SPARO, "must be a vision transformer"),
+        ({"timm_model_name": "xcit_nano_12_p8_224"}, SPARO, "must be a vision transformer"),
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"depth": 0}},
             SPARO,
-            "is not a vision transformer",
+            "must be a vision transformer",
         ),
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"patch_size": [8, 8]}},
             SPARO,
             "a number or a word each",
         ),
-        ({"timm_model_name": "cait_xxs24_224"}, SPARO, "is not a vision transformer"),
+        ({"timm_model_name": "cait_xxs24_224"}, SPARO, "must be a vision transformer"),
         ({"timm_model_name": "x"}, SPARO, "known: .* and [0-9]+ more"),
         ({"timm_model_kwargs": {"depth": 2}}, SPARO, "timm_model_kwargs: needs timm_model_name"),
         ({"timm_model_name": "vit_base_patch16_siglip_224"}, {"kind": "token"}, "needs a class token, which timm's"),

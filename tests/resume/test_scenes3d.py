@@ -106,7 +106,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     done = sparo("train", str(recipe), "objective.model.decoder.far=3.0", "name=near", "eval.tasks={}")
     assert (
         done.returncode != 0
-        and "its distances differ from those in which rays" in done.stderr
+        and "near and far in its json differ from the distances between which rays" in done.stderr
         and "no usable sample" in done.stderr
     )
 

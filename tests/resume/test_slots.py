@@ -80,7 +80,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
     done = sparo("slots", "panels", run_folder, "--task", "masks", "--images", "3", "--tile", "32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, drawn, three slots; three rows
+    with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, decoded, three slots; three rows
         assert sheet.size == (7 * 36 + 4, 3 * 36 + 18)
         colours = {tuple(c) for c in np.asarray(sheet)[18:50, 40:72].reshape(-1, 3).tolist()}
         assert len(colours) == 4 and (0, 0, 0) in colours  # three pieces on black
@@ -185,7 +185,7 @@ def test_features_of_a_dino_run_are_grouped_and_reconstructed(shards, tmp_path, 
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
     assert len(list((tmp_path / "kept").rglob("*.npy"))) == 32
     done = sparo("train", str(recipe), "data.hflip=0.5", "name=refused")
-    assert done.returncode == 2 and "encoder.cache: pictures that are cropped or mirrored" in done.stderr, done.stderr
+    assert done.returncode == 2 and "encoder.cache: a randomly cropped or mirrored image" in done.stderr, done.stderr
     objectives = [build_objective(run({**tree, "seed": seed})) for seed in (1, 2)]
     first, second = (o.model.tower.project[0].weight for o in objectives)
     assert not torch.equal(first, second)  # what the frozen run was seeded with is not this one's
@@ -246,7 +246,7 @@ def test_slate_reconstructs_tokens_resumes_and_is_scored(tmp_path, write_recipe)
     assert by_headline["psnr"]["options"]["drawn"] == "pixels" and 0 < by_headline["psnr"]["metrics"]["mse"] < 1
     line = ["slots", "panels", str(folder), "--task", "m", "--images", "2", "--tile", "32", "--out", "page"]
     done = sparo(*line, cwd=tmp_path)
-    with Image.open(tmp_path / "page/image-1.png") as sheet:  # image, true, masks, drawn, three slots
+    with Image.open(tmp_path / "page/image-1.png") as sheet:  # image, true, masks, decoded, three slots
         assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 36 + 18), done.stderr
     page = (tmp_path / "page/report.html").read_text()
     assert page.count("<img") == 2 and "fg_ari" in page

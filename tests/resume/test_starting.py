@@ -193,7 +193,7 @@ def test_towers_of_other_libraries_give_their_own_encodings(tmp_path, shards):
         (ours.text(tokens), hf.text_projection(hf.text_model(tokens).pooler_output)),
     ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    with pytest.raises(CheckpointError, match="patches have a bias, or no norm is before its blocks"):
+    with pytest.raises(CheckpointError, match="patch embedding has a bias, or it has no norm before its blocks"):
         tower_weights(timm.create_model("vit_tiny_patch16_224").state_dict(), "visual", "x")
     with pytest.raises(CheckpointError, match="x: has no text tower of a CLIP"):
         tower_weights(theirs.state_dict(), "text", "x")
@@ -239,7 +239,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     wider = ["objective.model.embed_dim=20", inits[0]]
     assert "new are proj" in begun(*wider)[1]
     with pytest.raises(
-        CheckpointError, match=r"has no matching proj, which `freeze` would keep at its random initialization"
+        CheckpointError, match=r"has no matching proj, so `freeze` would keep it at its random initialization"
     ):
         begun(*wider, "objective.model.vision.freeze=true")
     assert "new are" not in begun(inits[0], "objective.model.vision.freeze=true")[1]

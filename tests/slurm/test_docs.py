@@ -1,4 +1,4 @@
-"""The commands of docs/clusters.md, in their order, on a real SLURM."""
+"""The commands of docs/guides/clusters.md, in their order, on a real SLURM."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     cluster.idle()
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     lab = Lab(tmp_path, cluster)
-    text = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guides/clusters.md").read_text(encoding="utf-8")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("sparo ")]
     assert len(lines) - len(commands) == 2 and len(commands) >= 10  # the two are what the fixture does
@@ -40,5 +40,5 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
 def test_the_page_explains_every_key():
     from launch.jobs.clusters import ClusterConfig
 
-    text = Path(ROOT / "docs/clusters.md").read_text(encoding="utf-8")
+    text = Path(ROOT / "docs/guides/clusters.md").read_text(encoding="utf-8")
     assert not [name for name in ClusterConfig.model_fields if f"`{name}`" not in text]

@@ -139,7 +139,7 @@ def test_a_refused_launch_leaves_a_folder_that_can_be_launched(whole):
         "launch", "train", "recipe.yaml", "name=refused", "--cluster", "lab", "--partition", "nope", ALONE, code=2
     )
     assert "sbatch refused the job (invalid partition specified: nope" in said, said
-    assert "known are: main, high" in said
+    assert "known partitions: main, high" in said
     assert Records(whole.root / "refused").last() is None and not list((whole.root / "refused/jobs").iterdir())
     gpus = ("--gpus-per-node", "8", "--tasks-per-node", "1")
     said = whole.sparo("launch", "train", "recipe.yaml", "name=refused", "--cluster", "lab", *gpus, ALONE, code=2)
@@ -158,7 +158,7 @@ def test_a_job_that_can_never_start_is_reported(whole):
     dependent = whole.sparo(
         "launch", "train", "recipe.yaml", "name=next", "--cluster", "lab", "--after", str(folder), ALONE, code=2
     )
-    assert "ended as CANCELLED; `sparo launch resubmit" in dependent
+    assert "ended as CANCELLED. Run `sparo launch resubmit" in dependent
 
 
 def test_without_slurm(tmp_path):

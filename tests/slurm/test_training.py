@@ -1,4 +1,4 @@
-"""Training on a real SLURM: left alone, pre-empted, out of time, cancelled; always the same losses."""
+"""Training on a real SLURM: left alone, preempted, out of time, cancelled; always the same losses."""
 
 import json
 import shlex

@@ -45,7 +45,7 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
     done = sparo(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folders = [tmp_path / f"runs/job-lr{lr}" for lr in ("0.001", "0.0005")]
-    assert "is RUNNING in it" in sparo(*words, cwd=tmp_path).stderr
+    assert "is RUNNING" in sparo(*words, cwd=tmp_path).stderr
     wait_for(lambda: [state_of(f, tmp_path)["state"] for f in folders] == ["COMPLETED"] * 2)
     assert_bit_equal(folders[0], tmp_path / "runs/straight")
     assert folders[1].joinpath("code").is_symlink()
@@ -84,7 +84,7 @@ def test_two_local_ranks_stop_for_a_cancel_and_go_on(recipe, tmp_path):
     assert seen["state"] == "RUNNING" and seen["total"] == 4000
     assert sparo("launch", "cancel", str(folder), cwd=tmp_path).returncode == 0
     seen = state_of(folder, tmp_path)
-    assert seen["state"] == "CANCELLED" and seen["reason"].startswith("cancelled; ") and seen["checkpoint"] > 3
+    assert seen["state"] == "CANCELLED" and seen["reason"].startswith("cancelled. ") and seen["checkpoint"] > 3
     controller = Records(folder).last()["jobs"][0]
     assert sparo("launch", "resubmit", str(folder), cwd=tmp_path, OMP_NUM_THREADS="1").returncode == 0
     wait_for(lambda: state_of(folder, tmp_path)["step"] > seen["step"])

@@ -99,7 +99,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         assert encoder.tokens(pixels).shape == (2, *shape) and "tokens" in encoder.offers
         assert encoder.token_width == shape[1]
         for head, told in (
-            ({"kind": "flair"}, "x.head.kind=flair: is pooled by texts"),
+            ({"kind": "flair"}, "x.head.kind=flair: pools with the help of texts"),
             ({"kind": "coca", "heads": 7}, "x.head.*heads=7 does not divide"),
             (
                 {"kind": "sparo", "slots": 2, "slot_width": 4, "representation": "sem"},

@@ -211,7 +211,7 @@ def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
         ({"binder": {"heads": 3}}, "binder.heads=3: must divide width=8"),
         ({"transport": {}}, "transport"),
         ({"slot_init": "same"}, "slot_init=same"),
-        ({"binder": {"context_frames": 2, "causal": False}}, "binder.context_frames=2: limits earlier frames"),
+        ({"binder": {"context_frames": 2, "causal": False}}, "binder.context_frames=2: limits how many earlier frames"),
     ],
 )
 def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):
@@ -220,5 +220,5 @@ def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):
 
 
 def test_frames_are_of_slots_that_take_turns():
-    with pytest.raises(ValueError, match="slots with frames support"):
+    with pytest.raises(ValueError, match="slots with reference frames"):
         SlotModelConfig.model_validate({"grouping": {"preset": "psb"}, "frame": {}})

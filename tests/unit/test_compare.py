@@ -130,15 +130,15 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     first, second = two(tmp_path / "less", drawn([0.1, 0.1], False), drawn([0.3, 0.3], False))
     assert relative_change({"d": first}, {"d": second}, tmp_path / "c.png")["d"] == pytest.approx(-2)
     first, second = two(tmp_path / "log", drawn([0.1, 0.1]), drawn([0.3, 0.3]))
-    with pytest.raises(DataError, match="share no task"):
+    with pytest.raises(DataError, match="no task that both checkpoints share"):
         relative_change({"d": first}, {"d": second}, tmp_path / "c.png")
     for headline in ("psnr_held_out", "other"):  # of views, and of two metrics
         odd = second._replace(result=second.result._replace(headline=headline, metrics={headline: 0.5}))
         other = odd if headline == "psnr_held_out" else first
-        with pytest.raises(DataError, match="share no task"):
+        with pytest.raises(DataError, match="no task that both checkpoints share"):
             relative_change({"d": other}, {"d": odd}, tmp_path / "c.png")
     nothing = one._replace(predictions={"psnr": np.full(2, np.nan)})
-    with pytest.raises(DataError, match="no sample has psnr on both sides"):
+    with pytest.raises(DataError, match="no sample has psnr for both checkpoints"):
         compare(*two(tmp_path / "none", one, nothing))
     with pytest.raises(DataError, match="shown=2 and b with shown=3"):
         compare(*two(tmp_path / "views", *(drawn([0.1, 0.2])._replace(options={"shown": n}) for n in (2, 3))))
@@ -164,7 +164,7 @@ def test_metrics_other_than_shares_have_their_own_unit(tmp_path):
 
 def test_other_data_labels_and_headlines_are_not_compared(tmp_path):
     one = scored([1, 0, 1])
-    with pytest.raises(DataError, match="other data or by other headlines"):
+    with pytest.raises(DataError, match="different data or with different headline metrics"):
         compare(*two(tmp_path / "1", one, one._replace(data="e")))
     with pytest.raises(DataError, match="have different keys"):
         compare(*two(tmp_path / "2", one, one._replace(keys=("x", "y", "z"))))
@@ -364,7 +364,7 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
     (tmp_path / "tsa-seed1/config.yaml").write_text((tmp_path / "tsa-seed0/config.yaml").read_text())
     with pytest.raises(ConfigError, match="tsa-seed1 has seed 0, like another"):
         over_seeds(layouts.grid(read_records(places), None))
-    with pytest.raises(ConfigError, match="no two of these runs have one recipe"):
+    with pytest.raises(ConfigError, match="no two of these runs have the same recipe"):
         over_seeds(layouts.grid(read_records(places[2:]), None))
     append(tmp_path / "other", "weights.pt", "t", scored([1, 0]), {})
     with pytest.raises(ConfigError, match=r"weights\.pt has no config\.yaml"):

@@ -52,7 +52,7 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
     assert len(captions) + made.train == 41 and not captions & {fields["txt"].decode() for fields in trained}
     numbers = {text.split()[1] for text in captions if text != "twin"}
     assert ("twin" in captions) == ("3" in numbers) and {f"words {n}" for n in numbers} <= captions
-    with pytest.raises(DataError, match=r"--test 11: got 20 different images. Keep half of them or fewer"):
+    with pytest.raises(DataError, match=r"--test 11: got 20 different images, of which at most half"):
         convert_csv(tmp_path / "t.csv", tmp_path / "more", test=11)
     assert not (tmp_path / "more").exists()
 
@@ -146,7 +146,10 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
         (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
-        (b'filepath,title\na.jpg,"open\n' + b"b.jpg,y\n" * 20_000, r"t\.csv, line 2: .*quote was left open"),
+        (
+            b'filepath,title\na.jpg,"open\n' + b"b.jpg,y\n" * 20_000,
+            r"t\.csv, line 2: .*quotation mark has no closing mark",
+        ),
         (b'"filepath,title\na.jpg,x\n', "no column for the picture"),
         (b"", "is empty. Its first line must name the columns"),
         (b"filepath,title\n", "has no row with an image and its caption"),
@@ -156,7 +159,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         ),
         (
             b"filepath,title,title\na.jpg,one,two\n",
-            "has 2 columns 'title'. Rename all but the one that --caption-column means",
+            "has 2 columns 'title'. Rename all of them except the one for --caption-column",
         ),
     ],
 )

@@ -129,7 +129,7 @@ def sign(path, change):
         (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or has another type, got list"),
         (
             lambda p: sign(p, lambda meta: meta.update(files={"../x": {}})),
-            "'../x' is not described as a file of this folder",
+            "invalid entry for '../x' in `files`",
         ),
     ],
 )

@@ -58,9 +58,7 @@ def test_cifar_is_read_and_its_sums_are_checked_before_anything_is_unpickled(tmp
     touched = tmp_path / "touched"
     bomb = pickle.dumps(Bomb(str(touched)))
     put(tmp_path / "cifar-100-python/test", bomb)
-    with pytest.raises(
-        DataError, match=r"cifar100, split test: Dataset not found or corrupted. Fetch it again; nothing is downloaded"
-    ):
+    with pytest.raises(DataError, match=r"cifar100, split test: Dataset not found or corrupted. Download it yourself"):
         open_library(tmp_path, "vtab/cifar100", "test")
     assert not touched.exists()
 
@@ -173,9 +171,7 @@ def test_missing_files_and_unknown_sets_are_reported(tmp_path, monkeypatch):
     config = ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path), layout="torchvision", benchmark_name="vtab/pet")
     with pytest.raises(ConfigError, match="benchmark_name=vtab/pet: did you mean 'vtab/pets'"):
         open_set(config, "label")
-    with pytest.raises(
-        DataError, match=r"vtab/pets, split test: Dataset not found. Fetch it again; nothing is downloaded here"
-    ):
+    with pytest.raises(DataError, match=r"vtab/pets, split test: Dataset not found. Download it yourself"):
         open_set(config.model_copy(update={"benchmark_name": "vtab/pets"}), "label")
     clevr(tmp_path)
     monkeypatch.setattr(base, "read_set_texts", lambda *_: None)

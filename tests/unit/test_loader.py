@@ -350,7 +350,8 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
     with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\), got no sample for 2 s"):
         for item in iterate_in_workers(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
             seen.append(item)
-    assert seen == [[i] for i in range(9)]
+    # The worker stops itself at item 9, perhaps before its sending thread has sent item 8.
+    assert seen in ([[i] for i in range(8)], [[i] for i in range(9)])
     # One that goes on in time has lost nothing.
     assert list(iterate_in_workers(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [
         [i] for i in range(20)

@@ -145,7 +145,7 @@ def test_a_run_keeps_its_number_of_threads_unless_the_user_sets_it(two_threads, 
         in Device(DeviceConfig(device="cpu")).choose_threads()
     )
     assert torch.get_num_threads() == 1
-    assert "2 of 2 CPU cores, as before" in Device(DeviceConfig(device="cpu")).choose_threads(2)
+    assert "2 of 2 CPU cores, as in the run that is resumed" in Device(DeviceConfig(device="cpu")).choose_threads(2)
     assert torch.get_num_threads() == 2  # whatever is free now: the sums are those of the first sitting
     one = Device(DeviceConfig(device="cpu", threads=1))
     assert one.choose_threads() == "engine.threads: 1 of 2 CPU cores" and torch.get_num_threads() == 1

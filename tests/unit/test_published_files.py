@@ -89,7 +89,7 @@ def test_masks_of_colours_are_numbered_in_stills_alone():
     red = np.zeros((2, 2, 3), np.uint8)
     red[0, 0] = (255, 0, 0)
     assert to_label_map(red, "a").tolist() == [[1, 0], [0, 0]]
-    with pytest.raises(DataError, match="a: masks are colours, whose numbers would differ between the images"):
+    with pytest.raises(DataError, match="a: the masks are stored as colours"):
         to_label_map(red, "a", of_several=True)
 
 

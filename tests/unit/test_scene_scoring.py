@@ -59,7 +59,7 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
     fields = SceneEncoder(objective("nerf").model, 2, 2, "run")
     task = ViewMasksTaskConfig(root="x")
     for change, which, told in (
-        ({"context_frames": 2}, recurrent, "t.context_frames=2: applies to models that process a clip at once"),
+        ({"context_frames": 2}, recurrent, "t.context_frames=2: applies only to models that process a clip at once"),
         ({"context_frames": 2}, encoder, None),
         ({"headline": "depth_error"}, encoder, "t.headline=depth_error: .* has no depth"),
         ({"headline": "depth_error"}, fields, None),

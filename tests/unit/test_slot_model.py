@@ -222,7 +222,7 @@ BAD = {
     "grouping.renorm=entry": {"frame": {}, "grouping": {"preset": "isa", "renorm": "entry"}},
     "grouping.mlp_last=False": {"frame": {}, "grouping": {"preset": "isa", "mlp_last": False}},
     "target=features: encoder.kind=conv is trained": {"target": "features"},
-    "decoder.kind=patch: learns its positions": {
+    "decoder.kind=patch: learns its own positions": {
         "frame": {},
         "grouping": {"preset": "isa"},
         "decoder": {"kind": "patch"},

@@ -163,5 +163,5 @@ def test_what_belongs_together_is_on_one_side():
         half = halves("x", pairs, seed).tolist()
         assert half[0] == half[1] == half[2] and half[3] == half[4] and 0 < sum(half) < 8
     one = Pairs(units, features, nothing, nothing, owner[:3], found[:3], "macro", "")
-    with pytest.raises(DataError, match=r"has 1 different image\(s\), too few to halve"):
+    with pytest.raises(DataError, match=r"has 1 different image\(s\), too few to be split"):
         halves("x", one, 0)

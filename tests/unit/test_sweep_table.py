@@ -89,7 +89,7 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--format", "markdown", cwd=place)
     assert done.returncode == 0 and "differences of means to clip" in done.stdout, done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--mean", cwd=place)
-    assert done.returncode == 2 and "differences are of means already. Remove --mean." in done.stderr
+    assert done.returncode == 2 and "already shows differences of means. Remove --mean." in done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--paper", "CC15m", cwd=place)
     assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
 

@@ -250,7 +250,7 @@ def test_it_keeps_a_quarter_of_what_autograd_keeps():
 
 BAD = {
     "exact=sum": {"entropy_steps": 4, "exact": "sum"},
-    "second_order: applies to entropy_steps": {"second_order": True},
+    "second_order: has no effect, because entropy_steps is 0": {"second_order": True},
     "Set second_order": {"entropy_steps": 4, "regulariser": 1.0},
 }  # fmt: skip
 
@@ -268,7 +268,7 @@ def test_without_pot_exact_plans_are_refused_at_the_start(monkeypatch):
 
 
 def test_who_cannot_break_ties_is_refused():
-    with pytest.raises(ValueError, match="equal slots stay equal"):
+    with pytest.raises(ValueError, match="slots that start equal stay equal"):
         SlotAttentionConfig(slot_init="same")
     with pytest.raises(ValueError, match="has one head and no softmax"):
         SlotAttentionConfig.model_validate({"preset": "mesh", "heads": 2})

@@ -114,7 +114,7 @@ def test_squares_are_pooled_and_see_all_frames():
         module(x[:, :1].expand(-1, 3, -1, -1)).slots[:, 0], module(x[:, :1].expand(-1, 3, -1, -1)).slots[:, 1]
     )
     for grouping, told in (
-        ({"slots": 5}, "squares of an image are pooled"),
+        ({"slots": 5}, "each slot pools one cell"),
         ({"slots": 9}, "3 squares per side do not divide 8"),
         ({"slots": 4, "gru": "torch"}, "has no attention by slots"),
     ):

@@ -239,7 +239,7 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
         "v": [
             ("1", "bad depth"),
             ("2", "flow of another size than its frame"),
-            ("3", "the json has another number of frames"),
+            ("3", "the json has another number of frames than the video"),
             ("4", "bad boxes.npy"),
             ("5", "missing flow of a frame"),
         ],
@@ -289,7 +289,7 @@ def test_what_is_wrong_with_an_episode_is_a_reason():
         ({f"00{t}.png": None for t in range(3)}, "missing frames"),
         ({"001.mask.png": None}, "missing mask of a frame"),
         ({"001.mask.png": b"no"}, "bad mask"),
-        ({"001.mask.png": good["001.png"]}, "mask is not a plane of numbers"),
+        ({"001.mask.png": good["001.png"]}, "mask is not a two-dimensional array"),
         ({"boxes.npy": None}, "missing boxes.npy"),
         ({"boxes.npy": b"\x93NUMPY"}, "bad boxes.npy"),
         ({"json": b"{"}, "bad json"),

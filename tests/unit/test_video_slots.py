@@ -145,22 +145,22 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
 
 def test_blocks_that_do_not_go_together_are_refused():
     for change, told in (
-        ({"grouping": PSB, "predictor": {}}, "predictor, first_iterations: a binder or pooled Transformer"),
+        ({"grouping": PSB, "predictor": {}}, "predictor, first_iterations: do not apply to a binder"),
         ({"grouping": SAVI, "predictor": {"heads": 3}}, "predictor.heads=3: does not divide 16"),
         (
             {"grouping": {"preset": "isa", "mlp_width": 16, "width": 16}, "frame": {}},
-            "positions and scales of slots apply to images",
+            "positions and scales of slots are supported for images only",
         ),
         ({"grouping": {"preset": "sa_id"}}, "no gradient would reach initial slots and predictor"),
         ({"grouping": {"preset": "sa_me", "width": 16}}, "grouping.transport: applies to images"),
         (
             {"grouping": {"preset": "tf_inv", "width": 16}, "first_iterations": 4},
-            "first_iterations: iterations with separate weights",
+            "first_iterations: the number of iterations is fixed",
         ),
-        ({"grouping": SAVI, "hint": {}}, "hint, grouping.slot_init=learned: a hint needs given initial slots"),
+        ({"grouping": SAVI, "hint": {}}, "hint, grouping.slot_init=learned: a hint and slot_init=given"),
         (
             {"grouping": {**SAVI, "slot_init": "given"}},
-            "hint, grouping.slot_init=given: a hint needs given initial slots",
+            "hint, grouping.slot_init=given: a hint and slot_init=given",
         ),
         ({"grouping": {**PSB, "slot_init": "given"}, "hint": {}}, "slot_init=given: slots of a binder"),
         ({"grouping": SAVI, "predictor": {"preset": "savy"}}, "preset=savy"),
@@ -277,7 +277,7 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
         (
             masks.model_copy(update={"context_frames": 3}),
             recurrent,
-            "t.context_frames=3: applies to models that process a clip at once",
+            "t.context_frames=3: applies only to models that process a clip at once",
         ),
         (masks.model_copy(update={"context_frames": 3}), binder, None),
         (probe.model_copy(update={"context_frames": 3}), recurrent, "t.context_frames=3"),
@@ -285,7 +285,7 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
         (
             masks.model_copy(update={"headline": "psnr"}),
             said,
-            "t.headline=psnr: .* generates frames only on request. Set generate_frames: true",
+            "t.headline=psnr: .* generates frames only if asked to. Set generate_frames: true",
         ),
         (masks.model_copy(update={"headline": "psnr", "generate_frames": True}), said, None),
         (
@@ -293,7 +293,7 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
             recurrent,
             "t.generate_frames=true: applies to models that generate frames",
         ),
-        (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* Set video_fg_ari"),
+        (masks.model_copy(update={"headline": "mse"}), flows, "t.headline=mse: .* Set headline: video_fg_ari"),
         (masks, said, None),
     ):
         with pytest.raises(IncompatibleTaskError, match=told) if told else nullcontext():

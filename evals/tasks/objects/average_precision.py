@@ -86,7 +86,7 @@ def hits_dspn(
     unit: float,
     threshold: float,
 ) -> np.ndarray:
-    """Return hits as `hits`, but an object that is taken is no obstacle for later predictions (iDSPN's rule); in `pooled`'s order."""
+    """Return hits as `hits`, but an object that is taken does not block later predictions (iDSPN's rule); in `pooled`'s order."""
     flags, confidence = [], []
     for prediction, objects in zip(predicted, true, strict=True):
         far = _distances(prediction, objects, attributes, unit)

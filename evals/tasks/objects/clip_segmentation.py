@@ -27,8 +27,8 @@ def clip_scores(
     """Return one clip's scores; NaN without objects.
 
     `video_fg_ari`, `video_mbo`, `video_miou`, `ari`: over all T * H * W pixels together, with one label per object, so
-    that a slot which changes to another object counts as wrong. `video_fg_ari_savi`: like `video_fg_ari`, with 1 if
-    there is no foreground. `image_fg_ari`, `image_mbo`: per frame, averaged over frames with an object. `mse`, `psnr`:
+    that a slot which changes to another object counts as wrong. `video_fg_ari_savi`: like `video_fg_ari`, with 1 without
+    foreground. `image_fg_ari`, `image_mbo`: per frame, averaged over frames with an object. `mse`, `psnr`:
     mean over frames; errors that are not of `pixels` have no `psnr`.
     """
     # A clip is one image of T frames, so an object that changes slots scores lower.

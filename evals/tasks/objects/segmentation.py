@@ -125,7 +125,7 @@ def image_scores(
     """Return one image's scores, or one clip's; NaN without objects.
 
     `ari`: over all pixels. `fg_ari`: over those whose true label is not background; predictions keep all their masks.
-    `fg_ari_savi`: the same, with 1 if there is no foreground (SAVi, OCLF, OSRT, MESH); `fg_ari_videosaur`: also with 1,
+    `fg_ari_savi`: the same, with 1 without foreground (SAVi, OCLF, OSRT, MESH); `fg_ari_videosaur`: also with 1,
     unless every pixel is ignored. `miou`: Hungarian, over objects (videosaur's `hungarian`). `mbo_i` (its `overlap`):
     mean best overlap of instances; `mbo_c`: of classes, with their instances merged. `slots_used`: number of predicted
     masks with a pixel.

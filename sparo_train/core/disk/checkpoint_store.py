@@ -231,8 +231,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}/meta.json: not readable ({error}). {remedy}") from None
     if meta.get("format") not in _READABLE:
         raise CheckpointError(
-            f"{path}/meta.json: format: this version reads {' and '.join(map(str, _READABLE))}, got {meta.get('format')!r}. "
-            "Use the version of sparo that wrote it."
+            f"{path}/meta.json: format: this version reads {' and '.join(map(str, _READABLE))}, got "
+            f"{meta.get('format')!r}. Use the version of sparo that wrote this checkpoint."
         )
     if checksum != _checksum(meta):
         raise CheckpointError(f"{path}/meta.json: damaged, because its checksum differs. {remedy}")
@@ -242,9 +242,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             isinstance(expected.get(key), kind) for key, kind in _FILE.items()
         )
         if not is_valid or not is_safe_relative_path(name):
-            raise CheckpointError(
-                f"{path}/meta.json: files: {name!r} is not described as a file of this folder. {remedy}"
-            )
+            raise CheckpointError(f"{path}/meta.json: invalid entry for {name!r} in `files`. {remedy}")
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
             problem = "missing" if size is None else f"expected {expected['bytes']} bytes, got {size}"
@@ -277,7 +275,7 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
     """Return a reader of a checkpoint's parts, after verifying the checksums of this rank's share (rank, of how many) of the files.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or there is no such part.
+        CheckpointError: a file is missing or damaged, or the part does not exist.
     """
     meta = read_meta(path)
     files = meta["files"]

@@ -159,7 +159,7 @@ class MetricsLog:
             self._for_each_logger(lambda mirror: mirror.scores(rows, step))
 
     def samples(self, make: Callable[[], Sequence[Sample]]) -> None:
-        """Show what the model receives first, if there is a destination for images; `make` may fail."""
+        """Show the model's first input, if there is a destination for images; `make` may fail."""
         if not self._loggers:
             return
         try:

@@ -238,8 +238,8 @@ class PiecesReader:
             at = max(at, run.end)
         if at != math.prod(self._shapes[part][name]):
             raise CheckpointError(
-                f"{runs[0].file.parent}: {part} {name!r} is incomplete: its files hold {at} of "
-                f"{math.prod(self._shapes[part][name])} elements in order. The checkpoint is damaged. Remove it."
+                f"{runs[0].file.parent}: {part} {name!r} is incomplete: its files have a gap after the first {at} of "
+                f"{math.prod(self._shapes[part][name])} elements. The checkpoint is damaged. Remove it."
             )
 
     def names(self, part: str) -> list[str]:

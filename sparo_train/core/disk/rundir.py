@@ -227,7 +227,8 @@ class RunDir:
             if all(_is_shorter(line) for line in changed):
                 return "The schedule depends on the length. Give a shorter run another name=, or score a checkpoint of this one."
             return (
-                "The schedule depends on the length. To continue from the weights of this run, give the additional steps: "
+                "The schedule depends on the length of the run. To continue from the weights of this run, start "
+                "a new run, in which `steps` is the number of additional steps: "
                 f"name=NEW steps=N optim.warmup_steps=0 start_from='{{checkpoint: {self.path}, optimizer: true}}'."
             )
         return "Use another name=, undo the change, or remove the folder."

@@ -70,7 +70,7 @@ def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[t
 
 
 def load_recipe(path: str | Path) -> Tree:
-    """Load a recipe and what it extends (a path or a list of paths, relative to the file) as one tree. Raises like `recipe_layers`."""
+    """Load a recipe and its base recipes (a path or a list of paths, relative to the file) as one tree. Raises like `recipe_layers`."""
     tree: Tree = {}
     for _, own in recipe_layers(path):
         tree = merge(tree, own)
@@ -107,7 +107,7 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
     keys = tuple(dotted.strip().split("."))
     if len(keys) > _MAX_DEPTH:
         raise ConfigError(
-            f"override {text[:40]}…: a key of {len(keys)} levels, got more than {_MAX_DEPTH}. Write key.path=value."
+            f"override {text[:40]}…: a key has at most {_MAX_DEPTH} levels, got {len(keys)}. Write key.path=value."
         )
     if text.startswith("-"):
         bare = dotted.lstrip("-")

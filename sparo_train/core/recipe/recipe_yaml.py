@@ -88,7 +88,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         AttributeError,
         KeyError,
     ) as error:  # from SafeLoader, for a tag that does not fit
-        raise ConfigError(f"{origin}: a value does not match its YAML tag or form ({error})") from None
+        raise ConfigError(f"{origin}: a value is not valid for its YAML tag or notation ({error})") from None
     finally:
         if loader is not None:
             loader.dispose()

@@ -36,7 +36,7 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
     if (rarer := next((name for name in fields if f".{name}" in suffixes()), None)) is not None:
         return fields[rarer]
     if "000.png" in fields:
-        raise BadSampleError("missing image: this is a video, whose first frame image_keys=[000.png] names")
+        raise BadSampleError("missing image: this sample is a video. To use its first frame, set image_keys=[000.png]")
     raise _missing("missing image", fields, keys)
 
 

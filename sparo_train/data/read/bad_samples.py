@@ -23,15 +23,15 @@ def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[Damaged
     damaged = [damage for source in sources for damage in source.broken()]
     lost = sum(damage.lost_samples for damage in damaged)
     total = lost + sum(source.samples for source in sources)
-    # Only judge large sources: one broken sample of ten is no meaningful share.
+    # Only judge large sources: the share of one broken sample of ten says little.
     if damaged and total >= config.max_bad_share_min_samples and lost > config.max_bad_share * total:
         worst = "\n  ".join(
             f"{d.url}: {d.reason}, about {d.lost_samples} lost"
             for d in sorted(damaged, key=lambda d: -d.lost_samples)[:_MAX_LISTED]
         )
         raise DataError(
-            f"data: {len(damaged)} shard(s) are not whole, about {lost} of {total} samples are lost, "
-            f"over data.max_bad_share={config.max_bad_share}:\n  {worst}\n{_REMEDY}"
+            f"data: {len(damaged)} incomplete shard(s) lose about {lost} of {total} samples, which is more than "
+            f"data.max_bad_share={config.max_bad_share} allows:\n  {worst}\n{_REMEDY}"
         )
     return damaged
 

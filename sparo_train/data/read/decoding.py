@@ -153,7 +153,7 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def has_16bit_channels(image: Image.Image) -> bool:
-    """Return whether an image that is not decoded yet has several channels of 16 bits, of which Pillow keeps the upper eight."""
+    """Return whether an image that is not decoded yet has several channels of 16 bits; Pillow keeps the upper eight bits."""
     tiles = getattr(image, "tile", None)
     return image.mode not in _DEEP and bool(tiles) and ";16" in str(tiles[0].args)
 

@@ -55,7 +55,7 @@ class FolderConfig(SourceConfig):
     """Images, in class folders or not, for objectives that read no captions."""
 
     kind: Literal["folder"] = field("folder", "Entry of sparo.sources.")
-    folder: str = resumable_field(..., "Folder of images, or of one folder per class, as in imagenet/train.")
+    folder: str = resumable_field(..., "Folder of images, or folder with one folder per class, as in imagenet/train.")
     has_captions: ClassVar[bool] = False
 
 
@@ -191,7 +191,7 @@ def refuse_splits(root: Path, classes: Sequence[str]) -> None:
         raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / splits[0]}.")
     if len(classes) == 1 and classes[0].lower() in _WRAPPERS and (count := below(classes[0])) > 1:
         raise DataError(
-            f"{root}: holds one folder with {count} folders, not classes, got {classes[0]}. Give {root / classes[0]}."
+            f"{root}: expected one folder per class, got a single folder {classes[0]} that contains {count} folders. Give {root / classes[0]}."
         )
 
 

@@ -157,8 +157,8 @@ def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
         raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
     if streams % world_size:
         raise ConfigError(
-            f"data.streams={streams}: {world_size} ranks cannot share them evenly; "
-            f"use a world size that divides them, or a multiple of it for data.streams (which must divide batch_size={batch_size})"
+            f"data.streams={streams}: {world_size} ranks cannot share them evenly. Set data.streams to a multiple of "
+            f"{world_size} that divides batch_size={batch_size}, or use a number of ranks that divides {streams}."
         )
     return streams
 

@@ -186,7 +186,7 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
     for part in (pattern,) if isinstance(pattern, str) else pattern:
         if part.startswith("pipe:"):
             raise ConfigError(
-                f"{key}: {part!r} runs a shell command and cannot be read by position. Use an fsspec URL (s3://, gs://, https://)."
+                f"{key}: {part!r} runs a shell command, whose output does not support random access. Use an fsspec URL (s3://, gs://, https://)."
             )
         if part.startswith("data:"):
             raise ConfigError(

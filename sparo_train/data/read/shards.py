@@ -60,7 +60,9 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
     filesystem, path = filesystem_of(url)
     info = with_retries(url, lambda: filesystem.info(path))
     if info["size"] is None:
-        raise DataError(f"{url}: the server does not report its size, which random access needs. Copy it to a disk.")
+        raise DataError(
+            f"{url}: the server does not report the size of this file, which random access needs. Copy the file to a disk."
+        )
     # A web server reports no modification time, but an ETag.
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
@@ -69,7 +71,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
     cached = _cache_file(url, size, stamp)
     sidecar = Path(path + ".idx.npy") if local else cached
     fresh = sidecar.exists() and (not local or sidecar.stat().st_mtime >= info["mtime"])
-    # An index that is requested is made anew, because the old one may be wrong.
+    # An index that is requested is written again, because the old one may be wrong.
     for candidate in [] if write_index else ([sidecar] if fresh else []) + [cached]:
         if candidate.exists() and (index := _read_index(candidate, size)) is not None:
             break
@@ -81,7 +83,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
         except OSError as error:  # without a writable cache, each start scans again
             if write_index:
                 raise DataError(
-                    f"{sidecar}: cannot be written ({error}). Index it where you have write access, or let training do it."
+                    f"{sidecar}: cannot be written ({error}). Index the shard where you have write access, or let training index it."
                 ) from None
     if not len(index) and not index.intact:
         _refuse_compressed(url, size)
@@ -95,7 +97,8 @@ def _refuse_compressed(url: str, size: int) -> None:
     for magic, (name, tool) in _COMPRESSED.items():
         if begin.startswith(magic):
             raise DataError(
-                f"{url}: is compressed, got {name}, and shards are read by position. Unpack it, as in {tool} < FILE > NEW.tar."
+                f"{url}: is compressed with {name}, so it cannot be read by position as shards are. Unpack it, as in "
+                f"{tool} < FILE > NEW.tar."
             )
 
 
@@ -136,7 +139,7 @@ class ShardReader:
         # too.
         if len(data) < end - start:
             raise DataError(
-                f"{url}: is shorter than its index, so the file changed. Remove its .idx.npy and start again."
+                f"{url}: is shorter than its index says, so the file changed after it was indexed. Remove its .idx.npy, then run the same command again."
             )
         try:
             return unpack(data)
@@ -144,7 +147,7 @@ class ShardReader:
             raise BadSampleError("damaged tar or stale index") from None
 
     def read_ahead(self, url: str, first: int, last: int) -> None:
-        """Tell the system that samples first..last-1 of a local shard will be read soon."""
+        """Advise the kernel that samples first..last-1 of a local shard will be read soon."""
         stream = self._handle(url)
         if isinstance(stream, io.FileIO) and hasattr(os, "posix_fadvise"):
             offsets = self.index(url).offsets
@@ -191,7 +194,7 @@ def _read_index(path: Path, size: int) -> ShardIndex | None:
     None if it belongs to another file, has an older layout, or cannot be the result of a scan; it is then made again.
     """
     try:
-        # More bytes than a shard with so many samples could have: not an index, and it would fill memory.
+        # More bytes than an index of that many samples needs: not an index, and it would fill memory.
         if path.stat().st_size > size + 4096:  # a sample takes two blocks in its shard and eight bytes here
             return None
         table = np.load(path, allow_pickle=False)

@@ -66,8 +66,8 @@ class SourceConfig(Frozen):
     )
     caption_key: str = field(
         "txt",
-        "File extension of captions, or json:NAME for a field of the sample's JSON. From a list, each visit of the "
-        "sample draws one caption.",
+        "File extension of captions, or json:NAME for a field of the sample's JSON. If the field is a list "
+        "of captions, one is sampled each time the sample is read.",
     )
     captions: dict[str, float] | None = field(
         None,
@@ -123,7 +123,10 @@ class DataConfig(Frozen):
         gt=0,
     )
     chunk: int = field(
-        64, "Consecutive samples of a shard that stay together before the shuffle window mixes them.", gt=0, le=1 << 31
+        64,
+        "Number of consecutive samples of a shard that are read together; data.shuffle_window then mixes them with others.",
+        gt=0,
+        le=1 << 31,
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
     crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
@@ -135,10 +138,13 @@ class DataConfig(Frozen):
     )
     pixel_range: PixelRange = field(
         "by_type",
-        "Mapping of 16-bit, 32-bit and float pixels to 8 bits: by_type (the upper byte of 16 bits, floats from 0..1), "
+        "How 16-bit, 32-bit and float pixels are mapped to 8 bits: by_type (the upper byte of 16-bit values; floats are taken to be in 0..1), "
         "[low, high], or percentiles (the 1st to the 99th of each image). 8-bit images are not changed.",
     )
-    trim_text: bool = field(True, "Cut token ids after the longest caption of the batch. Exact under the causal mask.")
+    trim_text: bool = field(
+        True,
+        "Cut the padding after the longest caption of a batch. With a causal mask, this does not change encodings.",
+    )
     max_bad_share: float = resumable_field(
         0.01, "Largest share of samples that may be unusable before the run stops.", ge=0, le=1
     )
@@ -199,7 +205,7 @@ def open_source(name: str, config: SourceConfig, write_index: bool = False, bloc
 
 
 def fingerprint(sources: list[Source]) -> dict[str, Any]:
-    """Return what a cursor depends on: per source its shard names and counts, hashes of sampled content, and readable totals.
+    """Return everything that a cursor depends on: per source its shard names and counts, hashes of sampled content, and readable totals.
 
     `sampled_hashes` cover names, sizes, small members and a piece of large ones, but not locations or times. They do
     not notice a large member that changed elsewhere with the same length. `content`, hashes of everything, does; it
@@ -243,5 +249,5 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
     if changed:
         raise DataError(
             f"{where}: the data changed since this checkpoint, so its position in the data is invalid:\n  " + "\n  ".join(changed)
-            + "\n(Names, sizes and samples of the content were compared.) Restore the data, or start another run with another name=."
+            + "\n(Names, sizes and parts of the content were compared.) Restore the data, or start another run with another name=."
         )  # fmt: skip

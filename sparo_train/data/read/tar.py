@@ -68,7 +68,7 @@ class _BoundedStream(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence != io.SEEK_SET or not 0 <= offset <= self._size:
-            raise tarfile.ReadError(f"a member at byte {offset} of {self._size}")
+            raise tarfile.ReadError(f"a member at byte {offset}, which is outside the file of {self._size} bytes")
         return self._stream.seek(offset)
 
     def tell(self) -> int:
@@ -206,7 +206,7 @@ def unpack_any(data: bytes) -> tuple[str, dict[str, bytes]]:
                 raise ValueError(f"two members {group[1]!r}")
             key, end = group[0], member.offset_data + member.size
             if end > len(data):
-                raise ValueError("a member ends after the sample")
+                raise ValueError("a tar member extends beyond the end of its sample")
             fields[group[1]] = data[member.offset_data : end]
     except DAMAGE as damage:
         raise ValueError(str(damage)) from None

@@ -62,12 +62,12 @@ class TokenCache:
         Raises:
             DataError: the folder cannot be written, or values are not finite in this dtype.
         """
-        # Overflow is checked below, with an error that tells what to do.
+        # Overflow is checked below, with an error that says what to do.
         with np.errstate(over="ignore"):
             rows = np.concatenate(entries).astype(self._type) if entries else np.zeros((0, 1), self._type)
         if not np.isfinite(rows).all():
             raise DataError(
-                "objective.cache: tokens are not finite; where they are too large for 16 bits set objective.cache.dtype=fp32"
+                "objective.cache: tokens are not finite. If they are too large for 16 bits, set objective.cache.dtype=fp32."
             )
         starts = np.cumsum([0, *map(len, entries)])
         sums = [_sum(rows[a:b]) for a, b in pairwise(starts)]
@@ -123,7 +123,9 @@ class TokenCache:
                 # Read by position on its own handle, because forked workers share file positions.
                 content = os.pread(file.fileno(), (last - first) * row, self._begin[number] + first * row)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error}). Start again to compute it again.") from None
+            raise DataError(
+                f"{path}: cannot be read ({error}). Run the same command again, which computes it again."
+            ) from None
         rows = np.frombuffer(bytearray(content[: len(content) // row * row]), self._type).reshape(-1, self._width)
         if _sum(rows) != int(self._sums[at].view(np.uint64)):
             raise DataError(f"{path}: is damaged. Remove it, and it will be computed again.")

@@ -156,7 +156,8 @@ def _refuse_stuck(parts: Iterator[Any], stuck: Counter[tuple[int, str]]) -> None
             continue
         what, remedy = _STUCK[state]
         raise WorkerLostError(
-            f"a loader worker (process {pid}) {what}, got no sample for {looks * _LOOK:.0f} s. {remedy}, then run the same command again."
+            f"a loader worker (process {pid}) {what} and has sent no sample for {looks * _LOOK:.0f} s. {remedy}, then "
+            "run the same command again."
         )
 
 

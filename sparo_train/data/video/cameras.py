@@ -40,7 +40,7 @@ def parse_pose(table: Any, convention: Convention = "opengl") -> np.ndarray:
     if pose.shape != (4, 4) or not np.isfinite(pose).all():
         raise BadSampleError("a camera's pose is not 4 x 4 finite numbers")
     if np.abs(pose).max() > _MAX_DISTANCE:
-        raise BadSampleError(f"a camera is farther away than {_MAX_DISTANCE:g}")
+        raise BadSampleError(f"a camera is farther from the origin than {_MAX_DISTANCE:g}")
     # Remove the scale, which exporters of rescaled scenes write into the rotation.
     lengths = np.linalg.norm(pose[:3, :3], axis=0)
     if lengths.min() < 1e-8 or abs(np.linalg.det(pose[:3, :3] / np.maximum(lengths, 1e-8))) < 1e-6:
@@ -86,7 +86,7 @@ def parse_lens(camera_params: Mapping[str, Any], width: int, height: int) -> np.
     cy = _number(camera_params, "cy", tall / 2) * height / tall
     lens = np.array([fx, fy, cx, cy])
     if not (np.abs(lens) < _MAX_DISTANCE).all():  # even for finite input: 1e308 scaled to a smaller image
-        raise BadSampleError(f"a camera's lens is not below {_MAX_DISTANCE:g} pixels")
+        raise BadSampleError(f"a camera's focal length or principal point is not below {_MAX_DISTANCE:g} pixels")
     return lens
 
 

@@ -27,7 +27,9 @@ class FramesConfig(Frozen):
         "Smallest and largest distance between the frames of a clip. Drawn per clip, limited by the length of the episode.",
     )
     starts: Literal["any", "tiles"] = field(
-        "any", "First frame of a clip: any frame, or multiples of the clip length (SAVi's random strided window)."
+        "any",
+        "First frame of a clip. any: any frame. tiles: a multiple of the number of frames that a clip spans, so "
+        "that clips do not overlap (SAVi's random strided window).",
     )
 
     def window(self, length: int, rng: np.random.Generator) -> range:
@@ -134,7 +136,7 @@ class Episode:
         """Raise `BadSampleError` if the JSON describes more frames than there are, or boxes are invalid."""
         declared_length = self.metadata.get("frames", self._length)
         if declared_length != self._length:
-            raise BadSampleError("the json has another number of frames")
+            raise BadSampleError("the json has another number of frames than the video")
         if self._array("boxes") is not None:
             _ = self.boxes
 
@@ -166,7 +168,7 @@ class Episode:
             plane = self._plane(t, "mask")
         # Larger numbers would wrap around to other objects, or to the background.
         if plane.size and not (int(plane.min()) >= 0 and int(plane.max()) < 1 << 31):
-            raise BadSampleError("labels must be from 0 to 2^31 - 1; number objects from 1")
+            raise BadSampleError("labels must be from 0 to 2^31 - 1; the labels of objects must start at 1")
         return plane
 
     def depth(self, t: int) -> np.ndarray:
@@ -177,7 +179,9 @@ class Episode:
         """Return (H, W, 2) fp32: rows and columns from a pixel to its position in the previous frame, or in the next if `forward`."""
         stacked = self._dequantize(t, "forward" if forward else "flow")
         if len(stacked) % 2:
-            raise BadSampleError("a flow has no rows above columns")
+            raise BadSampleError(
+                "a flow image must have displacements in rows in its upper half and in columns in its lower half"
+            )
         return np.stack([stacked[: len(stacked) // 2], stacked[len(stacked) // 2 :]], axis=-1)
 
     @property
@@ -187,7 +191,7 @@ class Episode:
         if table is None:
             raise BadSampleError("missing boxes.npy")
         if table.ndim != 3 or table.shape[0] != self._length or table.shape[2] != 4 or table.dtype.kind != "f":
-            raise BadSampleError("boxes.npy is not (T, K, 4) of fractions")
+            raise BadSampleError("boxes.npy is not an array (T, K, 4) of fractions of the image")
         if not np.isfinite(table).all():
             raise BadSampleError("boxes.npy has numbers that are not finite")
         return table.astype(np.float32, copy=False)
@@ -226,7 +230,7 @@ class Episode:
         except Exception:  # decoders raise many kinds of errors
             raise BadSampleError(f"bad {plane}") from None
         if table.ndim != 2 or table.dtype.kind not in "iub":
-            raise BadSampleError(f"{plane} is not a plane of numbers")
+            raise BadSampleError(f"{plane} is not a two-dimensional array of numbers")
         return table
 
     def _array(self, name: str) -> np.ndarray | None:

@@ -108,7 +108,7 @@ class MultiViewScene:
             raise BadSampleError("a camera without a pose for each frame")
         convention = self.metadata.get("convention", "opengl")
         if convention not in get_args(Convention):
-            raise BadSampleError("json has a convention other than opengl and opencv")
+            raise BadSampleError("the camera convention in the json is neither opengl nor opencv")
         return parse_pose(poses[0 if len(poses) == 1 else t], convention)
 
     def lens(self, view: int, width: int, height: int) -> np.ndarray:
@@ -130,5 +130,5 @@ class MultiViewScene:
     def _camera(self, view: int) -> dict[str, Any]:
         cameras = self.metadata.get("cameras")
         if not isinstance(cameras, list) or len(cameras) != len(self.views) or not isinstance(cameras[view], dict):
-            raise BadSampleError("json has no cameras, one for each view")
+            raise BadSampleError("the json does not list one camera for each view")
         return cameras[view]

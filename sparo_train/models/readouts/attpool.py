@@ -7,7 +7,7 @@ L queries of V values attend with one head each (with their own keys and values)
     projection      a matrix over all L*V values, or over the V values of every slot with shared parameters
 
 Multi-head without a slot-wise operation is the table's AttPool. It has no projection of queries, because the table's
-numbers of parameters leave no room for one.
+numbers of parameters exclude one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AttPoolReadOut(TwinReadOut):
     replace_last_block: bool = field(False, "Replace the last transformer block.")
     normalize: bool | None = field(
         None,
-        "Scale every slot to one norm (Eq. 2). Default: yes, if slot_layer_norm and slot_projection are set.",
+        "Scale every slot to the same norm (Eq. 2 of the SPARO paper). Default (null): yes, if slot_layer_norm and slot_projection are set.",
         examples=[False],
     )
 

@@ -20,7 +20,10 @@ class CocaReadOut(TwinReadOut):
     kind: Literal["coca"] = field("coca", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not show"
     queries: int = field(
-        1, "Number of learned queries (open_clip's CoCa: 256, for a decoder that reads all but one).", gt=0
+        1,
+        "Number of learned queries. Only the first one gives the encoding. CoCa weights of open_clip have 256, "
+        "because a text decoder reads the others.",
+        gt=0,
     )
     heads: int = field(8, "Attention heads. Must divide embed_dim.", gt=0)
     text: bool = field(False, "Also pool texts this way. Default: EOS token, as in CoCa.")

@@ -68,7 +68,7 @@ class EfficientPool(ReadOut):
         return Slots(values, self._attention(tokens, mask) if need_attention else None)
 
     def plain(self, tokens: Tensor, keep: Tensor | None = None) -> Slots:
-        """Compute the same result as published, with values of every token, of which each query reads its own; slower."""
+        """Compute the same result as published, with values of every token for each query, which reads only its own; slower."""
         scores = self.query @ tokens.transpose(1, 2) * tokens.shape[-1] ** -0.5
         scores = scores if keep is None else scores.masked_fill(~keep[:, None, :], -torch.inf)
         attention = scores.softmax(-1)

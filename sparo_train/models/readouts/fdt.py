@@ -63,7 +63,7 @@ class Fdt(ReadOut):
         )
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        """Read one slot from tokens (B, N, d), not normed. Each code selects its own tokens, so there is no single attention map (None)."""
+        """Read one slot from tokens (B, N, d), not normed. Each code selects its own tokens, so a single attention map does not exist (None)."""
         scores = self.q_map(tokens) @ self.space_dict.T * self.width**-0.5  # (B, N, codes)
         # Multiplied instead of masked, as published; see the module's docstring.
         best = scores.amax(dim=1) if keep is None else (scores * keep[..., None]).amax(dim=1).clamp(min=0)

@@ -17,7 +17,7 @@ from ...core.files import read_json
 from ...core.registries import READOUTS
 from ..clip_config import BACKBONES, OPENAI_MEAN, OPENAI_STD, ClipConfig
 
-# Without our plug-in, open_clip's error only names the first key that it does not know; this key tells the user what to
+# Without our plug-in, open_clip's error only names the first key that it does not know; this key says what to
 # do.
 IMPORT_FIRST = "import sparo.openclip first (it comes with sparo)"
 # The keys of exports that open_clip's error shows: the present one, and that of exports from before `sparo` was a
@@ -85,8 +85,8 @@ def read_export(path: Path) -> ModelDescription:
         raise CheckpointError(f"{path}: not an open_clip config ({error!r})") from None
     for key, value in odd.items():
         raise CheckpointError(
-            f"{path}: preprocess_cfg.{key}={value!r}, and images are shown as {_PREPROCESS[key]!r} here; "
-            "give its weights to open_clip's own model: open_clip:NAME@FILE"
+            f"{path}: preprocess_cfg.{key}: sparo supports only {_PREPROCESS[key]!r}, got {value!r}. Load the weights "
+            "into open_clip's own model: open_clip:NAME@FILE"
         )
     return description
 
@@ -95,7 +95,7 @@ def _per_channel(value: Any, above: float = -math.inf) -> tuple[float, ...]:
     """Return three numbers; a single one applies to all channels, as in open_clip. Raises `ValueError` or `TypeError`."""
     numbers = tuple(map(float, value if isinstance(value, list | tuple) else [value] * 3))
     if len(numbers) != 3 or not all(above < number < math.inf for number in numbers):
-        raise ValueError(f"{value!r} is not a number per colour")
+        raise ValueError(f"expected three numbers, one per colour, got {value!r}")
     return numbers
 
 
@@ -143,8 +143,9 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
     heads = _heads_by_size(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
     if heads is None:
         raise CheckpointError(
-            f"weights: shapes do not show the number of heads, got widths {width} and {text_width} with {layers} and {text_layers} blocks, "
-            "as no published CLIP has. Name the model: --model NAME, or --model FILE.json with an open_clip config."
+            f"weights: the number of heads is unknown, because no published CLIP has an image tower of width {width} "
+            f"with {layers} blocks and a text tower of width {text_width} with {text_layers} blocks. Name the model: "
+            "--model NAME, or --model FILE.json with an open_clip config."
         )
     embed_dim = readout.pop("embed_dim", None) or (state["visual.proj"].shape[1] if "visual.proj" in state else 512)
     return ClipConfig.model_validate(

@@ -55,7 +55,7 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
     """Return the backbone in a file's content: the teacher's by default, or that of `key`.
 
     Raises:
-        CheckpointError: there is no backbone, or it is DINOv2's.
+        CheckpointError: the backbone is missing, or it is DINOv2's.
         ConfigError: its description of the model is invalid.
     """
     # DINO evaluates and releases the teacher.
@@ -164,7 +164,8 @@ def _refuse_dinov2(backbone: Mapping[str, Tensor], origin: str) -> None:
     size = _DINOV2_SIZES.get(backbone["cls_token"].shape[-1], "SIZE")
     registers = "_reg4" if "register_tokens" in backbone else ""
     raise CheckpointError(
-        f"{origin}: is a DINOv2 backbone, which timm's models read, got {', '.join(odd)}. Write timm:vit_{size}_patch14{registers}_dinov2@{origin}"
+        f"{origin}: is a DINOv2 backbone (it contains {', '.join(odd)}), which can be loaded only as a timm "
+        f"model. Write timm:vit_{size}_patch14{registers}_dinov2@{origin}"
     )
 
 
@@ -188,6 +189,6 @@ def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights below `backbone.` of a teacher's or student's state dict, or all if there is no such prefix."""
+    """Return the weights below `backbone.` of a teacher's or student's state dict, or all if no name has that prefix."""
     below = {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")}
     return below or dict(state)

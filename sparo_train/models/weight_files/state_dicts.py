@@ -202,7 +202,7 @@ def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, 
         short = strip_wrapper_prefixes(str(name))
         if short in state:
             raise CheckpointError(
-                f"{origin}: two tensors have one name without wrappers' prefixes, got {original_names[short]} and {name}. "
+                f"{origin}: two tensors have the same name after removing the prefixes of wrappers, got {original_names[short]} and {name}. "
                 "Save the model's own state_dict."
             )
         state[short], original_names[short] = value, str(name)
@@ -223,7 +223,9 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
     if key is not None:
         if not isinstance(raw, Mapping) or not _is_state(raw.get(key)):
             contents = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
-            raise CheckpointError(f"{origin}: no state dict of that name, got state={key}. The file holds: {contents}.")
+            raise CheckpointError(
+                f"{origin}: the file has no state dict of this name, got state={key}. The file holds: {contents}."
+            )
         return raw[key]
     for _ in range(3):  # a trainer's checkpoint may contain a model's checkpoint
         if _is_state(raw):

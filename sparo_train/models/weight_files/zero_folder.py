@@ -38,7 +38,8 @@ def read_zero_folder(path: Path) -> Weights:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as error:
         raise ConfigError(
-            f"{path}: a DeepSpeed folder, and {error}; pip install -e '.[deepspeed]' in sparo's checkout"
+            f"{path}: reading a DeepSpeed folder needs DeepSpeed, which cannot be imported ({error}). Run pip install "
+            "-e '.[deepspeed]' in sparo's checkout."
         ) from None
 
     def stage(kind: Any, name: Any) -> Any:
@@ -69,7 +70,8 @@ def read_zero_folder(path: Path) -> Weights:
         AssertionError,
     ) as error:
         raise CheckpointError(
-            f"{path}: not a whole DeepSpeed checkpoint ({error}); every rank's files have to be there, whatever the number of ranks now"
+            f"{path}: not a whole DeepSpeed checkpoint ({error}). It must contain the files of every rank "
+            f"that wrote it, even if this run has another number of ranks."
         ) from None
     # Copy, because views of the ranks' flat buffers would keep all of them in memory.
     return to_ours({name: tensor.clone() for name, tensor in state.items()})

@@ -1,4 +1,4 @@
-"""A package that adds a loss to CLIP, an optimizer, and a method that derives from CLIP: what docs/extending.md describes."""
+"""A package that adds a loss to CLIP, an optimizer, and a method that derives from CLIP: what docs/guides/extending.md describes."""
 
 from __future__ import annotations
 
