@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # not needed for `sparo --help`
     from sparo_data.captioned_sets import ConversionResult
 
 ShareOption = Annotated[
-    str | None, typer.Option(help="I/N: convert only part I of N, counted from 0 (for sparo launch data).")
+    str | None, typer.Option(help="I/N: process only part I of N, counted from 0 (for sparo launch data).")
 ]
 _TEMPLATE = "a photo of a {c}"
 _DEFAULT_FOLDER = Path("data/mine")  # default of configs/clip/own_pairs.yaml
@@ -29,7 +29,9 @@ def convert(
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     test: Annotated[
         int,
-        typer.Option(min=0, help="Number of images to keep for evaluation. With --as: the first scenes."),
+        typer.Option(
+            min=0, help="Number of images to hold out for evaluation. With --as: the first scenes are held out."
+        ),
     ] = 0,
     image_column: Annotated[
         str | None,

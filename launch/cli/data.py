@@ -35,14 +35,14 @@ app = typer.Typer(no_args_is_help=True, help="Create, convert, check, index and 
 
 @app.command()
 def scenes(
-    folder: Annotated[Path, typer.Argument()] = Path("data/scenes"),
+    folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/scenes"),
     train: Annotated[int, typer.Option(help="Scenes for training.")] = 8000,
     test: Annotated[
         int,
         typer.Option(min=20, help="Scenes of the retrieval set. The zero-shot sets and caption pairs scale with it."),
     ] = 400,
     size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render the captioned scenes with their evaluation sets."""
@@ -56,13 +56,13 @@ def scenes(
 
 @app.command()
 def tetrominoes(
-    folder: Annotated[Path, typer.Argument()] = Path("data/tetrominoes"),
+    folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/tetrominoes"),
     train: Annotated[int, typer.Option(min=1, help="Images for training.")] = 60_000,
     test: Annotated[int, typer.Option(min=1, help="Images with masks for evaluation.")] = 320,
     left_half: Annotated[
         bool, typer.Option("--left-half", help="Place training pieces in the left half only.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
 ) -> None:
     """Generate Tetrominoes with masks (three pieces on black) for object discovery."""
     from ..commands.making import make_tetromino_set
@@ -82,7 +82,7 @@ def objects(
         int | None, typer.Option(min=1, help="Maximum objects per scene (clevr, clevrtex). Default: 6.")
     ] = None,
     antialias: Annotated[int, typer.Option(min=1, help="Rays per pixel along each side.")] = 1,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render scenes with masks and attributes for object discovery and set prediction."""
@@ -101,9 +101,9 @@ app.command()(drawn_verbs.scenes3d)
 
 @app.command()
 def emoji(
-    folder: Annotated[Path, typer.Argument()] = Path("data/emoji"),
+    folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/emoji"),
     size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
     """Download emoji of nine vendors through npm and write shards with captions and leak-free tests."""
@@ -115,8 +115,11 @@ def emoji(
 
 @app.command("fashion-mnist")
 def fashion_mnist(
-    folder: Annotated[Path, typer.Argument()] = Path("data/fashion_mnist"),
-    raw: Annotated[Path | None, typer.Option(help="Folder of the idx files. Default: Debian's.")] = None,
+    folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/fashion_mnist"),
+    raw: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the idx files. Default: the folder of Debian's package dataset-fashion-mnist."),
+    ] = None,
 ) -> None:
     """Write Fashion-MNIST (Debian: dataset-fashion-mnist) as captioned shards with a zero-shot test."""
     from sparo_data.fashion_mnist import FASHION_FOLDER, make_fashion_mnist
@@ -203,7 +206,7 @@ def _pixel_range(text: str) -> PixelRange:
 def bench(
     recipe: Recipe,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=1)] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to measure.")] = 512,
 ) -> None:
     """Measure samples per second of one worker, of its stages, and of the whole pipeline."""
     from sparo_data.bench import bench as run_bench

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich import box
 from rich.table import Table
-from typer.core import TyperGroup
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.files import escape_control_chars
 
 from ..views.terminal import console, out
 from .given_options import check_figure_path, parse_part_or_array, parse_slots
+from .plain_flags import Group
 
 if TYPE_CHECKING:
     from evals.report.paper_tables import Grid
@@ -33,7 +33,7 @@ Baseline = Annotated[
 ]
 
 
-class _ScoreUnlessNamed(TyperGroup):
+class _ScoreUnlessNamed(Group):
     """Command group that runs `score` if its first argument is not the name of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -60,7 +60,7 @@ def score(
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Comma-separated tasks of the run or YAML, data folders, or sets and groups of --list."),
+        typer.Option(help="Comma-separated names of tasks, sets or groups (see --list), or data folders."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -77,7 +77,10 @@ def score(
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")] = None,
     features: Annotated[
         str | None,
-        typer.Option(help="Folder of the feature store, or none. Default: $SPARO_FEATURES or ~/.cache/sparo/features."),
+        typer.Option(
+            help="Folder in which computed encodings are stored for reuse, or none. Default: $SPARO_FEATURES or "
+            "~/.cache/sparo/features. Default: $SPARO_FEATURES or ~/.cache/sparo/features."
+        ),
     ] = None,
     storage: Annotated[str, typer.Option(help="Dtype of stored features: fp32 or fp16.")] = "fp32",
     slots: Annotated[
@@ -184,9 +187,10 @@ def table(
 
 @app.command()
 def sweep(
-    file: Annotated[Path, typer.Argument(help="Sweep file, as configs/sweeps/table6.yaml.")],
+    file: Annotated[Path, typer.Argument(help="Sweep file, such as configs/sweeps/table6.yaml.")],
     folder: Annotated[
-        Path | None, typer.Option("--runs", help="Parent folder of its runs. Default: as its recipes say.")
+        Path | None,
+        typer.Option("--runs", help="Parent folder of the runs of the sweep. Default: the key `out` of its recipes."),
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="Also plot a task over parameters into this file.")] = None,
     task: Annotated[str | None, typer.Option(help="Task of --figure. Default: the first.")] = None,
@@ -219,7 +223,9 @@ def sweep(
 
 def _refuse_both(mean: bool, baseline: str | None) -> None:
     if mean and baseline is not None:
-        raise ConfigError(f"--mean, --baseline {baseline}: differences are of means already. Remove --mean.")
+        raise ConfigError(
+            f"--mean, --baseline {baseline}: --baseline already shows differences of means. Remove --mean."
+        )
 
 
 def _print(grid: Grid, transpose: bool, format: str) -> None:
@@ -250,8 +256,11 @@ def compare(
         Path | None, typer.Option(help="Also plot relative changes into this file (PNG, PDF or SVG).")
     ] = None,
 ) -> None:
-    """Compare two checkpoints on the same samples: paired differences with 95 % intervals, numbers of samples that only one
-    answers correctly (1st, 2nd), and McNemar's exact p."""
+    """Compare two checkpoints on the same samples.
+
+    Prints paired differences with 95 % intervals, the numbers of samples that only one answers correctly (1st, 2nd), and
+    McNemar's exact p.
+    """
     from evals.report.compare import compare as paired
     from evals.report.plots import relative_change
     from evals.report.results_file import Record, records_of
@@ -264,7 +273,8 @@ def compare(
         sides.append({record.task: record for record in records_of(source)})
     table = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
-        table.add_column(name, justify="left" if name in ("task", "headline") else "right", no_wrap=True)
+        left = name in ("task", "headline")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True, min_width=7 if name == "p" else None)
     common = [task for task in sides[0] if task in sides[1]]
     if not common:
         raise ConfigError(

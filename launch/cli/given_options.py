@@ -103,7 +103,10 @@ def parse_part_or_array(text: str | None, features: Path | None) -> tuple[int, i
     if text is None:
         return None
     if features is None:
-        raise ConfigError("--part: processes share their work through the feature store. Remove --features none.")
+        raise ConfigError(
+            "--part: needs the feature store, through which processes share their work, got --features none. Remove "
+            "--features none."
+        )
     if text == "slurm":
         values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
         # SLURM numbers an array as requested, not from 0: the smallest number is the first part.

@@ -21,7 +21,7 @@ from ..views.terminal import console, out
 from . import data as data_cli
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
 
-if TYPE_CHECKING:  # commands import what they need, so that `sparo --help` imports none of it
+if TYPE_CHECKING:  # commands import their dependencies, so that `sparo --help` imports none of it
     from ..jobs.fanout import FanOut
     from ..jobs.launching import LaunchOptions
     from ..jobs.status import Status
@@ -29,7 +29,12 @@ if TYPE_CHECKING:  # commands import what they need, so that `sparo --help` impo
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and resubmit jobs on a cluster.")
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
 
-ClusterName = Annotated[str, typer.Option("--cluster", help="Cluster: configs/clusters/NAME.yaml, local, or debug.")]
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster", help="NAME of configs/clusters/NAME.yaml, or local (this machine), or debug (this process)."
+    ),
+]
 Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of array elements that run at a time.")]
 After = Annotated[
     list[Path] | None, typer.Option(help="Start after the job of this run has finished. May be repeated.")
@@ -40,7 +45,12 @@ Runs = Annotated[list[Path], typer.Argument(help="Folders of launched jobs.")]
 @app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def train(
     recipe: Recipe,
-    words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE or --OPTION VALUE")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE or --OPTION VALUE", help="Overrides of the recipe, and options of the cluster."
+        ),
+    ] = None,
     on: ClusterName = "slurm",
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of runs, with consecutive seeds.")] = None,
     parallel: Parallel = None,
@@ -64,13 +74,22 @@ def train(
 
 @app.command("eval", context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def evaluate(
-    words: Annotated[list[str], typer.Argument(metavar="CHECKPOINT or --OPTION VALUE")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT or --OPTION VALUE", help="Checkpoints, options of `sparo eval`, and of the cluster."
+        ),
+    ],
     on: ClusterName = "slurm",
     tasks: Annotated[
         str | None, typer.Option(help="Comma-separated tasks. Default: all tasks of each run's recipe.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="YAML with `tasks:`.")] = None,
-    root: Annotated[Path, typer.Option(help="Parent folder of the sets of `sparo eval --list`.")] = Path("data"),
+    data: Annotated[
+        Path | None, typer.Option(help="YAML file with a key `tasks`, or a recipe. Default: eval.tasks of the run.")
+    ] = None,
+    root: Annotated[
+        Path, typer.Option(help="Folder that contains the data sets listed by `sparo eval --list`.")
+    ] = Path("data"),
     model: Annotated[str | None, typer.Option(help="For weight files: model name.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the folder in runs/evals. Default: derived from the plan.")
@@ -92,7 +111,13 @@ def evaluate(
 
 @app.command("data", context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def data(
-    words: Annotated[list[str], typer.Argument(metavar="COMMAND ARGUMENT or --OPTION VALUE")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND ARGUMENT or --OPTION VALUE",
+            help="convert or index with its arguments, and options of the cluster.",
+        ),
+    ],
     parts: Annotated[int, typer.Option(min=1, help="Number of jobs that share the work.")],
     on: ClusterName = "slurm",
     name: Annotated[
@@ -143,7 +168,7 @@ def status(
 def logs(
     run: Annotated[Path, typer.Argument(help="Folder of a launched job.")],
     rank: Annotated[int | None, typer.Option(help="Rank. Default: the rank that failed, or 0.")] = None,
-    lines: Annotated[int, typer.Option(min=1)] = 30,
+    lines: Annotated[int, typer.Option(min=1, help="Number of last lines to print.")] = 30,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
 ) -> None:
     """Print the last lines of a rank's log."""
@@ -181,7 +206,9 @@ def cancel(runs: Runs) -> None:
 
 @app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def resubmit(
-    words: Annotated[list[str], typer.Argument(metavar="RUN or --OPTION VALUE")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="RUN or --OPTION VALUE", help="Run folders, and options of the cluster.")
+    ],
 ) -> None:
     """Resubmit the jobs of these folders with the same recipe, code and cluster, and changed options."""
     from ..jobs.arrays import resubmit as resubmit_folder

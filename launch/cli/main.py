@@ -18,6 +18,7 @@ from sparo_train.core.world import launched_world
 from ..views.terminal import out
 from . import data, eval, jobs, slot_pictures, slot_verbs
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
+from .plain_flags import hide_types_of_flags
 from .process import call, leave, share_cores
 
 app = typer.Typer(
@@ -63,7 +64,7 @@ def train(
     """Train a recipe. Repeat the command to resume. Exit codes: 0 finished, 75 stopped by a signal and saved."""
     config = load_run_config(
         recipe, overrides
-    )  # commands import what they need, so that `sparo --help` imports none of it
+    )  # commands import their dependencies, so that `sparo --help` imports none of it
     if show:
         from sparo_train.core.recipe.layers import origins
         from sparo_train.train.run_config import RunConfig
@@ -100,30 +101,31 @@ def recipes(
     """List the shipped recipes; `sparo train NAME` trains one."""
     from sparo_train.core.errors import ConfigError
 
-    from ..commands.recipes import shipped_recipes
+    from ..commands.recipes import HARDWARE, shipped_recipes
 
     matches = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
     if not matches:
         raise ConfigError(f"{word}: no recipe matches. `sparo recipes` lists all.")
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for own in matches:
-        table.add_row(own.name, Text(own.line, style="dim"))
-    out.print(table)
+    width = max(len(own.name) for own in matches)
+    for heading in (*(heading for _, heading in HARDWARE), "Others"):
+        group = [own for own in matches if own.hardware == heading]
+        if not group:
+            continue
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True, min_width=width)
+        table.add_column()
+        for own in group:
+            table.add_row(own.name, Text(own.line, style="dim"))
+        out.print(Text(f"{heading}:", style="bold"), table)
 
 
 @app.command()
 def config(
     key: Annotated[str, typer.Argument(help="Key or block, as in optim.lr or optim, or the end of a key: lr.")] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print all keys as Markdown (docs/config.md).")] = False,
 ) -> None:
     """Describe keys of a recipe: type, default, meaning, example."""
-    from ..commands.key_tables import describe_key, example, examples, find_keys, page
+    from ..commands.key_tables import describe_key, example, examples, find_keys
 
-    if markdown:
-        out.file.write(page())
-        return
     example_by_key = examples() if key else {}
     keys = find_keys(key)
     if len(keys) > 1:
@@ -148,7 +150,7 @@ def export(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="open_clip (a local-dir: folder), sparo-clip (a .pt file), or dino (a .pth file, for DINO runs)."
+            help="Format: open_clip (a folder, loaded with local-dir:FOLDER), sparo-clip (a .pt file), or dino (a .pth file, for DINO runs)."
         ),
     ] = None,
     average: Annotated[
@@ -194,6 +196,9 @@ def demo(
 def version() -> None:
     """Print the version."""
     out.print(__version__)
+
+
+hide_types_of_flags(app)
 
 
 def main() -> None:

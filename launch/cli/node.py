@@ -56,8 +56,8 @@ def _with_gpu_check(program: Callable[[list[str]], Any]) -> Callable[[list[str]]
 
             if not torch.cuda.device_count():
                 raise ConfigError(
-                    f"--gpus-per-node: torch {torch.__version__} on {platform.node()} sees no GPU, got a job that asked for {num_gpus}. "
-                    "Install a CUDA build of torch there, or launch with --gpus-per-node 0."
+                    f"--gpus-per-node: the job asked for {num_gpus} GPU(s), but torch {torch.__version__} on "
+                    f"{platform.node()} sees none. Install a CUDA build of torch there, or launch with --gpus-per-node 0."
                 )
         return program(arguments)
 

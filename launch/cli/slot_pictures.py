@@ -85,10 +85,20 @@ def show(
     examples: Annotated[int, typer.Option(min=0, help="Number of images that are shown with all their slots.")] = 8,
     tiles: Annotated[int, typer.Option(min=1, max=64, help="Images per row of a slot's gallery.")] = 6,
     min_cosine: Annotated[
-        float, typer.Option(min=-1, max=1, help="Smallest cosine of a slot's image and text for an example.")
+        float,
+        typer.Option(
+            min=-1,
+            max=1,
+            help="Show an example of a slot only if the cosine of its image and text vectors is at least this.",
+        ),
     ] = 0.75,
     min_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Smallest share of text attention on one word for an example.")
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Show an example of a slot only if one word has at least this share of its attention to the text.",
+        ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),
     model: Model = None,
@@ -115,7 +125,9 @@ def panels(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", help="PNG file; for videos also an animated .webp or .gif; a folder: a page with one picture each."
+            "--out",
+            help="Output: a .png file; for videos also an animated .webp or .gif; or a folder, which receives a page and "
+            "one picture per sample.",
         ),
     ] = Path("panels.png"),
     model: Model = None,
@@ -127,7 +139,9 @@ def panels(
     from ..views.terminal import out as printed
 
     if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
-        raise ConfigError(f"--out {out}: expected a .png file, for videos also .webp or .gif, or a folder for a page.")
+        raise ConfigError(
+            f"--out {out}: expected a .png file, a folder (for a page), or, for videos, a .webp or .gif file."
+        )
     options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
     for path in draw_panels(checkpoint, task, image or [], images, tile, out, options):
         printed.print(str(path), soft_wrap=True)

@@ -14,9 +14,17 @@ from .given_options import check_figure_path, check_json_path, parse_granularity
 Checkpoint = Annotated[str, typer.Argument(help="Anything that `sparo eval` accepts.")]
 Checkpoints = Annotated[list[str], typer.Argument(help="Anything that `sparo eval` accepts.")]
 Model = Annotated[str | None, typer.Option(help="For weight files: model name.")]
-Data = Annotated[Path | None, typer.Option(help="YAML with `tasks:`, or a recipe. Default: eval.tasks of the run.")]
-Root = Annotated[Path, typer.Option(help="Parent folder of the sets of `sparo eval --list`.")]
-Store = Annotated[str | None, typer.Option("--features", help="Folder of the feature store, or none.")]
+Data = Annotated[
+    Path | None, typer.Option(help="YAML file with a key `tasks`, or a recipe. Default: eval.tasks of the run.")
+]
+Root = Annotated[Path, typer.Option(help="Folder that contains the data sets listed by `sparo eval --list`.")]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--features",
+        help="Folder in which computed encodings are stored for reuse, or none. Default: $SPARO_FEATURES or ~/.cache/sparo/features.",
+    ),
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")]
 Kind = Annotated[
     str,
@@ -31,11 +39,13 @@ Layers = Annotated[
 Classifier = Annotated[
     str,
     typer.Option(
-        "--classifier-slots", help="Slots of class vectors: slice (unchanged) or renorm (scaled to one norm)."
+        "--classifier-slots",
+        help="Scale of each slot of a class vector (the mean over the class's prompts). slice: keep its norm. renorm: "
+        "give all slots the same norm.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of random halves and orders.")]
-Draws = Annotated[int, typer.Option(min=1, max=10_000, help="Number of random orders for the control.")]
+Draws = Annotated[int, typer.Option(min=1, max=10_000, help="Number of random selections to compare with.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
 K = Annotated[
     str,
@@ -108,7 +118,11 @@ def select(
         str | None, typer.Option(help="Tasks on which the selection is reported. Default: all that fit.")
     ] = None,
     method: Annotated[
-        str, typer.Option(help="top (as in the paper), forward, backward or cover; bottom and random are controls.")
+        str,
+        typer.Option(
+            help="top: slots with the best scores of their own, as in the paper; forward, backward: add or "
+            "remove one slot at a time; cover: greedy set cover; bottom and random: controls."
+        ),
     ] = "top",
     k: K = "half",
     slots: Annotated[
@@ -163,12 +177,15 @@ def mask(
         str | None, typer.Option(help="Tasks of kind zeroshot on which the mask is scored. Default: all that fit.")
     ] = None,
     granularity: Annotated[
-        str, typer.Option(help="unit: one weight per slot or part; dimension: one per number of an encoding.")
+        str, typer.Option(help="unit: one weight per slot or part; dimension: one weight per dimension of an encoding.")
     ] = "unit",
     clamp: Annotated[
-        str, typer.Option(help="Clamp of the temperature: max (formula of the paper) or min (CLIP's clamp).")
+        str,
+        typer.Option(
+            help="Scale of logits: max(100, exp(alpha)), the paper's formula, or min(100, exp(alpha)), as in CLIP."
+        ),
     ] = "max",
-    epochs: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
+    epochs: Annotated[int, typer.Option(min=1, max=100_000, help="Epochs of training a mask.")] = 100,
     last_epoch: Annotated[
         bool, typer.Option("--last-epoch", help="Keep the mask of the last epoch instead of the best.")
     ] = False,
@@ -177,7 +194,9 @@ def mask(
         bool,
         typer.Option("--held-out", help="Train on the pairs of one half of the images and score on the other half."),
     ] = False,
-    out: Annotated[Path, typer.Option("--out", help="Output file of the first seed's mask.")] = Path("mask.json"),
+    out: Annotated[
+        Path, typer.Option("--out", help="Output file of the mask (with several --seeds: of the first).")
+    ] = Path("mask.json"),
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -216,10 +235,14 @@ def table(
     checkpoints: Checkpoints,
     task: Annotated[
         str | None,
-        typer.Option(help="Task of the selection or training. Default: imagenet1k for 4, sugar_crepe for 5."),
+        typer.Option(
+            help="Task on which slots are selected, or masks are trained. Default: imagenet1k for Table 4, sugar_crepe "
+            "for Table 5."
+        ),
     ] = None,
     report_tasks: Annotated[
-        str | None, typer.Option(help="Tasks that are scored. Default: sugar_crepe for 4; vtab,imagenet1k for 5.")
+        str | None,
+        typer.Option(help="Tasks that are scored. Default: sugar_crepe for Table 4; vtab,imagenet1k for Table 5."),
     ] = None,
     k: K = "half",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row.")] = 3,

@@ -13,7 +13,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..views.terminal import console, out
 
-Processes = Annotated[int, typer.Option(min=1)]
+Processes = Annotated[int, typer.Option(min=1, help="Number of processes.")]
 Train = Annotated[int | None, typer.Option(min=1, help="Episodes for training. Default: depends on the kind.")]
 Test = Annotated[int | None, typer.Option(min=1, help="Episodes for evaluation. Default: depends on the kind.")]
 Size = Annotated[int | None, typer.Option(help="Pixels per side. Default: 64; small: 32.")]
@@ -74,13 +74,17 @@ def movi_like(
     ] = None,
     size: Size = None,
     max_objects: Annotated[
-        int | None, typer.Option(min=1, help="Maximum solids per episode (not for d and e). Default: 10; small: 3.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of objects per episode. Default: 10, for --kind small 3. Not available for --kind d and e.",
+        ),
     ] = None,
     size_scale: Annotated[
         float | None, typer.Option(min=0.1, max=4, help="Size of solids relative to CLEVR's. Default: 1; small: 2.")
     ] = None,
     antialias: Rays = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render videos of solids that fall, slide and collide, with masks, flows, depth, boxes and attributes."""
@@ -107,8 +111,8 @@ def scenes3d(
     kind: Annotated[
         SceneKind,
         typer.Option(
-            help="small: like simple, for two cores; simple: solids on a plane, five cameras; nature_ego: rooms, "
-            "six moving cameras."
+            help="simple: solids on a plane, five cameras; small: the same, but fewer, shorter and smaller, for two cores; "
+            "nature_ego: rooms, six moving cameras."
         ),
     ] = SceneKind.small,
     train: Train = None,
@@ -130,7 +134,7 @@ def scenes3d(
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="With --blender: samples per pixel. Default: 32.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
     """Render moving scenes as several posed cameras see them, with masks, depth and attributes."""

@@ -62,14 +62,14 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
         f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True
     )
     run = shlex.quote(str(configs["CLIP+SPARO"].folder))
-    out.print(f"next: sparo eval {run}   own data: docs/recipes.md", soft_wrap=True)
+    out.print(f"next: sparo eval {run}   own data: docs/tutorials/own_images.md", soft_wrap=True)
     return results
 
 
 def score_text_only(data: Path) -> Result:
     """Score text-only guessers on the caption pairs; `macro` is the best of them, comparable to the models' accuracy."""
     facts: list[Pair] = [pair for _, _, row in WdsSet(data / "pairs", "pairs") for pair in row]
-    # Captions with the seed of training, because a guesser may know what a model could have read.
+    # Captions with the seed of training, because a guesser may know all that a model could have read.
     corpus = [training_scene(0, index)[1] for index in range(_CORPUS)]
     text_score = textonly.score([f.caption for f in facts], [f.negative_caption for f in facts], corpus)
     return Result("pairs", text_score.n, "macro", {"macro": text_score.value}, text_score.chance)

@@ -1,4 +1,4 @@
-"""Descriptions of all recipe keys, for the terminal and for docs/config.md."""
+"""Descriptions of all recipe keys, for the terminal and for docs/reference/keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, RE
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 
-from ..jobs.clusters import ClusterConfig
 from .recipes import shipped_recipes
 
 FieldId = tuple[type[BaseModel], str]
 # registry, heading, key of its block in a recipe
-_TABLES: tuple[tuple[Registry, str, str], ...] = (
+TABLES: tuple[tuple[Registry, str, str], ...] = (
     (METHODS, "Methods", "objective"),
     (READOUTS, "Read-outs", "objective.model.readout"),
     (LOSSES, "Losses of CLIP", "objective.loss"),
@@ -143,41 +142,7 @@ def _value_at(tree: Any, keys: list[str]) -> Any:
     return tree
 
 
-def page() -> str:
-    """Return docs/config.md."""
-    example_by_key = examples()
-    lines = [_HEAD, "## Every recipe", "", *_markdown_table(list(_own_keys(RunConfig)), example_by_key)]
-    for table, heading, place in _TABLES:
-        lines += [
-            "",
-            f"## {heading}",
-            "",
-            f"The block `{place}`. Its key `{_row_key(table)}` names an entry of `{table.group}`.",
-        ]
-        for name in table.builtin:
-            row = table.get(name)
-            model = row if isinstance(row, type) else row.config
-            keys = [key for key in _own_keys(model, f"{place}.") if key.dotted != f"{place}.{_row_key(table)}"]
-            lines += [
-                "",
-                f"### {_row_key(table)}: {name}",
-                "",
-                _summary(model),
-                "",
-                *_markdown_table(keys, example_by_key),
-            ]
-    lines += [
-        "",
-        "## Clusters",
-        "",
-        _CLUSTERS,
-        "",
-        *_markdown_table(list(_own_keys(ClusterConfig)), example_by_key, examples_too=False),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _own_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+def own_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Return the keys of a model without those of registries below it."""
     tables: list[str] = []
     for key in keys_of(model, None, prefix):
@@ -188,47 +153,3 @@ def _own_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
             # Their entries have separate chapters.
             tables.append(key.dotted)
         yield key
-
-
-def _markdown_table(keys: list[Key], example_by_key: Mapping[FieldId, str], examples_too: bool = True) -> list[str]:
-    if not keys:
-        return ["It has no keys."]
-    head = ["key", "type", "default", "meaning", *(["example"] if examples_too else [])]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for key in keys:
-        cells = [f"`{key.dotted}`", type_text(key.field.annotation, key.field.metadata), _code(default_text(key))]
-        cells += [key.field.description or "", *([_code(example(key, example_by_key))] if examples_too else [])]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return lines
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text not in ("", "required") else text
-
-
-def _row_key(table: Registry) -> str:
-    return "task" if table is TASKS else "kind"
-
-
-def _summary(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").strip().partition("\n\n")[0].split())
-
-
-_HEAD = """# Configuration keys
-
-A recipe is a YAML file. `extends: FILE` inherits another recipe; the file's own keys are merged into it. `null` removes an entry of
-`data.sources` or `eval.tasks`. Overrides on the command line:
-
-| override | effect |
-|---|---|
-| `optim.lr=1e-3` | sets a key to a YAML value |
-| `data.sources='{mine: {shards: data/mine}}'` | replaces a whole mapping |
-| `+data.sources.mine.shards=data/mine` | adds an entry to those of the recipe |
-| `eval.tasks.vendor=null` | removes an entry |
-
-`sparo config KEY` prints the description of a key. `sparo train RECIPE --print` prints the resolved recipe with the origin of each value.
-"required" keys have no default. Examples are values of shipped recipes, or the default. `sparo config --markdown` generates this page.
-"""
-_CLUSTERS = (
-    "Keys of a file in `configs/clusters/`. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,15 +13,24 @@ from .. import config_folders
 if TYPE_CHECKING:
     from sparo_train.train.run_config import RunConfig
 
+# pattern in the header's line "Hardware:", heading of the list
+HARDWARE = ((r"two CPU cores", "Runs on a laptop"), (r"one GPU", "Needs one GPU"), (r"GPUs", "Needs several GPUs"))
 _NON_RECIPE_FOLDERS = ("clusters", "sweeps", "tasks")  # folders of configs/ without recipes
 
 
 class ShippedRecipe(NamedTuple):
-    """A shipped recipe: `name` is its path in configs/ without the suffix; `line` the first sentence of its header."""
+    """A shipped recipe.
+
+    Attributes:
+        name: its path in configs/ without the suffix.
+        line: first sentence of its header.
+        hardware: entry of `HARDWARE`, from the header's line "Hardware:".
+    """
 
     name: str
     path: Path
     line: str
+    hardware: str
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
@@ -28,15 +38,16 @@ def shipped_recipes() -> list[ShippedRecipe]:
     root = next((folder for folder in config_folders() if folder.is_dir()), None)
     paths_by_name = {path.relative_to(root): path for path in sorted(root.glob("*/**/*.yaml"))} if root else {}
     return [
-        ShippedRecipe(place.with_suffix("").as_posix(), path, _first_line(path))
+        ShippedRecipe(place.with_suffix("").as_posix(), path, *_header(path))
         for place, path in paths_by_name.items()
         if place.parts[0] not in _NON_RECIPE_FOLDERS and not path.name.startswith("_")
     ]
 
 
-def _first_line(path: Path) -> str:
-    with path.open(encoding="utf-8") as stream:
-        return stream.readline().removeprefix("#").strip()
+def _header(path: Path) -> tuple[str, str]:
+    lines = [line.removeprefix("#").strip() for line in path.read_text(encoding="utf-8").split("\n")]
+    needs = next((line for line in lines if line.startswith("Hardware:")), "")
+    return lines[0], next((heading for pattern, heading in HARDWARE if re.search(pattern, needs)), "Others")
 
 
 def recipe(name: str) -> Path:
@@ -69,7 +80,7 @@ def find_recipe(name_or_path: Path) -> Path:
     # A long path was mistyped, so similar names of recipes would not help.
     if not name_or_path.suffix and len(name_or_path.parts) < 4:
         raise ConfigError(f"{text}: not a recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
-    return name_or_path  # reading it reports what is wrong
+    return name_or_path  # reading it reports its errors
 
 
 def load_run(recipe: str | Path, overrides: list[str] | None = None) -> RunConfig:

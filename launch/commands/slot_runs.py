@@ -74,7 +74,7 @@ def _train_mask(
 ) -> tuple[MaskRow, Selection]:  # fmt: skip
     if options.units == "heads":
         raise ConfigError(
-            "--units heads: masks weight numbers of an encoding, which all heads share. Use slots or parts."
+            "--units heads: a mask has a weight for each value of an encoding, and all heads share these values. Use --units slots or --units parts."
         )
     bench = Bench(checkpoint, options)
     name, task = bench.single_task(task_name, "--task")
@@ -238,7 +238,10 @@ def _manual_selection(
         return by_hand(selection, ranked.order)
     selection = of_numbers(bench.encoder, slots) if bench.options.units == "slots" else None
     if selection is None:
-        raise ConfigError("--slots: numbers refer to slots. Remove --units, or name a selection.json.")
+        raise ConfigError(
+            f"--slots: numbers can only select slots, got --units {bench.options.units}. Remove --units, or name a "
+            "selection.json."
+        )
     return by_hand(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
 
 

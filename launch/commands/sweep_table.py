@@ -141,7 +141,9 @@ def sweep_grid(
         ConfigError: no such layout or row, or printed rows without a layout or together with differences.
     """
     if baseline is not None and paper:
-        raise ConfigError(f"--baseline {baseline}: rows of the paper have no seeds. Remove --paper.")
+        raise ConfigError(
+            f"--baseline {baseline}: a comparison with a baseline needs seeds, and rows of the paper have none. Remove --paper."
+        )
     if baseline is not None and baseline not in (names := [row.name for row in rows]):
         raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, names)}")
     baseline_row = next((row for row in rows if row.name == baseline), None)
@@ -151,8 +153,9 @@ def sweep_grid(
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
         raise DataError(
-            f"{title}: none of its runs exists and is scored. `sparo launch train` trains them, `sparo eval RUN --tasks NAMES` "
-            "scores those whose recipe has no eval.tasks, and --out names their folder."
+            f"{title}: has no scored runs. If they are in another folder, name it with --out. Otherwise train them "
+            "with `sparo launch train`; if their recipe has no eval.tasks, score them with `sparo eval RUN --tasks "
+            "NAMES`."
         )
     if layout is not None and not {column.task for column in columns} & set(tasks):
         raise DataError(

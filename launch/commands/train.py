@@ -65,7 +65,7 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
         return None
     check_recipe_compatible(config, run.objective)  # all of it now, rather than in the middle of training
     if side is not None:
-        # Check now what a separate job would only notice in hours.
+        # Check now; a separate job would only notice in hours.
         Suite(side.tasks).check()
         load_cluster(side.cluster, side.options)
     suite = Suite(config.eval.tasks)

@@ -58,7 +58,9 @@ def build_offline_page(page: Path, offline_bundle: Mapping[str, Any]) -> bytes:
             raise ConfigError(f"{page / 'index.html'}: does not contain {old}. Install sparo again.")
         html = html.replace(old, new)
     if len(html) > _MAX_BYTES:
-        raise ConfigError(f"one file would take {len(html) >> 20} MB. Start with fewer --images, or a --limit.")
+        raise ConfigError(
+            f"the page as a single file would take {len(html) >> 20} MB. Start with fewer --images, or a --limit."
+        )
     return html.encode()
 
 
@@ -110,7 +112,7 @@ class Explorer:
         self.attention_cache: dict[tuple[int, int], dict[str, Any]] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Return what the page draws first: the checkpoint, and the second one that was opened last."""
+        """Return the data that the page draws first: the checkpoint, and the second one that was opened last."""
         return self._facts(list(dict.fromkeys((self.first, list(self.sides)[-1]))))
 
     def _facts(self, sides: list[int]) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class Explorer:
         """Return an open checkpoint. Raises `ConfigError` for another number."""
         if number not in self.sides:
             raise ConfigError(
-                "this checkpoint is no longer open: others were opened since, or sparo slots explore was restarted. Reload the page."
+                "this checkpoint was closed: others were opened since, or sparo slots explore was restarted. Reload the page."
             )
         return self.sides[number]
 

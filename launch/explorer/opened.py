@@ -143,7 +143,7 @@ class Side:
         return self.units.kind == "slots" and hasattr(self.encoder, "image_slots")
 
     def facts(self) -> dict[str, Any]:
-        """Return what the page needs first."""
+        """Return the data that the page needs first."""
         return {
             "label": self.bench.checkpoint,
             "weights": self.encoder.weights,

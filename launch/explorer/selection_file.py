@@ -39,7 +39,7 @@ class SelectionFile:
         self.read()
 
     def read(self) -> tuple[Selection | None, str]:
-        """Return its content and its revision; an empty revision if there is no file."""
+        """Return its content and its revision; an empty revision without a file."""
         revision = self._revision()
         if not revision:
             return None, ""
@@ -48,7 +48,7 @@ class SelectionFile:
             selected(self.side.encoder, selection, f"--slots {self.path}")
         except ConfigError as error:
             raise ConfigError(
-                f"--out {str(error).removeprefix('--slots ')} Or move it away, or name another --out."
+                f"--out {str(error).removeprefix('--slots ')} To keep this file, name another --out, or move it away."
             ) from None
         page_units, file_units = (
             f"{self.side.units.number} {self.side.units.kind}",
@@ -59,7 +59,9 @@ class SelectionFile:
                 f"--out {self.path}: selects {file_units}, but the page shows {page_units}. Name another file."
             )
         if selection.mask:
-            raise ConfigError(f"--out {self.path}: is a mask, which cannot be switched on and off. Name another file.")
+            raise ConfigError(
+                f"--out {self.path}: contains a mask, and the page can only switch slots on and off. Name another file."
+            )
         return selection, revision
 
     def facts(self, whole: bool = True) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class SelectionFile:
         return payload
 
     def write(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Save what the page sends: `chosen`, `names`, `notes`, `looked_at`, and the `revision` that it started from.
+        """Save the data that the page sends: `chosen`, `names`, `notes`, `looked_at`, and the `revision` that it started from.
 
         Args:
             body: with `overwrite`, the file is replaced whatever its content.
@@ -129,7 +131,7 @@ class SelectionFile:
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"{where + ': ' if where else ''}{first['msg']}; nothing was saved") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"not a selection: {error}; nothing was saved") from None
+            raise ConfigError(f"the selection could not be saved: {error}") from None
 
     def _revision(self) -> str:
         try:

@@ -40,7 +40,10 @@ def resubmit(folder: Path, options: Sequence[str]) -> list[str]:
     name = f"the cluster of {folder}"
     cluster = resolve(ClusterConfig, with_options(last["cluster"], options), name)
     if cluster.ranks != resolve(ClusterConfig, last["cluster"], name).ranks:
-        raise ConfigError(f"{folder}: another number of ranks needs a new resolved recipe. Use `sparo launch train`.")
+        raise ConfigError(
+            f"{folder}: these options change the number of ranks, got {cluster.ranks}; resubmitting keeps the recipe "
+            "of the old number. Use `sparo launch train`."
+        )
     code = Snapshot(Path(last["code"]), last["commit"], last["changed"])
     if not code.path.is_dir():
         raise ConfigError(f"{code.path}: the code of this job is gone. `sparo launch train` makes a new copy.")

@@ -26,7 +26,8 @@ class ClusterConfig(Frozen):
     """One cluster. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."""
 
     kind: Literal["slurm", "local", "debug"] = field(
-        "slurm", "Where jobs run. slurm; local: processes of this machine; debug: this process."
+        "slurm",
+        "Where jobs run. slurm: on a SLURM cluster; local: in processes on this machine; debug: inside the launching process.",
     )
     partition: str | None = field(None, "SLURM partition.")
     account: str | None = field(None, "Account to charge.")
@@ -37,8 +38,8 @@ class ClusterConfig(Frozen):
     exclusive: bool = field(False, "Allocate whole nodes.")
     nodes: int = field(1, "Number of nodes.", gt=0)
     gpus_per_node: int = field(0, "GPUs per node.", ge=0)
-    gpu_type: str | None = field(None, "GPU type, if the cluster requires one: h100.")
-    tasks_per_node: int | None = field(None, "Ranks per node. Default: one per GPU, or one.", gt=0)
+    gpu_type: str | None = field(None, "GPU type, for clusters that require one, for example h100.")
+    tasks_per_node: int | None = field(None, "Ranks per node. Default: one per GPU, or one without GPUs.", gt=0)
     starter: Literal["srun", "torchrun"] = field(
         "srun", "srun starts every rank; torchrun runs once per node and starts the ranks of the node."
     )
@@ -48,9 +49,13 @@ class ClusterConfig(Frozen):
     signal_seconds: int = field(
         120, "Seconds before the time limit at which the job receives the signal to save.", gt=0
     )
-    idle_restarts: int = field(3, "Consecutive restarts without a new checkpoint that are allowed.", ge=0)
+    idle_restarts: int = field(
+        3, "Largest number of consecutive restarts without a new checkpoint. After that, the job fails.", ge=0
+    )
     setup: tuple[str, ...] = field((), "Shell lines before the job: module load …, conda activate ….")
-    python: str | None = field(None, "Python interpreter, as a shell command. Default: the one that launches.")
+    python: str | None = field(
+        None, "Python interpreter, as a shell command. Default: the interpreter that runs `sparo launch`."
+    )
     srun_args: tuple[str, ...] = field((), "Further arguments of srun: --container-image=….")
     environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="Further arguments of sbatch.")
@@ -90,7 +95,9 @@ class ClusterConfig(Frozen):
                 f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Set it up there."
             )
         if self.kind == "debug" and self.ranks > 1:
-            raise ValueError("debug runs one rank in this process. Use local for several.")
+            raise ValueError(
+                f"kind=debug: starts only one rank, in this process, got {self.ranks}. Use kind=local for several ranks."
+            )
         # A signal at the very start would save nothing, repeatedly.
         if self.kind == "slurm" and 60 * minutes(self.time) <= self.signal_seconds:
             raise ValueError(f"signal_seconds={self.signal_seconds}: must be below the time limit {self.time}")
@@ -160,7 +167,7 @@ def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
             cluster_names = {p.stem for folder in cluster_folders() if folder.is_dir() for p in folder.glob("*.yaml")}
             raise ConfigError(
                 f"--cluster {name}: {did_you_mean(name, cluster_names)} A cluster is a file configs/clusters/NAME.yaml or "
-                f"{cluster_folders()[1]}/NAME.yaml (docs/clusters.md)"
+                f"{cluster_folders()[1]}/NAME.yaml (docs/guides/clusters.md)"
             )
         path = paths[0]
     tree = load_recipe(path)

@@ -110,8 +110,9 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
     ranks = cluster.ranks
     if run.world_size not in (None, ranks):
         raise ConfigError(
-            f"world_size={run.world_size}: {cluster.nodes} node(s) with {cluster.ranks_per_node} rank(s) have {ranks}. "
-            "Change --nodes, --tasks-per-node or --gpus-per-node, or the key."
+            f"world_size={run.world_size}: does not match the job, got {ranks} rank(s) ({cluster.nodes} node(s) with "
+            f"{cluster.ranks_per_node} each). Change --nodes, --tasks-per-node or --gpus-per-node, or the key "
+            "world_size."
         )
     # Refuse here what cannot be divided over these ranks, instead of in a job that waited for a day.
     shared_streams(run.data, run.batch_size, ranks)

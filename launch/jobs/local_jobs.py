@@ -67,7 +67,7 @@ def submit_local(
     parallel: int,
     job_of: Callable[[ClusterConfig, tuple[Element, ...]], Job],
 ) -> list[str]:
-    """Start elements in `parallel` lanes, each of which runs its elements one after another; return the job of each element."""
+    """Start elements in `parallel` lanes, each running its elements one after another; return the job of each element."""
     # This machine has no queue, so pending elements wait in a lane.
     lanes = [elements[lane::parallel] for lane in range(min(parallel, len(elements)))]
     job_ids: dict[Element, str] = {}
@@ -144,7 +144,7 @@ def local_alive(job: str) -> bool:
 
 
 def end_local(job: str, patience: float = 60.0) -> None:
-    """Tell a local job to save and end; kill it after `patience` seconds, as SLURM does after KillWait."""
+    """Signal a local job to save and end; kill it after `patience` seconds, as SLURM does after KillWait."""
     with suppress(OSError):  # it ended meanwhile
         os.kill(int(job), signal.SIGTERM)
         end = time.monotonic() + patience

@@ -85,7 +85,7 @@ def ask(*command: str, seconds: float = 60) -> str:
     """Return the output of one of SLURM's commands.
 
     Raises:
-        NoSlurmError: there is no such command here, or it is not configured.
+        NoSlurmError: the command is not installed here, or not configured.
         SlurmAwayError: no controller answers.
         subprocess.CalledProcessError: SLURM answered with an error.
     """

@@ -121,7 +121,7 @@ def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], recor
         else:
             # Without a record of its end, it was killed.
             ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
-            # A lane of a fan-out has many elements, of which the last may have succeeded and another not.
+            # A lane of a fan-out has many elements; the last may have succeeded and another not.
             missing_elements = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
             done = ends[-1] == 0 and not missing_elements
             end_state = "CANCELLED" if records.cancelled(record, job) else "FAILED"
@@ -226,7 +226,7 @@ def log_files(folder: Path, rank: int) -> list[Path]:
 
 
 def cancel(folder: Path) -> list[str]:
-    """End the jobs of a folder's newest submission; return those that were told to end. Training saves first, as after any signal.
+    """End the jobs of a folder's newest submission; return those that were asked to end. Training saves first, as after any signal.
 
     Raises:
         ConfigError: this run has ended, and its job continues with other runs of a sweep.
@@ -238,7 +238,9 @@ def cancel(folder: Path) -> list[str]:
         elif record["cluster"]["kind"] == "local" and local_alive(job):
             starts = records.starts(job)
             if starts and "end" in starts[-1]:
-                raise ConfigError(f"{folder}: has ended; job {job} runs other runs of its sweep. Name the one to end.")
+                raise ConfigError(
+                    f"{folder}: has ended; job {job} is now training other runs of its sweep. Name the run to cancel."
+                )
             records.add("cancelled", {"job": job}, Path(record["logs"]))
             end_local(job)
         else:

@@ -78,8 +78,10 @@ def _expand_recipe(recipe: Path, overrides: Sequence[str], seeds: int | None) ->
     # With the first value of each axis, because a recipe may not resolve without one.
     base = load_run(recipe, [*fixed, *(_assign(key, values[0]) for key, values in axes.items())])
     if seeds is not None:
-        if "seed" in axes or seeds < 1:
-            raise ConfigError(f"--seeds {seeds}: expected at least 1, and no seed=[…]")
+        if seeds < 1:
+            raise ConfigError(f"--seeds: must be at least 1, got {seeds}.")
+        if "seed" in axes:
+            raise ConfigError(f"--seeds {seeds}: cannot be combined with seed=[…]. Remove one of them.")
         axes["seed"] = list(range(base.seed, base.seed + seeds))
     count = math.prod(map(len, axes.values()))
     if count > _MOST:

@@ -31,9 +31,9 @@ _HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="view
 figure{display:inline-block;margin:.3rem;max-width:11rem;vertical-align:top}img{max-width:100%;display:block}
 figcaption{font-size:.8rem;overflow-wrap:anywhere}h3{margin-bottom:.2rem}p.note{color:#555}</style>
 <h1>Slots of {{ facts.checkpoint }}</h1>
-<p>{{ facts.n }} images of {{ facts.task }}; {{ facts.slots }} slots. A picture is grey under its slot's attention; what the model did not
-see is dark. One scale per slot, so an image in which it finds nothing stays dark.</p>
-<p class="note">Attention says where a slot takes its information from, not what it makes of it.</p>
+<p>{{ facts.n }} images of {{ facts.task }}; {{ facts.slots }} slots. A picture is grey under its slot's attention; pixels that the model did
+not see are dark. One scale per slot, so an image in which it finds nothing stays dark.</p>
+<p class="note">Attention says where a slot takes its information from, not how it uses it.</p>
 {% if examples %}<h2>Images, and what their slots look at</h2>
 <p class="note">{{ filter }}</p>
 {% for one in examples %}<section><h3>{{ one.caption or one.key }}</h3>
@@ -145,7 +145,8 @@ def _filter_note(attended: Sequence[Attended], show_options: Any, slot_ids: Sequ
     if not attended[0].words:
         return "This model has no text tower: the six slots whose attention is sharpest."
     return (
-        f"Slots with more than {show_options.share:.0%} of their text attention on one word, distinct words, and a cosine of image and text vectors "
+        f"Slots with more than {show_options.share:.0%} of their text attention on one word, each slot "
+        f"on a different word, whose image and text vectors have a cosine "
         f"above {show_options.cosine:g}."
     )
 

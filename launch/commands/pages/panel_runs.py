@@ -106,7 +106,10 @@ def draw_panels(
     sheet_panels = [Panel(decode_image(read_bytes(path, ConfigError), path, encoder.decoding), None) for path in images]
     task = None if task_name is None else one_task(checkpoint, task_name, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
-        raise ConfigError(f"--task {task_name}: has videos. Remove --image, and use a model of videos.")
+        raise ConfigError(
+            f"--task {task_name}: has videos, so it needs a model of videos and cannot be combined with --image. "
+            "Remove --image, or name another model or task."
+        )
     if not out.suffix:
         if task is None or task_name is None or images:
             raise ConfigError(f"--out {out}: a page needs a task (--task). For your own images, name a .png file.")
