@@ -1,0 +1,233 @@
+"""Write the generated pages of the documentation: command line, recipe keys, Python API, paper index.
+
+    python docs/generate.py
+
+A test fails if a page is out of date.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel
+
+import sparo
+from launch.commands.key_tables import TABLES, own_keys
+from launch.jobs.clusters import ClusterConfig
+from sparo_train.core.recipe.config_keys import Key, default_text, type_text
+from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
+from sparo_train.core.registry import Registry
+from sparo_train.train.run_config import RunConfig
+
+DOCS = Path(__file__).parent
+_KEYS_INDEX = """# Recipe keys
+
+A recipe is a YAML file. `extends: FILE` inherits another recipe; the file's own keys are merged into it. `null` removes
+an entry of `data.sources` or `eval.tasks`. Overrides on the command line:
+
+| override | effect |
+|---|---|
+| `optim.lr=1e-3` | sets a key to a YAML value |
+| `data.sources='{mine: {shards: data/mine}}'` | replaces a whole mapping |
+| `+data.sources.mine.shards=data/mine` | adds an entry to those of the recipe |
+| `eval.tasks.vendor=null` | removes an entry |
+
+`sparo config KEY` prints the description of a key with an example. `sparo train RECIPE --print` prints the resolved
+recipe with the origin of each value. Keys marked "required" have no default.
+
+The keys of methods, readouts, optimizers, engines, sources and tasks depend on `kind` (of tasks: `task`):
+
+| block | values of `kind` or `task` |
+|---|---|
+{index}
+
+Files in `configs/clusters/` have [their own keys](clusters.md).
+
+## Keys of every recipe
+
+{table}
+"""
+# file, title, registries
+_PAGES: tuple[tuple[str, str, tuple[Registry, ...]], ...] = (
+    ("readouts", "Readouts", (READOUTS,)),
+    ("training", "Losses, optimizers, engines, sources", (LOSSES, OPTIMIZERS, ENGINES, SOURCES)),
+    ("slot_encoders", "Image encoders of slot models", (SLOT_ENCODERS,)),
+    ("tasks", "Evaluation tasks", (TASKS,)),
+)
+_HEADINGS = {registry: (heading, place) for registry, heading, place in TABLES}
+
+
+class KeyPages:
+    """Pages of recipe keys. A key that several entries inherit from one class is listed once, and named afterwards."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, type], str] = {}  # key and declaring class -> anchor of its table
+
+    def pages(self) -> dict[str, str]:
+        pages = {"index": self._index()}
+        for name in METHODS.builtin:
+            body = self._entry(METHODS, name, f"{name}.md", 2)
+            pages[name] = f"# Method `{name}`\n\nKeys of `objective` for `objective.kind: {name}`.\n\n{body}"
+        for file, title, registries in _PAGES:
+            parts = [f"# {title}"]
+            for registry in registries:
+                heading, place = _HEADINGS[registry]
+                if len(registries) > 1:
+                    parts.append(f"## {heading}")
+                parts.append(f"The block `{place}`. Its key `{_kind(registry)}` names an entry of `{registry.group}`.")
+                for name in registry.builtin:
+                    level = 3 if len(registries) > 1 else 2
+                    parts += [f"{'#' * level} `{name}`", self._entry(registry, name, f"{file}.md", level + 1)]
+            pages[file] = "\n\n".join(parts) + "\n"
+        pages["clusters"] = (
+            "# Keys of clusters\n\nKeys of a file in `configs/clusters/` ([guide](../../guides/clusters.md)). Every key is "
+            f"also an option of `sparo launch`: `nodes: 2` is `--nodes 2`.\n\n{_table(list(own_keys(ClusterConfig)))}\n"
+        )
+        return {f"reference/keys/{name}.md": text for name, text in pages.items()}
+
+    def _index(self) -> str:
+        files = {registry: file for file, _, registries in _PAGES for registry in registries}
+        rows = []
+        for registry, _, place in TABLES:
+            names = [
+                f"[`{name}`]({name}.md)" if registry is METHODS else f"[`{name}`]({files[registry]}.md#{name})"
+                for name in registry.builtin
+            ]
+            rows.append(f"| `{place}` | {', '.join(names)} |")
+        return _KEYS_INDEX.replace("{index}", "\n".join(rows)).replace("{table}", _table(list(own_keys(RunConfig))))
+
+    def _entry(self, registry: Registry, name: str, page: str, level: int) -> str:
+        """Return summary, table of the keys that no earlier entry has, and the names of the others."""
+        row = registry.get(name)
+        model: type[BaseModel] = row if isinstance(row, type) else row.config
+        place = _HEADINGS[registry][1]
+        keys = [key for key in own_keys(model, f"{place}.") if key.dotted != f"{place}.{_kind(registry)}"]
+        new, shared = [], {}
+        for key in keys:
+            identity = key.dotted, _declaring_class(key)
+            if identity in self._first:
+                shared.setdefault(self._first[identity], []).append(key.dotted)
+            else:
+                self._first[identity] = page if registry is METHODS else f"{page}#{name}"
+                new.append(key)
+        parts = [" ".join((model.__doc__ or "").strip().partition("\n\n")[0].split())]
+        parts += [_table(new)] if new else []
+        for anchor, names in shared.items():
+            label = anchor.partition("#")[2] or anchor.removesuffix(".md")
+            link = f"[`{label}`]({anchor.removeprefix(page) if anchor.startswith(f'{page}#') else anchor})"
+            parts.append(f"Keys that are described under {link}: {', '.join(f'`{n}`' for n in _blocks(names, keys))}.")
+        parts += [] if keys else ["It has no keys."]
+        return "\n\n".join(filter(None, parts))
+
+
+def _blocks(names: Sequence[str], keys: Sequence[Key]) -> list[str]:
+    """Replace names by `block.*` where all keys of a block are among them."""
+    every, rest, blocks = [key.dotted for key in keys], dict.fromkeys(names), []
+    for block in sorted({name.rpartition(".")[0] for name in names}, key=lambda block: (block.count("."), block)):
+        below = [name for name in every if name.startswith(f"{block}.")]
+        if block.count(".") > 0 and below and all(name in rest for name in below):
+            blocks.append(f"{block}.*")
+            for name in [*below, block]:
+                rest.pop(name, None)
+    return [*rest, *blocks]
+
+
+def _declaring_class(key: Key) -> type:
+    return next(cls for cls in reversed(key.owner.__mro__) if key.name in getattr(cls, "model_fields", {}))
+
+
+def _kind(registry: Registry) -> str:
+    return "task" if registry is TASKS else "kind"
+
+
+def _table(keys: Sequence[Key]) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key in keys:
+        default = default_text(key)
+        cells = (
+            f"`{key.dotted}`",
+            type_text(key.field.annotation, key.field.metadata),
+            f"`{default}`" if default not in ("", "required") else default,
+            key.field.description or "",
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def command_line() -> str:
+    """Return the reference of all commands, which typer writes."""
+    words = [sys.executable, "-m", "typer", "launch.cli.main", "utils", "docs", "--name", "sparo"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True, cwd=DOCS.parent).stdout
+    text = text.replace("# `sparo`", "# Command line", 1)
+    # The same two lines for every command, and types that the description states.
+    text = re.sub(r"^\* `--help`: Show this message and exit\.\n", "", text, flags=re.MULTILINE)
+    text = text.replace("**Options**:\n\n\n", "")
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def python_api() -> str:
+    """Return the page of all public names, whose docstrings mkdocstrings renders."""
+    parts = [(DOCS / "reference/python_api.head.md").read_text(encoding="utf-8").rstrip()]
+    for name in sparo.__all__:
+        if name == "__version__":
+            continue
+        module, _, attribute = sparo._SOURCES[name].partition(":")
+        parts.append(f"## `{name}`\n\n::: {module}.{attribute}")
+    return "\n\n".join(parts) + "\n"
+
+
+def papers() -> str:
+    """Return the paper index: for every table and figure, command, recipe, the paper's number and ours."""
+    tree = yaml.safe_load((DOCS / "papers.yaml").read_text(encoding="utf-8"))
+    return "\n\n".join([tree["head"].strip(), *(part for paper in tree["papers"] for part in _paper(paper))]) + "\n"
+
+
+def _paper(paper: dict) -> Iterator[str]:
+    yield f"## {paper['title']}"
+    yield f"{paper['citation']} {paper.get('note', '')}".strip()
+    for item in paper["items"]:
+        yield f"### {item['name']}: {item['about']}"
+        if text := item.get("text"):
+            yield text.strip()
+        if command := item.get("command"):
+            yield "\n".join(["```", *([command] if isinstance(command, str) else command), "```"])
+        if rows := item.get("rows"):
+            head = ["row", "recipe", *item.get("columns", ["paper"]), "ours"]
+            lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+            for row in rows:
+                values = [str(value) for value in row.get("paper", [""] * (len(head) - 3))]
+                recipe = f"`{row['recipe']}`" if "recipe" in row else row.get("no_recipe", "")
+                lines.append(f"| {' | '.join([row['name'], recipe, *values, row.get('ours', 'not run')])} |")
+            yield "\n".join(lines)
+    if defaults := paper.get("defaults"):
+        yield f"### Defaults from {paper['short']}"
+        lines = ["| key | default | sentence of the paper |", "|---|---|---|"]
+        lines += [f"| `{d['key']}` | `{d['value']}` | {d['source']} |" for d in defaults]
+        yield "\n".join(lines)
+
+
+def generated() -> dict[str, str]:
+    """Return the text of every generated page by its path in docs/."""
+    return {
+        "reference/cli.md": command_line(),
+        "reference/python_api.md": python_api(),
+        "papers.md": papers(),
+        **KeyPages().pages(),
+    }
+
+
+def main() -> None:
+    for path, text in generated().items():
+        target = DOCS / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
