@@ -1,3 +1,3 @@
-"""Everything that trains. docs/architecture.md has the map; programs import the public names from `sparo`."""
+"""Everything that trains. docs/explanation/architecture.md has the map; programs import the public names from `sparo`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
