@@ -165,8 +165,7 @@ def rendered(bins: int, device: str) -> float:
 
 
 def rays_in_a_step(device: str) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Choosing 64 pixels of each of five views, making the rays of these and of whole views, and points on them; and what encodes and
-    draws them, these included."""
+    """Return two timers: sampling 64 pixels of each of five views, their rays and points; and the whole step with that."""
     poses, lens = torch.eye(4, device=device).expand(1, 5, 4, 4), torch.full((1, 5, 4), 32.0, device=device)
     at = torch.rand(1, 5, 64, device=device) * 64
     rng, fields, rays = np.random.default_rng(0), nerf(device), rays_of(320, device)
