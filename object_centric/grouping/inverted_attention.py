@@ -243,7 +243,7 @@ def _gradients(
         weights = torch.cat([both.flatten(1, 3).to(x.dtype), rest], 1)
         # The first half of the rows is the gradient of queries; the second, and `rest`, are for x only.
         d_queries[:, query_times] += (weights[:, : raw.shape[1] * rows] @ x[:, s]).view(b, -1, rows, wide)
-        torch.baddbmm(d_x[:, s], weights.transpose(1, 2), stacked_rows, out=d_x[:, s])
+        d_x[:, s].baddbmm_(weights.transpose(1, 2), stacked_rows)
         d_x[:, s].addcmul_(x[:, s], slope[..., None].to(x.dtype))
     return d_queries.to(queries.dtype), d_offset, d_x, None, None, d_bias, d_weight, None
 

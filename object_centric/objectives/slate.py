@@ -217,7 +217,7 @@ class Slate(Objective):
                 "mse": squared_error.detach().mean(),
                 # Per token, so that images of two sizes can be compared.
                 "cross_entropy": cross_entropy.detach() / self.config.model.tokens,
-                "tau": torch.tensor(tau, device=images.device),
+                "tau": torch.full((), tau, device=images.device),
                 **mask_statistics(_normalize_attention(attention)),
             },
         )

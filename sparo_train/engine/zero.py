@@ -89,7 +89,7 @@ class Zero:
                 state.setdefault(name, torch.zeros_like(flat, requires_grad=False))
             # Adam divides by a power of `step`, and zero would rescale the restored moments.
             if self.counts_steps:
-                state["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
+                state["step"] = torch.full((), step, dtype=torch.float32, device=flat.device)
 
     @torch.no_grad()
     def refresh(self) -> None:

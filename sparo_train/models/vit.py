@@ -268,7 +268,7 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         # Sums of squares in 16 bits would overflow for wide batches.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         # One exchange for sums, squares and counts instead of three.
-        sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_tensor([len(x)])]))
+        sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
         mean, square = sums[:-1].view(2, -1) / sums[-1]
         var = square - mean.square()
         with torch.no_grad():

@@ -66,8 +66,7 @@ def conditioned_sigmoid(
     """
     ring = ring or Ring()
     logits = scale * conditioned_scores(patches, ring.gather(queries), pool, heads) + bias
-    index = torch.arange(len(queries), device=queries.device)
     sign = torch.full_like(logits, -1.0)
     # The columns of this rank's texts follow those of the ranks before it.
-    sign[index, index + ring.rank * len(queries)] = 1.0
+    sign.diagonal(ring.rank * len(queries)).fill_(1.0)
     return -F.logsigmoid(sign * logits).sum() / len(queries)
