@@ -88,7 +88,9 @@ def score(
     context: typer.Context,
     checkpoint: Checkpoint,
     tasks: Annotated[str | None, typer.Option(help="Tasks, as in `sparo eval --tasks`. Default: all that fit.")] = None,
-    sort: Annotated[str | None, typer.Option(help="Sort rows by this task. Default: by number.")] = None,
+    sort: Annotated[
+        str | None, typer.Option(help="Sort slots by their score on this task. Default: by slot number.")
+    ] = None,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -172,7 +174,9 @@ def select(
 def mask(
     context: typer.Context,
     checkpoint: Checkpoint,
-    task: Annotated[str, typer.Option(help="Task of kind pairs on which the mask is trained.")] = "sugar_crepe",
+    task: Annotated[
+        str, typer.Option(help="Task whose examples train the mask. Its kind must be `pairs`.")
+    ] = "sugar_crepe",
     report_tasks: Annotated[
         str | None, typer.Option(help="Tasks of kind zeroshot on which the mask is scored. Default: all that fit.")
     ] = None,

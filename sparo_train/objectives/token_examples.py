@@ -141,7 +141,10 @@ class TokenExamples(ImageTextExamples):
     ) -> dict[str, np.ndarray]:
         """Return the tokens of a sample, with pixels if its image tower is trained; raises `BadSampleError` with the reason."""
         if len(self.token_caches) < len(self._frozen):
-            raise ConfigError("objective.cache: tokens are computed during training only. Set objective.cache=null.")
+            raise ConfigError(
+                "objective.cache: only `sparo train` can read cached tokens; this command reads pixels. Set "
+                "objective.cache=null."
+            )
         out: dict[str, np.ndarray] = {}
         if "image" in self.token_caches:
             ids = self.tokenize(caption(fields, source.config, rng))

@@ -184,7 +184,8 @@ def test_state_names_that_are_wrong_fail_at_the_first_save(place, monkeypatch):
     engine.prepare(build_objective(resolve(RunConfig, tree, "x")))
     engine.optimizer.state[next(engine.objective.parameters())]["exp_avg"] = torch.zeros(())
     with pytest.raises(
-        ConfigError, match=r"state_names lists momentum_buffer, step, and the optimizer keeps exp_avg\. Correct"
+        ConfigError,
+        match=r"state_names must list what the optimizer keeps \(exp_avg\), got momentum_buffer, step\. Correct",
     ):
         engine.pieces()
 

@@ -188,14 +188,14 @@ def test_heads_and_parts_are_chosen_in_the_same_way(others):
 
 BAD = {
     "a model without slots": (("select", "runs/plain", "--task", "zero"), "has no slots. Use a model with a readout"),
-    "heads of slots": (("select", "runs/s0", "--task", "zero", "--units", "heads"), "is not a CLIP with open_clip's ordinary ViT"),
+    "heads of slots": (("select", "runs/s0", "--task", "zero", "--units", "heads"), "Use a CLIP whose image tower is open_clip's ordinary ViT"),
     "units": (("select", "runs/s0", "--task", "zero", "--units", "slot"), "--units slot: did you mean 'slots'?"),
     "parts": (("select", "runs/plain", "--task", "zero", "--units", "parts"), "--parts None"),
     "method": (("select", "runs/s0", "--task", "zero", "--method", "tpo"), "--method tpo: did you mean 'top'?"),
     "k": (("select", "runs/s0", "--task", "zero", "--k", "9"), "--k 9: exceeds the 4 slots"),
     "k 0": (("select", "runs/s0", "--task", "zero", "--k", "0"), "--k 0: expected a number from 1"),
     "task": (("select", "runs/s0", "--task", "zeor"), "--task zeor: did you mean 'zero'?"),
-    "retrieval": (("select", "runs/s0", "--task", "ret"), "units are selected and compared on tasks of kind zeroshot, pairs, knn or probe"),
+    "retrieval": (("select", "runs/s0", "--task", "ret"), "needs a task of kind zeroshot, pairs, knn or probe"),
     "out": (("select", "runs/s0", "--task", "zero", "--out", "x.yaml"), "--out x.yaml: expected a .json file"),
     "plot": (("select", "runs/s0", "--task", "zero", "--plot", "x.xyz"), "--plot x.xyz: expected a .png, .pdf or .svg file"),
     "slots": (("select", "runs/s0", "--task", "zero", "--slots", "7"), "--slots 7"),

@@ -241,7 +241,7 @@ def test_a_compressed_tar_is_named_with_the_tool_that_unpacks_it(pack, tmp_path,
     (tmp_path / "b.tar").write_bytes(pack((tmp_path / "a.tar").read_bytes()))
     for _ in range(2):  # the second time with an index that was kept
         with pytest.raises(
-            DataError, match=r"b\.tar: is compressed, got (gzip|bzip2|xz), .*(gunzip|bunzip2|unxz) < FILE"
+            DataError, match=r"b\.tar: is compressed with (gzip|bzip2|xz), .*(gunzip|bunzip2|unxz) < FILE"
         ):
             load_index(str(tmp_path / "b.tar"))
     assert_ends(["data", "check", str(tmp_path / "b.tar")], 2, ["is compressed"])

@@ -126,7 +126,9 @@ def test_the_number_of_heads_is_known_for_our_models_and_required_for_others():
         assert infer_config(huge.state_dict()).vision.head_width == 80  # as no other published width has
         # Of a published width, but not of a published depth: its heads may be any.
         odd = Clip(ClipConfig.model_validate({"vision": {"layers": 3, "head_width": 32}, "text": {"layers": 3}}))
-    with pytest.raises(CheckpointError, match="number of heads, got widths 768 and 512 with 3 and 3 blocks"):
+    with pytest.raises(
+        CheckpointError, match=r"number of heads is unknown, .* width 768 with 3 blocks .* width 512 with 3 blocks"
+    ):
         infer_config(odd.state_dict())
 
 
@@ -175,7 +177,7 @@ def test_moved_internals_fail_loudly():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "changed inside" in done.stderr and "3.3.0" in done.stderr
+    assert "whose internals changed" in done.stderr and "3.3.0" in done.stderr
 
 
 def test_import_keeps_the_random_stream():

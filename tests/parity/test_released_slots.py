@@ -218,7 +218,7 @@ def test_vqvfm(tmp_path, own):
     encoder = load_encoder(f"vqvfm:{tmp_path}/g.pth?image_size=32&heads=2" + ("" if own else "&slots=6"))
     assert encoder.slots == (5 if own else 6) and "slots" not in said_of(encoder)
     if own:
-        with pytest.raises(ConfigError, match=r"\?slots=6: the file determines 5. Remove the option"):
+        with pytest.raises(ConfigError, match=r"\?slots=6: contradicts the file, which has slots=5. Remove the option"):
             load_encoder(f"vqvfm:{tmp_path}/g.pth?slots=6")
     pixels = images(size=32)
     x = F.interpolate((scaled(pixels) - MEAN) / STD, scale_factor=0.875, mode="bicubic")

@@ -80,7 +80,7 @@ def test_a_collapse_is_warned_of_once_and_recorded(shards, tmp_path, capsys):
     ("change", "message"),
     [
         ({"micro_batch_size": 4, "objective.head.use_bn": True}, "use_bn couples the samples"),
-        ({"data.hflip": 0.5}, "data.hflip is for image-text pairs"),
+        ({"data.hflip": 0.5}, "data.hflip: applies to image-text pairs only"),
         ({"objective.model.arch": "vit_smal"}, "vit_small"),
         ({"objective.crops.local_size": 4}, "crops.local_size=4 is below model.patch_size=8"),
         ({"objective.model.readout.kind": "spar"}, "sparo"),

@@ -236,7 +236,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
     [
         (["objective.model.vision.freeze=false", "objective.model.text.freeze=0"], "needs a tower with frozen blocks"),
         (["objective.cache={folder: ''}"], "objective.cache"),
-        (["data.hflip=0.5"], r"data.hflip=0.5: objective.cache stores.*Set it to 0.0"),
+        (["data.hflip=0.5"], r"data.hflip=0.5: must be 0.0 with objective.cache"),
         (["data.crop_scale=[0.9, 1.0]"], "data.crop_scale="),
         (["objective.model.vision.patch_dropout=0.5"], "patch_dropout=0.5"),
     ],

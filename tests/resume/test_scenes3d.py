@@ -87,7 +87,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     pictures_are_drawn(folder, tmp_path)
     for changes, told in (
         ({"num_context_views": 5}, "leaves none to score"),
-        ({"frames": 9}, "has 4 frames of 5 views, but 9 of 5"),
+        ({"frames": 9}, "has 4 frames and 5 views, but 9 frames and 5 views"),
     ):
         (tmp_path / "bad.yaml").write_text(json.dumps({"tasks": {"v": {**tasks["views"], **changes}}}))
         done = sparo("eval", str(folder), "--data", "bad.yaml", "--features", "none", cwd=tmp_path)
@@ -106,7 +106,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     done = sparo("train", str(recipe), "objective.model.decoder.far=3.0", "name=near", "eval.tasks={}")
     assert (
         done.returncode != 0
-        and "near and far in its json differ from the distances between which rays" in done.stderr
+        and "near and far in its json are outside the range of distances in which rays" in done.stderr
         and "no usable sample" in done.stderr
     )
 

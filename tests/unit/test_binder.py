@@ -187,7 +187,7 @@ def test_a_stream_gives_what_all_frames_at_once_give(heads, window, fades):
     stream = BinderStream(unbounded, window)
     assert torch.allclose(torch.stack([stream.push(f, noise) for f in features.unbind(1)], 1), whole, atol=1e-10)
     for wrong in ({"causal": False}, {"softmax_scope": "clip"}, {"inverted": False}, {"interaction": "joint"}):
-        with pytest.raises(ValueError, match="others change with later frames"):
+        with pytest.raises(ValueError, match="would depend on later frames"):
             BinderStream(built(binder=wrong)[0])
 
 

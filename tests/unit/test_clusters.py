@@ -84,7 +84,10 @@ def test_options_change_a_cluster():
         (["--nodes", "x"], "nodes: Input should be a valid integer"),
         (["--environment", "x"], "expected --environment.NAME value"),
         (["--time", "1", "--signal-seconds", "60"], "signal_seconds=60: must be below the time limit 1"),
-        (["--kind", "debug", "--tasks-per-node", "2"], "debug runs one rank in this process. Use local for several"),
+        (
+            ["--kind", "debug", "--tasks-per-node", "2"],
+            "kind=debug: starts only one rank, in this process, got 2. Use kind=local for several ranks",
+        ),
         (["--kind", "local", "--nodes", "2"], "nodes=2: local is one machine"),
         (["--kind", "local", "--setup", "module load x"], "setup: applies to SLURM only; local jobs inherit"),
     ],

@@ -52,7 +52,7 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
     assert len(captions) + made.train == 41 and not captions & {fields["txt"].decode() for fields in trained}
     numbers = {text.split()[1] for text in captions if text != "twin"}
     assert ("twin" in captions) == ("3" in numbers) and {f"words {n}" for n in numbers} <= captions
-    with pytest.raises(DataError, match=r"--test 11: got 20 different images, of which at most half"):
+    with pytest.raises(DataError, match=r"--test 11: got 20 different images, and at most half"):
         convert_csv(tmp_path / "t.csv", tmp_path / "more", test=11)
     assert not (tmp_path / "more").exists()
 
@@ -159,7 +159,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         ),
         (
             b"filepath,title,title\na.jpg,one,two\n",
-            "has 2 columns 'title'. Rename all of them except the one for --caption-column",
+            "has 2 columns 'title'. Keep this name for the column that --caption-column means",
         ),
     ],
 )

@@ -232,7 +232,7 @@ BAD = {
     "set out_proj or a gru": {"preset": "tf_inv", "qkv_width": 4},
     "qk_norm: needs projected keys": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: applies to gradient=last": {"straight_through": True},
-    "ground: needs further slots": {"ground": True, "slots": 1},
+    "ground: needs two or more slots": {"ground": True, "slots": 1},
     "ground=True: a binder supports False only": {"preset": "psb", "ground": True},
     "would learn nothing": {"preset": "tf_inv", "gradient": "last"},
 }

@@ -50,7 +50,8 @@ def test_lists_are_swept_where_the_recipe_has_none(recipe):
     [
         (["optim.lr=[]"], None, "an empty list of values"),
         (["optim.lr=[1e-3,1e-3]"], None, "two runs of the sweep would be called 'r-lr0.001'"),
-        (["seed=[1,2]"], 2, "must be at least 1, and cannot be combined with seed="),
+        (["seed=[1,2]"], 2, "--seeds 2: cannot be combined with seed="),
+        ([], 0, "--seeds: must be at least 1, got 0"),
         (["optim.learning=[1,2]"], None, "optim.learning: unknown key"),
         ([], 2000, "2000 runs: more than 1000 in one array"),
     ],
@@ -169,7 +170,7 @@ def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(reci
     done = sparo("launch", "train", str(recipe), "name=x", "--cluster", "local", "--tasks-per-node", "3", cwd=tmp_path)
     assert done.returncode == 2 and "3 ranks cannot share them evenly" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--cluster", "local", cwd=tmp_path)
-    assert done.returncode == 2 and "1 node(s) with 1 rank(s) each are 1" in done.stderr
+    assert done.returncode == 2 and "got 1 rank(s) (1 node(s) with 1 each)" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "freeze=['model.*']", "--cluster", "local", cwd=tmp_path)
     assert done.returncode == 2 and "objective: no parameter is trainable" in done.stderr
     assert not (tmp_path / "runs/x").exists()

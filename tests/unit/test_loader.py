@@ -213,7 +213,8 @@ def test_shards_that_lose_too_much_stop_the_run_before_it_starts(tmp_path):
     (root / "00002.tar").write_bytes(b"<html>no such bucket</html>" * 100)
     p = pipeline(root, workers=0, max_bad_share_min_samples=100)
     with pytest.raises(
-        DataError, match=r"(?s)2 shard\(s\) are not whole, about \d+ of 144 .*00002\.tar: unreadable tar, about 48 lost"
+        DataError,
+        match=r"(?s)2 incomplete shard\(s\) lose about \d+ of 144 .*00002\.tar: unreadable tar, about 48 lost",
     ):
         next(p.start())
     tolerant = pipeline(root, workers=0, max_bad_share_min_samples=100, max_bad_share=0.6)
@@ -347,7 +348,7 @@ class _Stops(_Numbers):
 def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
     monkeypatch.setattr(workers, "_LOOK", 0.2)
     seen = []
-    with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\), got no sample for 2 s"):
+    with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\) and has sent no sample for 2 s"):
         for item in iterate_in_workers(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
             seen.append(item)
     # The worker stops itself at item 9, perhaps before its sending thread has sent item 8.
@@ -364,7 +365,7 @@ def test_only_looks_in_a_row_count(monkeypatch):
     parts, stuck = SimpleNamespace(_workers=[SimpleNamespace(pid=7)]), Counter()
     for _ in range(3 + 1 + 12 + 11):
         workers._refuse_stuck(parts, stuck)
-    with pytest.raises(WorkerLostError, match="got no sample for 60 s"):
+    with pytest.raises(WorkerLostError, match="has sent no sample for 60 s"):
         workers._refuse_stuck(parts, stuck)
 
 

@@ -62,7 +62,7 @@ def test_a_piece_that_is_not_there_is_named(tmp_path):
     tensor = torch.arange(12.0).view(4, 3)
     paths = written(tmp_path, {"w": (tensor, [1, 2], True)})
     with pytest.raises(
-        CheckpointError, match=r"model 'w' is incomplete: its files hold 3 of 12 elements without a gap"
+        CheckpointError, match=r"model 'w' is incomplete: its files have a gap after the first 3 of 12 elements"
     ):
         PiecesReader({"model": [paths[0], paths[2]]})
     with pytest.raises(CheckpointError, match="model has no 'v'"):

@@ -56,7 +56,7 @@ def test_multi_object_datasets(tmp_path, name):
     with pytest.raises(DataError, match="Is it another set"):
         read(path, other)
     tfrecords(tmp_path / "n.tfrecords", [{"video": ([b"x"], "byte")}])
-    with pytest.raises(DataError, match="has no 'image' of bytes"):
+    with pytest.raises(DataError, match="has no field 'image' that contains bytes"):
         read(tmp_path / "n.tfrecords", name)
 
 
@@ -133,7 +133,7 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     for changed, told in (
         ({"images": [{**image, "id": "7"}]}, "is not the number of an image"),
         ({"annotations": {}}, "annotations are not a list"),
-        ({"images": [{**image, "file_name": f"{n}/a.jpg"} for n in "xy"]}, "2 of them are called a.jpg"),
+        ({"images": [{**image, "file_name": f"{n}/a.jpg"} for n in "xy"]}, "2 images are called a.jpg"),
     ):
         path.write_text(json.dumps({**tree, **changed}))
         with pytest.raises(DataError, match=told):

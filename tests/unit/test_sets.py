@@ -136,7 +136,7 @@ def test_karpathy_splits_in_each_of_their_files(tmp_path, name, text, empty):
     assert found["a.jpg"] == ["a one"] and found["b.jpg"] == ["b one", "b two, with a comma"]
     assert sum(not captions for captions in found.values()) == empty
     (tmp_path / "b.jpg").unlink()
-    with pytest.raises(DataError, match=r"b\.jpg: missing, like 1 of \d files"):
+    with pytest.raises(DataError, match=r"b\.jpg: missing; in all, 1 of \d files are missing"):
         KarpathySet(tmp_path, tmp_path / name).check()
     put(tmp_path / name, text[: len(text) // 2].encode() if name.endswith("json") else b"header\nno caption here\n")
     with pytest.raises(DataError, match=r"truncated\?|line 2 is not"):
@@ -317,7 +317,7 @@ def test_what_a_task_will_need_is_missed_at_the_start(tmp_path):
 def test_a_layout_that_has_other_facts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="layout=imagenet: has label, but task pairs needs pairs"):
         open_set(PairsTaskConfig(task="pairs", root=str(tmp_path), layout="imagenet"), "pairs")
-    with pytest.raises(ConfigError, match="layout=karpathy: needs annotations"):
+    with pytest.raises(ConfigError, match="layout=karpathy: needs the key `annotations`"):
         open_set(RetrievalTaskConfig(task="retrieval", root=str(tmp_path), layout="karpathy"), "captions")
 
 

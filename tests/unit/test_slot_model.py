@@ -330,8 +330,8 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
     assert "cache" not in shown.architecture and '"kind":"frozen"' in shown.architecture
     assert shown.masks(images).shape == (2, 224 * 224) and objective.model.decoder.pos_embed.shape == (196, 16)
     for change, told in (
-        ({"width": 384}, "has 196 tokens of width 192 at 224 pixels"),
-        ({"patch": 8}, "say 784 of 192"),
+        ({"width": 384}, "gives 196 tokens of width 192 at 224 pixels"),
+        ({"patch": 8}, "mean 784 tokens of width 192"),
     ):
         wrong = SlotAutoencoderConfig.model_validate({"model": {**model, "encoder": {**encoder, **change}}})
         with pytest.raises(ConfigError, match=told):

@@ -96,7 +96,7 @@ def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
     assert len(images) == fact["frames"] == 3 and counts == {(3, len(fact["words"]["shape"]), 3)}
     assert set(fact["words"]) == {"color", "shape", "material", "size"} and json.loads(json.dumps(fact)) == fact
     write_wds_layout(tmp_path / "uneven", [(f"{n}", {f"{t:03d}.png": b"" for t in range(n)}) for n in (2, 3)])
-    with pytest.raises(DataError, match=r"has 3 frames, but the first sample 2. Set frames: 2 or less"):
+    with pytest.raises(DataError, match=r"has 3 frames, but the first sample has 2. Set frames: 2 or less"):
         ClipSet(tmp_path / "uneven", None).read(1)
     few = SLOT_PROBE.config(root=str(tmp_path / "v/clips"))
     with pytest.raises(DataError, match=r"has 3 usable episode\(s\), but probes need at least 4"):

@@ -56,7 +56,9 @@ def test_heads_add_up_to_the_encoding(make):
 
 def test_heads_are_refused_where_there_are_none():
     for readout in ({"kind": "gap"}, {"kind": "sparo", "slots": 4, "slot_width": 6}):
-        with pytest.raises(ConfigError, match="is not a CLIP with open_clip's ordinary ViT"):
+        with pytest.raises(
+            ConfigError, match=r"is not supported. Use a CLIP whose image tower is open_clip's ordinary ViT"
+        ):
             heads_of(clip(readout), 2)
     with pytest.raises(ConfigError, match=r"--head-layers 9: .* has only 3 blocks"):
         heads_of(clip({"kind": "token"}), 9)
@@ -94,12 +96,12 @@ BAD = {
     "count": ({"count": 5, "chosen": [4]}, "has 5 slots"),
     "mask of another length": ({"mask": [0.5] * 5}, "expected a mask of 4 or 24 values, got 5"),
     "mask not finite": ({"mask": [0.5, 0.5, 0.5, float("nan")]}, "mask"),
-    "order": ({"order": [1, 2]}, "order: has 2 of 4"),
+    "order": ({"order": [1, 2]}, "order: must list all 4 units, got 2"),
     "names": ({"names": {"9": "x"}}, "names: 9 is not a unit"),
     "names of no number": ({"names": {"x": "x"}}, "names"),
     "unknown key": ({"slots": [1]}, "slots"),
     "another schema": ({"schema": 2}, "schema"),
-    "of heads": ({"units": "heads"}, "is not a CLIP with open_clip's ordinary ViT"),
+    "of heads": ({"units": "heads"}, "is not supported. Use a CLIP whose image tower is open_clip's ordinary ViT"),
 }
 
 

@@ -160,7 +160,7 @@ def test_a_job_with_gpus_does_not_train_on_the_cpu(shards, tmp_path, monkeypatch
     recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path, steps=1)))
     monkeypatch.setenv(GPUS, "8")
     assert perform(["train", str(recipe)], str(tmp_path / "tiny"), 3) == 2
-    assert "sees no GPU, got a job that asked for 8" in capsys.readouterr().err
+    assert "the job asked for 8 GPU(s)" in capsys.readouterr().err
     (failure,) = (tmp_path / "tiny/jobs/failures.jsonl").read_text().splitlines()
     assert "--gpus-per-node" in failure
 
@@ -258,7 +258,7 @@ def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
         for step, rank in ((0, 0), (1, 1))
     ]
     codes, told = ranks_of(recipe, mixed)
-    assert codes[1] == 2 and "belongs to another run (job 77 step 0 restart 0)" in told[1]
+    assert codes[1] == 2 and "in use by another run (job 77 step 0 restart 0)" in told[1]
 
 
 @pytest.mark.parametrize("port", ["abc", "99999"])

@@ -91,7 +91,10 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     done = sparo("eval", "sweep", "grid.yaml", "--baseline", "clip", "--mean", cwd=place)
     assert done.returncode == 2 and "already shows differences of means. Remove --mean." in done.stderr
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--paper", "CC15m", cwd=place)
-    assert done.returncode == 2 and "--paper CC15m: of layout B.2; did you mean 'CC15M'" in done.stderr
+    assert (
+        done.returncode == 2
+        and "--paper CC15m: layout B.2 has no rows of this name; did you mean 'CC15M'" in done.stderr
+    )
 
 
 def test_differences_of_rows_have_intervals_over_seeds(place):
@@ -123,7 +126,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
 
 
 def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
-    with pytest.raises(DataError, match="grid: none of its runs exists and is scored"):
+    with pytest.raises(DataError, match="grid: has no scored runs"):
         sweep_grid("grid", sweep_rows(place / "grid.yaml"))
     _, runs = expand(place / "grid.yaml", [], 3)
     for run, value in zip(runs[:7], (0.1, 0.3, 0.2, 0.5, 0.6, 0.7, 0.9), strict=True):

@@ -92,7 +92,10 @@ def test_objectives_count_what_they_add_and_micro_batches_nothing(tmp_path):
     assert VideoEncoder(objective.model, False, 3).clips(batch["video"]).shape == (4, 3 * 256 + 3)
     for change, told in (
         ({"frames": {"count": 1}}, "slots are contrasted with those of the previous frame"),
-        ({"model": {**MODEL, "target": "similarity"}}, "target=similarity: encoder.kind=conv is trained"),
+        (
+            {"model": {**MODEL, "target": "similarity"}},
+            "target=similarity: needs a frozen encoder.* got encoder.kind=conv",
+        ),
     ):
         with pytest.raises(ConfigError, match=told):
             resolve(SlotContrastConfig, {"model": MODEL, **change}, "here")
@@ -115,8 +118,8 @@ def test_squares_are_pooled_and_see_all_frames():
     )
     for grouping, told in (
         ({"slots": 5}, "each slot pools one cell"),
-        ({"slots": 9}, "3 squares per side do not divide 8"),
-        ({"slots": 4, "gru": "torch"}, "has no attention by slots"),
+        ({"slots": 9}, "8 features per side cannot be divided into 3 equal squares"),
+        ({"slots": 4, "gru": "torch"}, "its slots do not attend to tokens"),
     ):
         with pytest.raises(ConfigError, match=told):
             resolve(VideoModelConfig, {**MODEL, "grouping": {"preset": "pooled", "width": 16, **grouping}}, "here")

@@ -139,7 +139,7 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
         "nameless": "has no file_path",
         "beside": "points outside of its folder",
         "long": "fl_x is not a finite number",
-        "wide": "frame 0: a camera's lens is not below 1e.15 pixels",
+        "wide": "frame 0: a camera's focal length or principal point is not below 1e.15 pixels",
         "singular": "singular",
         "poseless": "4 x 4",
     }

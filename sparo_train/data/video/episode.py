@@ -180,7 +180,7 @@ class Episode:
         stacked = self._dequantize(t, "forward" if forward else "flow")
         if len(stacked) % 2:
             raise BadSampleError(
-                "a flow image must have displacements in rows in its upper half and in columns in its lower half"
+                "a flow image must have an even height: vertical displacements above, horizontal displacements below"
             )
         return np.stack([stacked[: len(stacked) // 2], stacked[len(stacked) // 2 :]], axis=-1)
 
