@@ -146,8 +146,8 @@ def table(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Columns of a table of the SPARO paper: 1, 2, 3, 6, B.1 or B.2. Default: the headline metric of "
-            "every task."
+            help="Show the columns of this table of the SPARO paper: 1, 2, 3, 6, B.1 or B.2. Default: the headline metric "
+            "of each task."
         ),
     ] = None,
     paper: Annotated[
@@ -192,11 +192,16 @@ def sweep(
         Path | None,
         typer.Option("--runs", help="Parent folder of the runs of the sweep. Default: the key `out` of its recipes."),
     ] = None,
-    figure: Annotated[Path | None, typer.Option(help="Also plot a task over parameters into this file.")] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also plot the score of a task against the number of parameters, and write the plot to this file."
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Task of --figure. Default: the first.")] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="Columns of a table of the SPARO paper: 6, B.2, or another of `sparo eval table`."),
+        typer.Option(help="Show the columns of this table of the SPARO paper: 1, 2, 3, 6, B.1 or B.2."),
     ] = None,
     paper: Annotated[
         str, typer.Option(help="With --layout: add rows of the paper for these training sets (CC15M, …), or all.")

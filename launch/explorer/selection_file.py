@@ -56,7 +56,8 @@ class SelectionFile:
         )
         if page_units != file_units:
             raise ConfigError(
-                f"--out {self.path}: selects {file_units}, but the page shows {page_units}. Name another file."
+                f"--out {self.path}: contains a selection of {file_units}, but the page shows {page_units}. Name another "
+                "file."
             )
         if selection.mask:
             raise ConfigError(

@@ -120,7 +120,7 @@ class RayPointsConfig(Frozen):
 
     by: Literal["distance", "height"] = field(
         "distance",
-        "What near and far measure. distance: distance from the camera; a point has x, y and z. height: height "
+        "Unit of `near` and `far`. distance: distance from the camera; a point has x, y and z. height: height "
         "above z = 0, for cameras that look down; a point has only x and y.",
     )
     near: float = field(0.5, "First point, in world units.")
