@@ -5,11 +5,13 @@ import torch
 from torch.nn import functional as F
 
 from object_centric.grouping.inverted_attention import Tokens, inverted_attention
+from object_centric.grouping.transport import minimize_entropy, sinkhorn
 from object_centric.scenes3d import radiance_field as field
 from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive
+from sparo_train.objectives.dino import distillation
 from tests.unit.test_scene_drawing import decoder
 from tests.unit.test_scene_drawing import given as made_rays
 
@@ -22,11 +24,8 @@ def heads(share_kv):
 
 def loss(kind):
     image, text = (F.normalize(torch.randn(12, 16), dim=-1).requires_grad_() for _ in range(2))
-    scale = torch.tensor(10.0, requires_grad=True)
-    return lambda: contrastive(image, text, scale, loss=LOSSES.get(kind)(exchange="ring"), ring=Ring()).total, [
-        image,
-        text,
-    ]
+    scale, ring_loss, ring = torch.tensor(10.0, requires_grad=True), LOSSES.get(kind)(exchange="ring"), Ring()
+    return lambda: contrastive(image, text, scale, loss=ring_loss, ring=ring).total, [image, text]
 
 
 def radiance_field():
@@ -66,6 +65,23 @@ def binding():
     )
 
 
+def self_distillation():
+    student, teacher = torch.randn(12, 8, requires_grad=True), torch.randn(6, 8)
+    return lambda: distillation(student, teacher, torch.zeros(1, 8), 2, 0.1, 0.04).loss, [student]
+
+
+def transport(rounds):
+    cost = torch.rand(2, 4, 6, requires_grad=True)
+    log_a, log_b = torch.full((2, 6), 4 / 6).log().requires_grad_(), torch.zeros(2, 4)
+
+    def call():
+        lowered, v = minimize_entropy(cost, log_a, log_b, 3, rounds, 0.1)
+        plan, last = sinkhorn(lowered, log_a, log_b, 3, v)
+        return plan.square().sum() + last.square().sum()
+
+    return call, [cost, log_a]
+
+
 CASES = {
     "SPARO": lambda: heads(True),
     "separate values": lambda: heads(False),
@@ -73,6 +89,9 @@ CASES = {
     "sigmoid loss": lambda: loss("sigmoid"),
     "parallel binder": binding,
     "radiance field": radiance_field,
+    "DINO": self_distillation,
+    "transport": lambda: transport(0),
+    "transport of low entropy": lambda: transport(2),
 }
 
 
@@ -92,3 +111,14 @@ def test_gradients_do_not_depend_on_where_backward_is_called(name, low):
 
     for outside, inside in zip(gradients(False), gradients(True), strict=True):
         torch.testing.assert_close(inside, outside, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_graph_is_whole_and_has_the_same_gradients(name):
+    torch.manual_seed(0)
+    call, inputs = CASES[name]()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for eager, traced in zip(
+        *(torch.autograd.grad(f(), inputs, allow_unused=True) for f in (call, compiled)), strict=True
+    ):
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)
