@@ -94,8 +94,8 @@ class Result(NamedTuple):
         elif flat := [name for name, (low, high) in self.intervals.items() if low == high]:
             # Resampling a single sample of a class always returns that sample.
             notes.append(
-                f"{', '.join(flat)}: the interval has zero width, because all draws are equal (one sample per class, or all samples equal); "
-                "the uncertainty is unknown"
+                f"{', '.join(flat)}: the interval has zero width, because all resampled scores are equal (one sample per "
+                "class, or the same score for every sample); the uncertainty is unknown"
             )
         return notes
 

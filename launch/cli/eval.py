@@ -64,7 +64,9 @@ def score(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="YAML with `tasks:`, or a recipe with eval.tasks. Default: the tasks of the run."),
+        typer.Option(
+            help="YAML with `tasks:`, or a recipe (file or name) with eval.tasks. Default: the tasks of the run."
+        ),
     ] = None,
     root: Annotated[Path, typer.Option(help="Parent folder of the sets of --list.")] = Path("data"),
     listed: Annotated[
@@ -113,6 +115,7 @@ def score(
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
 
+    from ..commands.recipes import find_recipe
     from ..commands.score import score_checkpoints
 
     for key, value, choices in (
@@ -136,7 +139,8 @@ def score(
         slots=parse_slots(slots),
     )
     only = tasks.split(",") if tasks else None
-    tasks_by_checkpoint = {checkpoint: tasks_for(checkpoint, data, only, root) for checkpoint in checkpoints}
+    recipe = find_recipe(data) if data else None
+    tasks_by_checkpoint = {checkpoint: tasks_for(checkpoint, recipe, only, root) for checkpoint in checkpoints}
     score_checkpoints(checkpoints, tasks_by_checkpoint, eval_options, json_file)
 
 

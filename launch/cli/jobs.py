@@ -98,13 +98,16 @@ def evaluate(
     after: After = None,
 ) -> None:
     """Score checkpoints and tasks as an array of jobs. Repeat the command to submit missing jobs and print the table."""
+    from ..commands.recipes import find_recipe
     from ..jobs.arrays import eval_elements
     from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
 
     checkpoints, options = split_options(words)
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
-    elements = eval_elements(checkpoints, tasks.split(",") if tasks else None, data, model, root)
+    elements = eval_elements(
+        checkpoints, tasks.split(",") if tasks else None, find_recipe(data) if data else None, model, root
+    )
     fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
     _launch(fan, launch_options)
 

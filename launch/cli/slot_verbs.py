@@ -68,12 +68,14 @@ def make_slot_options(
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import features_folder
 
+    from ..commands.recipes import find_recipe
     from ..commands.slot_work import SlotOptions
 
     folder = features_folder() if features is None else None if features == "none" else Path(features)
     if features not in (None, "none"):
         refuse_unwritable(Path(features), "--features")
-    return SlotOptions(model, data, root, folder, limit, units, parts, head_layers, classifier_slots)
+    recipe = find_recipe(data) if data else None
+    return SlotOptions(model, recipe, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
 app = typer.Typer(

@@ -74,7 +74,7 @@ class Registry:
         if not matches:
             hint = did_you_mean(str(name), self.names())
             # Without a suggestion: the run or recipe may come from a user who has a package that is not installed here.
-            hint += ". If a package adds it, install that package" if hint.startswith("known") else ""
+            hint += ". If it comes with a plug-in package, install that package" if hint.startswith("known") else ""
             raise ConfigError(f"{prefix}{name!r}; {hint}")
         if name in self.reserved:
             raise ConfigError(

@@ -85,6 +85,8 @@ def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):
     done = sparo("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "small", "--no-write-to-run", cwd=root)
     assert done.returncode == 0 and "ret" in done.stdout and "knn" not in done.stdout
     again = sparo("eval", "runs/s0", "--data", "recipe.yaml", "--tasks", "ret", "--no-write-to-run", cwd=root)
+    shipped = sparo("eval", "runs/s0", "--data", "own_pairs", "--tasks", "ret", "--no-write-to-run", cwd=root)
+    assert shipped.returncode == 2 and "--tasks ret: known:" in shipped.stderr, shipped.stderr
     assert again.returncode == 0 and "mean_R@5" in again.stdout, again.stderr
     done = sparo("eval", "runs/s0", "--tasks", "sugar_crepe", "--no-write-to-run", "--results", "sc", cwd=root)
     assert done.returncode == 0, done.stderr
