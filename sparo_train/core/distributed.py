@@ -92,17 +92,18 @@ class _Sum(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: Ring) -> Tensor:
-        ctx.ring, ctx.length = ring, len(tensor)
-        parts = [torch.empty_like(tensor) for _ in range(ring.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=ring.group)
-        return torch.cat(parts)
+        ctx.ring = ring
+        out = tensor.new_empty(ring.size * len(tensor), *tensor.shape[1:])
+        dist.all_gather_into_tensor(out, tensor.contiguous(), group=ring.group)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Every rank has a gradient for every rank's tensor; sum those for this rank's.
+        # Every rank has a gradient for every rank's tensor; each receives only the sum for its own.
         whole = gradients[0].contiguous()
-        dist.all_reduce(whole, group=ctx.ring.group)
-        return whole[ctx.ring.rank * ctx.length :][: ctx.length].clone(), None
+        out = whole.new_empty(len(whole) // ctx.ring.size, *whole.shape[1:])
+        dist.reduce_scatter_tensor(out, whole, group=ctx.ring.group)
+        return out, None
 
 
 T = TypeVar("T")
