@@ -66,8 +66,8 @@ def binding():
 
 
 def self_distillation():
-    student, teacher = torch.randn(12, 8, requires_grad=True), torch.randn(6, 8)
-    return lambda: distillation(student, teacher, torch.zeros(1, 8), 2, 0.1, 0.04).loss, [student]
+    student, teacher, center = torch.randn(12, 8, requires_grad=True), torch.randn(6, 8), torch.zeros(1, 8)
+    return lambda: distillation(student, teacher, center, 2, 0.1, 0.04).loss, [student]
 
 
 def transport(rounds):

@@ -1,0 +1,281 @@
+"""Programs that the tests run on the null GPU: `python -m tests.nullgpu.programs NAME JSON`. Each prints its result as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from sparo_data.writer import write_shards
+from sparo_train.core.config import resolve
+from sparo_train.core.contracts import Engine, Objective, Progress
+from sparo_train.core.disk import metrics
+from sparo_train.core.recipe.layers import load_recipe, merge, override
+from sparo_train.engine.engine_kind import Sizes
+from sparo_train.engine.local import ENGINE, LocalEngine, LocalEngineConfig
+from sparo_train.train.build import build_objective, build_pipeline
+from sparo_train.train.run_config import RunConfig
+from sparo_train.train.step import gradients
+from tests.gpu.test_gpu import object_centric
+from tests.helpers.recipes import dino_recipe, slots_recipe, tiny_recipe
+from tests.helpers.samples import sample
+from tests.resume.test_videos import video_recipe
+
+from . import counters
+from .fake_ranks import CountCollectives, SingleRank, all_reduce_bucket
+
+OWN_PACKAGES = ("/sparo_train/", "/object_centric/", "/evals/", "/launch/")
+SHIPPED = Path(__file__).parents[2] / "configs" / "clip" / "cc15m_sparo.yaml"
+PROGRESS = Progress(3, 1000, 0, 10)
+
+
+def device() -> dict[str, Any]:
+    """Return what torch sees."""
+    return {"own": counters.on_null_gpu(), "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+
+
+# ---- one step ----
+
+
+def tiny(kind: str, root: Path) -> dict[str, Any]:
+    """Return a tiny recipe of an objective, with its data below `root`."""
+    if kind in ("clip", "sigmoid", "flair", "dino", "dino_batch_norm", "slate"):
+        write_shards(root / "shards", (sample(i) for i in range(96)), 24)
+    if kind in ("clip", "sigmoid", "flair"):
+        tree = tiny_recipe(root / "shards", root)
+        if kind == "sigmoid":
+            tree["objective"]["loss"] = {"kind": "sigmoid"}
+            tree["objective"]["model"]["init_logit_bias"] = -10.0
+        if kind == "flair":
+            tree["objective"]["model"]["readout"] = {"kind": "flair", "heads": 2}
+            tree["objective"]["loss"] = {"kind": "sigmoid"}
+            tree["objective"]["model"]["init_logit_bias"] = -10.0
+        return tree
+    if kind.startswith("dino"):
+        tree = dino_recipe(root / "shards", root)
+        if kind == "dino_batch_norm":
+            tree["objective"]["head"]["use_bn"] = True
+        return tree
+    if kind == "slate":
+        tree = slots_recipe(root / "shards", root)
+        tree["objective"] = {
+            "kind": "slate",
+            "model": {
+                "image_size": 16,
+                "dvae": {"vocab": 16, "channels": 8},
+                "decoder": {"width": 16, "blocks": 1, "heads": 2},
+                "encoder": {"kind": "tokens", "width": 16},
+                "grouping": {"preset": "sa", "slots": 3, "width": 16},
+            },
+        }
+        return tree
+    if kind == "slot_contrast":
+        return {**video_recipe(root, kind)[0], "out": str(root)}
+    return object_centric(kind, root)
+
+
+def run_step(engine: Engine, objective: Objective, batch: dict[str, Any], micro_batch_size: int = 10**9) -> None:
+    """Run one training step as the trainer does, on a batch in pinned memory."""
+    on_device = engine.device_context.prefetch_to_device(batch)
+    gradients(engine, objective, objective.preprocess_batch(on_device, PROGRESS), PROGRESS, micro_batch_size)
+    engine.step(PROGRESS)
+
+
+def steps(
+    kinds: list[str], engine_options: dict[str, Any], optim: dict[str, Any], micro_batch_size: int
+) -> dict[str, Any]:
+    """Return for each objective what its third step does: waits by line, counters, and the allocator's peak; or the error."""
+    out: dict[str, Any] = {}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as root:
+            try:
+                out[kind] = _one_step(tiny(kind, Path(root)), engine_options, optim, micro_batch_size)
+            except Exception as error:
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                place = f"{frame.filename}:{frame.lineno}"
+                out[kind] = {"error": f"{type(error).__name__}: {str(error)[:300]} at {place}"}
+    return out
+
+
+def _prepared(
+    tree: dict[str, Any], engine_options: dict[str, Any], optim: dict[str, Any]
+) -> tuple[Objective, LocalEngine, dict[str, Any]]:
+    """Return the objective of a recipe, its engine, and a batch in pinned memory."""
+    tree["data"]["workers"] = 0
+    tree["optim"] = {**tree.get("optim", {}), **optim}
+    config = resolve(RunConfig, tree, "recipe")
+    with contextlib.closing(build_pipeline(config).start(None)) as batches:
+        batch = {key: value.pin_memory() for key, value in next(batches).batch.items()}
+    objective = build_objective(config)
+    block = LocalEngineConfig.model_validate({"device": "cuda", "precision": "bf16", **engine_options})
+    engine = LocalEngine(block, config.optim)
+    engine.prepare(objective)
+    return objective, engine, batch
+
+
+def _one_step(
+    tree: dict[str, Any], engine_options: dict[str, Any], optim: dict[str, Any], micro_batch_size: int
+) -> dict[str, Any]:
+    objective, engine, batch = _prepared(tree, engine_options, optim)
+    run_step(engine, objective, batch, micro_batch_size)
+    with counters.find_syncs(OWN_PACKAGES) as waits:
+        run_step(engine, objective, batch, micro_batch_size)
+    torch.cuda.reset_peak_memory_stats()
+    with counters.count() as counts:
+        run_step(engine, objective, batch, micro_batch_size)
+    short = {"/".join(line.split("/")[-3:]): number for line, number in waits.items()}
+    return {"waits": short, "counts": counts, "peak": torch.cuda.max_memory_allocated()}
+
+
+def autograd_functions() -> dict[str, Any]:
+    """Return for each hand-written autograd function whether its gradients have the dtypes of its inputs, in each precision; or the error."""
+    from tests.unit.test_autocast import CASES
+
+    def gradient_dtypes(case: Any, forward: bool, backward: bool) -> bool:
+        with torch.device("cuda"):
+            call, inputs = case()
+        with torch.autocast("cuda", torch.bfloat16, enabled=forward):
+            value = call()
+        with torch.autocast("cuda", torch.bfloat16, enabled=backward):
+            gradients_ = torch.autograd.grad(value, inputs, allow_unused=True)
+        pairs = zip(inputs, gradients_, strict=True)
+        return all(g is None or (g.dtype, g.device) == (x.dtype, x.device) for x, g in pairs)
+
+    out: dict[str, Any] = {}
+    for name, case in CASES.items():
+        for forward in (False, True):
+            for backward in (False, True):
+                key = f"{name}, autocast in forward: {forward}, in backward: {backward}"
+                try:
+                    out[key] = gradient_dtypes(case, forward, backward)
+                except Exception as error:
+                    out[key] = f"{type(error).__name__}: {str(error)[:300]}"
+    return out
+
+
+def graph_breaks(kinds: list[str]) -> dict[str, Any]:
+    """Return the reasons for which torch.compile splits the graph of each objective; or the error."""
+    from torch._dynamo.utils import counters as dynamo
+
+    out: dict[str, Any] = {}
+    for kind in kinds:
+        torch._dynamo.reset()
+        dynamo.clear()
+        with tempfile.TemporaryDirectory() as root:
+            objective, engine, batch = _prepared(tiny(kind, Path(root)), {}, {})
+        compiled = torch.compile(objective, backend="aot_eager", dynamic=False)
+        batch = objective.preprocess_batch(engine.device_context.prefetch_to_device(batch), PROGRESS)
+        with engine.device_context.autocast():
+            loss = compiled(batch, PROGRESS)
+        loss.total.backward()
+        out[kind] = [reason.split("\n")[0] for reason in dynamo["graph_break"]]
+    return out
+
+
+# ---- many ranks ----
+
+
+def ranks(world_size: int, engine_options: dict[str, Any], changes: list[str], pairs: int = 16) -> dict[str, Any]:
+    """Return what rank 0 of `world_size` ranks does in a step of CLIP+SPARO: collectives, counters, memory, and the estimates.
+
+    Args:
+        engine_options: the recipe's `engine` block.
+        changes: overrides of the recipe.
+        pairs: pairs per rank.
+    """
+    import torch.distributed as dist
+    import torch.nn.parallel.distributed as ddp
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from sparo_train.core.registries import ENGINES
+
+    # It compares shapes with those of the other ranks, which do not exist.
+    ddp._verify_param_shape_across_processes = lambda *_: None  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    config = _shipped(changes)
+    entry = ENGINES.get(engine_options["kind"])
+    block = entry.config.model_validate({"device": "cuda", "precision": "bf16", **engine_options})
+    objective = build_objective(config)
+    costs = entry.costs(block, Sizes.of(objective), world_size)
+    engine = entry.build(block, config.optim, SingleRank(world_size))
+    engine.prepare(objective)
+    if engine_options["kind"] == "ddp":
+        engine._root.register_comm_hook(None, all_reduce_bucket)
+    batch = {
+        "image": torch.zeros(pairs, 3, 224, 224, dtype=torch.uint8).pin_memory(),
+        "text": torch.zeros(pairs, 77, dtype=torch.long).pin_memory(),
+    }
+    run_step(engine, objective, batch)
+    between = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with CountCollectives() as collectives, counters.count() as counts:
+        run_step(engine, objective, batch)
+    units = len(objective.shard_units())
+    dist.destroy_process_group()
+    return {
+        "number": collectives.number,
+        "bytes": collectives.bytes,
+        "between": between,
+        "peak": torch.cuda.max_memory_allocated(),
+        "kept": costs.weights + costs.optimizer,
+        "sent": costs.sent,
+        "units": units,
+        "counts": counts,
+    }
+
+
+def _shipped(changes: list[str]) -> RunConfig:
+    return resolve(RunConfig, {**override(load_recipe(str(SHIPPED)), changes, RunConfig), "name": "x"}, "x")
+
+
+# ---- whole runs ----
+
+
+def train(kind: str, engine_options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Train with checkpoints, stop after half of the steps, resume; return the ends and the last records."""
+    from sparo_train.train.fit import fit
+
+    with tempfile.TemporaryDirectory() as root:
+        tree = merge(tiny(kind, Path(root)), {"out": root, "name": "r", "steps": 6, **changes})
+        tree["engine"] = {"device": "cuda", "precision": "bf16", **engine_options}
+        tree["eval"] = {"tasks": {}}
+        ends = [fit(resolve(RunConfig, {**tree, **more}, "x")).reason for more in ({"stop_after_steps": 3}, {})]
+        rows = metrics.read(Path(root) / "r" / "metrics.jsonl", "train")
+        saved = yaml.safe_load((Path(root) / "r" / "config.yaml").read_text())
+        return {"ends": ends, "steps": len(rows), "memory": rows[-1]["memory"], "device": saved["engine"]["device"]}
+
+
+def local_memory(pairs: int) -> dict[str, Any]:
+    """Return the bytes that `sparo train --dry-run` estimates for CLIP+SPARO B/16 with two blocks, and those of the allocator."""
+    config = _shipped([f"objective.model.{tower}.layers=2" for tower in ("vision", "text")])
+    objective, block = build_objective(config), LocalEngineConfig(device="cuda", precision="bf16")
+    costs = ENGINE.costs(block, Sizes.of(objective), 1)
+    engine = LocalEngine(block, config.optim)
+    engine.prepare(objective)
+    batch = {
+        "image": torch.zeros(pairs, 3, 224, 224, dtype=torch.uint8),
+        "text": torch.zeros(pairs, 77, dtype=torch.long),
+    }
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        run_step(engine, objective, batch)
+    return {
+        "kept": costs.weights + costs.optimizer,
+        "states": costs.states,
+        "gathered": costs.gathered,
+        "between": torch.cuda.memory_allocated(),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+if __name__ == "__main__":
+    assert counters.on_null_gpu(), "this program needs the null GPU: python -m tests.nullgpu.build python -m …"
+    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))

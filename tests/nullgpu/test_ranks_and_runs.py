@@ -1,0 +1,79 @@
+"""Rank 0 of many, whole trainings, and memory against the estimates of `--dry-run`. Values and times mean nothing here."""
+
+import pytest
+
+pytestmark = pytest.mark.nullgpu
+# cuBLAS's workspaces on an H100, of the threads of forward and backward; no estimate contains them.
+WORKSPACES = 2 * 32 * 2**20
+FEATURES = 16 * 64 * 64 * 4  # bytes of the encodings of 16 images: 64 slots of 64 values
+SMALL = [f"objective.model.{tower}.layers=3" for tower in ("vision", "text")]
+GATHER = [*SMALL, "objective.loss.exchange=gather"]
+
+
+def test_fsdp2_gathers_each_unit_twice_and_scatters_it_once(run_program):
+    step = run_program("ranks", 64, {"kind": "fsdp2"}, GATHER)
+    groups, number, sizes = (
+        step["units"] + 1,
+        step["number"],
+        step["bytes"],
+    )  # units, and the parameters outside of them
+    # The loss gathers the encodings of images and texts, and scatters their gradients.
+    assert number["_reduce_scatter_base_"] == groups + 2
+    # In forward, and in backward again; the root's parameters stay.
+    assert number["_allgather_base_"] == 2 * groups - 1 + 2
+    assert "allgather_" not in number
+    sent = sizes["_allgather_base_"] + 64 * sizes["_reduce_scatter_base_"] - 2 * 2 * 64 * FEATURES
+    assert sent * 63 / 64 == pytest.approx(step["sent"], rel=0.05)
+    assert step["between"] == pytest.approx(step["kept"] + WORKSPACES, rel=0.05)
+    assert step["counts"].get("stream_sync", 0) == 0
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 1024])
+def test_ddp_sends_each_gradient_once(run_program, world_size):
+    step = run_program("ranks", world_size, {"kind": "ddp"}, GATHER, reads="stored")
+    sent = 2 * (world_size - 1) / world_size * step["bytes"]["allreduce_"]
+    assert sent == pytest.approx(step["sent"], rel=0.05)
+    # The loss sends each rank only the gradients of its own encodings.
+    assert step["bytes"]["_reduce_scatter_base_"] == 2 * FEATURES
+    assert step["bytes"]["_allgather_base_"] == 2 * world_size * FEATURES
+    assert step["between"] == pytest.approx(
+        step["kept"] + step["kept"] / 3 + WORKSPACES, rel=0.1
+    )  # gradients stay in buckets
+    assert step["counts"].get("stream_sync", 0) == 0
+
+
+def test_hybrid_sharding_keeps_a_copy_per_group(run_program):
+    whole = run_program("ranks", 64, {"kind": "fsdp2"}, GATHER)
+    hybrid = run_program("ranks", 64, {"kind": "fsdp2", "shard_size": 8}, GATHER)
+    assert hybrid["between"] - WORKSPACES == pytest.approx(8 * (whole["between"] - WORKSPACES), rel=0.1)
+    # Shards are averaged over the eight groups.
+    assert hybrid["number"]["allreduce_"] == whole["number"]["allreduce_"] + whole["units"] + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "changes"),
+    [
+        ("clip", {}, {"objective": {"ema": {"decay": 0.9}}}),
+        ("clip", {"compile": True}, {}),
+        ("clip", {"grad_checkpointing": True}, {"micro_batch_size": 4}),
+        ("clip", {}, {"optim": {"kind": "muon", "lr": 1e-3}}),
+        ("clip", {}, {"objective": {"image_sizes": [[0, 16], [0.5, 32]], "model": {"vision": {"patch_dropout": 0.0}}}}),
+        ("dino", {}, {}),
+        ("images", {}, {}),
+    ],
+    ids=["averaged weights", "compiled blocks", "micro-batches", "muon", "growing images", "dino", "slots"],
+)
+def test_a_training_stops_resumes_and_ends(run_program, kind, engine, changes):
+    run = run_program("train", kind, engine, changes)
+    assert run["ends"] == ["stop_after_steps", "finished"]
+    assert run["steps"] == 6 and run["memory"] > 0 and run["device"] == "cuda"
+
+
+def test_a_dry_run_estimates_the_memory_between_steps(run_program):
+    small, large = (run_program("local_memory", pairs) for pairs in (32, 64))
+    assert small["between"] == pytest.approx(small["kept"] + WORKSPACES, rel=0.02)
+    # Only activations grow with the batch.
+    assert large["between"] == pytest.approx(small["between"], rel=0.01)
+    activations = small["peak"] - small["states"] - small["gathered"] - WORKSPACES
+    assert large["peak"] - small["peak"] == pytest.approx(activations, rel=0.15)
+    assert large["reserved"] < 1.5 * large["peak"]
