@@ -107,7 +107,7 @@ def _classifier_row(backbone: str, text: dict[str, int], classes: int, rounds: i
             )
 
     pairs = [(seconds(ours, device), seconds(theirs, device)) for _ in range(rounds)]
-    difference = float((found["ours"].T - found["theirs"]).abs().max())
+    difference = float((found["ours"].T.cpu() - found["theirs"].cpu()).abs().max())
     assert difference < (1e-5 if device == "cpu" else 1e-4), difference
     bar = 5 if classes in (1000, 20) else None  # --quick has fewer classes, for which it is not meant
     return row(f"classifier, {backbone}, {classes:,} classes x {len(templates)}", pairs, bar, "s", False)
@@ -155,7 +155,7 @@ def knn_rows(quick: bool, device: str) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {}
 
     def ours() -> None:
-        near = knn.Nearest(*(t.cpu() for t in knn.nearest(asked.to(device), bank, max(KS))))
+        near = knn.nearest(asked.to(device), bank, max(KS))
         result = knn.score(near, labels, answers, classes, KS, 0.07, 20)
         found["ours"] = [result.metrics[f"acc1_k{k}"] for k in KS]
 

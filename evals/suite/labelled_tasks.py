@@ -125,9 +125,10 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
         raise ConfigError(f"k={list(task.k)}: exceeds the {len(bank)} images of {task.train}. Use a smaller k.")
     queries, k = test.in_memory().to(encoder.device), max(ks)
     # Queries stay in memory and the bank is streamed, because it may not fit.
-    neighbours = knn.nearest(queries, share.blocks(), k, first)
+    neighbours = knn.nearest(queries, share.blocks(knn.block_of(encoder.device)[1]), k, first)
     # Every rank searched its share of the bank; the best of all ranks are the result.
     neighbours = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in neighbours))), k)
+    neighbours = knn.Nearest(*(t.to(encoder.device) for t in neighbours))
     labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
     # A test class without training images counts as an error, and needs no index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())

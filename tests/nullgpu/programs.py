@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from evals.tasks import knn
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Engine, Objective, Progress
@@ -39,6 +40,16 @@ PROGRESS = Progress(3, 1000, 0, 10)
 def device() -> dict[str, Any]:
     """Return what torch sees."""
     return {"own": counters.on_null_gpu(), "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+
+
+def nearest(queries: int, rows: int) -> dict[str, int]:
+    """Return what a search of k-NN does."""
+    asked, bank = torch.randn(queries, 16, device="cuda"), torch.randn(rows, 16).half()
+    with counters.count() as counter:
+        knn.score(
+            knn.nearest(asked, bank, 20), torch.zeros(rows).long(), torch.zeros(queries).long(), 9, (20,), 0.07, 20
+        )
+    return dict(counter)
 
 
 # ---- one step ----

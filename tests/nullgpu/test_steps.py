@@ -77,6 +77,11 @@ def test_muon_waits_only_for_its_decision(run_program):
     assert list(by_file(steps["clip"]["waits"])) == ["sparo_train/engine/local.py"], steps
 
 
+def test_neighbours_are_searched_in_blocks_that_suit_a_gpu(run_program):
+    """2 blocks of queries times 4 of the bank; 32 times 32 with the CPU's blocks."""
+    assert run_program("nearest", 4096, 262144)["launch"] < 8 * 60
+
+
 def test_gradients_have_their_inputs_dtype_inside_and_outside_autocast(run_program):
     results = run_program("autograd_functions")
     assert len(results) >= 36 and {name: r for name, r in results.items() if r is not True} == {}
