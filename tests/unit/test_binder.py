@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from object_centric.grouping import frame_attention
 from object_centric.grouping.binder_stream import BinderStream
 from object_centric.grouping.parallel_binder import ParallelBinder
 from object_centric.grouping.slot_config import SlotAttentionConfig
@@ -136,8 +137,10 @@ KNOBS = [
 ]
 
 
+@pytest.mark.parametrize("frames_at_once", [1, 2, T])
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
-def test_blocks_are_the_released_form(knobs):
+def test_blocks_are_the_released_form(knobs, frames_at_once, monkeypatch):
+    monkeypatch.setattr(frame_attention, "_frames_at_once", lambda *_: frames_at_once)
     module, features = built(**knobs)
     found, (slots, own) = module(features), plain(module, features)
     assert torch.allclose(found.slots, slots, atol=1e-10) and torch.allclose(found.attention, own, atol=1e-10)
