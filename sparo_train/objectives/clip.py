@@ -18,7 +18,7 @@ from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
 from ..models.clip_towers import layer_of
 from .clip_config import ClipObjectiveConfig
-from .contrastive import contrastive, peak_logits
+from .contrastive import contrastive, peak_bytes
 from .method import Method
 
 
@@ -176,7 +176,7 @@ class ClipObjective(CoupledObjective):
             # Frozen blocks keep nothing for backward, because it does not reach them.
             [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
-            4 * 4 * peak_logits(batch, world_batch, self.config.loss),
+            peak_bytes(self.config.loss, batch, world_batch, m.width),
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:

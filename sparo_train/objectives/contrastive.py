@@ -35,9 +35,9 @@ from ..core.distributed import Ring
 
 Exchange = Literal["auto", "gather", "ring"]
 _TILE = 1 << 22  # number of logits in a tile
-_SMALL = (
-    1 << 24
-)  # `auto` gathers while a rank's rows of logits and the gathered features both have at most this many values
+# `auto` gathers while a rank's rows of logits and the gathered encodings of one modality both have at most this many
+# values: 64 MiB and 2 GiB in fp32. A ring needs less memory, but at 1,024 ranks it launches 25 times as many kernels.
+_CPU_TABLE, _GPU_TABLE = 1 << 24, 1 << 29
 
 
 class Contrast(NamedTuple):
@@ -71,8 +71,9 @@ class ContrastiveLoss(Frozen):
     kind: str = field(..., "Entry of sparo.losses.")
     exchange: Exchange = field(
         "auto",
-        "Exchange of encodings between ranks: all_gather, tiles passed around a ring, or auto (all_gather while the "
-        "batch is small).",
+        "Exchange of encodings between ranks: gather (all_gather, fewest launches), ring (tiles passed from rank to rank, "
+        "least memory), or auto (gather while the gathered encodings of one modality and a rank's rows of logits each "
+        "take at most 2 GiB on a GPU, or 64 MiB on a CPU).",
     )
 
     @abstractmethod
@@ -91,11 +92,22 @@ class ContrastiveLoss(Frozen):
         return self
 
 
-def peak_logits(own: int, total: int, loss: ContrastiveLoss) -> int:
-    """Return the largest number of logits that a rank with `own` of `total` pairs holds at once under `exchange: auto`."""
-    if loss.tiled is None:
-        return own * total
-    return max(min(own * total, _SMALL), min(own, max(1, _TILE // own)) * own)
+def uses_gather(loss: ContrastiveLoss, own: int, total: int, width: int, on_gpu: bool) -> bool:
+    """Return whether ranks with `own` of `total` pairs gather all encodings of `width` values, instead of passing them around a ring."""
+    if loss.tiled is None or loss.exchange != "auto":
+        return loss.exchange != "ring"
+    # Sizes alone decide, so that all ranks agree and a resumed run adds in the same order.
+    return total * max(own, width) <= (_GPU_TABLE if on_gpu else _CPU_TABLE)
+
+
+def peak_bytes(loss: ContrastiveLoss, own: int, total: int, width: int) -> int:
+    """Estimate the bytes that the loss of `own` of `total` pairs needs on a GPU besides their own encodings."""
+    if not uses_gather(loss, own, total, width, on_gpu=True):
+        # Visiting texts and their gradients, each while it leaves, arrives and is used.
+        return 4 * (4 * min(own, max(1, _TILE // own)) * own + 6 * own * width)
+    # Encodings of both modalities, and the gradient of one of them.
+    gathered = 3 * total * width if total > own else 0
+    return 4 * (4 * own * total + gathered)
 
 
 def contrastive(
@@ -121,9 +133,9 @@ def contrastive(
     # One dtype throughout, because tests compare the loss with a single process in fp64.
     image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
     bias = torch.zeros_like(scale) if bias is None else bias.to(wide)
-    is_small = len(image) * ring.size * max(len(image), image.shape[1]) <= _SMALL
+    own, width = image.shape
     with torch.autocast(image.device.type, enabled=False):
-        if loss.tiled is None or loss.exchange == "gather" or (loss.exchange == "auto" and is_small):
+        if loss.tiled is None or uses_gather(loss, own, own * ring.size, width, on_gpu=image.device.type != "cpu"):
             return _gathered(image, text, scale, bias, loss, ring)
         tile = max(1, _TILE // len(image))
         total, correct = loss.tiled.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]

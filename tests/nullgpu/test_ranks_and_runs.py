@@ -42,6 +42,15 @@ def test_ddp_sends_each_gradient_once(run_program, world_size):
     assert step["counts"].get("stream_sync", 0) == 0
 
 
+def test_the_loss_of_1024_ranks_takes_few_launches(run_program):
+    """The ring launches 44,700 kernels in a step of 128 pairs per rank."""
+    alone, many = (run_program("ranks", size, {"kind": "ddp"}, SMALL, 128, reads="stored") for size in (8, 1024))
+    assert many["counts"]["launch"] < alone["counts"]["launch"] + 100
+    encodings = 128 * 64 * 64 * 4
+    assert many["bytes"]["_allgather_base_"] == 2 * 1024 * encodings
+    assert many["bytes"]["_reduce_scatter_base_"] == 2 * encodings
+
+
 def test_hybrid_sharding_keeps_a_copy_per_group(run_program):
     whole = run_program("ranks", 64, {"kind": "fsdp2"}, GATHER)
     hybrid = run_program("ranks", 64, {"kind": "fsdp2", "shard_size": 8}, GATHER)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
 from sparo_train.objectives import contrastive as module
-from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive
+from sparo_train.objectives.contrastive import SoftmaxLoss, contrastive, uses_gather
 from tests.helpers.ranks import run_ranks
 
 
@@ -91,6 +91,24 @@ def test_the_mean_over_ranks_is_the_global_batch(world_size, kind, exchange):
         d_scale, d_bias = (sum(p[i] for p in parts) / world_size for i in range(2, 4))
         assert close([d_image, d_text, d_scale, d_bias], gradients(whole), tolerance)
         assert torch.equal(torch.cat(correct), (image @ text.T).argmax(1) == torch.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "width", "on_gpu", "gathers"),
+    [
+        (128, 1024, 4096, True, True),
+        (128, 1024, 4096, False, False),
+        (512, 64, 4096, True, True),
+        (512, 1024, 4096, True, False),
+        (2048, 1024, 512, True, False),  # its rows of logits are larger than the encodings
+        (64, 2, 512, False, True),
+    ],
+)
+def test_auto_gathers_while_the_tables_are_small(own, ranks, width, on_gpu, gathers):
+    assert uses_gather(SoftmaxLoss(), own, own * ranks, width, on_gpu) == gathers
+    for exchange in ("gather", "ring"):
+        chosen = SoftmaxLoss(exchange=exchange)
+        assert uses_gather(chosen, own, own * ranks, width, on_gpu) == (exchange == "gather")
 
 
 def test_low_precision_features_are_multiplied_in_fp32():
