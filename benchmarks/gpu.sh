@@ -1,26 +1,41 @@
 #!/usr/bin/env bash
-# Every figure that needs a GPU, in pieces of under nine minutes: [OUT=folder] bash benchmarks/gpu.sh [PIECE …]
+# Measures everything that needs a GPU: [OUT=folder] [LIMIT=seconds] bash benchmarks/gpu.sh [PIECE ...]
 #
-# Each piece writes OUT/PIECE.txt (the machine's name, every row as it is measured, and its tables) and OUT/PIECE*.json; one that fails does not stop the rest.
-# Pieces: tests step readout frozen video scenes3d dino loss engines engines_bf16 engines_compiled evals knn mfu. Without a name: all of them, one after another.
+# Pieces, most important first:
+#   main    readouts, FLOP/s of ViT-B/32 and B/16, steps against open_clip's, PSB against its released form: ten minutes
+#   tests   pytest -m gpu
+#   knn loss dino frozen mfu step readout video scenes3d evals engines engines_bf16 engines_compiled
+# Without a piece, all of them run. OUT/PIECE.txt has the machine's name, every row as soon as it is measured, and the
+# tables; OUT/PIECE*.json has the rows. A piece that fails, or takes longer than LIMIT, does not stop the others.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu_figures}
 mkdir -p "$out"
 python=${PYTHON:-python3}
-limit=${LIMIT:-530}
+limit=${LIMIT:-600}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 gpus() { $python -c 'import torch; print(torch.cuda.device_count())'; }
 
-engines() { # of two ranks, each with a GPU of its own
+engines() { # two ranks, if each has its own GPU
   local ranks=2
-  [ "$(gpus)" -ge 2 ] || { ranks=1; echo "engines: one GPU seen; two ranks, ZeRO and offload need two"; }
+  [ "$(gpus)" -ge 2 ] || { ranks=1; echo "engines: torch sees one GPU; two ranks, ZeRO and offloading need two"; }
   $python benchmarks/engines.py --device cuda --batch 128 --ranks $ranks "$@" --json "$out/$name.json"
+}
+
+main() {
+  local failed=0
+  $python benchmarks/readout.py --quick --batches 1024 --json "$out/main_readout.json" || failed=1
+  $python benchmarks/mfu.py --models B/32 B/16 --rounds 5 --json "$out/main_mfu.json" || failed=1
+  $python benchmarks/video.py --psb --device cuda --json "$out/main_psb.json" || failed=1
+  $python benchmarks/train_step.py --quick --rounds 7 --json "$out/main_step.json" || failed=1
+  return $failed
 }
 
 piece() {
   case $1 in
-    tests) $python -m pytest -m gpu -n 0 -p no:cacheprovider ;;
+    main) main ;;
+    tests) $python -m pytest -m gpu -n 0 -p no:cacheprovider -v ;;
     step) $python benchmarks/train_step.py --json "$out/step.json" ;;
     readout) $python benchmarks/readout.py --compile --batches 256 1024 --json "$out/readout.json" ;;
     frozen) $python benchmarks/frozen.py --batch 256 --json "$out/frozen.json" ;;
@@ -39,12 +54,12 @@ piece() {
 }
 
 [ "$(gpus)" -ge 1 ] || { echo "no GPU: torch sees none"; exit 2; }
-[ $# -gt 0 ] || set -- tests step readout frozen video scenes3d dino loss engines engines_bf16 engines_compiled evals knn mfu
+[ $# -gt 0 ] || set -- main tests knn loss dino frozen mfu step readout video scenes3d evals engines engines_bf16 engines_compiled
 failed=0
 for name in "$@"; do
   echo "== $name"
-  export -f piece gpus engines
+  export -f piece main gpus engines
   export out python name
-  timeout "$limit" bash -c "$python -c 'from sparo_train.core.disk.rundir import machine_name; print(machine_name())'; piece $name" 2>&1 | tee "$out/$name.txt" || { echo "$name: failed or over $limit s"; failed=1; }
+  timeout "$limit" bash -c "$python -c 'from sparo_train.core.disk.rundir import machine_name; print(machine_name())'; piece $name" 2>&1 | tee "$out/$name.txt" || { echo "$name: failed, or took longer than $limit s"; failed=1; }
 done
 exit $failed

@@ -1,6 +1,6 @@
 """Model FLOP/s of whole training steps, and their share of the GPU's dense bf16 peak.
 
-    python benchmarks/mfu.py [--quick] [--json FILE]
+    python benchmarks/mfu.py [--quick] [--models B/32 B/16] [--rounds 9] [--json FILE]
 
 One rule: model FLOPs of a sample are three times the matrix products and attentions of its forward, counted on the operations
 themselves (sparo_train/train/meter.py); what is recomputed is not counted. Published for CLIP, by rules of their own: 9 to 15 per cent
@@ -58,10 +58,16 @@ CASES: list[tuple[str, Callable[[], Objective], Callable[[int], dict[str, torch.
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--models", nargs="+", help="only models whose name contains one of these")
+    flags.add_argument("--rounds", type=int, help="default: 3 with --quick, 9 without")
+    options = flags.parse_args()
     on_gpu = torch.cuda.is_available()
     rows: list[dict[str, Any]] = []
-    for name, build, make, size in CASES[:1] if options.quick else CASES:
+    cases = CASES[:1] if options.quick else CASES
+    for name, build, make, size in cases:
+        if options.models and not any(part in name for part in options.models):
+            continue
         batch = size if on_gpu else 4
         data, steps = make(batch), {}
         for compiled in (True, False) if on_gpu else (False,):
@@ -74,7 +80,7 @@ def main() -> None:
         pairs = interleave(
             lambda f=compiled, n=flops: n / seconds(f) / 1e12,
             lambda f=steps[False], n=flops: n / seconds(f) / 1e12,
-            3 if options.quick else 9,
+            options.rounds or (3 if options.quick else 9),
         )
         found = row(f"{name}, batch {batch}", pairs, None, "TFLOP/s", True)
         shares = [utilisation(1e12 * found[side], device) for side in ("ours", "theirs")]
