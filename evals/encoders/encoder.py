@@ -35,7 +35,10 @@ from .capabilities import (
 )
 from .pixels import MappedPixels, Pixels
 
-TEXTS = {"cpu": 64, "cuda": 2048}  # texts per batch; small batches stay in a CPU's caches
+
+def texts_per_batch(device: torch.device) -> int:
+    """Return how many captions are encoded at once: few on a CPU, so that they stay in its caches."""
+    return 64 if device.type == "cpu" else 2048
 
 
 def encode_texts(
@@ -274,7 +277,7 @@ class TwoTowerEncoder(Encoder, TextEncoder):
 
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         """Return unit-norm fp32 encodings (n, D); each distinct caption is encoded once, together with others of its length."""
-        return encode_texts(captions, self.tokenize, self._texts, batch or TEXTS[self.device.type], self.causal)
+        return encode_texts(captions, self.tokenize, self._texts, batch or texts_per_batch(self.device), self.causal)
 
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from sparo_train.objectives.dino import DinoObjective
 from sparo_train.objectives.text_conditioned import conditioned_scores
 
 from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
-from .encoder import TEXTS, Encoder, TwoTowerEncoder, encode_texts
+from .encoder import Encoder, TwoTowerEncoder, encode_texts, texts_per_batch
 from .pixels import MappedPixels, Pixels
 
 _NOT_ENCODING: Any = {  # names, options of training, and a width that follows from the weights' shapes
@@ -94,7 +94,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
             with self.autocast():
                 return self.model.encode_text(tokens.to(self.device))
 
-        return encode_texts(captions, self.tokenize, encode, TEXTS[self.device.type], normalize=False)
+        return encode_texts(captions, self.tokenize, encode, texts_per_batch(self.device), normalize=False)
 
     @torch.inference_mode()
     def conditioned(self, patches: Tensor, queries: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparo_train.core.accelerator import device_name, is_streaming
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import DataError, SparoError
 from sparo_train.core.files import write_whole
@@ -33,7 +34,7 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..sets.base import EvalSet, Transform, batched, read_batches
 from .feature_table import Features, Part, View, bounds_of, open_part, read_texts, write_part, write_texts
 
-_FIRST = {"cpu": 256, "cuda": 2048}
+_FIRST_ON_CPU, _FIRST_ON_ACCELERATOR = 256, 2048
 
 
 class BatchSize:
@@ -41,11 +42,11 @@ class BatchSize:
 
     Args:
         path: file that remembers them between runs; None: none.
-        first: initial sizes by device type.
+        first: initial size; None: a size that suits the device.
     """
 
-    def __init__(self, path: Path | None = None, first: dict[str, int] | None = None):
-        self.path, self.first = path, first or _FIRST
+    def __init__(self, path: Path | None = None, first: int | None = None):
+        self.path, self.first = path, first
         self._sizes: dict[str, int] = {}
         if path is not None and path.is_file():
             try:
@@ -55,7 +56,8 @@ class BatchSize:
 
     def of(self, encoder: Encoder, view: str) -> int:
         """Return the size that is known to fit."""
-        return self._sizes.get(self._key(encoder, view), self.first[encoder.device.type])
+        first = self.first or (_FIRST_ON_CPU if encoder.device.type == "cpu" else _FIRST_ON_ACCELERATOR)
+        return self._sizes.get(self._key(encoder, view), first)
 
     def run(self, encoder: Encoder, view: str, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
         """Return `call(pixels)`, computed in smaller pieces if memory does not suffice; the size that fits is remembered.
@@ -73,7 +75,8 @@ class BatchSize:
                         f"{encoder.label}: one image does not fit in the memory of {encoder.device}"
                     ) from None
             # The failed forward's cached blocks are too small to be reused.
-            torch.cuda.empty_cache()
+            if is_streaming(encoder.device):
+                torch.accelerator.empty_cache()
             size = max(1, min(size, len(pixels)) // 2)
             self._remember(self._key(encoder, view), size)
 
@@ -84,7 +87,7 @@ class BatchSize:
                 write_whole(self.path, json.dumps(self._sizes, indent=1))
 
     def _key(self, encoder: Encoder, view: str) -> str:
-        device = torch.cuda.get_device_name(encoder.device) if encoder.device.type == "cuda" else "cpu"
+        device = device_name(encoder.device) or "cpu"
         model = encoder.weights[:16] if self.path is not None else str(id(encoder))  # hashing takes time
         return f"{model} {encoder.precision} {view} {encoder.image_size} {device}"
 

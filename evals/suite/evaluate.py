@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparo_train import __version__
+from sparo_train.core.accelerator import is_streaming, set_tf32
 from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
@@ -49,6 +50,7 @@ class EvalOptions:
         features: folder of the feature store; None: features are not stored.
         results: folder of result lines and predictions; None: the run folder of a run, and nowhere for other
             checkpoints.
+        device: device of the model; without an index, each rank on a machine takes its own.
         part: (i, n): only encode the i-th of n shares.
         slots: slots of the image's encoding to use, or the file of a selection.
     """
@@ -57,6 +59,7 @@ class EvalOptions:
     features: Path | None = None
     storage: Storage = "fp32"
     precision: Precision = "fp32"
+    device: str = "cpu"
     limit: int | None = None
     results: Path | None = None
     part: tuple[int, int] | None = None
@@ -203,7 +206,7 @@ def evaluate_checkpoint(
     ranks.call_on_all(Suite(tasks).check)
     # Reported with the scores, because scores on other images must be marked.
     odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
-    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(ranks)))
+    encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(how.device, ranks)))
     encoder.precision = how.precision
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # normalised as in training
@@ -321,7 +324,9 @@ def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str
     }
 
 
-def _device(ranks: Ranks) -> str:
-    if not torch.cuda.is_available():
-        return "cpu"
-    return f"cuda:{ranks.world.local_rank % torch.cuda.device_count()}"
+def _device(name: str, ranks: Ranks) -> str:
+    set_tf32(False)  # torch's default is TF32 for convolutions, which changes the third digit of encodings
+    device = torch.device(name)
+    if device.index is not None or not is_streaming(device):
+        return name
+    return f"{name}:{ranks.world.local_rank % torch.accelerator.device_count()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import reduce
 from hashlib import sha256
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from sparo_train.core.accelerator import is_streaming
 from sparo_train.core.config import field
 from sparo_train.core.contracts import CoupledObjective, Progress
 from sparo_train.core.errors import BadSampleError, DataError
@@ -113,8 +115,7 @@ def _losses(
                 continue
             batch = examples.finish(examples.stack([example]))
             batch = {name: table.to(encoder.device) for name, table in batch.items()}
-            gpus = [encoder.device] if encoder.device.type == "cuda" else []
-            with torch.no_grad(), torch.random.fork_rng(devices=gpus), encoder.autocast():
+            with torch.no_grad(), _forked_random_state(encoder.device), encoder.autocast():
                 torch.manual_seed(task.seed)  # random numbers of a forward belong to the sample, too
                 loss = objective(batch, Progress(max(end - 1, 0), end, 0))
             yield f"{number:08d}-{key}", float(loss.total)
@@ -192,3 +193,10 @@ def score_losses(losses: np.ndarray) -> Result:
         {"mean": "over samples"},
         predictions={"loss": losses.astype(np.float32)},
     )
+
+
+def _forked_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that restores the random states of the CPU and of the device."""
+    if not is_streaming(device):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)

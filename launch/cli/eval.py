@@ -76,12 +76,16 @@ def score(
     precision: Annotated[
         str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are fp32.")
     ] = "fp32",
+    device: Annotated[
+        str,
+        typer.Option(help="Device of the model: auto, cpu, cuda, cuda:1, xpu or mps. auto: the accelerator, if any."),
+    ] = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")] = None,
     features: Annotated[
         str | None,
         typer.Option(
             help="Folder in which computed encodings are stored for reuse, or none. Default: $SPARO_FEATURES or "
-            "~/.cache/sparo/features. Default: $SPARO_FEATURES or ~/.cache/sparo/features."
+            "~/.cache/sparo/features."
         ),
     ] = None,
     storage: Annotated[str, typer.Option(help="Dtype of stored features: fp32 or fp16.")] = "fp32",
@@ -114,6 +118,7 @@ def score(
         raise ConfigError("sparo eval: no checkpoint. Name one, or use --list to see the data sets.")
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
+    from sparo_train.core.accelerator import find_device
 
     from ..commands.recipes import find_recipe
     from ..commands.score import score_checkpoints
@@ -132,6 +137,7 @@ def score(
         features=folder,
         storage=cast(Any, storage),  # validated just above
         precision=cast(Any, precision),
+        device=str(find_device(device, "--device")),
         limit=limit,
         results=results,
         part=parse_part_or_array(part, folder),

@@ -54,7 +54,7 @@ def _with_gpu_check(program: Callable[[list[str]], Any]) -> Callable[[list[str]]
         if num_gpus and arguments[0] in ("train", "eval", "launch"):
             import torch
 
-            if not torch.cuda.device_count():
+            if not torch.accelerator.device_count():
                 raise ConfigError(
                     f"--gpus-per-node: the job asked for {num_gpus} GPU(s), but torch {torch.__version__} on "
                     f"{platform.node()} sees none. Install a CUDA build of torch there, or launch with --gpus-per-node 0."

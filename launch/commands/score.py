@@ -12,6 +12,7 @@ from evals.report.results_file import refuse_unwritable, write_results
 from evals.sets.task_config import TaskConfig
 from evals.suite.evaluate import EvalOptions, evaluate_checkpoint
 from evals.tasks.result import Result
+from sparo_train.core.accelerator import collectives
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, LostRankError, SparoError, StoppedError
 from sparo_train.core.world import find_world
@@ -43,7 +44,7 @@ def score_checkpoints(
     if eval_options.results is not None:
         refuse_unwritable(eval_options.results, "--results")
     # An hour, because a rank may wait for another's encoding of a whole set.
-    ranks = Ranks(find_world(), "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", 3600.0)
+    ranks = Ranks(find_world(), collectives(torch.device(eval_options.device)), 3600.0)
     try:
         results_by_checkpoint, failed = _score_all(checkpoints, tasks_by_checkpoint, eval_options, ranks)
         if ranks.rank == 0:

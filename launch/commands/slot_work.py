@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
 from evals.feature_store.feature_table import Features
@@ -21,6 +19,7 @@ from evals.slots.page_arrays import Arrays, arrays_of, limited
 from evals.slots.quality_measures import Quality, quality_of
 from evals.slots.units import KINDS, Units, units_of
 from evals.suite.evaluate import tasks_for
+from sparo_train.core.accelerator import available_device
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.files import write_whole
 from sparo_train.core.registries import TASKS
@@ -62,7 +61,7 @@ class Bench:
             if value not in choices:
                 raise ConfigError(f"--{key} {value}: {did_you_mean(value, choices)}")
         self.checkpoint, self.options = checkpoint, options
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = available_device().type
         self.encoder: Encoder = load_encoder(checkpoint, options.model, device)
         kind: Any = options.units
         if kind == EITHER:

@@ -139,14 +139,20 @@ class Objective(nn.Module, ABC):
     # True if modules take inputs that need more than 16 bits (positions, poses): an engine with 16-bit weights then
     # does not cast inputs.
     exact_inputs: ClassVar[bool] = False
+    # True if `engine.compile: auto` compiles it: only methods whose steps were measured on a GPU.
+    compile_by_default: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         """Return the loss of this rank's batch; its mean over ranks is the global loss. May update buffers."""
 
     def shard_units(self) -> Sequence[nn.Module]:
-        """Return the modules that an engine wraps one by one (compile, shard), in forward order."""
+        """Return the modules that an engine shards one by one, in forward order."""
         return []
+
+    def compile_units(self) -> Sequence[nn.Module]:
+        """Return the modules that an engine compiles one by one. Default: those of `shard_units`."""
+        return self.shard_units()
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the weights of an encoder, which `start_from` loads, to their names in this objective. Default: unchanged."""

@@ -89,12 +89,17 @@ class _Sum(torch.autograd.Function):
         return sum_over_ranks(gradients[0])
 
 
+# torch 2.14 renamed both, and warns at the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
         out = tensor.new_empty(ring.size * len(tensor), *tensor.shape[1:])
-        dist.all_gather_into_tensor(out, tensor.contiguous(), group=ring.group)
+        _all_gather(out, tensor.contiguous(), group=ring.group)
         return out
 
     @staticmethod
@@ -102,7 +107,7 @@ class _Gather(torch.autograd.Function):
         # Every rank has a gradient for every rank's tensor; each receives only the sum for its own.
         whole = gradients[0].contiguous()
         out = whole.new_empty(len(whole) // ctx.ring.size, *whole.shape[1:])
-        dist.reduce_scatter_tensor(out, whole, group=ctx.ring.group)
+        _reduce_scatter(out, whole, group=ctx.ring.group)
         return out, None
 
 

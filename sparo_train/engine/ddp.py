@@ -51,7 +51,7 @@ class DdpEngine(RankedEngine):
         if self._warm:
             self._root = root
             return
-        on_gpu = [self.device] if self.device.type == "cuda" else None
+        on_gpu = [self.device] if self.device.type != "cpu" else None
         with self.ranks.error_context("comparing the models of the ranks"):
             self._root = DistributedDataParallel(
                 root,

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from .zero import Zero
 
 class DeepSpeedEngineConfig(RankedEngineConfig):
     """ZeRO with the given `stage`."""
+
+    compile_by_default: ClassVar[bool] = False
 
     kind: Literal["deepspeed"] = resumable_field("deepspeed", "Entry of sparo.engines.")
     stage: Literal[1, 2, 3] = resumable_field(
@@ -172,8 +174,7 @@ class DeepSpeedEngine:
         lr = set_rates(self.optimizer, self.optim_config, progress)
         # Read them before DeepSpeed's step, which scales them in place and releases them.
         gradients = self._local_gradients()
-        squares = {key: torch.linalg.vector_norm(g, dtype=torch.float32).square() for key, g in gradients.items()}
-        param_norms = summed_norms(self.objective, squares, self.ranks, self.device)
+        param_norms = summed_norms(self.objective, gradients, self.ranks, self.device)
         norm, norms = total_norms(self._param_groups.norm_groups, param_norms)
         if self._clips_tensors and bool(norm.isfinite()):
             unclipped = self._param_groups.unclipped

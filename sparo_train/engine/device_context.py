@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..core.accelerator import (
+    DeviceName,
+    compile_problem,
+    find_device,
+    has_bf16,
+    is_streaming,
+    random_state,
+    set_random_state,
+    set_tf32,
+)
 from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import Batch, Objective
 from ..core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _STAT = Path("/proc/stat")
 
@@ -62,15 +75,15 @@ class Clock:
     """Sum of measured times: with events on a GPU, which runs asynchronously, and with the system clock on a CPU."""
 
     def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+        self.device, self.has_events = device, is_streaming(device)
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[torch.Event, torch.Event]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return a context that is timed."""
-        if self.on_gpu:
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        if self.has_events:
+            pair = (torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True))
             # Record without reading: reading would make the program wait for the device.
             pair[0].record()
             yield
@@ -98,7 +111,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 class DeviceConfig(Frozen):
     """Keys of every engine's block."""
 
-    device: Literal["auto", "cpu", "cuda"] = field("auto", "Device. auto: a GPU if torch finds one.")
+    # False: `compile: auto` does not compile with this engine.
+    compile_by_default: ClassVar[bool] = True
+
+    device: DeviceName = field(
+        "auto",
+        "Device. cuda: an NVIDIA or AMD GPU; xpu: Intel; mps: Apple. auto: the one that torch finds, otherwise cpu.",
+    )
     precision: Literal["fp32", "bf16"] = field(
         "bf16", "Compute precision. bf16: autocast; weights and optimizer state stay fp32."
     )
@@ -117,7 +136,16 @@ class DeviceConfig(Frozen):
         examples=[2],
     )
     grad_checkpointing: bool = field(False, "Recompute activations in the backward pass. Less memory, slower.")
-    compile: bool = field(False, "Compile the Transformer blocks (the units that FSDP shards) with torch.compile.")
+    compile: bool | Literal["auto"] = resumable_field(
+        "auto",
+        "Compile Transformer blocks and readouts with torch.compile. The first steps take up to a minute longer. auto: for "
+        "CLIP and DINO on a GPU with Triton and a C compiler.",
+    )
+    tf32: bool = field(
+        False,
+        "Compute fp32 products and convolutions of NVIDIA GPUs in TF32 (10 bits of mantissa). Faster; with `precision: "
+        "bf16`, mainly the loss.",
+    )
 
 
 class Device:
@@ -129,13 +157,15 @@ class Device:
     """
 
     def __init__(self, config: DeviceConfig):
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("engine.device=cuda: torch finds no GPU. Use engine.device=cpu or auto.")
-        kind = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-        self.config, self.device = config, torch.device(kind)
+        self.config, self.device = config, find_device(config.device, "engine.device")
+        if config.precision == "bf16" and not has_bf16(self.device):
+            raise ConfigError(
+                f"engine.precision=bf16: {self.device.type} has no bfloat16 on this machine. Use engine.precision=fp32."
+            )
+        set_tf32(config.tf32)
         self.clock = Clock(self.device)
         self.kernel: str = "fused" if config.attention == "auto" else config.attention
-        self._copy_stream: torch.cuda.Stream | None = None
+        self._copy_stream: torch.Stream | None = None
 
     def prepare_objective(self, objective: Objective) -> Objective:
         """Prepare an objective for this device, in a fixed order: compiled blocks must see their checkpointing."""
@@ -147,11 +177,28 @@ class Device:
         objective.train()  # so that frozen modules are in evaluation mode from the first step on
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self.config.compile:
-            for unit in objective.shard_units():
+        if self._compiles(objective):
+            # Combined kernels: autocast's copies of a block's weights become one launch instead of eight.
+            options = None if self.device.type == "cpu" else {"combo_kernels": True}
+            logger.info(
+                "engine.compile: blocks and readouts are compiled in the first steps, which takes up to a minute"
+            )
+            for unit in objective.compile_units():
                 # Compile unit by unit: towers share code, and another length recompiles one unit only.
-                unit.compile()
+                unit.compile(options=options)
         return objective
+
+    def _compiles(self, objective: Objective) -> bool:
+        if self.config.compile == "auto":
+            return (
+                self.device.type != "cpu"
+                and self.config.compile_by_default
+                and objective.compile_by_default
+                and compile_problem(self.device) is None
+            )
+        if self.config.compile and self.device.type != "cpu" and (problem := compile_problem(self.device)):
+            raise ConfigError(f"engine.compile=true: {problem}. Install it, or use engine.compile=false.")
+        return bool(self.config.compile)
 
     def limit_threads(self) -> None:
         """Limit the threads before anything is computed, because torch's thread pools get their size at first use."""
@@ -217,12 +264,14 @@ class Device:
 
     def prefetch_to_device(self, batch: Batch) -> Batch:
         """Start copying a batch that is needed later, while the device computes; on a CPU, return it unchanged."""
-        if self.device.type != "cuda":
+        if not is_streaming(self.device):
             return batch
-        self._copy_stream = self._copy_stream or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._copy_stream):
-            out = self.to_device(batch)
-        current = torch.cuda.current_stream(self.device)
+        self._copy_stream = self._copy_stream or torch.Stream(self.device)
+        # Copies from other memory make the host wait.
+        pinned = {key: value.pin_memory() for key, value in batch.items()}
+        with self._copy_stream:
+            out = self.to_device(pinned)
+        current = torch.accelerator.current_stream(self.device)
         current.wait_stream(self._copy_stream)  # on the device; the host continues
         for value in out.values():
             # Otherwise its memory could be reused while this stream still reads it.
@@ -231,16 +280,14 @@ class Device:
 
     def random_state(self) -> dict[str, Tensor]:
         """Return the state of torch's generators that a forward may use."""
-        state = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self.device)
-        return state
+        own = random_state(self.device)
+        return {"cpu": torch.get_rng_state()} | ({} if own is None else {self.device.type: own})
 
     def set_random_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `random_state` returned."""
         torch.set_rng_state(state["cpu"])
-        if self.device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self.device)
+        if self.device.type != "cpu" and self.device.type in state:
+            set_random_state(self.device, state[self.device.type])
 
 
 def keep_freed_memory() -> None:

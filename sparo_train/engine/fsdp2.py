@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..core.accelerator import is_streaming
 from ..core.config import resumable_field
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
@@ -97,7 +98,7 @@ class Fsdp2Engine(RankedEngine):
             common: dict[str, Any] = {
                 "mesh": init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                 "mp_policy": MixedPrecisionPolicy(low, reduced, cast_forward_inputs=not objective.exact_inputs),
-                "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+                "offload_policy": CPUOffloadPolicy(pin_memory=is_streaming(self.device))
                 if config.cpu_offload
                 else OffloadPolicy(),
                 "reshard_after_forward": config.reshard_after_forward,
@@ -124,18 +125,19 @@ class Fsdp2Engine(RankedEngine):
                         p.grad.div_(self.ranks.size)
 
     def _norms(self) -> dict[int, Tensor]:
-        return summed_norms(self.objective, dict(self._squares()), self.ranks, self.device)
+        return summed_norms(self.objective, self._own_gradients(), self.ranks, self.device)
 
     def full_model(self) -> AbstractContextManager[Objective | None]:
         return self._plain.filled(self._gathered)
 
-    def _squares(self) -> Iterator[tuple[int, Tensor]]:
+    def _own_gradients(self) -> dict[int, Tensor]:
+        """Return this rank's shards. Those of a parameter on several ranks count once."""
+        shards: dict[int, Tensor] = {}
         for key, gradient in self._gradients().items():
             span = Span.of(gradient)
-            mine = (
-                span.copy == 0 if isinstance(gradient, DTensor) else self.ranks.rank == 0
-            )  # parameters on several ranks count once
-            yield key, torch.linalg.vector_norm(span.local, dtype=torch.float32).square() * float(mine)
+            if span.copy == 0 if isinstance(gradient, DTensor) else self.ranks.rank == 0:
+                shards[key] = span.local
+        return shards
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.objective.state_dict().items():

@@ -88,18 +88,20 @@ class RankedEngine(LocalEngine):
 
 def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
     """Assign the GPU with this rank's local number to it. Raises `ConfigError` if there are more ranks than GPUs."""
-    if device_context.device.type != "cuda":
+    device_type = device_context.device.type
+    if device_type == "cpu":
         return
     local = ranks.world.local_rank
-    if torch.cuda.device_count() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+    count = torch.accelerator.device_count()
+    if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         local = 0  # srun gave each task its own GPU
-    if local >= torch.cuda.device_count():
+    if local >= count:
         raise ConfigError(
             f"engine.kind={kind}: rank {ranks.rank} needs GPU {local} (counted from 0), but this machine has "
-            f"{torch.cuda.device_count()} GPU(s). Start one process per GPU."
+            f"{count} GPU(s). Start one process per GPU."
         )
-    device_context.device = torch.device("cuda", local)
-    torch.cuda.set_device(device_context.device)
+    device_context.device = torch.device(device_type, local)
+    torch.accelerator.set_device_index(local)
 
 
 class PlainCopy:
@@ -135,14 +137,24 @@ class PlainCopy:
 
 
 def summed_norms(
-    objective: Objective, squares: Mapping[int, Tensor], ranks: Ranks, device: torch.device
+    objective: Objective, shards: Mapping[int, Tensor], ranks: Ranks, device: torch.device
 ) -> dict[int, Tensor]:
-    """Return the norm of each gradient by the id of its parameter, from each rank's share of the squared sums."""
-    here = {key: square.to(device) for key, square in squares.items()}
-    trained = [id(p) for p in objective.parameters() if p.requires_grad]  # in the same order on every rank
-    nothing = torch.zeros((), device=device)
+    """Return the norm of each gradient by the id of its parameter.
+
+    Args:
+        objective: its trained parameters have the same order on every rank.
+        shards: this rank's parts of the gradients, by the id of their parameter; no element is on two ranks.
+        ranks, device: the ranks, and the device on which they exchange.
+    """
+    trained = [id(p) for p in objective.parameters() if p.requires_grad]
+    sums = torch.zeros(len(trained), device=device)
+    if shards:
+        norms = torch._foreach_norm(list(shards.values()), dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        squares = dict(zip(shards, torch.stack(norms).square(), strict=True))
+        nothing = torch.zeros((), device=norms[0].device)
+        # Offloaded gradients are on the host: one copy for all of them.
+        sums = torch.stack([squares.get(key, nothing) for key in trained]).to(device)
     # One exchange for all norms instead of one per parameter.
-    sums = torch.stack([here.get(key, nothing) for key in trained])
     if ranks.size > 1:
         with ranks.error_context("summing the gradient's norm"):
             dist.all_reduce(sums)

@@ -47,6 +47,11 @@ class ReadOut(nn.Module, ABC):
         """Read slots, not normalised, from tokens (B, N, d), limited to those in `keep` (B, N), bool (None: all)."""
 
 
+def readouts(module: nn.Module) -> list[ReadOut]:
+    """Return the readouts within a module."""
+    return [part for part in module.modules() if isinstance(part, ReadOut)]
+
+
 class ReadOutPair(NamedTuple):
     """Readouts of both towers; None if a tower keeps its own pooling. They may share modules."""
 

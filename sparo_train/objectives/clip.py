@@ -17,6 +17,7 @@ from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamp
 from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
 from ..models.clip_towers import layer_of
+from ..models.readout import readouts
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_bytes
 from .method import Method
@@ -44,6 +45,7 @@ class ClipObjective(CoupledObjective):
     """
 
     follows: ClassVar[Mapping[str, Follow]] = {"average": Follow("model", "ema_decay")}
+    compile_by_default: ClassVar[bool] = True
 
     mean: Tensor
     std: Tensor
@@ -143,6 +145,10 @@ class ClipObjective(CoupledObjective):
         towers = [tower for m in (self.model, self.average) if m is not None for tower in (m.visual, m.text)]
         blocks: list[nn.Module] = [block for tower in towers for block in tower.resblocks]
         return blocks if self.average is None else [*blocks, self.average]
+
+    def compile_units(self) -> Sequence[nn.Module]:
+        towers = (self.model.visual, self.model.text)
+        return [*(block for tower in towers for block in tower.resblocks), *readouts(self.model)]
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the weights of a CLIP model; positions for images of another size are interpolated as in open_clip."""

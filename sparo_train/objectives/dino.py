@@ -21,6 +21,7 @@ from ..core.errors import DataError
 from ..core.schedules import cosine, linear
 from ..data.examples.multi_crop import CropExamples, CropsConfig
 from ..data.read.sources import PAIR_KEYS, DataConfig
+from ..models.readout import readouts
 from ..models.vit import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .method import Method
@@ -156,6 +157,7 @@ class DinoObjective(Objective):
 
     # The teacher's heads update their own buffers.
     follows: ClassVar[Mapping[str, Follow]] = {"teacher": Follow("student", "momentum", buffers=False)}
+    compile_by_default: ClassVar[bool] = True
 
     mean: Tensor
     std: Tensor
@@ -257,6 +259,9 @@ class DinoObjective(Objective):
     def shard_units(self) -> Sequence[nn.Module]:
         # The teacher's blocks first, because its forward comes first and FSDP2 prefetches in this order.
         return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
+
+    def compile_units(self) -> Sequence[nn.Module]:
+        return [*self.shard_units(), *readouts(self)]
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Load a backbone into both student and teacher."""

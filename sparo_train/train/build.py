@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..core.accelerator import collectives, find_device
 from ..core.contracts import Engine, Objective
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
@@ -72,9 +73,8 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
                 f"engine.kind={engine.kind} runs in one process, got {world.size}. Use engine.kind=ddp, fsdp2 or deepspeed."
             )
         return Ranks(world, "gloo", 0.0)
-    on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
     # Gloo in addition to nccl: messages of the loop between ranks must not wait for a GPU.
-    return Ranks(world, "cpu:gloo,cuda:nccl" if on_gpu else "gloo", engine.timeout)
+    return Ranks(world, collectives(find_device(engine.device, "engine.device")), engine.timeout)
 
 
 def build_engine(engine: Any, optim: OptimConfig, ranks: Ranks) -> Engine:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.accelerator import is_streaming
 from ..core.contracts import DataPipeline, Engine
 from ..core.disk import checkpoint_store as store
 from ..core.disk.checkpoint_store import CheckpointStore, Files, open_checkpoint, read_run_meta
@@ -184,7 +185,7 @@ class Saver:
         buffer = self._staged.get((part, name))
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
             # Pinned memory, so that the copy from a GPU overlaps with computation.
-            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=is_streaming(data.device))
             self._staged[part, name] = buffer
         return piece._replace(data=buffer.copy_(data))
 

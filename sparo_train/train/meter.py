@@ -11,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..core.accelerator import device_name, take_peak_memory
 from ..core.contracts import Batch, CoupledObjective, Objective, Progress
 
 # Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets. A longer name ("H100 PCIe") comes before the
@@ -69,19 +70,14 @@ class FlopCounter:
 
 def utilisation(flops_per_second: float, device: torch.device) -> float | None:
     """Return the share of one device's peak; None if the peak is not known (CPUs, other GPUs)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device) or ""
     peak = next((value for part, value in PEAKS.items() if part in name), None)
     return None if peak is None else flops_per_second / peak
 
 
 def memory(device: torch.device) -> float:
     """Return the peak memory in GiB: on a GPU since the last call, on a CPU the largest resident size so far."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        # Reset the peak, so that a record shows only the peak of its steps.
-        torch.cuda.reset_peak_memory_stats(device)
+    if (peak := take_peak_memory(device)) is not None:
         return peak / 2**30
     # Linux counts KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from ..core.accelerator import available_device
 from ..core.contracts import Batch, DataPipeline, Engine, Loss, Objective, StepReport
 from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
@@ -192,6 +193,9 @@ class Collector:
             gc.enable()
 
 
+_PROFILED = {"cuda": torch.profiler.ProfilerActivity.CUDA, "xpu": torch.profiler.ProfilerActivity.XPU}
+
+
 class Profile:
     """Trace of some steps of rank 0 in RUN/profile, for chrome://tracing or Perfetto."""
 
@@ -204,7 +208,7 @@ class Profile:
         # Discard one warm-up step, which contains the start of the profiler itself.
         schedule = torch.profiler.schedule(wait=config.wait, warmup=1, active=config.steps, repeat=1)
         kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        kinds += [_PROFILED[kind] for kind in (available_device().type,) if kind in _PROFILED]
         self._running = torch.profiler.profile(activities=kinds, schedule=schedule, on_trace_ready=self._write)
         self._running.start()
 
@@ -258,7 +262,8 @@ class Evaluation:
         """Evaluate this step. If a signal interrupts it, return the signal and write no record, so that the resumed run begins with it."""
         evaluate = self.evaluate
         assert evaluate is not None
-        with self.engine.full_model() as model:
+        # Evaluation runs uncompiled: its scores are those of `sparo eval`, and batches of other sizes would have to be compiled again.
+        with self.engine.full_model() as model, torch.compiler.set_stance("force_eager"):
             objective = cast(Objective, model)
             try:
                 on_all_ranks = self.engine.replicated  # otherwise the others have no model, and wait

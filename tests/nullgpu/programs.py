@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Engine, Objective, Progress
 from sparo_train.core.disk import metrics
 from sparo_train.core.recipe.layers import load_recipe, merge, override
+from sparo_train.core.registries import ENGINES
 from sparo_train.engine.engine_kind import Sizes
 from sparo_train.engine.local import ENGINE, LocalEngine, LocalEngineConfig
 from sparo_train.train.build import build_objective, build_pipeline
@@ -35,6 +37,7 @@ from .fake_ranks import CountCollectives, SingleRank, all_reduce_bucket
 OWN_PACKAGES = ("/sparo_train/", "/object_centric/", "/evals/", "/launch/")
 SHIPPED = Path(__file__).parents[2] / "configs" / "clip" / "cc15m_sparo.yaml"
 PROGRESS = Progress(3, 1000, 0, 10)
+EAGER = {"device": "cuda", "precision": "bf16", "compile": False}
 
 
 def device() -> dict[str, Any]:
@@ -125,7 +128,7 @@ def _prepared(
     with contextlib.closing(build_pipeline(config).start(None)) as batches:
         batch = {key: value.pin_memory() for key, value in next(batches).batch.items()}
     objective = build_objective(config)
-    block = LocalEngineConfig.model_validate({"device": "cuda", "precision": "bf16", **engine_options})
+    block = LocalEngineConfig.model_validate({**EAGER, **engine_options})
     engine = LocalEngine(block, config.optim)
     engine.prepare(objective)
     return objective, engine, batch
@@ -190,6 +193,25 @@ def graph_breaks(kinds: list[str]) -> dict[str, Any]:
     return out
 
 
+def launches(world_size: int, engine_options: dict[str, Any], changes: list[str]) -> dict[str, Any]:
+    """Return the launches of a step of CLIP+SPARO on rank 0, and how many graphs exist after captions of one, two and all lengths."""
+    from torch._dynamo.utils import counters as dynamo
+
+    with _many_ranks(world_size):
+        config = _shipped(changes)
+        objective = build_objective(config)
+        engine = _engine_of_rank_0(config, engine_options, objective, world_size)
+        graphs = []
+        for lengths in ([77], [40], range(8, 77, 8)):
+            for length in lengths:
+                run_step(engine, objective, _pairs(16, length))
+            graphs.append(dynamo["stats"]["unique_graphs"])
+        batch = _pairs(16, 77)
+        with counters.count() as counts:
+            run_step(engine, objective, batch)
+    return {"launch": counts["launch"], "graphs": graphs}
+
+
 # ---- many ranks ----
 
 
@@ -201,35 +223,19 @@ def ranks(world_size: int, engine_options: dict[str, Any], changes: list[str], p
         changes: overrides of the recipe.
         pairs: pairs per rank.
     """
-    import torch.distributed as dist
-    import torch.nn.parallel.distributed as ddp
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from sparo_train.core.registries import ENGINES
-
-    # It compares shapes with those of the other ranks, which do not exist.
-    ddp._verify_param_shape_across_processes = lambda *_: None  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    config = _shipped(changes)
-    entry = ENGINES.get(engine_options["kind"])
-    block = entry.config.model_validate({"device": "cuda", "precision": "bf16", **engine_options})
-    objective = build_objective(config)
-    costs = entry.costs(block, Sizes.of(objective), world_size)
-    engine = entry.build(block, config.optim, SingleRank(world_size))
-    engine.prepare(objective)
-    if engine_options["kind"] == "ddp":
-        engine._root.register_comm_hook(None, all_reduce_bucket)
-    batch = {
-        "image": torch.zeros(pairs, 3, 224, 224, dtype=torch.uint8).pin_memory(),
-        "text": torch.zeros(pairs, 77, dtype=torch.long).pin_memory(),
-    }
-    run_step(engine, objective, batch)
-    between = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with CountCollectives() as collectives, counters.count() as counts:
+    with _many_ranks(world_size):
+        config = _shipped(changes)
+        objective = build_objective(config)
+        entry = ENGINES.get(engine_options["kind"])
+        block = entry.config.model_validate({**EAGER, **engine_options})
+        costs = entry.costs(block, Sizes.of(objective), world_size)
+        engine = _engine_of_rank_0(config, engine_options, objective, world_size)
+        batch = _pairs(pairs, 77)
         run_step(engine, objective, batch)
-    units = len(objective.shard_units())
-    dist.destroy_process_group()
+        between = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with CountCollectives() as collectives, counters.count() as counts:
+            run_step(engine, objective, batch)
     return {
         "number": collectives.number,
         "bytes": collectives.bytes,
@@ -237,8 +243,42 @@ def ranks(world_size: int, engine_options: dict[str, Any], changes: list[str], p
         "peak": torch.cuda.max_memory_allocated(),
         "kept": costs.weights + costs.optimizer,
         "sent": costs.sent,
-        "units": units,
+        "units": len(objective.shard_units()),
         "counts": counts,
+    }
+
+
+@contextlib.contextmanager
+def _many_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a process group whose other ranks do not exist."""
+    import torch.distributed as dist
+    import torch.nn.parallel.distributed as ddp
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    # It compares shapes with those of the other ranks, which do not exist.
+    ddp._verify_param_shape_across_processes = lambda *_: None  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _engine_of_rank_0(
+    config: RunConfig, engine_options: dict[str, Any], objective: Objective, world_size: int
+) -> Engine:
+    entry = ENGINES.get(engine_options["kind"])
+    block = entry.config.model_validate({**EAGER, **engine_options})
+    engine = entry.build(block, config.optim, SingleRank(world_size))
+    engine.prepare(objective)
+    if engine_options["kind"] == "ddp":
+        engine._root.register_comm_hook(None, all_reduce_bucket)
+    return engine
+
+
+def _pairs(count: int, length: int) -> dict[str, torch.Tensor]:
+    """Return `count` pairs whose captions have `length` tokens, in host memory."""
+    return {
+        "image": torch.zeros(count, 3, 224, 224, dtype=torch.uint8),
+        "text": torch.zeros(count, length, dtype=torch.long),
     }
 
 
@@ -255,7 +295,7 @@ def train(kind: str, engine_options: dict[str, Any], changes: dict[str, Any]) ->
 
     with tempfile.TemporaryDirectory() as root:
         tree = merge(tiny(kind, Path(root)), {"out": root, "name": "r", "steps": 6, **changes})
-        tree["engine"] = {"device": "cuda", "precision": "bf16", **engine_options}
+        tree["engine"] = {**EAGER, **engine_options}
         tree["eval"] = {"tasks": {}}
         ends = [fit(resolve(RunConfig, {**tree, **more}, "x")).reason for more in ({"stop_after_steps": 3}, {})]
         rows = metrics.read(Path(root) / "r" / "metrics.jsonl", "train")
@@ -266,14 +306,11 @@ def train(kind: str, engine_options: dict[str, Any], changes: dict[str, Any]) ->
 def local_memory(pairs: int) -> dict[str, Any]:
     """Return the bytes that `sparo train --dry-run` estimates for CLIP+SPARO B/16 with two blocks, and those of the allocator."""
     config = _shipped([f"objective.model.{tower}.layers=2" for tower in ("vision", "text")])
-    objective, block = build_objective(config), LocalEngineConfig(device="cuda", precision="bf16")
+    objective, block = build_objective(config), LocalEngineConfig.model_validate(EAGER)
     costs = ENGINE.costs(block, Sizes.of(objective), 1)
     engine = LocalEngine(block, config.optim)
     engine.prepare(objective)
-    batch = {
-        "image": torch.zeros(pairs, 3, 224, 224, dtype=torch.uint8),
-        "text": torch.zeros(pairs, 77, dtype=torch.long),
-    }
+    batch = _pairs(pairs, 77)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         run_step(engine, objective, batch)

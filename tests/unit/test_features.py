@@ -242,11 +242,11 @@ def test_the_batch_is_halved_until_it_fits_and_remembered(tmp_path):
         return pixels.float().mean((2, 3))
 
     pixels = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1).expand(-1, 3, 2, 2)
-    found = BatchSize(path, {"cpu": 128}).run(encoder, "v", call, pixels)
+    found = BatchSize(path, 128).run(encoder, "v", call, pixels)
     assert torch.equal(found[:, 0], torch.arange(100).float()) and sizes[:4] == [100, 50, 25, 12]
-    assert BatchSize(path, {"cpu": 128}).of(encoder, "v") == 12
+    assert BatchSize(path, 128).of(encoder, "v") == 12
     path.write_text("damaged")
-    assert BatchSize(path, {"cpu": 128}).of(encoder, "v") == 128
+    assert BatchSize(path, 128).of(encoder, "v") == 128
 
     def never(_):
         raise torch.OutOfMemoryError("too much")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from jinja2 import Environment
 
 from evals.encoders.capabilities import ViewsEncoder
@@ -25,6 +24,7 @@ from object_centric.tasks.slot_encoder import MaskingEncoder
 from object_centric.tasks.video_encoder import TimedEncoder
 from object_centric.tasks.video_task import VideoMasksTaskConfig
 from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
+from sparo_train.core.accelerator import available_device
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import escape_control_chars, read_bytes, write_whole
 
@@ -95,7 +95,7 @@ def draw_panels(
         raise ConfigError(
             "sparo slots panels: nothing to draw. Name a task of the run (--task masks) or your own images (--image FILE)."
         )
-    encoder = load_encoder(checkpoint, options.model, "cuda" if torch.cuda.is_available() else "cpu")
+    encoder = load_encoder(checkpoint, options.model, available_device().type)
     if not isinstance(encoder, MaskingEncoder):
         instead = (
             "Use `sparo slots views` for scenes."
@@ -170,7 +170,7 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
     Raises:
         ConfigError: a checkpoint or a task without posed scenes.
     """
-    encoder = load_encoder(checkpoint, None, "cuda" if torch.cuda.is_available() else "cpu")
+    encoder = load_encoder(checkpoint, None, available_device().type)
     if not isinstance(encoder, SceneEncoder):
         raise ConfigError(
             f"{checkpoint}: renders no views. Train with objective.kind=novel_views, or use `sparo slots panels`."

@@ -279,10 +279,10 @@ def environment() -> dict[str, Any]:
 
 def machine_name() -> str:
     """Return the machine's name, such as `NVIDIA H200` or `Intel(R) Xeon(R) Processor, 2 cores`."""
-    import torch
+    from ..accelerator import available_device, device_name
 
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name(0)
+    if name := device_name(available_device()):
+        return name
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

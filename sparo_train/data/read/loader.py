@@ -245,8 +245,6 @@ class Pipeline:
 
     def _assemble(self, parts: Sequence[WorkerBatch]) -> LoaderBatch:
         batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
-        if torch.cuda.is_available():  # here, because concatenating or cutting loses pinned memory
-            batch = {key: value.pin_memory() for key, value in batch.items()}
         positions = tuple(at for p in parts for at in p.positions)
         return LoaderBatch(
             batch,

@@ -1,0 +1,121 @@
+"""The accelerator of this machine: CUDA, XPU or MPS, or the CPU if there is none.
+
+Only this module depends on the kind of device; all others take a `torch.device`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda", "xpu", "mps"]
+
+# Kinds with streams, events, pinned host memory and an allocator that counts its peak.
+_STREAMING = ("cuda", "xpu")
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+
+
+def available_device() -> torch.device:
+    """Return this machine's accelerator, or the CPU if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None or found.type not in get_args(DeviceName) else found
+
+
+def find_device(name: str, key: str) -> torch.device:
+    """Return the device with this name.
+
+    Args:
+        name: a `DeviceName`, or `cuda:1` for one of several.
+        key: dotted key or option for the error.
+
+    Raises:
+        ConfigError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return available_device()
+    kind, _, index = name.partition(":")
+    if kind not in get_args(DeviceName)[1:] or (index and not index.isdecimal()):
+        raise ConfigError(f"{key}: expected {', '.join(get_args(DeviceName))}, got {name}.")
+    if kind != "cpu" and available_device().type != kind:
+        what = "GPU" if kind == "cuda" else f"device of kind {kind}"
+        raise ConfigError(f"{key}={name}: torch finds no {what}. Use {key}=cpu or auto.")
+    if kind != "cpu" and int(index or 0) >= (count := torch.accelerator.device_count()):
+        raise ConfigError(f"{key}={name}: this machine has {count} device(s), counted from 0. Use a smaller number.")
+    return torch.device(name)
+
+
+def is_streaming(device: torch.device) -> bool:
+    """Return whether the device runs asynchronously in streams and copies from pinned memory."""
+    return device.type in _STREAMING
+
+
+def collectives(device: torch.device) -> str:
+    """Return the backends of `torch.distributed`: gloo for the host, in addition to the device's own."""
+    own = _BACKENDS.get(device.type)
+    return "gloo" if own is None else f"cpu:gloo,{device.type}:{own}"
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return the name of an accelerator, such as `NVIDIA H200`; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type.upper()
+
+
+def take_peak_memory(device: torch.device) -> int | None:
+    """Return the allocator's peak in bytes since the last call; None if the device does not count it."""
+    if not is_streaming(device):
+        return None
+    peak = torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of an accelerator's random generator; None for a CPU, whose generator is torch's default."""
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_index_of(device))
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Restore what `random_state` returned."""
+    torch.get_device_module(device).set_rng_state(state, *_index_of(device))
+
+
+def _index_of(device: torch.device) -> tuple[torch.device, ...]:
+    return (device,) if is_streaming(device) else ()  # there is only one MPS device
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether tensors of the device can have bfloat16; old versions of macOS do not support it on MPS."""
+    if device.type != "mps":
+        return True  # without a tensor, because the first one starts CUDA, and workers are forked later
+    try:
+        torch.zeros(1, device=device, dtype=torch.bfloat16)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def set_tf32(enable: bool) -> None:
+    """Set whether fp32 products and convolutions on CUDA devices are computed in TF32. torch's default is convolutions only."""
+    torch.backends.cuda.matmul.allow_tf32 = enable
+    torch.backends.cudnn.allow_tf32 = enable
+
+
+def compile_problem(device: torch.device) -> str | None:
+    """Return why torch.compile cannot work on an accelerator; None if it can."""
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        return f"Triton is missing or does not support {device_name(device)}"
+    # Triton compiles a launcher for each kernel with it.
+    if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        return "there is no C compiler (gcc or clang)"
+    return None

@@ -1,0 +1,90 @@
+"""Devices: names, errors, and what a machine with another accelerator than CUDA gets."""
+
+import pytest
+import torch
+
+from evals.encoders.encoder import texts_per_batch
+from sparo_train.core import accelerator
+from sparo_train.core.errors import ConfigError
+from sparo_train.engine.device_context import Clock, Device, DeviceConfig
+from sparo_train.train.meter import memory, utilisation
+from tests.helpers.processes import sparo
+
+NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+
+
+@pytest.fixture
+def apple(monkeypatch):
+    """A machine on which torch finds an Apple GPU."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda", r"^--device=cuda: torch finds no GPU\. Use --device=cpu or auto\.$"),
+        ("xpu", r"^--device=xpu: torch finds no device of kind xpu\."),
+        ("tpu", r"^--device: expected auto, cpu, cuda, xpu, mps, got tpu\.$"),
+        ("cuda:x", r"^--device: expected auto"),
+        ("auto:1", r"^--device: expected auto"),
+    ],
+)
+def test_devices_that_do_not_exist_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        accelerator.find_device(name, "--device")
+
+
+@NO_GPU
+def test_a_cpu_is_the_device_of_a_machine_without_accelerator():
+    assert accelerator.find_device("auto", "x") == accelerator.find_device("cpu", "x") == torch.device("cpu")
+    assert accelerator.collectives(torch.device("cpu")) == "gloo"
+    assert accelerator.device_name(torch.device("cpu")) is None
+    assert memory(torch.device("cpu")) > 0 and utilisation(1.0, torch.device("cpu")) is None
+    done = sparo("eval", "missing", "--device", "cuda")
+    assert done.returncode == 2 and "--device=cuda: torch finds no GPU" in done.stderr
+
+
+def test_collectives_of_gpus_are_their_own_and_gloo_on_the_host():
+    assert accelerator.collectives(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert accelerator.collectives(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
+
+
+def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
+    device = accelerator.find_device("auto", "x")
+    assert device == torch.device("mps") and accelerator.collectives(device) == "gloo"
+    assert not accelerator.is_streaming(device) and accelerator.take_peak_memory(device) is None
+    assert memory(device) > 0 and utilisation(1.0, device) is None and texts_per_batch(device) == 2048
+    clock = Clock(device)
+    with clock.running():
+        pass
+    assert clock.take() > 0
+    with pytest.raises(ConfigError, match=r"engine\.precision=bf16: mps has no bfloat16 .* Use engine\.precision=fp32"):
+        Device(DeviceConfig())  # this torch has no MPS, so no tensor can be created
+    context = Device(DeviceConfig(precision="fp32"))
+    batch = {"image": torch.zeros(2)}
+    assert context.device == device and context.prefetch_to_device(batch) is batch
+    with pytest.raises(ConfigError, match=r"x=mps:1: this machine has 1 device\(s\), counted from 0"):
+        accelerator.find_device("mps:1", "x")
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_the_recipe_decides_about_tf32(enable):
+    try:
+        Device(DeviceConfig(device="cpu", tf32=enable))
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == enable
+    finally:
+        accelerator.set_tf32(False)
+
+
+def test_compiling_needs_triton_and_a_compiler(monkeypatch):
+    import torch.utils._triton
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(accelerator.shutil, "which", lambda name: None)
+    assert accelerator.compile_problem(gpu) == "there is no C compiler (gcc or clang)"
+    monkeypatch.setenv("CC", "/usr/bin/gcc")
+    assert accelerator.compile_problem(gpu) is None
