@@ -32,9 +32,13 @@ class Sizes(NamedTuple):
     @staticmethod
     def of(objective: Objective, state_tensors: int = 2) -> Sizes:
         parameters = sum(p.numel() for p in objective.parameters())
-        units = [sum(p.numel() for p in unit.parameters()) for unit in objective.shard_units()]
+        # An average of weights is sharded, too, but a training step never gathers it.
+        computing = {id(unit) for unit in objective.compile_units()}
+        shards = objective.shard_units()
+        units = [sum(p.numel() for p in unit.parameters()) for unit in shards if id(unit) in computing]
+        outside = parameters - sum(p.numel() for unit in shards for p in unit.parameters())
         trained = sum(p.numel() for p in objective.parameters() if p.requires_grad)
-        return Sizes(parameters, max(units, default=0), parameters - sum(units), trained, state_tensors)
+        return Sizes(parameters, max(units, default=0), outside, trained, state_tensors)
 
     @property
     def learning(self) -> int:
@@ -89,8 +93,8 @@ class EngineKind:
 
 def casts(config: Any, sizes: Sizes) -> float:
     """Return the bytes of autocast's 16-bit weights that backward keeps; checkpointed units keep them only while recomputed."""
-    # Autocast keeps each cast weight for the backward.
-    return 0 if config.precision == "fp32" else 2 * (sizes.live if config.grad_checkpointing else sizes.parameters)
+    # Autocast keeps cast weights for the backward, which frozen weights do not have.
+    return 0 if config.precision == "fp32" else 2 * (sizes.live if config.grad_checkpointing else sizes.learning)
 
 
 def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:

@@ -17,7 +17,7 @@ from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamp
 from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
 from ..models.clip_towers import layer_of
-from ..models.readout import readouts
+from ..models.readout import ReadOut, readouts
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_bytes
 from .method import Method
@@ -183,7 +183,21 @@ class ClipObjective(CoupledObjective):
             [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
             peak_bytes(self.config.loss, batch, world_batch, m.width),
+            self._written(),
         )
+
+    def _written(self) -> int:
+        """Return the 16-bit values that a pair writes outside of blocks: embedded tokens and norms around the blocks, and readouts."""
+        m = self.config.model
+        read = sum(2 * part.slots * width for part, width in self._readouts())
+        # In fp32, so two each: embedded patches, the norms before and after the blocks; twenty copies of the encodings.
+        return 6 * m.vision.tokens * m.vision.width + 3 * m.text.context_length * m.text.width + read + 20 * m.width
+
+    def _readouts(self) -> list[tuple[ReadOut, int]]:
+        """Return the readouts with the width of the tokens that they read."""
+        m = self.config.model
+        towers = ((self.model.visual, m.vision.width), (self.model.text, m.text.width))
+        return [(part, width) for tower, width in towers for part in readouts(tower)]
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         self.model.set_grad_checkpointing(enable)

@@ -17,7 +17,11 @@ from ..engine.optim import OptimConfig, build_optimizer
 from .build import build_objective
 from .run_config import RunConfig
 
-_BLOCK_ACTIVATIONS = 34  # bytes per token and channel that a pre-norm block keeps for backward in 16 bit (Korthikanti et al. 2022, Eq. 1 without scores)
+# Bytes per token and channel that a pre-norm block keeps for backward: in fp32 twice those of Korthikanti et al. (2022,
+# Eq. 1, without scores); under autocast two more than theirs, because norms are computed in fp32.
+_BLOCK_FP32, _BLOCK_BF16 = 68, 36
+_BLOCK_BACKWARD = 8  # and those of the gradients inside one block
+_WORKSPACES = 2 << 25  # of cuBLAS on a Hopper GPU: 32 MiB for each of the threads of forward and backward
 
 
 class SourceFacts(NamedTuple):
@@ -122,7 +126,10 @@ def memory_estimate(
     objective: Objective,
     footprint: Footprint | None,
 ) -> dict[str, int]:
-    """Return the bytes that one rank needs: state kept by the engine, activations of a micro-batch, and the loss.
+    """Return the bytes that one rank needs on a GPU: state kept by the engine, activations of a micro-batch, and the loss.
+
+    The peak is at the begin of backward. `gradients` of an engine for one process do not exist yet at that time, so only
+    what they need beyond activations counts.
 
     Args:
         engine, optim: blocks of the recipe.
@@ -137,15 +144,19 @@ def memory_estimate(
     if footprint is None:
         return states
     half, towers = engine.precision == "bf16", footprint.towers
-    block = _BLOCK_ACTIVATIONS * (1 if half else 2)
+    block = _BLOCK_BF16 if half else _BLOCK_FP32
+    largest = max((size for size, _ in towers), default=0)
     if engine.grad_checkpointing:  # the input of every block, and one whole block that is recomputed at a time
         block_inputs = sum((2 if half else 4) * size * blocks for size, blocks in towers)
         # The largest block counts: while it is recomputed, the others keep only their inputs.
-        activations = block_inputs + block * max((size for size, _ in towers), default=0)
+        activations = block_inputs + block * largest
     else:
-        activations = sum(block * size * blocks for size, blocks in towers)
+        activations = sum(block * size * blocks for size, blocks in towers) + _BLOCK_BACKWARD * largest
     activations += (2 if half else 4) * footprint.written
-    return {**states, "activations": micro_batch * activations, "loss": footprint.loss}
+    memory = {**states, "activations": micro_batch * activations, "loss": footprint.loss, "workspaces": _WORKSPACES}
+    if ENGINES.get(engine.kind).one_process:
+        memory["gradients"] = max(0, memory["gradients"] - memory["activations"] - memory["loss"])
+    return memory
 
 
 def _source(name: str, source: SourceConfig) -> SourceFacts:

@@ -24,6 +24,7 @@ from sparo_train.core.registries import ENGINES
 from sparo_train.engine.engine_kind import Sizes
 from sparo_train.engine.local import ENGINE, LocalEngine, LocalEngineConfig
 from sparo_train.train.build import build_objective, build_pipeline
+from sparo_train.train.dry_run import memory_estimate
 from sparo_train.train.run_config import RunConfig
 from sparo_train.train.step import gradients
 from tests.gpu.test_gpu import object_centric
@@ -35,7 +36,7 @@ from . import counters
 from .fake_ranks import CountCollectives, SingleRank, all_reduce_bucket
 
 OWN_PACKAGES = ("/sparo_train/", "/object_centric/", "/evals/", "/launch/")
-SHIPPED = Path(__file__).parents[2] / "configs" / "clip" / "cc15m_sparo.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
 PROGRESS = Progress(3, 1000, 0, 10)
 EAGER = {"device": "cuda", "precision": "bf16", "compile": False}
 
@@ -282,8 +283,40 @@ def _pairs(count: int, length: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _shipped(changes: list[str]) -> RunConfig:
-    return resolve(RunConfig, {**override(load_recipe(str(SHIPPED)), changes, RunConfig), "name": "x"}, "x")
+def _shipped(changes: list[str], recipe: str = "clip/cc15m_sparo.yaml") -> RunConfig:
+    return resolve(RunConfig, {**override(load_recipe(str(CONFIGS / recipe)), changes, RunConfig), "name": "x"}, "x")
+
+
+def against_estimate(
+    recipe: str, changes: list[str], engine_options: dict[str, Any], world_size: int, samples: int
+) -> dict[str, Any]:
+    """Return the allocator's peak, the estimate of `sparo train --dry-run`, launches and sent bytes of a step with `samples` per rank."""
+    with _many_ranks(world_size):
+        config = _shipped(changes, recipe)
+        block = ENGINES.get(engine_options["kind"]).config.model_validate({**EAGER, **engine_options})
+        with torch.device("meta"):
+            meta = build_objective(config)
+        footprint = meta.footprint(samples, samples * world_size)
+        estimate = memory_estimate(block, config.optim, world_size, samples, meta, footprint)
+        objective = build_objective(config)
+        engine = _engine_of_rank_0(config, engine_options, objective, world_size)
+        batch = _pairs(samples, 77) if config.objective.kind == "clip" else _crops(samples)
+        run_step(engine, objective, batch)
+        torch.cuda.reset_peak_memory_stats()
+        with CountCollectives() as collectives, counters.count() as counts:
+            run_step(engine, objective, batch)
+    return {
+        "peak": torch.cuda.max_memory_allocated(),
+        "estimate": sum(estimate.values()),
+        "launch": counts["launch"],
+        "waits": counts.get("stream_sync", 0),
+        "collectives": sum(collectives.number.values()),
+    }
+
+
+def _crops(count: int) -> dict[str, torch.Tensor]:
+    shapes = {"global_crops": (count, 2, 3, 224, 224), "local_crops": (count, 8, 3, 96, 96)}
+    return {name: torch.zeros(shape, dtype=torch.uint8) for name, shape in shapes.items()}
 
 
 # ---- whole runs ----

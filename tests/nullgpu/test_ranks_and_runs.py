@@ -97,6 +97,22 @@ def test_a_training_stops_resumes_and_ends(run_program, kind, engine, changes):
     assert run["steps"] == 6 and run["memory"] > 0 and run["device"] == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes", "engine", "world_size", "samples"),
+    [
+        ("clip/cc15m_sparo.yaml", [], {"kind": "local"}, 1, 256),
+        ("clip/cc15m_sparo.yaml", [], {"kind": "local", "grad_checkpointing": True}, 1, 256),
+        ("clip/cc15m_sparo.yaml", ["objective.ema={decay: 0.9}"], {"kind": "fsdp2"}, 64, 64),
+        ("clip/cc15m_sparo.yaml", [], {"kind": "ddp"}, 1024, 128),
+        ("dino/imagenet_vits16_sparo.yaml", [], {"kind": "local"}, 1, 16),
+    ],
+    ids=["local", "checkpointing", "fsdp2 with an average", "ddp", "dino"],
+)
+def test_a_dry_run_estimates_the_peak_of_a_step(run_program, recipe, changes, engine, world_size, samples):
+    step = run_program("against_estimate", recipe, changes, engine, world_size, samples, reads="stored")
+    assert step["estimate"] == pytest.approx(step["peak"], rel=0.05) and step["waits"] == 0
+
+
 def test_a_dry_run_estimates_the_memory_between_steps(run_program):
     small, large = (run_program("local_memory", pairs) for pairs in (32, 64))
     assert small["between"] == pytest.approx(small["kept"] + WORKSPACES, rel=0.02)
