@@ -78,7 +78,9 @@ def score(
     ] = "fp32",
     device: Annotated[
         str,
-        typer.Option(help="Device of the model: auto, cpu, cuda, cuda:1, xpu or mps. auto: the accelerator, if any."),
+        typer.Option(
+            help="Device of the model: auto, cpu, cuda, cuda:1, xpu or mps. auto: a cuda or xpu device, if any."
+        ),
     ] = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")] = None,
     features: Annotated[

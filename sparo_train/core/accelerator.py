@@ -1,4 +1,4 @@
-"""The accelerator of this machine: CUDA, XPU or MPS, or the CPU if there is none.
+"""The accelerators that torch supports: CUDA, XPU and MPS.
 
 Only this module depends on the kind of device; all others take a `torch.device`.
 """
@@ -22,9 +22,12 @@ _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 def available_device() -> torch.device:
-    """Return this machine's accelerator, or the CPU if there is none."""
+    """Return this machine's CUDA or XPU device, or the CPU if there is none.
+
+    MPS has to be named: it lacks fp64, and what works there has not been tested.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None or found.type not in get_args(DeviceName) else found
+    return found if found is not None and is_streaming(found) else torch.device("cpu")
 
 
 def find_device(name: str, key: str) -> torch.device:
@@ -42,7 +45,8 @@ def find_device(name: str, key: str) -> torch.device:
     kind, _, index = name.partition(":")
     if kind not in get_args(DeviceName)[1:] or (index and not index.isdecimal()):
         raise ConfigError(f"{key}: expected {', '.join(get_args(DeviceName))}, got {name}.")
-    if kind != "cpu" and available_device().type != kind:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if kind != "cpu" and (found is None or found.type != kind):
         what = "GPU" if kind == "cuda" else f"device of kind {kind}"
         raise ConfigError(f"{key}={name}: torch finds no {what}. Use {key}=cpu or auto.")
     if kind != "cpu" and int(index or 0) >= (count := torch.accelerator.device_count()):
@@ -90,6 +94,11 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 def _index_of(device: torch.device) -> tuple[torch.device, ...]:
     return (device,) if is_streaming(device) else ()  # there is only one MPS device
+
+
+def has_fp64(device: torch.device) -> bool:
+    """Return whether tensors of the device can have float64."""
+    return device.type != "mps"
 
 
 def has_bf16(device: torch.device) -> bool:

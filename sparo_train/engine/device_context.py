@@ -116,7 +116,7 @@ class DeviceConfig(Frozen):
 
     device: DeviceName = field(
         "auto",
-        "Device. cuda: an NVIDIA or AMD GPU; xpu: Intel; mps: Apple. auto: the one that torch finds, otherwise cpu.",
+        "Device. cuda: an NVIDIA or AMD GPU; xpu: Intel; mps: Apple. auto: a cuda or xpu device if torch finds one, otherwise cpu.",
     )
     precision: Literal["fp32", "bf16"] = field(
         "bf16", "Compute precision. bf16: autocast; weights and optimizer state stay fp32."

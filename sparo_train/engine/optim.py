@@ -12,6 +12,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..core.accelerator import has_fp64
 from ..core.config import Frozen, between, field, resumable_field
 from ..core.contracts import Objective, Progress
 from ..core.errors import ConfigError
@@ -32,9 +33,8 @@ def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: floa
     tensors = list(gradients)
     # The small constant is that of clip_grad_norm_, so that both scale alike. Double precision, as in Python; a
     # gradient below the limit is multiplied by one, which changes no bit.
-    factor = torch.where(norm > max_norm, max_norm / (norm.double() + 1e-6), 1.0).to(
-        tensors[0].device, tensors[0].dtype
-    )
+    exact = norm.double() if has_fp64(norm.device) else norm
+    factor = torch.where(norm > max_norm, max_norm / (exact + 1e-6), 1.0).to(tensors[0].device, tensors[0].dtype)
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 

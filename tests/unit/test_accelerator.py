@@ -52,7 +52,8 @@ def test_collectives_of_gpus_are_their_own_and_gloo_on_the_host():
 
 
 def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
-    device = accelerator.find_device("auto", "x")
+    assert accelerator.find_device("auto", "x") == torch.device("cpu")  # only if named
+    device = accelerator.find_device("mps", "x")
     assert device == torch.device("mps") and accelerator.collectives(device) == "gloo"
     assert not accelerator.is_streaming(device) and accelerator.take_peak_memory(device) is None
     assert memory(device) > 0 and utilisation(1.0, device) is None and texts_per_batch(device) == 2048
@@ -61,8 +62,8 @@ def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
         pass
     assert clock.take() > 0
     with pytest.raises(ConfigError, match=r"engine\.precision=bf16: mps has no bfloat16 .* Use engine\.precision=fp32"):
-        Device(DeviceConfig())  # this torch has no MPS, so no tensor can be created
-    context = Device(DeviceConfig(precision="fp32"))
+        Device(DeviceConfig(device="mps"))  # this torch has no MPS, so no tensor can be created
+    context = Device(DeviceConfig(device="mps", precision="fp32"))
     batch = {"image": torch.zeros(2)}
     assert context.device == device and context.prefetch_to_device(batch) is batch
     with pytest.raises(ConfigError, match=r"x=mps:1: this machine has 1 device\(s\), counted from 0"):
