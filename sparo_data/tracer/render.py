@@ -157,7 +157,7 @@ def rays(camera: Camera, size: int) -> F32:
 
 def _candidates(origins: F32, directions: F32, body: Body) -> NDArray[np.intp]:
     """Return the indices of rays that pass through the body's bounding sphere."""
-    # Rays are lines in both directions here; distances exclude hits behind the origin.
+    # Rays extend in both directions; hits at a negative distance are excluded later.
     offset = body.centre - origins
     along = (offset * directions).sum(axis=1)
     return np.flatnonzero((offset**2).sum(axis=1) - along**2 < body.bounding_radius**2)

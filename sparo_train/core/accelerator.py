@@ -38,7 +38,7 @@ def find_device(name: str, key: str) -> torch.device:
         key: dotted key or option for the error.
 
     Raises:
-        ConfigError: there is no such device on this machine.
+        ConfigError: this machine has no such device.
     """
     if name == "auto":
         return available_device()
@@ -126,5 +126,5 @@ def compile_problem(device: torch.device) -> str | None:
         return f"Triton is missing or does not support {device_name(device)}"
     # Triton compiles a launcher for each kernel with it.
     if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
-        return "there is no C compiler (gcc or clang)"
+        return "a C compiler (gcc or clang) is missing"
     return None

@@ -128,8 +128,8 @@ def memory_estimate(
 ) -> dict[str, int]:
     """Return the bytes that one rank needs on a GPU: state kept by the engine, activations of a micro-batch, and the loss.
 
-    The peak is at the begin of backward. `gradients` of an engine for one process do not exist yet at that time, so only
-    what they need beyond activations counts.
+    The peak is at the start of backward. With an engine for one process, gradients do not exist yet at that time, so
+    `gradients` counts only what exceeds the activations, which they replace.
 
     Args:
         engine, optim: blocks of the recipe.

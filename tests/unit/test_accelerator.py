@@ -86,6 +86,6 @@ def test_compiling_needs_triton_and_a_compiler(monkeypatch):
     monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(accelerator.shutil, "which", lambda name: None)
-    assert accelerator.compile_problem(gpu) == "there is no C compiler (gcc or clang)"
+    assert accelerator.compile_problem(gpu) == "a C compiler (gcc or clang) is missing"
     monkeypatch.setenv("CC", "/usr/bin/gcc")
     assert accelerator.compile_problem(gpu) is None
