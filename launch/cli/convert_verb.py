@@ -70,7 +70,10 @@ def convert(
         int | None, typer.Option(min=0, help="With --as: skip scenes with more objects (CLEVR6: 6).")
     ] = None,
     crop: Annotated[
-        str, typer.Option(help="With --as, for 240 x 320 pixels: none, clevr (rows 29:221) or center192.")
+        str,
+        typer.Option(
+            help="How to crop images of 240 x 320 pixels: none, clevr (rows 29:221) or center192. Needs --as."
+        ),
     ] = "none",
     size: Annotated[int | None, typer.Option(help="With --as: pixels per side.")] = None,
     near: Annotated[

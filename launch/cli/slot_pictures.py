@@ -97,7 +97,7 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="Show an example of a slot only if one word has at least this share of its attention to the text.",
+            help="Show an example of a slot only if the slot gives one word at least this share of its attention.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),

@@ -40,8 +40,8 @@ Classifier = Annotated[
     str,
     typer.Option(
         "--classifier-slots",
-        help="Scale of each slot of a class vector (the mean over the class's prompts). slice: keep its norm. renorm: "
-        "give all slots the same norm.",
+        help="A class vector is the mean over the class's prompts, so its slots have different norms. slice: keep "
+        "them. renorm: give all slots the same norm.",
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of random halves and orders.")]
@@ -49,7 +49,10 @@ Draws = Annotated[int, typer.Option(min=1, max=10_000, help="Number of random se
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
 K = Annotated[
     str,
-    typer.Option("--k", help="Number of units; half; or best, the number with the best score on the selection data."),
+    typer.Option(
+        "--k",
+        help="How many units to select: a number, half, or best (the number with the best score on the selection data).",
+    ),
 ]
 
 

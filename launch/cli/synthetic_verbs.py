@@ -81,7 +81,8 @@ def movi_like(
         ),
     ] = None,
     size_scale: Annotated[
-        float | None, typer.Option(min=0.1, max=4, help="Size of solids relative to CLEVR's. Default: 1; small: 2.")
+        float | None,
+        typer.Option(min=0.1, max=4, help="Size of solids relative to CLEVR's. Default: 1, or 2 for the kind small."),
     ] = None,
     antialias: Rays = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
@@ -111,8 +112,8 @@ def scenes3d(
     kind: Annotated[
         SceneKind,
         typer.Option(
-            help="simple: solids on a plane, five cameras; small: the same, but fewer, shorter and smaller, for two cores; "
-            "nature_ego: rooms, six moving cameras."
+            help="simple: solids on a plane, five cameras; small: like simple, with fewer scenes, fewer frames and smaller "
+            "images; nature_ego: rooms, six moving cameras."
         ),
     ] = SceneKind.small,
     train: Train = None,

@@ -64,7 +64,7 @@ def take_snapshot(into: Path) -> Snapshot:
             (into / f"{target.name}.diff").write_bytes(diff)
     except OSError as error:
         raise ConfigError(
-            f"{target}: the code cannot be copied there ({error}). Free space, or give another out."
+            f"{target}: the code cannot be copied to this folder ({error}). Free disk space, or set another folder with out=."
         ) from None
     return Snapshot(target.resolve(), commit, bool(diff))
 

@@ -120,8 +120,8 @@ class RayPointsConfig(Frozen):
 
     by: Literal["distance", "height"] = field(
         "distance",
-        "Unit of `near` and `far`. distance: distance from the camera; a point has x, y and z. height: height "
-        "above z = 0, for cameras that look down; a point has only x and y.",
+        "Meaning of `near` and `far`. distance: distance from the camera. height: height above z = 0, for cameras that "
+        "look down. Points are encoded by x, y and z with `distance`, and by x and y with `height`.",
     )
     near: float = field(0.5, "First point, in world units.")
     far: float = field(20.0, "Last point, in world units.")

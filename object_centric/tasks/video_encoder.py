@@ -81,8 +81,8 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         """
         if not self.windowed and window is not None:
             raise ConfigError(
-                f"context_frames={window}: applies to binders only, but this model has none: its slots depend on all "
-                "earlier frames. Remove it."
+                f"context_frames={window}: only a binder can use a limited number of earlier frames, and this model has no binder. "
+                "Remove context_frames."
             )
         if self.conditional and video.shape[2] != 4:
             raise ConfigError(

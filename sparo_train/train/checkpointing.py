@@ -302,8 +302,8 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
         engine.load(store.open_checkpoint(step, ("model", "optimizer")))
     except CheckpointError as error:
         raise CheckpointError(
-            f"start_from.checkpoint={path}: {error}; a branch needs the model, frozen parameters, objective.ema and optim.kind of the original run. "
-            "Set start_from.optimizer=false to load only its weights."
+            f"start_from.checkpoint={path}: {error}. To continue with its optimizer state, the model, frozen parameters, objective.ema and optim.kind must be "
+            "those of that run. Set start_from.optimizer=false to load only its weights."
         ) from None
     theirs = State.of(meta)
     own = State(steps_before=theirs.steps_before + theirs.step)

@@ -35,7 +35,7 @@ def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
     with pytest.raises(ConfigError, match="needs views with cameras, got images"):
         encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
-    with pytest.raises(ConfigError, match="applies to binders"):
+    with pytest.raises(ConfigError, match="only a binder"):
         recurrent.slots_of(posed, 2)
     # One camera alone is gone round what stands before it, not turned on the spot.
     one = pixel_rays(

@@ -136,7 +136,7 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
             slots[:, 5], encoder.clip_slots(video, 7)[:, 5]
         )
     else:
-        with pytest.raises(ConfigError, match="context_frames=3: applies to binders"):
+        with pytest.raises(ConfigError, match="context_frames=3: only a binder"):
             encoder.clips(video, 3)
         assert torch.allclose(encoder.clip_slots(video)[:, :4], encoder.clip_slots(video[:, :4]), atol=1e-6)
     still = encoder.masks(video[:, 0])
