@@ -70,8 +70,8 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
         cut = round(task.val_proportion * len(order))
         if not 0 < cut < len(order):
             raise ConfigError(
-                f"val_proportion={task.val_proportion}: splits {len(order)} images into a training and a validation part "
-                "of which one is empty. Use another proportion."
+                f"val_proportion={task.val_proportion}: splits {len(order)} images into a training and a validation part, "
+                "and one of them is empty. Set another val_proportion."
             )
         train, held_out = train.only(order[cut:]), train.only(order[:cut])
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
