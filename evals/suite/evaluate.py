@@ -50,7 +50,8 @@ class EvalOptions:
         features: folder of the feature store; None: features are not stored.
         results: folder of result lines and predictions; None: the run folder of a run, and nowhere for other
             checkpoints.
-        device: device of the model; without an index, each rank on a machine takes its own.
+        device: device on which a checkpoint is loaded; without an index, each rank on a machine takes its own. An
+            encoder that is already loaded stays where it is.
         part: (i, n): only encode the i-th of n shares.
         slots: slots of the image's encoding to use, or the file of a selection.
     """
