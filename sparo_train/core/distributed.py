@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import os
 import re
 import socket
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -157,6 +160,8 @@ class Ranks:
 
     def require_equal(self, facts: Mapping[str, Any], what: str) -> None:
         """Raise `ConfigError` on every rank unless all ranks have the same values (plain, by name)."""
+        if self._all_equal(dict(facts)):
+            return
         all_facts = self.gather(dict(facts))
         for rank, other in enumerate(all_facts):
             if changes := differences(all_facts[0], other):
@@ -166,6 +171,13 @@ class Ranks:
                 )
                 error.on_all_ranks, error.repeated = True, self.rank > 0
                 raise error
+
+    def _all_equal(self, facts: dict[str, Any]) -> bool:
+        """Return whether the facts have the same hash on all ranks; much smaller than the facts of 1,024 ranks."""
+        text = json.dumps(facts, sort_keys=True, default=repr).encode()
+        words = np.frombuffer(hashlib.sha256(text).digest(), np.int32).tolist()
+        maxima = self.all_reduce_max([*words, *(-word for word in words)])
+        return maxima == [*words, *(-word for word in words)]
 
     @contextmanager
     def error_context(self, what: str, only_collectives: bool = False) -> Iterator[None]:
@@ -231,6 +243,24 @@ class Ranks:
         with self.error_context("gathering", only_collectives=True):
             dist.all_gather_object(out, value, group=self._saving_group if saving else self._control_group)
         return out
+
+    def gather_on_rank0(self, value: T, saving: bool = False) -> list[T] | None:
+        """Return the values of all ranks on rank 0, None on the others. `saving` as for `gather`."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self.error_context("gathering", only_collectives=True):
+            dist.gather_object(value, out, dst=0, group=self._saving_group if saving else self._control_group)
+        return out
+
+    def broadcast(self, value: T, saving: bool = False) -> T:
+        """Return rank 0's value; those of other ranks are ignored. `saving` as for `gather`."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value]
+        with self.error_context("waiting for rank 0", only_collectives=True):
+            dist.broadcast_object_list(box, src=0, group=self._saving_group if saving else self._control_group)
+        return box[0]
 
     def rank0_broadcast(self, call: Callable[[], T]) -> T:
         """Return the result of `call` on rank 0; the other ranks wait for it, and fail if it fails."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.accelerator import is_streaming
 from ..core.contracts import DataPipeline, Engine
 from ..core.disk import checkpoint_store as store
-from ..core.disk.checkpoint_store import CheckpointStore, Files, open_checkpoint, read_run_meta
+from ..core.disk.checkpoint_store import CheckpointStore, Extents, Files, open_checkpoint, read_run_meta
 from ..core.disk.pieces import CheckpointReader, Piece, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, DataError, SparoError, SupersededError
@@ -69,6 +69,11 @@ class Saver:
 
     def save(self, step: int, pieces: Pieces, meta: Mapping[str, Any]) -> None:
         """Write this rank's pieces and, together with all ranks, complete the checkpoint of `step`.
+
+        Args:
+            step: number of the step.
+            pieces: what this rank writes.
+            meta: content of meta.json; only rank 0's is used.
 
         Raises:
             CheckpointError: the previous checkpoint could not be written, or this one if `background` is False.
@@ -154,7 +159,7 @@ class Saver:
         # Store the error instead of raising it, because the other ranks wait in the exchange below.
         reader: CheckpointReader | SparoError
         try:
-            reader = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size))
+            reader = open_checkpoint(newest[0], ("model", "optimizer"), (self.ranks.rank, self.ranks.size), newest[1])
         except SparoError as error:
             reader = error
         # Damage found by one rank ends all of them; otherwise the others would train without it.
@@ -193,12 +198,12 @@ class Saver:
         own = self._try(
             step, lambda: (self.store.write(step, pieces, self.ranks.rank, self.ranks.size), _is_sound(pieces))
         )
-        results = self.ranks.gather(own, saving=True)
-        done = self._try(step, lambda: self._complete(step, results, meta)) if self.ranks.rank == 0 else None
+        results = self.ranks.gather_on_rank0(own, saving=True)
+        done = None if results is None else self._try(step, lambda: self._complete(step, results, meta))
         if isinstance(done, CheckpointError):
             self.store.abandon(step)
         # Report it as saved only after rank 0 has renamed the folder.
-        done = self.ranks.gather(done, saving=True)[0]
+        done = self.ranks.broadcast(done, saving=True)
         if isinstance(done, CheckpointError):
             # One rank reports it.
             done.repeated = self.ranks.rank > 0
@@ -207,16 +212,17 @@ class Saver:
         return done
 
     def _complete(
-        self, step: int, results: list[tuple[Files, bool] | CheckpointError], meta: Mapping[str, Any]
+        self, step: int, results: list[tuple[tuple[Files, Extents], bool] | CheckpointError], meta: Mapping[str, Any]
     ) -> Path:
         files: Files = {}
+        extents: Extents = {}
         # A step with gradients that are not finite may have damaged the state, so its checkpoint is marked as suspect.
         suspect, sound = meta.get("skipped_in_a_row", 0) > 0, True
         for rank, part in enumerate(results):
             if isinstance(part, CheckpointError):
                 raise CheckpointError(f"rank {rank}: {part}") if self.ranks.size > 1 else part
-            files, sound = files | part[0], sound and part[1]
-        return self.store.complete(step, files, {**meta, "suspect": suspect or not sound, "sound": sound})
+            files, extents, sound = files | part[0][0], extents | part[0][1], sound and part[1]
+        return self.store.complete(step, files, extents, {**meta, "suspect": suspect or not sound, "sound": sound})
 
     def _try(self, step: int, call: Callable[[], T]) -> T | CheckpointError:
         """Return the error of `call` instead of raising it, because the other ranks wait for this rank's result."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -231,10 +232,15 @@ class Trainer:
         self._beat("saving")
         state.seconds = start_seconds
         # Each rank's own position, because loaders read ahead by different numbers of batches.
-        cursors = self.ranks.gather(state.cursor)
-        meta = {
-            **state.counts(),
-            "cursor": Cursor.joined([cursor for cursor in cursors if cursor is not None]).to_json(),
+        cursors = self.ranks.gather_on_rank0(state.cursor)
+        meta = {} if cursors is None else self._meta([cursor for cursor in cursors if cursor is not None])
+        self.saver.save(state.step, self.engine.pieces(), meta)
+        self.clock.pause(self.clock.elapsed - start_seconds)
+
+    def _meta(self, cursors: Sequence[Cursor]) -> dict[str, Any]:
+        return {
+            **self.state.counts(),
+            "cursor": Cursor.joined(cursors).to_json(),
             "world_size": self.ranks.size,
             "fingerprint": self.pipeline.fingerprint,
             "bad_samples": self.bad.state(),
@@ -244,5 +250,3 @@ class Trainer:
             "threads": torch.get_num_threads(),
             **self._origin,
         }
-        self.saver.save(state.step, self.engine.pieces(), meta)
-        self.clock.pause(self.clock.elapsed - start_seconds)

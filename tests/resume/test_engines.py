@@ -113,6 +113,7 @@ def _edit(path):
     [
         ("model-00001-of-00002.safetensors", lambda p: p.unlink(), "model-00001-of-00002.safetensors: missing"),
         ("optimizer-00001-of-00002.safetensors", _flip, "optimizer-00001-of-00002.safetensors: damaged"),
+        ("index.safetensors", _flip, "index.safetensors: damaged"),
         ("meta.json", _edit, "meta.json: damaged, because its checksum differs"),
     ],
 )

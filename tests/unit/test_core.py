@@ -302,7 +302,7 @@ def _hold(path, ready, go_on, queue):
         lambda: log.write("train", 2, {"loss": 0.5}),
         lambda: rundir.write_heartbeat(step=2),
         lambda: checkpoints.write(2, {"model": {}}),
-        lambda: checkpoints.complete(1, files, {}),
+        lambda: checkpoints.complete(1, *files, {}),
     ):
         try:
             write()

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from sparo_train.core.disk.pieces import Piece, PiecesReader, assign_writers, write_pieces
+from sparo_train.core.disk.pieces import Piece, assign_writers, write_pieces
+from sparo_train.core.disk.pieces_reader import INDEX, PiecesReader, extents_of, write_index
 from sparo_train.core.errors import CheckpointError
 
 
@@ -29,6 +30,9 @@ def written(folder, cuts_by_name):
     for number, pieces in files.items():
         paths.append(folder / f"model-{number}.safetensors")
         write_pieces(paths[-1], pieces)
+    write_index(
+        folder / INDEX, {p.name: ("model", extents_of(own)) for p, own in zip(paths, files.values(), strict=True)}
+    )
     return paths
 
 
@@ -42,7 +46,7 @@ def test_any_pieces_give_any_run(tmp_path_factory, data):
     cuts = data.draw(st.lists(st.integers(0, rows if by_rows else matrix.numel()), max_size=4))
     scalar = torch.tensor(2.5, dtype=torch.float64)
     paths = written(folder, {"matrix": (matrix, cuts, by_rows), "scalar": (scalar, [], False)})
-    reader = PiecesReader({"model": paths})
+    reader = PiecesReader({"model": paths}, index=data.draw(st.sampled_from([None, folder / INDEX])))
     begin = data.draw(st.integers(0, matrix.numel()))
     end = data.draw(st.integers(begin, matrix.numel()))
     assert torch.equal(reader.read("model", "matrix", begin, end), matrix.flatten()[begin:end])
@@ -70,6 +74,45 @@ def test_a_piece_that_is_not_there_is_named(tmp_path):
     paths[1].write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model-1\.safetensors: not readable"):
         PiecesReader({"model": paths})
+
+
+def test_with_an_index_only_the_files_with_the_wanted_elements_are_opened(tmp_path):
+    tensor = torch.arange(12.0).view(4, 3)
+    paths = written(tmp_path, {"w": (tensor, [1, 2], True), "b": (torch.ones(2), [], True)})
+    for path in (paths[0], paths[2]):
+        path.unlink()
+    reader = PiecesReader({"model": paths}, index=tmp_path / INDEX)
+    assert reader.names("model") == ["w", "b"] and reader.shape("model", "b") == (2,)
+    assert torch.equal(reader.read("model", "w", 3, 6), tensor[1])
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: not readable"):
+        reader.read("model", "w", 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda index, paths: index.write_bytes(b"torn"), ""),
+        (lambda index, paths: index.unlink(), ""),
+        (lambda index, paths: save_file({"x": torch.zeros(1)}, index), ""),
+        (
+            lambda index, paths: write_index(index, {paths[0].name: ("model", {"w": (0, 12, (4, 3))})}),
+            "it lists other files of model",
+        ),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path, damage, message):
+    paths = written(tmp_path, {"w": (torch.arange(12.0).view(4, 3), [1], True)})
+    damage(tmp_path / INDEX, paths)
+    with pytest.raises(CheckpointError, match=rf"index\.safetensors: not readable.*{message}"):
+        PiecesReader({"model": paths}, index=tmp_path / INDEX)
+
+
+def test_an_index_of_other_pieces_reads_nothing_wrong(tmp_path):
+    paths = written(tmp_path, {"w": (torch.arange(12.0).view(4, 3), [1], True)})
+    extents = {"w": (0, 6, (4, 3))}, {"w": (6, 6, (4, 3))}
+    write_index(tmp_path / INDEX, {p.name: ("model", own) for p, own in zip(paths, extents, strict=True)})
+    with pytest.raises(CheckpointError, match="not 6 elements"):
+        PiecesReader({"model": paths}, index=tmp_path / INDEX).part("model")
 
 
 _DTYPES = (

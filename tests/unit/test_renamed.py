@@ -174,7 +174,7 @@ def test_a_checkpoint_and_a_recipe_with_old_parameter_names_load(tmp_path):
         "optimizer": {"model.begin/exp_avg": Piece.unsharded(torch.zeros(3))},
     }
     checkpoints = store.CheckpointStore(tmp_path)
-    path = checkpoints.complete(1, checkpoints.write(1, pieces), {"recipe": recipe})
+    path = checkpoints.complete(1, *checkpoints.write(1, pieces), {"recipe": recipe})
     assert set(store.read_part(path, "model")) == {"model.begin", "x"}  # present files are read as they are
 
     meta = json.loads((path / "meta.json").read_text()) | {"format": 2}

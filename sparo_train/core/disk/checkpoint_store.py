@@ -3,6 +3,7 @@
     checkpoints/step-00012000/
         model.safetensors  optimizer.safetensors             one rank
         model-00003-of-00008.safetensors …                   several ranks: each writes its pieces (pieces.py)
+        index.safetensors                                    several ranks: which file contains which elements
         meta.json          step, samples, cursor, fingerprint, recipe, versions; size and SHA-256 of every file, and its
         own checksum
 
@@ -26,11 +27,13 @@ from ..files import is_safe_relative_path
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .pieces import Pieces, PiecesReader
+    from .pieces import Pieces
+    from .pieces_reader import Extent, PiecesReader
 
 FORMAT = 3
 _READABLE = (2, 3)  # format 2 has other names for some parameters of slot models (core/recipe/renamed.py)
 Files = dict[str, dict[str, Any]]  # name -> {"part", "bytes", "sha256"}
+Extents = dict[str, "dict[str, Extent]"]  # name of a file -> extents of the pieces in it
 
 
 class CheckpointStore:
@@ -62,16 +65,19 @@ class CheckpointStore:
     def _temporary(self, step: int) -> Path:
         return self.root / f".tmp-{self.writer}step-{step:08d}"
 
-    def write(self, step: int, pieces: Pieces, rank: int = 0, size: int = 1) -> Files:
+    def write(self, step: int, pieces: Pieces, rank: int = 0, size: int = 1) -> tuple[Files, Extents]:
         """Write one rank's pieces to the temporary folder; returns what `complete` needs to know about them.
 
         Raises:
             CheckpointError: the disk is full or read-only; older checkpoints are unchanged.
         """
-        from .pieces import write_pieces  # imported here so that checkpoint metadata can be read without torch
+        # Imported here, so that checkpoint metadata can be read without torch.
+        from .pieces import write_pieces
+        from .pieces_reader import extents_of
 
         temporary = self._temporary(step)
         files: Files = {}
+        extents: Extents = {}
         self.guard()
         try:
             temporary.mkdir(parents=True, exist_ok=True)
@@ -81,18 +87,21 @@ class CheckpointStore:
                 )
                 written, digest = write_pieces(path, part_pieces)
                 files[path.name] = {"part": part, "bytes": written, "sha256": digest}
+                extents[path.name] = extents_of(part_pieces)
         except OSError as error:
             raise self._failure(step, error) from None
-        return files
+        return files, extents
 
-    def complete(self, step: int, files: Files, meta: Mapping[str, Any]) -> Path:
+    def complete(self, step: int, files: Files, extents: Extents, meta: Mapping[str, Any]) -> Path:
         """Publish the checkpoint with everything that the ranks wrote, then remove old checkpoints.
+
+        Args:
+            files, extents: joined results of `write` of all ranks.
 
         Raises:
             CheckpointError: the disk is full or read-only, or a rank's file is not visible from this node.
         """
         temporary, target = self._temporary(step), self.folder(step)
-        content = {**meta, "format": FORMAT, "step": step, "files": files}
         try:
             for name, facts in files.items():
                 # A network file system may show a file of another machine late, or never.
@@ -100,6 +109,8 @@ class CheckpointStore:
                     raise OSError(
                         f"{name} of another rank is not visible on this node. `out` must be a folder that all nodes share"
                     )
+            files = files | self._write_index(temporary, files, extents)
+            content = {**meta, "format": FORMAT, "step": step, "files": files}
             path = temporary / "meta.json"
             path.write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
             _flush(path)
@@ -115,6 +126,15 @@ class CheckpointStore:
         self.guard()
         self._prune()
         return target
+
+    def _write_index(self, temporary: Path, files: Files, extents: Extents) -> Files:
+        """Write the index of a checkpoint of several ranks; one rank's two files need none."""
+        if len(files) == len({facts["part"] for facts in files.values()}):
+            return {}
+        from .pieces_reader import INDEX, write_index
+
+        size, digest = write_index(temporary / INDEX, {name: (files[name]["part"], extents[name]) for name in files})
+        return {INDEX: {"part": "index", "bytes": size, "sha256": digest}}
 
     def abandon(self, step: int) -> None:
         """Remove the files of an unfinished `write`; no rank may be writing any more."""
@@ -271,20 +291,30 @@ def newest_step(path: Path) -> Path | None:
     return path if (path / "meta.json").is_file() else CheckpointStore(path / "checkpoints").latest()
 
 
-def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (0, 1)) -> PiecesReader:
-    """Return a reader of a checkpoint's parts, after verifying the checksums of this rank's share (rank, of how many) of the files.
+def open_checkpoint(
+    path: Path, parts: Sequence[str], share: tuple[int, int] = (0, 1), meta: Mapping[str, Any] | None = None
+) -> PiecesReader:
+    """Return a reader of a checkpoint's parts, after verifying the checksums of this rank's share of the files, and of the index.
+
+    Args:
+        path: folder of the checkpoint.
+        parts: for example `model` and `optimizer`.
+        share: rank and number of ranks.
+        meta: from `read_meta` on another rank; None: it is read here.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the part does not exist.
     """
-    meta = read_meta(path)
+    meta = read_meta(path) if meta is None else meta
     files = meta["files"]
     part_files = {part: [path / name for name, facts in files.items() if facts["part"] == part] for part in parts}
     for part, paths in part_files.items():
         if not paths:
             raise CheckpointError(f"{path}: has no part {part!r}")
     rank, size = share
-    for file in [file for paths in part_files.values() for file in paths][rank::size]:
+    index = next((path / name for name, facts in files.items() if facts["part"] == "index"), None)
+    own = [file for paths in part_files.values() for file in paths][rank::size]
+    for file in own if index is None else [index, *own]:
         try:
             same = _sha256(file) == files[file.name]["sha256"]
         except OSError as error:
@@ -294,12 +324,12 @@ def open_checkpoint(path: Path, parts: Sequence[str], share: tuple[int, int] = (
                 f"{file}: damaged, because its checksum differs. Remove {path} to resume from the checkpoint before it."
             )
     from ..recipe.renamed import parameter_name
-    from .pieces import PiecesReader
+    from .pieces_reader import PiecesReader
 
     if meta["format"] == FORMAT:
-        return PiecesReader(part_files)
+        return PiecesReader(part_files, index=index)
     objective = meta.get("recipe", {}).get("objective", {})
-    return PiecesReader(part_files, lambda name: parameter_name(name, objective.get("kind")))
+    return PiecesReader(part_files, lambda name: parameter_name(name, objective.get("kind")), index)
 
 
 def read_part(path: Path, part: str) -> dict[str, Tensor]:

@@ -10,20 +10,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-from ..errors import CheckpointError
 
 _CHUNK = 8 << 20
 _ALIGNED = 4096  # a multiple of every disk's sector size
@@ -107,7 +103,7 @@ class DirectFile:
             os.close(self._file)
 
 
-_HEADER = "pieces"  # key of the safetensors header that describes partial tensors: {name: [begin, shape]}
+PARTIAL = "pieces"  # key of the safetensors header that describes partial tensors: {name: [begin, shape]}
 
 
 class Piece(NamedTuple):
@@ -166,7 +162,7 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> tuple[int, str]:
     order = list(_TYPES)
     named = sorted(pieces, key=lambda name: (order.index(pieces[name].data.dtype), name))
     partial = {name: [piece.begin, list(piece.shape)] for name, piece in pieces.items() if not piece.is_whole}
-    header: dict[str, Any] = {"__metadata__": {_HEADER: json.dumps(partial)}} if partial else {}
+    header: dict[str, Any] = {"__metadata__": {PARTIAL: json.dumps(partial)}} if partial else {}
     at = 0
     for name in named:
         data = pieces[name].data
@@ -180,102 +176,3 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> tuple[int, str]:
             flat = pieces[name].data.detach().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
     return file.size, file.sha256.hexdigest()
-
-
-class _Run(NamedTuple):
-    begin: int
-    end: int
-    file: Path
-    stored_name: str
-
-
-class PiecesReader:
-    """Reader of tensors from the files of a part, however they are sharded.
-
-    Args:
-        files: paths by part.
-        rename: maps a name in the files to the name under which the tensor is read.
-
-    Raises:
-        CheckpointError: a file is not readable, or the files together do not contain all of a tensor.
-    """
-
-    def __init__(self, files: Mapping[str, Sequence[Path]], rename: Callable[[str], str] = str):
-        self._rename = rename
-        self._open: dict[Path, Any] = {}
-        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-        self._runs: dict[str, dict[str, list[_Run]]] = {}
-        for part, paths in files.items():
-            self._shapes[part], self._runs[part] = {}, {}
-            for path in paths:
-                self._index_file(part, path)
-            for name, runs in self._runs[part].items():
-                self._refuse_gaps(part, name, runs)
-
-    def _index_file(self, part: str, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-            partial = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
-            for stored_name in file.keys():  # noqa: SIM118  a method, not a mapping
-                stored_shape = file.get_slice(stored_name).get_shape()
-                begin, shape = partial.get(stored_name, (0, stored_shape))
-                name = self._rename(stored_name)
-                self._shapes[part][name] = tuple(shape)
-                run = _Run(begin, begin + math.prod(stored_shape), path, stored_name)
-                self._runs[part].setdefault(name, []).append(run)
-        except (OSError, SafetensorError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{path}: not readable ({error}). Remove {path.parent} to resume from the checkpoint before it."
-            ) from None
-        self._open[path] = file
-
-    def _refuse_gaps(self, part: str, name: str, runs: list[_Run]) -> None:
-        runs.sort()
-        at = 0
-        for run in runs:
-            if run.begin != at and run.end > run.begin:
-                break
-            at = max(at, run.end)
-        if at != math.prod(self._shapes[part][name]):
-            raise CheckpointError(
-                f"{runs[0].file.parent}: {part} {name!r} is incomplete: its files have a gap after the first {at} of "
-                f"{math.prod(self._shapes[part][name])} elements. The checkpoint is damaged. Remove it."
-            )
-
-    def names(self, part: str) -> list[str]:
-        """Return the names of the tensors of a part; empty if the checkpoint does not have the part."""
-        return list(self._runs.get(part, {}))
-
-    def shape(self, part: str, name: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor. Raises CheckpointError if the part does not contain it."""
-        try:
-            return self._shapes[part][name]
-        except KeyError:
-            raise CheckpointError(f"checkpoint: {part} has no {name!r}") from None
-
-    def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """Return elements `begin` to `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
-        whole = math.prod(self.shape(part, name))
-        end = whole if end is None else end
-        runs = self._runs[part][name]
-        slices = [self._read_run(run, max(begin, run.begin), min(end, run.end)) for run in runs]
-        chunks = [piece for piece in slices if piece is not None]
-        if not chunks:
-            return self._open[runs[0].file].get_tensor(runs[0].stored_name).flatten()[:0]
-        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-    def _read_run(self, run: _Run, begin: int, end: int) -> Tensor | None:
-        if begin >= end:
-            return None
-        tensor_slice = self._open[run.file].get_slice(run.stored_name)
-        shape = tensor_slice.get_shape()
-        if not shape:
-            return self._open[run.file].get_tensor(run.stored_name).reshape(1)
-        row = math.prod(shape[1:])
-        first, last = (begin - run.begin) // row, -(-(end - run.begin) // row)
-        offset = run.begin + first * row
-        return tensor_slice[first:last].flatten()[begin - offset : end - offset]
-
-    def part(self, part: str) -> dict[str, Tensor]:
-        """Return all tensors of a part, whole."""
-        return {name: self.read(part, name).reshape(self.shape(part, name)) for name in self.names(part)}
