@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.disk.metrics import read
+from sparo_train.core.disk.metrics import read, straggler
 from sparo_train.core.errors import ConfigError, SparoError
 
 from . import slurm
@@ -92,6 +92,8 @@ def _status(folder: Path, record: dict[str, Any], slurm_states: dict[str, JobSta
         reason = _failure_reason(records, record, state, reason)
     if progress.get("phase") and state == "RUNNING" and progress["phase"] != "training":
         reason = reason or str(progress["phase"])
+    if state == "RUNNING":
+        reason = reason or progress.get("straggler", "")
     return Status(
         str(folder),
         ",".join(record["jobs"]),
@@ -162,6 +164,7 @@ def _progress(folder: Path, since: float) -> dict[str, Any]:
     rate, samples = newest.get("samples_per_second"), newest.get("samples")
     if fresh and newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
         progress["step"], progress["rate"] = max(newest["step"], progress.get("step", 0)), rate
+        progress["straggler"] = straggler(newest)
         if isinstance(progress.get("total"), int) and rate > 0:
             # By samples, because the batch size may grow.
             progress["eta"] = (progress["total"] - progress["step"]) * (samples / newest["step"]) / rate

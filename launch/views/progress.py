@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from sparo_data.check import Report, check
+from sparo_train.core.disk.metrics import straggler
 from sparo_train.core.files import escape_control_chars
 from sparo_train.data.read.decoding import PixelRange
 from sparo_train.data.read.sources import SourceConfig
@@ -120,11 +121,13 @@ class ProgressView:
         self._stack.close()
 
     def update(self, step: int, total: int, facts: Mapping[str, float]) -> None:
+        if self.silent:
+            return
         text = (
             f"loss {facts['loss']:.3f}  {facts['samples_per_second']:.0f} samples/s  data wait {facts['data_wait']:.0%}"
         )
-        if self.silent:
-            return
+        if slow := straggler(facts):
+            text += f"  {slow}"
         task = self._bar_task()
         self._bar.update(task, facts=text)
         self._bar.clock(task, step, total, *self._times, first=step == total)

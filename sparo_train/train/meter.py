@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.accelerator import device_name, take_peak_memory
 from ..core.contracts import Batch, CoupledObjective, Objective, Progress
+from ..core.distributed import Ranks
 
 # Dense bf16 tensor-core peaks in FLOP/s, from the vendors' data sheets. A longer name ("H100 PCIe") comes before the
 # name that it contains.
@@ -166,8 +168,31 @@ class Meter:
         return due
 
 
+class MetricExchange:
+    """Exchange of metrics as numbers. Their names, which take much longer with many ranks, are exchanged only when there are new ones."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._names: list[str] = []
+
+    def gather(self, own: Mapping[str, float]) -> list[dict[str, float]]:
+        """Return the metrics of all ranks, in rank order. Ranks may have different metrics."""
+        if self._ranks.size == 1:
+            return [dict(own)]
+        rows = self._rows(own)
+        if any(has_new_names for has_new_names, *_ in rows):
+            self._names = sorted({name for names in self._ranks.gather([*self._names, *own]) for name in names})
+            rows = self._rows(own)
+        return [{name: row[2 * i + 2] for i, name in enumerate(self._names) if row[2 * i + 1]} for row in rows]
+
+    def _rows(self, own: Mapping[str, float]) -> list[list[float]]:
+        # For each name, whether this rank has it, and its value, which may be NaN.
+        pairs = ((float(name in own), own.get(name, 0.0)) for name in self._names)
+        return self._ranks.gather_numbers([float(not own.keys() <= set(self._names)), *chain.from_iterable(pairs)])
+
+
 def average_over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the means over ranks, and `step_spread`: the share by which the slowest rank's forward takes longer than the fastest's.
+    """Return the means over ranks, `step_spread`, the share by which the slowest rank's forward takes longer than the fastest's, and `slowest_rank`.
 
     Forwards are compared because they do not wait for other ranks; whole steps take equally long on all ranks.
     """
@@ -180,4 +205,5 @@ def average_over_ranks(facts: Sequence[dict[str, float]]) -> dict[str, float]:
     own = [f["forward_seconds"] for f in facts]
     if len(facts) > 1:
         out["step_spread"] = max(own) / max(min(own), 1e-9) - 1
+        out["slowest_rank"] = own.index(max(own))
     return out

@@ -17,7 +17,7 @@ from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
 from ..core.errors import StoppedError
 from ..core.world import World
-from .meter import FlopCounter, Meter, RunClock, average_over_ranks, memory, utilisation
+from .meter import FlopCounter, Meter, MetricExchange, RunClock, average_over_ranks, memory, utilisation
 from .run_config import LogConfig, ProfileConfig
 from .state import Display, Evaluate
 
@@ -45,6 +45,7 @@ class Reporter:
     ):
         self.config, self.rundir, self.ranks, self.engine, self.display = config, rundir, ranks, engine, display
         self.flops, self.meter = flops, Meter()
+        self._exchange = MetricExchange(ranks)
         self._log: MetricsLog | None = None
         self._unhealthy = False
         self._odd: set[str] = set()  # metrics that are not numbers, which were reported once
@@ -63,7 +64,7 @@ class Reporter:
         # After the float() above, because only then has the device finished the timed work.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
-        facts = average_over_ranks(self.ranks.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
+        facts = average_over_ranks(self._exchange.gather(own)) | {"lr": report.lr, "grad_norm": float(report.grad_norm)}
         facts |= {f"grad_norm_{part}": float(norm) for part, norm in report.norms.items()}
         self._check_health(objective, step, facts)
         facts |= self._speed(batch, facts["samples_per_second"])

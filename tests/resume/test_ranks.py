@@ -15,6 +15,7 @@ from sparo_data.writer import write_shard
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
+from sparo_train.core.disk.metrics import straggler
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.world import World, find_world
 from sparo_train.train.run_config import RunConfig
@@ -182,7 +183,9 @@ def test_a_slow_rank_shows_in_the_spread(place):
     line = ("train", place / "recipe.yaml", "name=slow", "steps=4")
     found = finish(start_ranks(2, *line, program=_RANK_ONE_IS_SLOW), 60)
     assert [code for code, _ in found] == [0, 0], found
-    assert metrics.read(place / "slow/metrics.jsonl", "train")[-1]["step_spread"] > 1
+    record = metrics.read(place / "slow/metrics.jsonl", "train")[-1]
+    assert record["step_spread"] > 1 and record["slowest_rank"] == 1
+    assert straggler(record).startswith("rank 1 is ")
 
 
 @pytest.mark.stress

@@ -150,6 +150,18 @@ def test_an_older_heartbeat_is_ignored_for_a_new_job(tmp_path):
         until(lambda: local_alive(str(child.pid)))  # right after an exec a process has no command line yet
         (status,) = statuses([tmp_path])
         assert (status.state, status.reason, status.rate, status.step) == ("RUNNING", "", None, 5)
+        beat = {"step": 6, "total": 9, "phase": "training", "time": time.time() + 9}
+        (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+        record = {
+            "kind": "train",
+            "step": 6,
+            "samples": 48,
+            "samples_per_second": 9.0,
+            "step_spread": 0.4,
+            "slowest_rank": 3.0,
+        }
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        assert statuses([tmp_path])[0].reason == "rank 3 is 40% slower than the fastest"
     finally:
         child.send_signal(signal.SIGKILL)
 

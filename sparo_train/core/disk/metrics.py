@@ -17,6 +17,9 @@ from ..files import write_whole
 SCORES = ("task", "metric", "score")
 
 
+_SLOW = 0.2  # share by which a rank is slower before it is reported
+
+
 class Sample(NamedTuple):
     """An image (H, W, 3) uint8 as the model receives it, and its caption (empty if it has none)."""
 
@@ -199,6 +202,14 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
         if kind is None or (record.get("kind") == kind and isinstance(record.get("step"), int)):
             records.append(record)
     return records
+
+
+def straggler(record: Mapping[str, Any]) -> str:
+    """Return which rank is much slower than the fastest, from a `train` record; empty if none is."""
+    spread, rank = record.get("step_spread"), record.get("slowest_rank")
+    if isinstance(spread, int | float) and isinstance(rank, int | float) and spread >= _SLOW:
+        return f"rank {rank:.0f} is {spread:.0%} slower than the fastest"
+    return ""
 
 
 def rewind(path: Path, step: int) -> None:
