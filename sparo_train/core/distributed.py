@@ -228,12 +228,30 @@ class Ranks:
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each value over ranks."""
+        return self.start_all_reduce_max(values)()
+
+    def start_all_reduce_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Start `all_reduce_max`; returns a function that waits for the result. All ranks must call it at the same point."""
         if self.size == 1:
-            return list(values)
+            return lambda: list(values)
+        maxima = torch.tensor(values, dtype=torch.int64)
         with self.error_context("agreeing on how to continue", only_collectives=True):
-            maxima = torch.tensor(values, dtype=torch.int64)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control_group)
-        return maxima.tolist()
+            work = dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._control_group, async_op=True)
+
+        def result() -> list[int]:
+            with self.error_context("agreeing on how to continue", only_collectives=True):
+                work.wait()
+            return maxima.tolist()
+
+        return result
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of all ranks, in rank order; each rank passes equally many."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        out = own.new_empty(self.size * len(own))
+        with self.error_context("gathering", only_collectives=True):
+            _all_gather(out, own, group=self._control_group)
+        return out.view(self.size, -1).tolist()
 
     def gather(self, value: T, saving: bool = False) -> list[T]:
         """Return the values of all ranks, in rank order. `saving` uses the group of the threads that write a checkpoint."""

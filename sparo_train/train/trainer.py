@@ -111,20 +111,21 @@ class Trainer:
         sync = RankSync(self.ranks, self.saver, self.bad, self.config.checkpoint.every_minutes)
         with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers running
             self.reporter.meter.start()
+            upcoming = sync.ask(stop, *self._next(batches)) if state.step < end else None
             while True:
                 # Before comparing with `end`, so that a run that was stopped before its evaluation evaluates this step
                 # when it resumes.
                 if self.evaluation.due(state.step) and (signal := self._evaluate()):
                     return signal
-                if state.step >= end:
+                if upcoming is None:
                     return None
-                # While a GPU is busy with the previous step, read the next batch and copy it to the device.
-                loader_batch, error = self._next(batches)
                 # Before using the batch, so that the resumed run begins with the batch that a signal left unused.
-                samples = state.samples + self.config.batch_size
-                signal, checkpoint_due = sync.synchronize(stop, loader_batch, error, samples)
+                signal, checkpoint_due = sync.agree(upcoming, state.samples + self.config.batch_size)
+                loader_batch = upcoming.loader_batch
                 if signal is not None or loader_batch is None:
                     return signal
+                # While a GPU is busy with the previous step, read the batch after this one and copy it to the device.
+                upcoming = sync.ask(stop, *self._next(batches)) if state.step + 1 < end else None
                 self._step(loader_batch)
                 checkpoint_due |= every_steps > 0 and state.step % every_steps == 0
                 if checkpoint_due and state.step < end:  # `_end` saves the last step

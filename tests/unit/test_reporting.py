@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,18 +15,18 @@ from evals.suite.suite import Suite, TaskError
 from evals.tasks.result import Result
 from launch.commands.train import train
 from sparo_train.core.config import resolve
-from sparo_train.core.contracts import Loss, Objective, Progress
+from sparo_train.core.contracts import LoaderBatch, Loss, Objective, Progress
 from sparo_train.core.disk import metrics
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import DataError, LostRankError
-from sparo_train.core.world import World
+from sparo_train.core.errors import ConfigError, DataError, LostRankError
+from sparo_train.core.world import StopFlag, World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.readouts.pooling import MeanPool
-from sparo_train.train.meter import average_over_ranks
+from sparo_train.train.meter import MetricExchange, average_over_ranks
 from sparo_train.train.reporting import Reporter
 from sparo_train.train.run_config import LogConfig, RunConfig
-from sparo_train.train.step import _weighted_backward
+from sparo_train.train.step import RankSync, _weighted_backward
 from tests.helpers.logs import logged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import tiny_recipe
@@ -85,11 +87,65 @@ def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
     assert "metric 'step' has a reserved name" in said.pop()
     assert len(said) == 2 and "metric 'b' is not a single number and is omitted" in said[0]
     facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
-    assert average_over_ranks(facts) == {"forward_seconds": 1.0, "loss": 2.0, "rare": 5.0, "step_spread": 0.0}
+    assert average_over_ranks(facts) == {
+        "forward_seconds": 1.0,
+        "loss": 2.0,
+        "rare": 5.0,
+        "step_spread": 0.0,
+        "slowest_rank": 0,
+    }
     sizes = iter((Loss(torch.tensor(1.0), {"rare": torch.tensor(4.0)}), Loss(torch.tensor(2.0), {})))
     engine = SimpleNamespace(forward=lambda *_, **__: next(sizes), backward=lambda *_, **__: None)
     whole = _weighted_backward(engine, [{"x": torch.zeros(3)}, {"x": torch.zeros(1)}], None)
     assert float(whole.total) == 1.25 and float(whole.metrics["rare"]) == 4.0
+
+
+def _exchanges(ranks):
+    exchange, nan = MetricExchange(ranks), float("nan")
+    steps = [
+        {"loss": 1.0 + ranks.rank},
+        {"loss": 2.0, "rare": nan} if ranks.rank == 1 else {"loss": 1.0},
+        {"loss": 5.0},
+    ]
+    return [exchange.gather(own) for own in steps]
+
+
+def test_ranks_exchange_metrics_that_only_some_of_them_have():
+    for first, second, third in run_ranks(3, _exchanges):
+        assert first == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+        assert second[0] == second[2] == {"loss": 1.0} and second[1]["loss"] == 2.0 and math.isnan(second[1]["rare"])
+        assert third == [{"loss": 5.0}] * 3
+
+
+def _asks(ranks, folder):
+    stop = StopFlag()
+    stop.received = "SIGTERM" if ranks.rank == 1 else None
+    sync = RankSync(ranks, SimpleNamespace(failed=False), None, 0)
+    mark = folder / "rank 0 has asked"
+    while ranks.rank == 1 and not mark.exists():
+        time.sleep(0.01)
+    upcoming = sync.ask(stop, LoaderBatch({}, None, {}, {}), None)
+    mark.touch()
+    return sync.agree(upcoming, 8)
+
+
+def test_a_rank_that_asks_does_not_wait_for_the_others(tmp_path):
+    assert run_ranks(2, _asks, tmp_path) == [("SIGTERM", False)] * 2
+
+
+def _compares(ranks):
+    facts = {"seed": 1, "nested": {"a": [1, 2]}}
+    ranks.require_equal(facts, "recipe")
+    try:
+        ranks.require_equal({**facts, "seed": ranks.rank}, "recipe")
+    except ConfigError as error:
+        return str(error), ranks.broadcast(ranks.rank + 7), ranks.gather_on_rank0(ranks.rank)
+
+
+def test_ranks_compare_facts_by_their_hash_and_name_a_difference():
+    found = run_ranks(2, _compares)
+    assert all("rank 1: differs from rank 0 in its recipe, got seed" in text for text, *_ in found)
+    assert [rest for _, *rest in found] == [[7, [0, 1]], [7, None]]
 
 
 def test_parameters_that_no_gradient_reaches_are_named_once():
