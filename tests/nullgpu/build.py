@@ -20,7 +20,7 @@ SOURCES = Path(__file__).parent / "csrc"
 # Stubs of these report success.
 SUCCEED = ("cuda", "__cuda", "cublas", "cudnn")
 # Stubs of these report an error, which torch raises: nothing must look as if it had been computed.
-FAIL = ("cusolver", "cusparse", "cufft", "curand", "nccl")
+FAIL = ("cusolver", "cusparse", "cufft", "curand", "nccl", "nvml")
 RETURNS_TEXT = re.compile(r"(Error|Status)String$|ErrorName$|^ncclGetLastError$")
 # Decorations of CUDA's headers that mean nothing to a C compiler; newer wheels do not contain the header that defines them.
 DECORATIONS = (
@@ -131,6 +131,7 @@ def _compile(out: Path, torch: Path, cuda: int) -> None:
     if done.returncode:
         raise UnavailableError(f"it does not compile against these headers: {done.stderr[-2000:]}")
     (out / "libcuda.so").symlink_to("libcuda.so.1")
+    (out / "libnvidia-ml.so.1").symlink_to("libcuda.so.1")
 
 
 def _symbols_of_torch(torch: Path) -> set[str]:
@@ -146,13 +147,14 @@ def _symbols_of_torch(torch: Path) -> set[str]:
 
 
 def _driver_functions(torch: Path, headers: list[Path]) -> set[str]:
-    """Return the functions of the driver that its header, torch or Triton name; they are looked up at run time."""
+    """Return the functions of the driver and of NVML that their headers, torch or Triton name; they are looked up at run time."""
     paths = [folder / "cuda.h" for folder in headers] + [torch / "include/c10/cuda/driver_api.h"]
     paths += torch.parent.glob("triton/backends/nvidia/driver.*")
     names: set[str] = set()
     for path in filter(Path.exists, paths):
         text = path.read_text(errors="replace")
         names.update(re.findall(r"\b(cu[A-Z]\w+)\s*[(;,]", text))
+        names.update(re.findall(r"\b(nvml[A-Z]\w+)\)", text))
         names.update(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", text))
     return {name for name in names if not name.startswith(("cuda", "cublas", "cudnn"))}
 

@@ -42,6 +42,13 @@ API int cuOccupancyMaxActiveClusters(int *out) { *out = 16; return 0; }
 API int cuLaunchKernel(void *function) { count(DRIVER_LAUNCH, 1); return record_launch(function); }
 API int cuLaunchKernelEx(void *config, void *function) { (void)config; count(DRIVER_LAUNCH, 1); return record_launch(function); }
 
+/* NVML, of which torch needs the number of devices and whether memory can be shared over a fabric. */
+API int nvmlInit(void) { return 0; }
+API int nvmlInit_v2(void) { return 0; }
+API int nvmlDeviceGetCount_v2(unsigned *out) { *out = num_devices(); return 0; }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **out) { (void)id; *out = CONTEXT; return 0; }
+API int nvmlDeviceGetGpuFabricInfoV(void) { return 0; } /* leaves the state that torch has set: not supported */
+
 /* Functions that are looked up by name; one that nobody defines does nothing. */
 static int do_nothing(void) { return 0; }
 static void *find_function(const char *name) { void *function = dlsym(RTLD_DEFAULT, name); return function ? function : (void *)do_nothing; }

@@ -156,6 +156,37 @@ API int cudaFree(void *start) {
     return 0;
 }
 
+/* Segments that grow: an address range, of which pieces are backed by memory one by one. */
+API int cuMemAddressReserve(void **out, size_t bytes) {
+    if (!(*out = map_memory(bytes))) return OUT_OF_MEMORY;
+    add_block(*out, bytes, DEVICE);
+    return 0;
+}
+
+API int cuMemAddressFree(void *start, size_t bytes) {
+    find_block(start, 0, 0, 1);
+    munmap(start, bytes);
+    return 0;
+}
+
+struct memory { size_t bytes; int device; };
+
+API int cuMemCreate(struct memory **out, size_t bytes) {
+    int device = device_of_thread % MAX_DEVICES;
+    if (allocated[device] + bytes > USABLE_MEMORY) return OUT_OF_MEMORY;
+    __atomic_add_fetch(&allocated[device], bytes, __ATOMIC_SEQ_CST);
+    count(MALLOC, 1);
+    *out = new_handle();
+    (*out)->bytes = bytes, (*out)->device = device;
+    return 0;
+}
+
+API int cuMemRelease(struct memory *memory) {
+    __atomic_sub_fetch(&allocated[memory->device], memory->bytes, __ATOMIC_SEQ_CST);
+    memory->bytes = 0;
+    return 0;
+}
+
 API int cudaMallocAsync(void **out, size_t bytes, void *stream) { (void)stream; return cudaMalloc(out, bytes); }
 API int cudaFreeAsync(void *start, void *stream) { (void)stream; return cudaFree(start); }
 
