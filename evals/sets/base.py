@@ -21,7 +21,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_bytes, read_text
 from sparo_train.core.world import stop_here
 from sparo_train.data.read.decoding import PUBLISHED, Decoding, decode
-from sparo_train.data.read.workers import iterate_in_workers
+from sparo_train.data.read.workers import WorkerItems
 
 OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}
 _PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
@@ -216,7 +216,7 @@ def read_batches(
     """
     # Starting processes takes longer than reading so few samples.
     few = sum(map(len, numbers)) < _FEW
-    with closing(iterate_in_workers(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
+    with closing(WorkerItems(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
         for batch in batches:
             if stoppable:
                 stop_here()  # a signal must not wait for a whole set

@@ -118,6 +118,16 @@ def set_tf32(enable: bool) -> None:
     torch.backends.cudnn.allow_tf32 = enable
 
 
+def grow_segments() -> None:
+    """Let CUDA's allocator extend its blocks, so that tensors of changing sizes leave fewer gaps.
+
+    It reads its settings when it allocates first. A setting of the user is kept.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if torch.version.hip is None and not any(name in os.environ for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def compile_problem(device: torch.device) -> str | None:
     """Return why torch.compile cannot work on an accelerator; None if it can."""
     from torch.utils._triton import has_triton

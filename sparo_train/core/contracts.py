@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -335,10 +335,17 @@ class LoaderBatch(NamedTuple):
     first_keys: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
+class BatchStream(Protocol):
+    """Batches in order; `close` ends the workers that prepare them."""
+
+    def __next__(self) -> LoaderBatch: ...
+    def close(self) -> None: ...
+
+
 class DataPipeline(Protocol):
     """Source of batches in a fixed order. `start` continues from a cursor. `fingerprint` identifies the data set and the plan."""
 
     fingerprint: dict[str, Any]
 
-    def start(self, cursor: Cursor | None) -> Generator[LoaderBatch, None, None]: ...
+    def start(self, cursor: Cursor | None, device: torch.device) -> BatchStream: ...
     def preview(self, batch: Batch, count: int) -> Sequence[Sample]: ...

@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from .device_context import Device
 from .engine_kind import Costs, EngineKind, Sizes, casts
 from .optim import OptimConfig, build_optimizer, clip_per_tensor, set_rates, total_norms
-from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, summed_norms
+from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, connect_device, summed_norms
 from .zero import Zero
 
 
@@ -87,6 +87,7 @@ class DeepSpeedEngine:
             raise ConfigError("engine.kind=deepspeed needs several ranks, got one. Use engine.kind=local.")
         # Its flat optimizer steps a whole group, so a frozen parameter would still move by its moments.
         self._refuse_frozen_steps(objective, Progress(0, 1, 0))
+        connect_device(self.device_context, self.config, self.ranks)
         # Recorded before DeepSpeed flattens them, because checkpoints have the model's shapes.
         self._shapes = {name: tuple(t.shape) for name, t in objective.state_dict().items()}
         self._plain = PlainCopy(objective, self.ranks, self.device)

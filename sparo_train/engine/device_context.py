@@ -19,6 +19,7 @@ from ..core.accelerator import (
     DeviceName,
     compile_problem,
     find_device,
+    grow_segments,
     has_bf16,
     is_streaming,
     random_state,
@@ -146,6 +147,11 @@ class DeviceConfig(Frozen):
         "Compute fp32 products and convolutions of NVIDIA GPUs in TF32 (10 bits of mantissa). Faster; with `precision: "
         "bf16`, mainly the loss.",
     )
+    expandable_segments: bool = resumable_field(
+        True,
+        "Let the allocator of NVIDIA GPUs extend its blocks of memory, which leaves fewer gaps if the sizes of batches "
+        "change. PYTORCH_ALLOC_CONF has precedence.",
+    )
 
 
 class Device:
@@ -163,6 +169,8 @@ class Device:
                 f"engine.precision=bf16: {self.device.type} has no bfloat16 on this machine. Use engine.precision=fp32."
             )
         set_tf32(config.tf32)
+        if config.expandable_segments and self.device.type == "cuda":
+            grow_segments()
         self.clock = Clock(self.device)
         self.kernel: str = "fused" if config.attention == "auto" else config.attention
         self._copy_stream: torch.Stream | None = None

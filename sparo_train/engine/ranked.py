@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +18,28 @@ from ..core.config import resumable_field
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
+from ..core.numa import bind_to_socket
 from .device_context import Device, DeviceConfig
 from .local import LocalEngine
 from .optim import OptimConfig
+
+logger = logging.getLogger(__name__)
 
 
 class RankedEngineConfig(DeviceConfig):
     """One process per device."""
 
     timeout: float = resumable_field(600.0, "Seconds after which a rank that does not respond ends the run.", gt=0)
+    bind_cores: bool = resumable_field(
+        True,
+        "Bind each rank and its loader workers to the CPU socket of its GPU, if each socket of the machine has a rank.",
+    )
+    flight_recorder: int = resumable_field(
+        2000,
+        "Number of collectives that each rank remembers. If NCCL runs into `timeout`, they are written to "
+        "RUN/flight_recorder, for torchfrtrace. 0: none.",
+        ge=0,
+    )
 
 
 class Root(nn.Module):
@@ -51,8 +66,12 @@ class RankedEngine(LocalEngine):
 
     def __init__(self, config: RankedEngineConfig, optim: OptimConfig, ranks: Ranks):
         super().__init__(config, optim)
-        self.ranks, self.share = ranks, (ranks.rank, ranks.size)
+        self.ranks, self.share, self._ranked_config = ranks, (ranks.rank, ranks.size), config
         assign_gpu(self.device_context, self.kind, ranks)
+
+    def prepare(self, objective: Objective) -> None:
+        connect_device(self.device_context, self._ranked_config, self.ranks)
+        super().prepare(objective)
 
     def forward(self, batch: Batch, progress: Progress, *, last: bool) -> Loss:
         """Return the objective's loss of this rank's batch; the mean over ranks is the global loss."""
@@ -101,7 +120,49 @@ def assign_gpu(device_context: Device, kind: str, ranks: Ranks) -> None:
             f"{count} GPU(s). Start one process per GPU."
         )
     device_context.device = torch.device(device_type, local)
-    torch.accelerator.set_device_index(local)
+
+
+def connect_device(device_context: Device, config: RankedEngineConfig, ranks: Ranks) -> None:
+    """Start this rank's device and its connections to those of the other ranks, and bind the process to cores near it.
+
+    NCCL would otherwise connect in the first step, where a failure is hard to understand. Not earlier, because loader
+    workers are forked before: they must not inherit a context of the device.
+    """
+    device = device_context.device
+    if device.type == "cpu":
+        return
+    torch.accelerator.set_device_index(device)
+    if ranks.size == 1:
+        return
+    if config.flight_recorder and "TORCH_FR_DUMP_TEMP_FILE" in os.environ:
+        # torch does not create the folder.
+        Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"]).parent.mkdir(parents=True, exist_ok=True)
+    with ranks.error_context("connecting the devices of the ranks", only_collectives=True):
+        ready = torch.zeros((), device=device)
+        dist.all_reduce(ready)
+        float(ready)  # waits, so that an error of the exchange is raised here
+    if config.bind_cores and (line := bind_to_socket(device, ranks)):
+        logger.info(line)
+
+
+def record_collectives(size: int, folder: Path) -> None:
+    """Let NCCL write its last collectives to `RUN/flight_recorder` if one runs into the timeout. Call it before joining.
+
+    Variables that the user has set are kept.
+
+    Args:
+        size: number of collectives.
+        folder: the run folder.
+    """
+    out = folder / "flight_recorder"
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", str(size)),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", str(size)),  # an older name
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", str(int(size > 0))),
+        ("TORCH_FR_DUMP_TEMP_FILE", str(out / "rank-")),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(out / "rank-")),
+    ):
+        os.environ.setdefault(name, value)
 
 
 class PlainCopy:

@@ -18,7 +18,7 @@ from ..core.contracts import DeviceContext
 from ..core.errors import BadSampleError, DataError, SparoError
 from ..data.read.sources import Source, Storage
 from ..data.read.token_cache import TokenCache
-from ..data.read.workers import iterate_in_workers
+from ..data.read.workers import WorkerItems
 from ..models.clip_towers import layer_of
 from ..models.weight_files.weights import weights_sha256
 
@@ -152,7 +152,7 @@ def _prepared(sample_range: SampleRange, prepare: Prepare, workers: int) -> Any:
         list(range(at, min(at + _IMAGES, sample_range.last)))
         for at in range(sample_range.first, sample_range.last, _IMAGES)
     ]
-    return iterate_in_workers(_SampleDataset(sample_range, prepare), workers, _identity, numbers)
+    return WorkerItems(_SampleDataset(sample_range, prepare), workers, _identity, numbers)
 
 
 def _identity(item: Any) -> Any:

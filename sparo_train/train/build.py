@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..core.rng import torch_seed
 from ..core.world import World
 from ..data.read.loader import Pipeline
 from ..engine.optim import OptimConfig
+from ..engine.ranked import RankedEngineConfig, record_collectives
 from .run_config import RunConfig
 
 _SINGLE_PROCESS = World()
@@ -51,13 +53,14 @@ def num_trained_parameters(config: RunConfig) -> int:
         return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
 
 
-def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
+def build_ranks(engine: Any, world_size: int | None, world: World, folder: Path | None = None) -> Ranks:
     """Join the other ranks.
 
     Args:
         engine: the recipe's `engine` block.
         world_size: the recipe's required number of ranks; None: any.
-        world: the number of ranks that the launcher started; None: read it from the environment.
+        world: the ranks that the launcher started.
+        folder: the run folder, for the collectives before a timeout; None: they are not written.
 
     Raises:
         ConfigError: an engine of one process was started on several ranks, or the number of ranks differs from
@@ -74,7 +77,10 @@ def build_ranks(engine: Any, world_size: int | None, world: World) -> Ranks:
             )
         return Ranks(world, "gloo", 0.0)
     # Gloo in addition to nccl: messages of the loop between ranks must not wait for a GPU.
-    return Ranks(world, collectives(find_device(engine.device, "engine.device")), engine.timeout)
+    device = find_device(engine.device, "engine.device")
+    if folder is not None and device.type == "cuda" and isinstance(engine, RankedEngineConfig):
+        record_collectives(engine.flight_recorder, folder)
+    return Ranks(world, collectives(device), engine.timeout)
 
 
 def build_engine(engine: Any, optim: OptimConfig, ranks: Ranks) -> Engine:

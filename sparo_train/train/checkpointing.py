@@ -237,26 +237,28 @@ class Saver:
             return CheckpointError(f"{self.store.folder(step)}: could not be written ({type(error).__name__}: {error})")
 
 
-def resume(
+def find_start(
     start: StartConfig | None,
     fall_back: bool,
     saver: Saver,
     ranks: Ranks,
-    engine: Engine,
     pipeline: DataPipeline,
     bad: BadSampleBudget,
-) -> State:
-    """Load a run's newest checkpoint into the engine, or the checkpoint that it branches from; return the state to continue from.
+) -> tuple[State, Callable[[Engine], None]]:
+    """Find a run's newest checkpoint, or the checkpoint that it branches from, without the device.
 
     Args:
         start: the recipe's `start_from` block.
         fall_back: `checkpoint.fall_back`.
         saver: checkpoints of this run.
-        ranks, engine, pipeline: of this training.
+        ranks, pipeline: of this training.
         bad: receives the counts of skipped samples.
 
+    Returns:
+        The state to continue from, and a function that loads the checkpoint into a prepared engine.
+
     Raises:
-        CheckpointError: a checkpoint cannot be read or does not fit.
+        CheckpointError: a checkpoint cannot be read or, when it is loaded, does not fit.
         DataError: the data changed since the checkpoint.
     """
     newest = saver.newest(
@@ -266,34 +268,38 @@ def resume(
     if newest is None:
         if start is not None and start.optimizer:
             with ranks.raise_on_all():
-                return branch(Path(start.checkpoint), engine, pipeline)
-        return State()
+                return branch(Path(start.checkpoint), ranks, pipeline)
+        return State(), lambda _engine: None
     path, meta, source = newest
-    with ranks.raise_on_all():
-        engine.load(source)
-    if ranks.size == 1 and (line := engine.device_context.choose_threads(meta.get("threads", torch.get_num_threads()))):
-        logger.info(line)
-    # Another attention kernel sums in another order, so the run would not end with the same bits.
-    if warning := engine.device_context.restore_kernel(
-        meta.get("attention", "plain")
-    ):  # older versions used the plain kernel on CPUs
-        logger.warning(warning)
     state = State.of(meta)
     bad.load(meta["bad_samples"])
-    logger.info(f"resuming from {path} (step {state.step} of {meta.get('total_steps', '?')})")
-    if meta.get("suspect"):
-        logger.warning(f"its weights are from a run that diverged; {saver.last_good()}")
-    return state
+
+    def load(engine: Engine) -> None:
+        with ranks.raise_on_all():
+            engine.load(source)
+        context = engine.device_context
+        if ranks.size == 1 and (line := context.choose_threads(meta.get("threads", torch.get_num_threads()))):
+            logger.info(line)
+        # Another attention kernel sums in another order, so the run would not end with the same bits.
+        if warning := context.restore_kernel(
+            meta.get("attention", "plain")
+        ):  # older versions used the plain kernel on CPUs
+            logger.warning(warning)
+        logger.info(f"resuming from {path} (step {state.step} of {meta.get('total_steps', '?')})")
+        if meta.get("suspect"):
+            logger.warning(f"its weights are from a run that diverged; {saver.last_good()}")
+
+    return state, load
 
 
-def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
-    """Load another run, or one of its steps, into an engine. Return the state that a branch starts from.
+def branch(path: Path, ranks: Ranks, pipeline: DataPipeline) -> tuple[State, Callable[[Engine], None]]:
+    """Find another run, or one of its steps. Return the state that a branch starts from, and a function that loads it.
 
     The branch starts at step 0 and records the steps before it. It continues in the data at the same position if both
     runs have the same data.
 
     Raises:
-        CheckpointError: not a checkpoint of a training run, or of another model.
+        CheckpointError: not a checkpoint of a training run, or, when it is loaded, of another model.
     """
     step = store.newest_step(path)
     if step is None:
@@ -303,22 +309,25 @@ def branch(path: Path, engine: Engine, pipeline: DataPipeline) -> State:
     if doubt := store.checkpoint_warnings(path, step):
         logger.warning(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
-    # Before comparing the data: weights can be loaded with other data.
-    try:
-        engine.load(store.open_checkpoint(step, ("model", "optimizer")))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"start_from.checkpoint={path}: {error}. To continue with its optimizer state, the model, frozen parameters, objective.ema and optim.kind must be "
-            "those of that run. Set start_from.optimizer=false to load only its weights."
-        ) from None
     theirs = State.of(meta)
     own = State(steps_before=theirs.steps_before + theirs.step)
     note = f"start_from: weights and moments of {step} (its step {meta['step']})"
     try:
         refuse_changed(meta["fingerprint"], pipeline.fingerprint, str(step))
-    except DataError:
-        logger.warning(f"{note}; that run had other data, so this run reads its data from the beginning")
-        return own
-    logger.info(note)
-    own.cursor = theirs.cursor
-    return own
+        own.cursor = theirs.cursor
+    except DataError:  # weights can be loaded with other data
+        note += "; that run had other data, so this run reads its data from the beginning"
+
+    def load(engine: Engine) -> None:
+        try:
+            with ranks.raise_on_all():
+                engine.load(store.open_checkpoint(step, ("model", "optimizer"), meta=meta))
+        except CheckpointError as error:
+            error.args = (
+                f"start_from.checkpoint={path}: {error}. To continue with its optimizer state, the model, frozen "
+                "parameters, objective.ema and optim.kind must be those of that run. Set start_from.optimizer=false to load only its weights.",
+            )
+            raise
+        logger.log(logging.INFO if own.cursor is not None else logging.WARNING, note)
+
+    return own, load

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..core.contracts import Engine, Objective
 from ..core.disk.checkpoint_store import CheckpointStore, newest_step, read_part, read_run_meta
-from ..core.disk.rundir import RunDir, environment
+from ..core.disk.rundir import RunDir, package_versions
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, ConfigError, SparoError, SupersededError
 from ..core.logs import FILE_ONLY, RunLog, logging_to
@@ -117,7 +117,7 @@ def fit(
         ConfigError, DataError, CheckpointError, TrainingError: by key or file. Nothing is lost.
     """
     callbacks = callbacks or Callbacks()
-    own_ranks = build_ranks(config.engine, config.world_size, find_world()) if ranks is None else ranks
+    own_ranks = ranks or build_ranks(config.engine, config.world_size, find_world(), config.folder)
     try:
         return _fit(_prepare(config, own_ranks, callbacks.identity), evaluate, callbacks)
     finally:
@@ -129,7 +129,7 @@ def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str
     """Build engine, objective and data. If something prevents training, raise on all ranks together."""
     # Ranks with another seed, learning rate or checkout would otherwise train together silently.
     if ranks.size > 1:
-        facts = {"recipe": config.model_dump(mode="json"), "versions": environment()["packages"], **identity()}
+        facts = {"recipe": config.model_dump(mode="json"), "versions": package_versions(), **identity()}
         ranks.require_equal(facts, "recipe or code")
     pipeline = ranks.call_on_all(lambda: build_pipeline(config, ranks.world))
     ranks.require_equal({"data": pipeline.fingerprint}, "data")

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..core.contracts import Cursor, DataPipeline, Engine, LoaderBatch, Objective, Progress
+from ..core.contracts import BatchStream, Cursor, DataPipeline, Engine, LoaderBatch, Objective, Progress
 from ..core.disk import checkpoint_store as store
-from ..core.disk.rundir import RunDir, environment
+from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, LostRankError, SparoError, SupersededError
 from ..core.rng import torch_seed
 from ..core.world import StopFlag
 from ..data.read.bad_samples import BadSampleBudget
-from .checkpointing import Saver, resume
+from .checkpointing import Saver, find_start
 from .meter import FlopCounter, RunClock
 from .reporting import Collector, Evaluation, Profile, Reporter
 from .run_config import RunConfig
 from .state import Display, Evaluate, Outcome, State
-from .step import RankSync, SkippedSteps, gradients, refuse_diverged
+from .step import RankSync, SkippedSteps, Upcoming, gradients, refuse_diverged
 
 
 class Trainer:
@@ -55,7 +55,7 @@ class Trainer:
     ):
         self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
         self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
-        self.display, self.state = display, State()
+        self.display, self.state, self._rundir = display, State(), rundir
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_min_samples)
         every, claim = config.checkpoint, rundir.lease
         self.store = store.CheckpointStore(
@@ -66,7 +66,6 @@ class Trainer:
         self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
         self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.reporter)
         self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile")
-        self._origin = {"recipe": config.model_dump(mode="json"), "environment": environment()}
 
     def fit(self) -> Outcome:
         """Train from the newest complete checkpoint (or the start) to the end, a signal, or an error; the state is saved in all cases.
@@ -76,24 +75,34 @@ class Trainer:
             DataError: too many bad samples, or the data set changed since the checkpoint.
             CheckpointError: a checkpoint cannot be read or written.
         """
-        # Before the checkpoint is loaded, because it is read directly into this rank's shards.
-        self.engine.prepare(self.objective)
         self.clock = RunClock()
         config = self.config
-        self.state = resume(
-            config.start_from, config.checkpoint.fall_back, self.saver, self.ranks, self.engine, self.pipeline, self.bad
+        self.state, load = find_start(
+            config.start_from, config.checkpoint.fall_back, self.saver, self.ranks, self.pipeline, self.bad
         )
-        self.clock = RunClock(self.state.seconds + self.clock.elapsed)
-        # One rank reads the records; others could read them while they are being written.
-        self.evaluation.scored = self.ranks.rank0_broadcast(lambda: self.reporter.open(self.state.step))
         # With fewer steps requested, the schedule is still that of the whole run, so the steps of a trial are the run's
         # first ones.
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
+        with StopFlag() as stop, ExitStack() as workers:  # an error must not leave loader workers running
+            # Before the device is used: forked processes must not inherit its context, or memory that NCCL registered.
+            batches = self.pipeline.start(self.state.cursor, self.engine.device) if self.state.step < end else None
+            if batches is not None:
+                workers.callback(batches.close)
+            self.engine.prepare(self.objective)
+            load(self.engine)
+            return self._fit(batches, end, stop, workers)
+
+    def _fit(self, batches: BatchStream | None, end: int, stop: StopFlag, workers: ExitStack) -> Outcome:
+        self.clock = RunClock(self.state.seconds + self.clock.elapsed)
+        # One rank reads the records; others could read them while they are being written.
+        self.evaluation.scored = self.ranks.rank0_broadcast(self._open_records)
         self.profile = Profile(*self._profile)
         try:
-            with StopFlag() as stop, Collector() as self.garbage:
+            with Collector() as self.garbage:
                 # Manual garbage collection ends with the loop, because nothing calls for it at steps afterwards.
-                return self._end(self._loop(end, stop))
+                signal = self._loop(batches, end, stop)
+                workers.close()
+                return self._end(signal)
         except (LostRankError, SupersededError, CheckpointError):
             raise  # no other rank to save with, no right to write, or no way to
         except SparoError as error:
@@ -105,36 +114,51 @@ class Trainer:
             self.profile.close()
             self.reporter.close()
 
-    def _loop(self, end: int, stop: StopFlag) -> str | None:
-        """Train up to step `end`; return the signal that stopped it before, or None."""
+    def _open_records(self) -> set[int]:
+        """Open the records of the run on rank 0; return the steps that are already evaluated."""
+        self._origin = {
+            "recipe": self.config.model_dump(mode="json"),
+            "environment": self._rundir.write_environment(),  # now that the device is in use, it can be named
+        }
+        return self.reporter.open(self.state.step)
+
+    def _loop(self, batches: BatchStream | None, end: int, stop: StopFlag) -> str | None:
+        """Train up to step `end`; return the signal that stopped it before, or None.
+
+        Args:
+            batches: the data; None: this run has reached `end` before.
+        """
         state, every_steps = self.state, self.config.checkpoint.every_steps
         sync = RankSync(self.ranks, self.saver, self.bad, self.config.checkpoint.every_minutes)
-        with closing(self.pipeline.start(state.cursor)) as batches:  # an error must not leave loader workers running
-            self.reporter.meter.start()
-            upcoming = sync.ask(stop, *self._next(batches)) if state.step < end else None
-            while True:
-                # Before comparing with `end`, so that a run that was stopped before its evaluation evaluates this step
-                # when it resumes.
-                if self.evaluation.due(state.step) and (signal := self._evaluate()):
-                    return signal
-                if upcoming is None:
-                    return None
-                # Before using the batch, so that the resumed run begins with the batch that a signal left unused.
-                signal, checkpoint_due = sync.agree(upcoming, state.samples + self.config.batch_size)
-                loader_batch = upcoming.loader_batch
-                if signal is not None or loader_batch is None:
-                    return signal
-                # While a GPU is busy with the previous step, read the batch after this one and copy it to the device.
-                upcoming = sync.ask(stop, *self._next(batches)) if state.step + 1 < end else None
-                self._step(loader_batch)
-                checkpoint_due |= every_steps > 0 and state.step % every_steps == 0
-                if checkpoint_due and state.step < end:  # `_end` saves the last step
-                    self.save()
-                    sync.restart_timer()
-                self.garbage.step(state.step)
-                self.profile.step()
 
-    def _next(self, batches: Iterator[LoaderBatch]) -> tuple[LoaderBatch | None, SparoError | None]:
+        def ask() -> Upcoming | None:
+            return None if batches is None else sync.ask(stop, *self._next(batches))
+
+        self.reporter.meter.start()
+        upcoming = ask()
+        while True:
+            # Before comparing with `end`, so that a run that was stopped before its evaluation evaluates this step
+            # when it resumes.
+            if self.evaluation.due(state.step) and (signal := self._evaluate()):
+                return signal
+            if upcoming is None:
+                return None
+            # Before using the batch, so that the resumed run begins with the batch that a signal left unused.
+            signal, checkpoint_due = sync.agree(upcoming, state.samples + self.config.batch_size)
+            loader_batch = upcoming.loader_batch
+            if signal is not None or loader_batch is None:
+                return signal
+            # While a GPU is busy with the previous step, read the batch after this one and copy it to the device.
+            upcoming = ask() if state.step + 1 < end else None
+            self._step(loader_batch)
+            checkpoint_due |= every_steps > 0 and state.step % every_steps == 0
+            if checkpoint_due and state.step < end:  # `_end` saves the last step
+                self.save()
+                sync.restart_timer()
+            self.garbage.step(state.step)
+            self.profile.step()
+
+    def _next(self, batches: BatchStream) -> tuple[LoaderBatch | None, SparoError | None]:
         """Return the next batch, or the error that prevented it, because the other ranks must learn of it first."""
         with self.reporter.meter.waiting():
             try:

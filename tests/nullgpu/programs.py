@@ -336,6 +336,48 @@ def train(kind: str, engine_options: dict[str, Any], changes: dict[str, Any]) ->
         return {"ends": ends, "steps": len(rows), "memory": rows[-1]["memory"], "device": saved["engine"]["device"]}
 
 
+def train_with_workers() -> dict[str, Any]:
+    """Train with loader workers; return whether they were forked after CUDA had started, and whether batches were pinned."""
+    from sparo_train.data.read import workers
+    from sparo_train.engine.device_context import Device
+    from sparo_train.train.fit import fit
+
+    start, prefetch, pinned = workers._start_worker, Device.prefetch_to_device, []
+
+    with tempfile.TemporaryDirectory() as root:
+
+        def noted_start(number: int) -> None:
+            (Path(root) / f"worker-{number}").write_text(json.dumps(torch.cuda._initialized))
+            start(number)
+
+        def noted_prefetch(self: Device, batch: dict[str, torch.Tensor]) -> Any:
+            pinned.extend(value.is_pinned() and value.is_contiguous() for value in batch.values())
+            return prefetch(self, batch)
+
+        workers._start_worker, Device.prefetch_to_device = noted_start, noted_prefetch
+        tree = merge(tiny("clip", Path(root)), {"out": root, "name": "r", "steps": 3, "data": {"workers": 2}})
+        end = fit(resolve(RunConfig, {**tree, "engine": EAGER, "eval": {"tasks": {}}}, "x")).reason
+        forked_late = [json.loads(path.read_text()) for path in sorted(Path(root).glob("worker-*"))]
+        environment = json.loads((Path(root) / "r/environment.json").read_text())
+    return {"end": end, "forked_late": forked_late, "pinned": pinned, "machine": environment["machine"]}
+
+
+def reserved_memory(expandable: bool) -> dict[str, Any]:
+    """Return the bytes that tensors took, and that the allocator reserved, in steps with captions of changing lengths."""
+    config = _shipped([f"objective.model.{tower}.layers=2" for tower in ("vision", "text")])
+    objective = build_objective(config)
+    engine = LocalEngine(LocalEngineConfig.model_validate({**EAGER, "expandable_segments": expandable}), config.optim)
+    engine.prepare(objective)
+    for length in (40, 77, 8, 60, 25, 70, 33, 50, 15):
+        run_step(engine, objective, _pairs(64, length))
+    segments = torch.cuda.memory_snapshot()
+    return {
+        "expandable": sorted({segment["is_expandable"] for segment in segments}),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
 def local_memory(pairs: int) -> dict[str, Any]:
     """Return the bytes that `sparo train --dry-run` estimates for CLIP+SPARO B/16 with two blocks, and those of the allocator."""
     config = _shipped([f"objective.model.{tower}.layers=2" for tower in ("vision", "text")])

@@ -97,6 +97,20 @@ def test_a_training_stops_resumes_and_ends(run_program, kind, engine, changes):
     assert run["steps"] == 6 and run["memory"] > 0 and run["device"] == "cuda"
 
 
+def test_workers_are_forked_before_the_device_starts_and_batches_are_pinned(run_program):
+    run = run_program("train_with_workers")
+    assert run["end"] == "finished" and run["forked_late"] == [False, False]
+    assert run["machine"] == "Null GPU (sm_90)"
+    assert run["pinned"] and all(run["pinned"])
+
+
+def test_segments_that_grow_leave_fewer_gaps(run_program):
+    fixed, growing = (run_program("reserved_memory", expandable) for expandable in (False, True))
+    assert fixed["expandable"] == [False] and growing["expandable"] == [True]
+    # Measured: 13 % above the peak instead of 42 %.
+    assert 2 * (growing["reserved"] - growing["peak"]) < fixed["reserved"] - fixed["peak"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "changes", "engine", "world_size", "samples"),
     [

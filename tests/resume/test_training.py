@@ -174,9 +174,9 @@ def test_a_signal_before_the_first_step_leaves_nothing_that_could_not_be_resumed
     tree = tiny_recipe(shards, tmp_path / "early")
     original = Pipeline.start
 
-    def start(self, cursor):
+    def start(self, *arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, cursor)
+        return original(self, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Pipeline, "start", start)

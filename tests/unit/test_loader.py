@@ -30,7 +30,7 @@ from sparo_train.data.read.bad_samples import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
 from sparo_train.data.read.shards import ShardsConfig
 from sparo_train.data.read.sources import DataConfig, open_source
-from sparo_train.data.read.workers import iterate_in_workers
+from sparo_train.data.read.workers import WorkerItems
 from sparo_train.train.fit import source_lines
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe
@@ -280,7 +280,7 @@ class _Numbers(Dataset):
 
 def test_workers_of_a_set_end_without_a_word(capfd):
     for _ in range(5):
-        found = list(iterate_in_workers(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
+        found = list(WorkerItems(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
         assert found == [[i] for i in range(40)]
     assert capfd.readouterr() == ("", "")
 
@@ -349,14 +349,12 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
     monkeypatch.setattr(workers, "_LOOK", 0.2)
     seen = []
     with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\) and has sent no sample for 2 s"):
-        for item in iterate_in_workers(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
+        for item in WorkerItems(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
             seen.append(item)
     # The worker stops itself at item 9, perhaps before its sending thread has sent item 8.
     assert seen in ([[i] for i in range(8)], [[i] for i in range(9)])
     # One that goes on in time has lost nothing.
-    assert list(iterate_in_workers(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [
-        [i] for i in range(20)
-    ]
+    assert list(WorkerItems(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [[i] for i in range(20)]
 
 
 def test_only_looks_in_a_row_count(monkeypatch):
@@ -372,7 +370,7 @@ def test_only_looks_in_a_row_count(monkeypatch):
 def test_a_folder_too_long_for_sockets_is_named(monkeypatch):
     monkeypatch.setattr("sparo_train.data.read.workers.get_temp_dir", lambda: "/tmp/" + "x" * 100)
     with pytest.raises(ConfigError, match=r"TMPDIR: is too long .*, got /tmp/xxx.*shorter folder"):
-        next(iterate_in_workers(_Numbers(), 1, lambda rows: rows, [[0]]))
+        next(WorkerItems(_Numbers(), 1, lambda rows: rows, [[0]]))
 
 
 def test_dots_in_names_are_the_reason_that_is_given(tmp_path):

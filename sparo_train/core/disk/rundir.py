@@ -141,7 +141,13 @@ class RunDir:
         with (self.path / "command.txt").open("a", encoding="utf-8") as stream:
             # Append, so that every start has its line.
             stream.write(shlex.join(sys.argv) + "\n")
-        self._write("environment.json", json.dumps(environment(), indent=1))
+        self.write_environment(with_device=False)
+
+    def write_environment(self, with_device: bool = True) -> dict[str, Any]:
+        """Write `environment` to an existing folder, and return it."""
+        facts = environment(with_device)
+        self._write("environment.json", json.dumps(facts, indent=1))
+        return facts
 
     def join(self, token: str) -> None:
         """Share the claim of the rank that opened the folder."""
@@ -248,8 +254,8 @@ def _is_under(key: str, prefixes: Collection[str]) -> bool:
     return any(key == prefix or key.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def environment() -> dict[str, Any]:
-    """Return versions and machine, as recorded for runs and results."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that a run's results depend on."""
     packages = (
         "torch",
         "torchvision",
@@ -267,21 +273,30 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
+    return versions
+
+
+def environment(with_device: bool = True) -> dict[str, Any]:
+    """Return versions and machine, as recorded for runs and results.
+
+    Args:
+        with_device: name the GPU, if there is one, which initialises it; False: name the CPU.
+    """
     import torch  # imported here: `sparo launch status` reads run folders, and torch imports in two seconds
 
     return {
         "python": platform.python_version(),
-        "machine": machine_name(),
+        "machine": machine_name(with_device),
         "threads": torch.get_num_threads(),
-        "packages": versions,
+        "packages": package_versions(),
     }
 
 
-def machine_name() -> str:
+def machine_name(with_device: bool = True) -> str:
     """Return the machine's name, such as `NVIDIA H200` or `Intel(R) Xeon(R) Processor, 2 cores`."""
     from ..accelerator import available_device, device_name
 
-    if name := device_name(available_device()):
+    if with_device and (name := device_name(available_device())):
         return name
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")

@@ -6,8 +6,7 @@ import math
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +21,13 @@ from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
 from .bad_samples import refuse_broken
+from .batches import Batches
 from .plan import Plan, SampleRef
 from .shards import close_reader
 from .sources import DataConfig, Source, fingerprint, open_source
-from .workers import iterate_in_workers
+from .workers import WorkerItems
 
+_CPU = torch.device("cpu")
 OnStage = Callable[[str], object]  # called after each stage of the work on a sample, with the stage's name
 
 
@@ -204,23 +205,28 @@ class Pipeline:
         """Return the first images of this rank's batch, for display."""
         return self.examples.preview(batch, count)
 
-    def start(self, cursor: Cursor | None = None) -> Generator[LoaderBatch, None, None]:
-        """Yield this rank's batches from the beginning or after `cursor` (of all streams), without end.
+    def start(self, cursor: Cursor | None = None, device: torch.device = _CPU) -> Batches:
+        """Start the workers. Returns this rank's batches from the beginning or after `cursor` (of all streams), without end.
 
         A batch's cursor contains this rank's streams; the positions of all ranks in order are the whole cursor.
+
+        Args:
+            cursor: position of all streams; None: the beginning.
+            device: batches for a GPU are in pinned memory.
         """
         positions = cursor.positions if cursor else (0,) * self.plan.streams
         broken = refuse_broken(self.sources, self.config)
         # A run's checkpoints carry these counts from then on, so they are added once in its life, on one rank.
         news = cursor is None and self.rank == 0
         first = Counter({(d.url, d.reason): d.lost_samples for d in broken} if news else {})
-        with closing(
-            iterate_in_workers(_Workers(self, positions), self.workers, _identity, None, self.config.prefetch)
-        ) as parts:
-            while True:
-                delivery = self._assemble([next(parts) for _ in range(max(1, self.workers))])
-                yield delivery._replace(skipped=dict(first + Counter(delivery.skipped))) if first else delivery
-                first = Counter()
+
+        def join(parts: Sequence[WorkerBatch], cat: Callable[[list[Tensor]], Tensor]) -> LoaderBatch:
+            nonlocal first
+            joined, first = self._join(parts, cat, first), Counter()
+            return joined
+
+        parts = WorkerItems(_Workers(self, positions), self.workers, _identity, None, self.config.prefetch)
+        return Batches(parts, max(1, self.workers), join, device)
 
     def example(self, ref: SampleRef, on_stage: OnStage = ignore_stage) -> Any:
         """Read and prepare one visit of a sample, with the random stream of that visit.
@@ -243,13 +249,16 @@ class Pipeline:
         except Exception as error:
             raise BadSampleError(_where(error), key) from error
 
-    def _assemble(self, parts: Sequence[WorkerBatch]) -> LoaderBatch:
-        batch = self.examples.finish({key: torch.cat([p.batch[key] for p in parts]) for key in parts[0].batch})
+    def _join(
+        self, parts: Sequence[WorkerBatch], cat: Callable[[list[Tensor]], Tensor], skipped: Counter[tuple[str, str]]
+    ) -> LoaderBatch:
+        """Return a batch of its workers' parts, with the counts of `skipped` in addition to theirs."""
+        batch = self.examples.finish({key: cat([p.batch[key] for p in parts]) for key in parts[0].batch})
         positions = tuple(at for p in parts for at in p.positions)
         return LoaderBatch(
             batch,
             Cursor(positions),
-            dict(sum((Counter(p.skipped) for p in parts), Counter())),
+            dict(sum((Counter(p.skipped) for p in parts), skipped)),
             {what: key for p in parts for what, key in p.first_keys.items()},
         )
 

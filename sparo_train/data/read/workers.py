@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -32,18 +32,12 @@ _STUCK = {
 _PATIENCE = 1.0  # seconds to wait for the exit status of a worker
 
 
-def iterate_in_workers(
-    dataset: Dataset[Any],
-    workers: int,
-    collate: Callable[[Any], Any],
-    batches: Sequence[Sequence[int]] | None = None,
-    prefetch: int = 2,
-) -> Generator[Any, None, None]:
-    """Yield items of a dataset, prepared by `workers` processes (0: by this one).
+class WorkerItems(Iterator[Any]):
+    """Items of a dataset, prepared by processes that start with this object. `close` ends them.
 
     Args:
         dataset: the dataset.
-        workers: number of processes.
+        workers: number of processes (0: this process prepares the items).
         collate: combines samples to an item.
         batches: indices of samples per item; None: the dataset is an iterable of items.
         prefetch: items that each worker prepares ahead.
@@ -54,59 +48,87 @@ def iterate_in_workers(
         WorkerLostError: a worker was killed (most likely out of memory), is stopped, or hangs in its file system.
         ConfigError: the path of the folder for temporary files is too long.
     """
-    if workers:
-        # Workers share tensors through sockets in a folder of this process, which removes it at its end. Workers would
-        # leave their own folders behind when they are killed.
-        folder = get_temp_dir()
-        if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-            raise ConfigError(
-                f"TMPDIR: is too long for the sockets of loader workers, got {folder}. Set TMPDIR to a shorter folder, as in /tmp."
-            )
-    loader = DataLoader(
-        dataset,
-        batch_size=None if batches is None else 1,
-        batch_sampler=batches,  # type: ignore[arg-type]
-        num_workers=workers,
-        prefetch_factor=prefetch if workers else None,
-        timeout=_LOOK if workers else 0,
-        # With a fork server as parent, workers would not notice that this process was killed. Forked workers also share
-        # the index and the decoded tables of all shards.
-        multiprocessing_context="fork" if workers else None,
-        collate_fn=collate,
-        worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # its own, so that starting a loader does not change training's random numbers
-    )
-    with _restore_sigchld_handler():
-        parts = iter(loader)
-    # Workers ignore SIGTERM, with which multiprocessing would end them if this process exits without closing the
-    # loader. A weak reference, so that this function does not keep the loader alive.
-    end = functools.partial(_kill, weakref.ref(parts))
-    if workers:
-        parts._workers_done_event = _KillWorkersEvent(end)  # pyright: ignore[reportAttributeAccessIssue]
-    atexit.register(end)
-    stuck = Counter[tuple[int, str]]()
-    try:
-        while True:
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        workers: int,
+        collate: Callable[[Any], Any],
+        batches: Sequence[Sequence[int]] | None = None,
+        prefetch: int = 2,
+    ):
+        if workers:
+            _refuse_long_folder()
+        loader = DataLoader(
+            dataset,
+            batch_size=None if batches is None else 1,
+            batch_sampler=batches,  # type: ignore[arg-type]
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            timeout=_LOOK if workers else 0,
+            # With a fork server as parent, workers would not notice that this process was killed. Forked workers also
+            # share the index and the decoded tables of all shards.
+            multiprocessing_context="fork" if workers else None,
+            collate_fn=collate,
+            worker_init_fn=_start_worker,
+            generator=torch.Generator(),  # its own, so that starting a loader does not change training's random numbers
+        )
+        with _restore_sigchld_handler():
+            self._parts: Any = iter(loader)
+        # Workers ignore SIGTERM, with which multiprocessing would end them if this process exits without closing the
+        # loader. A weak reference, so that this function does not keep the loader alive.
+        self._kill = functools.partial(_kill, weakref.ref(self._parts))
+        if workers:
+            self._parts._workers_done_event = _KillWorkersEvent(self._kill)
+        atexit.register(self._kill)
+        self._stuck = Counter[tuple[int, str]]()
+
+    def __next__(self) -> Any:
+        try:
+            return self._next()
+        except BaseException:  # at once, because a traceback may keep this object and the workers alive
+            self.close()
+            raise
+
+    def _next(self) -> Any:
+        while self._parts is not None:
             try:
-                item = next(parts)
-                stuck.clear()
-            except StopIteration:
-                return
+                item = next(self._parts)
             except (RuntimeError, OSError, EOFError) as error:
                 if str(error).startswith("DataLoader timed out"):  # and leaves it unchanged
-                    _refuse_stuck(parts, stuck)
+                    _refuse_stuck(self._parts, self._stuck)
                     continue
-                if (lost := _worker_lost_error(parts)) is not None:
+                if (lost := _worker_lost_error(self._parts)) is not None:
                     raise lost from None
                 raise
+            self._stuck.clear()
             if isinstance(item, SparoError):
                 raise item
-            yield item
-    finally:  # at once, because a traceback may keep this frame and the workers alive
-        end()  # they have no state to lose, and one might be in a long sample
-        if workers:
-            parts._shutdown_workers()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit.unregister(end)
+            return item
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the workers. They have no state to lose, and one might be in a long sample."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        self._kill()
+        if hasattr(parts, "_shutdown_workers"):
+            parts._shutdown_workers()
+        atexit.unregister(self._kill)
+
+
+def _refuse_long_folder() -> None:
+    """Raise `ConfigError` if sockets cannot have a path in the folder for temporary files.
+
+    Workers share tensors through sockets in a folder of this process, which removes it at its end. Workers would leave
+    their own folders behind when they are killed.
+    """
+    folder = get_temp_dir()
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        raise ConfigError(
+            f"TMPDIR: is too long for the sockets of loader workers, got {folder}. Set TMPDIR to a shorter folder, as in /tmp."
+        )
 
 
 class _KillWorkersEvent(threading.Event):
