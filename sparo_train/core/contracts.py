@@ -17,8 +17,7 @@ from .disk.pieces import CheckpointReader, Pieces
 from .ema import update_ema
 
 Batch = Mapping[str, Tensor]
-# For `Objective.after_step` if the host already knows that the step was applied.
-APPLIED = torch.tensor(True)
+APPLIED = torch.tensor(True)  # for `Objective.after_step` if the host already knows that the step was applied
 
 
 @dataclass(frozen=True)

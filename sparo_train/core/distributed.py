@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from .config import differences
 from .errors import ConfigError, LostRankError, SparoError, UnexpectedError
-from .world import World, note_start, whole_number
+from .rendezvous import find_rendezvous, run_token
+from .world import World, note_start
 
 
 class Shift:
@@ -131,7 +130,7 @@ class Ranks:
     def __init__(self, world: World, backend: str, timeout: float):
         self.world, self.rank, self.size, self.timeout = world, world.rank, world.size, timeout
         if self.size > 1:
-            _rendezvous_of_slurm()
+            find_rendezvous()
             limit = timedelta(seconds=timeout)
             with self.error_context("joining the process group", only_collectives=True):
                 note_start(world)
@@ -145,7 +144,7 @@ class Ranks:
         """Join the process group, after all ranks have agreed in its store that they belong to the same run."""
         store, *_ = next(iter(rendezvous("env://", self.rank, self.size, timeout=limit)))
         store.set_timeout(limit)
-        own = _run_token()
+        own = run_token()
         if self.rank == 0:
             store.set("sparo-run", own)
         other = store.get("sparo-run").decode()
@@ -310,15 +309,6 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _run_token() -> str:
-    """Return an identifier of this run among others with the same port: the SLURM step that started the ranks, or torchrun's run id."""
-    env = os.environ
-    if "WORLD_SIZE" in env:
-        return f"torchrun {env.get('TORCHELASTIC_RUN_ID', 'none')}"
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return "job {} step {} restart {}".format(*(env.get(name, "0") for name in names))
-
-
 # Gloo raises plain RuntimeErrors, which begin with a location in its source; one message has none.
 _GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*\]|Application timeout caused pair closure")
 
@@ -326,42 +316,3 @@ _GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*\]|Application timeout caused pair clos
 def _is_collective(error: BaseException) -> bool:
     """Return whether an error comes from a collective, by its type if possible, never by words that other errors use, too."""
     return isinstance(error, dist.DistError) or _GLOO.match(str(error)) is not None
-
-
-def _rendezvous_of_slurm() -> None:
-    """Set MASTER_ADDR and MASTER_PORT if srun started the ranks without them: the first node of the step, and a port from the job id."""
-    if "MASTER_ADDR" not in os.environ:
-        nodes = os.environ.get("SLURM_STEP_NODELIST", "127.0.0.1")
-        try:
-            if any(c in nodes for c in ",["):
-                nodes = _scontrol("hostnames", nodes).split()[0]
-            os.environ["MASTER_ADDR"] = _address(nodes)
-        except (OSError, subprocess.CalledProcessError, IndexError):
-            raise ConfigError(
-                f"MASTER_ADDR: is not set, and scontrol cannot resolve the first of {nodes}. Export it."
-            ) from None
-    # Below the kernel's ephemeral ports; each step of an allocation has its own port.
-    job, step = (whole_number(os.environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    os.environ.setdefault("MASTER_PORT", str(20000 + (job + 367 * step) % 12000))
-    _refuse_port()
-
-
-def _refuse_port() -> None:
-    """Raise `ConfigError` for an invalid MASTER_PORT."""
-    port = whole_number(os.environ, "MASTER_PORT", 1)
-    if not 0 < port < 65536:
-        raise ConfigError(f"MASTER_PORT: expected 1 to 65535, got {port}. Unset it, or start with torchrun or srun.")
-
-
-def _address(node: str) -> str:
-    """Return a node's name, or its address if only SLURM can resolve the name."""
-    try:
-        socket.getaddrinfo(node, None)
-    except OSError:
-        addresses = [w for w in _scontrol("node", node, "-o").split() if w.startswith("NodeAddr=")]
-        return addresses[0].partition("=")[2] if addresses else node
-    return node
-
-
-def _scontrol(*what: str) -> str:
-    return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout

@@ -43,7 +43,7 @@ def bind_to_socket(device: torch.device, ranks: Ranks, sysfs: Path = _SYSFS) -> 
 
 
 def allowed_cores(sysfs: Path = _SYSFS) -> dict[int, set[int]]:
-    """Return the cores that this process may use, by socket; empty if the system does not tell."""
+    """Return the cores that this process may use, by socket; empty if the system does not report it."""
     sockets: dict[int, set[int]] = {}
     try:
         for core in os.sched_getaffinity(0):

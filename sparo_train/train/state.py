@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from ..core.contracts import Cursor, Objective
 from ..core.distributed import Ranks
@@ -60,6 +62,24 @@ class State:
     cursor: Cursor | None = None
     steps_before: int = 0  # of the run that this one branched from
     seconds: float = 0.0  # seconds of training over all starts, at the newest checkpoint
+
+    def meta(self, cursors: Sequence[Cursor | None], bad_samples: Any, kernel: str) -> dict[str, Any]:
+        """Return the entries of a checkpoint's meta that change from step to step.
+
+        Args:
+            cursors: of all ranks, in rank order.
+            bad_samples: from `BadSampleBudget.state`.
+            kernel: of attention.
+        """
+        joined = Cursor.joined([cursor for cursor in cursors if cursor is not None])
+        return {
+            **self.counts(),
+            "cursor": joined.to_json(),
+            "bad_samples": bad_samples,
+            # Needed by a resumed run to sum in the same order.
+            "attention": kernel,
+            "threads": torch.get_num_threads(),
+        }
 
     def counts(self) -> dict[str, float]:
         """Return the entries of a checkpoint's meta other than the step and the cursors."""

@@ -12,13 +12,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.contracts import Batch, CoupledObjective, Engine, LoaderBatch, Loss, Objective, Progress, StepReport
+from ..core.contracts import (
+    Batch,
+    BatchStream,
+    CoupledObjective,
+    DeviceContext,
+    Engine,
+    LoaderBatch,
+    Loss,
+    Objective,
+    Progress,
+    StepReport,
+)
 from ..core.disk import checkpoint_store as store
 from ..core.distributed import Ranks
 from ..core.errors import DataError, SparoError, TrainingError, WorkerLostError
 from ..core.world import StopFlag
 from ..data.read.bad_samples import BadSampleBudget
 from .checkpointing import Saver
+from .meter import Meter
 from .state import State
 
 logger = logging.getLogger(__name__)
@@ -168,6 +180,24 @@ def _cached_backward(
     return loss._replace(total=loss.total.detach())
 
 
+def next_batch(
+    batches: BatchStream, meter: Meter, device_context: DeviceContext, whole: bool
+) -> tuple[LoaderBatch | None, SparoError | None]:
+    """Return the next batch, or the error that prevented it, because the other ranks must learn of it first.
+
+    Args:
+        batches, meter, device_context: of this training; the meter counts the time spent waiting.
+        whole: copy the batch to the device; False: its micro-batches are copied one by one.
+    """
+    with meter.waiting():
+        try:
+            loader_batch = next(batches)
+        except SparoError as error:
+            return None, error
+    batch = loader_batch.batch
+    return loader_batch._replace(batch=dict(device_context.prefetch_to_device(batch)) if whole else batch), None
+
+
 class Upcoming(NamedTuple):
     """This rank's next batch, or the error that prevented it, and the flags of all ranks about theirs."""
 
@@ -205,7 +235,7 @@ class RankSync:
             skipped = loader_batch is not None and bool(loader_batch.skipped)
             return [stop.number(), error is not None, due, skipped, self.saver.failed]
 
-        # All flags share one max all-reduce. A single rank has nobody to ask and reads its flags when it needs them.
+        # All flags share one max all-reduce. A single rank reads its own when it needs them.
         flags = own_flags if self.ranks.size == 1 else self.ranks.start_all_reduce_max(own_flags())
         return Upcoming(loader_batch, error, flags)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..core.contracts import BatchStream, Cursor, DataPipeline, Engine, LoaderBatch, Objective, Progress
+from ..core.contracts import BatchStream, DataPipeline, Engine, LoaderBatch, Objective, Progress
 from ..core.disk import checkpoint_store as store
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
@@ -22,7 +20,7 @@ from .meter import FlopCounter, RunClock
 from .reporting import Collector, Evaluation, Profile, Reporter
 from .run_config import RunConfig
 from .state import Display, Evaluate, Outcome, State
-from .step import RankSync, SkippedSteps, Upcoming, gradients, refuse_diverged
+from .step import RankSync, SkippedSteps, Upcoming, gradients, next_batch, refuse_diverged
 
 
 class Trainer:
@@ -65,6 +63,12 @@ class Trainer:
         self.skips = SkippedSteps(config.optim.max_consecutive_skips, self.saver.last_good)
         self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
         self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.reporter)
+        self._facts = {
+            "recipe": config.model_dump(mode="json"),
+            "world_size": ranks.size,
+            "fingerprint": pipeline.fingerprint,
+            "total_steps": total_steps,
+        }
         self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile")
 
     def fit(self) -> Outcome:
@@ -75,13 +79,11 @@ class Trainer:
             DataError: too many bad samples, or the data set changed since the checkpoint.
             CheckpointError: a checkpoint cannot be read or written.
         """
-        self.clock = RunClock()
-        config = self.config
+        self.clock, config = RunClock(), self.config
         self.state, load = find_start(
             config.start_from, config.checkpoint.fall_back, self.saver, self.ranks, self.pipeline, self.bad
         )
-        # With fewer steps requested, the schedule is still that of the whole run, so the steps of a trial are the run's
-        # first ones.
+        # With fewer steps requested, the schedule is still that of the whole run: a trial's steps are its first ones.
         end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
         with StopFlag() as stop, ExitStack() as workers:  # an error must not leave loader workers running
             # Before the device is used: forked processes must not inherit its context, or memory that NCCL registered.
@@ -115,27 +117,23 @@ class Trainer:
             self.reporter.close()
 
     def _open_records(self) -> set[int]:
-        """Open the records of the run on rank 0; return the steps that are already evaluated."""
-        self._origin = {
-            "recipe": self.config.model_dump(mode="json"),
-            "environment": self._rundir.write_environment(),  # now that the device is in use, it can be named
-        }
+        """Open the records of the run on rank 0, now that its device can be named; return the steps that are evaluated."""
+        self._facts["environment"] = self._rundir.write_environment()
         return self.reporter.open(self.state.step)
 
     def _loop(self, batches: BatchStream | None, end: int, stop: StopFlag) -> str | None:
-        """Train up to step `end`; return the signal that stopped it before, or None.
-
-        Args:
-            batches: the data; None: this run has reached `end` before.
-        """
+        """Train up to step `end`, from `batches` unless it was reached before; return the signal that stopped it, or None."""
         state, every_steps = self.state, self.config.checkpoint.every_steps
         sync = RankSync(self.ranks, self.saver, self.bad, self.config.checkpoint.every_minutes)
 
-        def ask() -> Upcoming | None:
-            return None if batches is None else sync.ask(stop, *self._next(batches))
+        whole = self.config.micro_batch(self.ranks.size) * self.ranks.size >= self.config.batch_size
+
+        def ask() -> Upcoming:
+            assert batches is not None
+            return sync.ask(stop, *next_batch(batches, self.reporter.meter, self.engine.device_context, whole))
 
         self.reporter.meter.start()
-        upcoming = ask()
+        upcoming = ask() if state.step < end else None
         while True:
             # Before comparing with `end`, so that a run that was stopped before its evaluation evaluates this step
             # when it resumes.
@@ -157,19 +155,6 @@ class Trainer:
                 sync.restart_timer()
             self.garbage.step(state.step)
             self.profile.step()
-
-    def _next(self, batches: BatchStream) -> tuple[LoaderBatch | None, SparoError | None]:
-        """Return the next batch, or the error that prevented it, because the other ranks must learn of it first."""
-        with self.reporter.meter.waiting():
-            try:
-                loader_batch = next(batches)
-            except SparoError as error:
-                return None, error
-        if self.config.micro_batch(self.ranks.size) * self.ranks.size < self.config.batch_size:
-            return loader_batch, None  # micro-batches are copied to the device one by one
-        return loader_batch._replace(
-            batch=dict(self.engine.device_context.prefetch_to_device(loader_batch.batch))
-        ), None
 
     def _step(self, loader_batch: LoaderBatch) -> None:
         state, log = self.state, self.config.log
@@ -258,20 +243,7 @@ class Trainer:
         state.seconds = start_seconds
         # Each rank's own position, because loaders read ahead by different numbers of batches.
         cursors = self.ranks.gather_on_rank0(state.cursor)
-        meta = {} if cursors is None else self._meta([cursor for cursor in cursors if cursor is not None])
+        kernel = self.engine.device_context.kernel
+        meta = {} if cursors is None else {**self._facts, **state.meta(cursors, self.bad.state(), kernel)}
         self.saver.save(state.step, self.engine.pieces(), meta)
         self.clock.pause(self.clock.elapsed - start_seconds)
-
-    def _meta(self, cursors: Sequence[Cursor]) -> dict[str, Any]:
-        return {
-            **self.state.counts(),
-            "cursor": Cursor.joined(cursors).to_json(),
-            "world_size": self.ranks.size,
-            "fingerprint": self.pipeline.fingerprint,
-            "bad_samples": self.bad.state(),
-            "total_steps": self.total_steps,
-            # Needed by a resumed run to sum in the same order.
-            "attention": self.engine.device_context.kernel,
-            "threads": torch.get_num_threads(),
-            **self._origin,
-        }

@@ -212,7 +212,7 @@ def _load_index(path: Path, files: Mapping[str, Sequence[Path]]) -> dict[str, li
 def _sorted_pieces(
     name: str, shape: Sequence[int], begins: np.ndarray, sizes: np.ndarray, files: Sequence[Path]
 ) -> _Pieces:
-    """Return pieces in the order of their elements. Pieces without elements are omitted, unless there is no other."""
+    """Return pieces in the order of their elements. Empty pieces are omitted, except for one if all are empty."""
     kept = np.flatnonzero(sizes > 0)
     if not len(kept):
         kept = np.flatnonzero(sizes == 0)[:1]
