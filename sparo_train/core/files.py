@@ -160,3 +160,12 @@ def nearest(path: Path) -> str:
 def give_usual_mode(path: Path) -> None:
     """Give a file the permissions of the umask. Some libraries write through temporary files that only the owner can read."""
     path.chmod(0o666 & ~_UMASK)
+
+
+def flush(path: Path) -> None:
+    """Write a file or a folder from the page cache to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

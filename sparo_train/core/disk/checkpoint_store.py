@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from ..files import is_safe_relative_path
+from ..files import flush, is_safe_relative_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,14 +112,14 @@ class CheckpointStore:
             content = {**meta, "format": FORMAT, "step": step, "files": files}
             path = temporary / "meta.json"
             path.write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
-            _flush(path)
-            _flush(temporary)
+            flush(path)
+            flush(temporary)
             self.guard()
             # After a signal, the same step can be saved twice: the old checkpoint stays until the new one is complete.
             if target.exists():
                 target.rename(self.root / f".tmp-old-{target.name}")
             temporary.rename(target)
-            _flush(self.root)
+            flush(self.root)
         except OSError as error:
             raise self._failure(step, error) from None
         self.guard()
@@ -128,7 +127,7 @@ class CheckpointStore:
         return target
 
     def _write_index(self, temporary: Path, files: Files, extents: Extents) -> Files:
-        """Write the index of a checkpoint of several ranks; one rank's two files need none."""
+        """Write the index of a checkpoint of several ranks."""
         if len(files) == len({facts["part"] for facts in files.values()}):
             return {}
         from .pieces_reader import INDEX, write_index
@@ -203,10 +202,7 @@ class CheckpointStore:
 
 def is_suspect(path: Path) -> bool:
     """Return whether a checkpoint was written while steps were being skipped, or has values that are not finite (or does not say)."""
-    try:
-        return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get("suspect", False))
-    except (OSError, ValueError, AttributeError, TypeError):
-        return True
+    return _flag(path, "suspect", missing=False, unreadable=True)
 
 
 _META: dict[str, type | tuple[type, ...]] = {
@@ -218,10 +214,14 @@ _FILE = {"part": str, "bytes": int, "sha256": str}
 
 def has_sound_weights(path: Path) -> bool:
     """Return whether a checkpoint records that all of its values are finite. Older checkpoints do not record it and count as sound."""
+    return _flag(path, "sound", missing=True, unreadable=False)
+
+
+def _flag(path: Path, key: str, missing: bool, unreadable: bool) -> bool:
     try:
-        return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get("sound", True))
+        return bool(json.loads((path / "meta.json").read_text(encoding="utf-8")).get(key, missing))
     except (OSError, ValueError, AttributeError, TypeError):
-        return False
+        return unreadable
 
 
 def checkpoint_warnings(path: Path, step: Path) -> str:
@@ -344,11 +344,3 @@ def _checksum(content: Mapping[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
