@@ -45,7 +45,12 @@ def test_memory_is_in_gibibytes():
 
 def test_numbers_of_several_ranks_are_one_line():
     found = average_over_ranks([{"loss": 1.0, "forward_seconds": 0.1}, {"loss": 3.0, "forward_seconds": 0.15}])
-    assert found == {"loss": 2.0, "forward_seconds": pytest.approx(0.125), "step_spread": pytest.approx(0.5)}
+    assert found == {
+        "loss": 2.0,
+        "forward_seconds": pytest.approx(0.125),
+        "step_spread": pytest.approx(0.5),
+        "slowest_rank": 1,
+    }
 
 
 def test_a_run_reports_norms_per_tower_speed_and_memory(shards, tmp_path):
