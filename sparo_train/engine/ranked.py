@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from ..core.config import resumable_field
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
-from ..core.numa import bind_to_socket
 from .device_context import Device, DeviceConfig
 from .local import LocalEngine
+from .numa import bind_to_socket
 from .optim import OptimConfig
 
 logger = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ def connect_device(device_context: Device, config: RankedEngineConfig, ranks: Ra
     if ranks.size == 1:
         return
     if config.flight_recorder and "TORCH_FR_DUMP_TEMP_FILE" in os.environ:
-        # torch does not create the folder.
-        Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"]).parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # torch does not create the folder; a run must not fail because of it
+            Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"]).parent.mkdir(parents=True, exist_ok=True)
     with ranks.error_context("connecting the devices of the ranks", only_collectives=True):
         ready = torch.zeros((), device=device)
         dist.all_reduce(ready)

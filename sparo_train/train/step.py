@@ -209,8 +209,8 @@ class Upcoming(NamedTuple):
 class RankSync:
     """Synchronizes the decisions of all ranks: ranks that end at different steps cannot write one checkpoint.
 
-    Ranks `ask` one step before they `agree`, so that the exchange takes place while a step is computed. With 1,024
-    ranks it takes as long as a step.
+    Ranks `ask` one step before they `agree`, so that the exchange takes place while a step is computed: gloo reduces in
+    a ring, with 2,046 messages one after another for 1,024 ranks.
 
     Args:
         every_minutes: minutes between checkpoints, by rank 0's clock; 0 for none.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparo_train.core import numa
+from sparo_train.engine import numa
 from sparo_train.engine.ranked import record_collectives
 
 GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
@@ -62,6 +62,14 @@ def test_nothing_is_bound_if_the_socket_is_unknown(machine, text):
         (machine.gpu / "numa_node").write_text(text)
     assert numa.bind_to_socket(torch.device("cuda", 0), ranks_with(0), machine.root) is None
     assert numa.gpu_socket(torch.device("cpu"), machine.root) is None
+
+
+def test_a_run_goes_on_if_it_may_not_be_bound(machine, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    numa.bind_to_socket(torch.device("cuda", 0), ranks_with(0), machine.root)
 
 
 def test_collectives_before_a_timeout_are_written_to_the_run_folder(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Reader of tensors whose pieces are in several files, and the index that says where each piece is.
+"""Reader of tensors whose pieces are in several files, and an index of the file and the elements of each piece.
 
 Without an index, a reader opens all files to find out what they contain. With 1,024 ranks these are 2,048 files, of
 which a rank needs a few. Checkpoints of several ranks therefore contain an index.
@@ -22,7 +22,6 @@ from ..errors import CheckpointError
 from .pieces import PARTIAL, DirectFile, Piece
 
 INDEX = "index.safetensors"
-_REMEDY = "Remove {} to resume from the checkpoint before it."
 Extent = tuple[int, int, tuple[int, ...]]  # of a piece: first element, number of elements, shape of the whole tensor
 
 
@@ -234,4 +233,6 @@ def _refuse_gaps(part: str, pieces: _Pieces) -> _Pieces:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: not readable ({error}). {_REMEDY.format(path.parent)}")
+    return CheckpointError(
+        f"{path}: not readable ({error}). Remove {path.parent} to resume from the checkpoint before it."
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .distributed import Ranks
+from ..core.distributed import Ranks
 
 _SYSFS = Path("/sys")
 
@@ -36,9 +36,10 @@ def bind_to_socket(device: torch.device, ranks: Ranks, sysfs: Path = _SYSFS) -> 
         return None
     cores = sockets[own]
     for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(ProcessLookupError):  # threads end at any time
-                os.sched_setaffinity(int(task.name), cores)
+        with suppress(OSError):  # threads and workers end at any time, and a run must not fail because it is not bound
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with suppress(OSError):
+                    os.sched_setaffinity(int(task.name), cores)
     return f"engine.bind_cores: socket {own}, {len(cores)} of {sum(map(len, sockets.values()))} cores"
 
 
