@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.rendezvous import rendezvous
 
 from .config import differences
 from .errors import ConfigError, LostRankError, SparoError, UnexpectedError
-from .rendezvous import find_rendezvous, run_token
+from .rendezvous import connect_store, find_rendezvous
 from .world import World, note_start
 
 
@@ -125,37 +123,25 @@ class Ranks:
         world: from `find_world`.
         backend: of training's own collectives: gloo or nccl.
         timeout: seconds after which a rank that does not answer ends the run.
+        join_timeout: seconds to wait for ranks that have not started; None: as `timeout`.
     """
 
-    def __init__(self, world: World, backend: str, timeout: float):
+    def __init__(self, world: World, backend: str, timeout: float, join_timeout: float | None = None):
         self.world, self.rank, self.size, self.timeout = world, world.rank, world.size, timeout
         if self.size > 1:
             find_rendezvous()
             limit = timedelta(seconds=timeout)
             with self.error_context("joining the process group", only_collectives=True):
                 note_start(world)
-                self._join(backend, limit)
+                store = connect_store(world, join_timeout or timeout)
+                store.set_timeout(limit)
+                dist.init_process_group(
+                    backend, store=PrefixStore("run", store), rank=self.rank, world_size=self.size, timeout=limit
+                )
                 # Gloo, whatever the training uses: a message must not wait for a GPU.
                 self._control_group: Any = dist.new_group(backend="gloo", timeout=limit)
                 self._long_group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
                 self._saving_group: Any = dist.new_group(backend="gloo", timeout=limit)
-
-    def _join(self, backend: str, limit: timedelta) -> None:
-        """Join the process group, after all ranks have agreed in its store that they belong to the same run."""
-        store, *_ = next(iter(rendezvous("env://", self.rank, self.size, timeout=limit)))
-        store.set_timeout(limit)
-        own = run_token()
-        if self.rank == 0:
-            store.set("sparo-run", own)
-        other = store.get("sparo-run").decode()
-        if other != own:
-            raise ConfigError(
-                f"MASTER_PORT: port {os.environ['MASTER_PORT']} is in use by another run ({other}), so this run ({own}) "
-                "cannot use it. Export another MASTER_PORT for each run."
-            )
-        dist.init_process_group(
-            backend, store=PrefixStore("run", store), rank=self.rank, world_size=self.size, timeout=limit
-        )
 
     def require_equal(self, facts: Mapping[str, Any], what: str) -> None:
         """Raise `ConfigError` on every rank unless all ranks have the same values (plain, by name)."""

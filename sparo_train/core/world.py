@@ -10,15 +10,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 from .errors import ConfigError, StoppedError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR2", "SIGHUP")
 
 
 class StopFlag:
     """Context manager in which signals that would end the process set `received` instead.
+
+    SIGUSR1 sets `save` and stops nothing: the loop writes a checkpoint and continues.
 
     SIGHUP comes from a closed terminal. If it is ignored, as under nohup, it stays ignored.
 
@@ -27,6 +30,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.save = False
         self._old: dict[str, object] = {}
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -35,6 +39,14 @@ class StopFlag:
         if name == "SIGINT" and self.received == "SIGINT":
             raise KeyboardInterrupt
         self.received = self.received or name
+
+    def _request_save(self, _number: int, _frame: FrameType | None) -> None:
+        self.save = True
+
+    def take_save(self) -> bool:
+        """Return whether a checkpoint was requested since the last call."""
+        requested, self.save = self.save, False
+        return requested
 
     def number(self) -> int:
         """Return 0 if no signal was received, otherwise its index among the signals that stop a run, so that ranks can agree on one."""
@@ -49,6 +61,7 @@ class StopFlag:
         for name in _NAMES:
             if name != "SIGHUP" or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 self._old[name] = signal.signal(getattr(signal, name), self._handle)
+        self._old["SIGUSR1"] = signal.signal(signal.SIGUSR1, self._request_save)
         _open.append(self)
         return self
 
@@ -76,7 +89,7 @@ def ignore_in_worker() -> None:
 
     A worker holds open sockets of its rank. While it lives, other ranks do not notice that their peer died.
     """
-    for name in _NAMES:
+    for name in (*_NAMES, "SIGUSR1"):
         # Ctrl-C in a terminal reaches the whole process group.
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     end_with_parent()
@@ -103,25 +116,77 @@ class World:
     local_rank: int = 0
 
 
+class Launcher(NamedTuple):
+    """Program that starts ranks, and the variables in which it tells a process its place.
+
+    Attributes:
+        name: torchrun, srun, mpirun (Open MPI) or mpiexec (MPICH, Intel MPI, PALS).
+        rank, size, local_rank: names of the variables.
+        local_size: number of ranks on this machine.
+        job: variable that differs between jobs on one machine.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: str
+
+
+_TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+_SRUN = Launcher(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE", "SLURM_JOB_ID"
+)
+# In this order. Inside a SLURM job, mpirun and mpiexec start their daemons with srun, so the ranks inherit variables of
+# that step, which counts nodes. `srun --mpi=pmi2` sets PMI_RANK, too, but not MPI_LOCALRANKID.
+LAUNCHERS = (
+    _TORCHRUN,
+    Launcher(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
+    ),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_PORT"),
+    _SRUN,
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_APID"),
+)  # fmt: skip
+
+
+def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
+    """Return the program that started this process as one of several ranks, or None."""
+    for launcher in LAUNCHERS:
+        if launcher is _TORCHRUN:
+            if launcher.size in environment:  # with any size, because its other variables must be complete
+                return launcher
+        elif (
+            whole_number(environment, launcher.size, 1) > 1
+            and launcher.rank in environment
+            and (launcher is _SRUN or launcher.local_rank in environment)
+        ):
+            return launcher
+    return None
+
+
 def find_world(environment: Mapping[str, str] | None = None) -> World:
-    """Return the world that torchrun or SLURM started, from the environment; a world of one rank if there is none.
+    """Return the world that torchrun, srun, mpirun or mpiexec started, from the environment; one rank if there is none.
 
     Raises:
         ConfigError: the environment is incomplete.
     """
     env = os.environ if environment is None else environment
-    if "WORLD_SIZE" in env:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif whole_number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    else:
+    launcher = find_launcher(env)
+    if launcher is None:
         return World()
+    names = (launcher.rank, launcher.size, launcher.local_rank)
     missing = [name for name in names if name not in env]
+    # Kubernetes starts one process per pod and sets no LOCAL_RANK; the process has the pod's devices for itself.
+    if missing == ["LOCAL_RANK"]:
+        missing = []
     if missing:
-        raise ConfigError(f"{missing[0]} is not set, although {names[1]} is. Start with torchrun or srun.")
+        raise ConfigError(f"{missing[0]} is not set, although {names[1]} is. Start with torchrun, srun or mpirun.")
     rank, size, local_rank = (whole_number(env, name, 0) for name in names)
     if not 0 <= rank < size or local_rank < 0:
-        raise ConfigError(f"{names[0]}={rank}: must be below {names[1]}={size}. Start with torchrun or srun.")
+        raise ConfigError(f"{names[0]}={rank}: must be below {names[1]}={size}. Start with torchrun, srun or mpirun.")
     return World(rank, size, local_rank)
 
 
@@ -132,7 +197,7 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
         return int(text)
     except ValueError:
         raise ConfigError(
-            f"{name}={text}: expected a whole number. Unset it, or start with torchrun or srun."
+            f"{name}={text}: expected a whole number. Unset it, or start with torchrun, srun or mpirun."
         ) from None
 
 

@@ -30,6 +30,9 @@ class RankedEngineConfig(DeviceConfig):
     """One process per device."""
 
     timeout: float = resumable_field(600.0, "Seconds after which a rank that does not respond ends the run.", gt=0)
+    join_timeout: float = resumable_field(
+        300.0, "Seconds to wait at the start for ranks that have not started. Their numbers are in the error.", gt=0
+    )
     bind_cores: bool = resumable_field(
         True,
         "Bind each rank and its loader workers to the CPU socket of its GPU, if each socket of the machine has a rank.",

@@ -80,7 +80,7 @@ def build_ranks(engine: Any, world_size: int | None, world: World, folder: Path 
     device = find_device(engine.device, "engine.device")
     if folder is not None and device.type == "cuda" and isinstance(engine, RankedEngineConfig):
         record_collectives(engine.flight_recorder, folder)
-    return Ranks(world, collectives(device), engine.timeout)
+    return Ranks(world, collectives(device), engine.timeout, getattr(engine, "join_timeout", None))
 
 
 def build_engine(engine: Any, optim: OptimConfig, ranks: Ranks) -> Engine:

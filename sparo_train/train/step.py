@@ -230,6 +230,7 @@ class RankSync:
         def own_flags() -> list[int]:
             # Use rank 0's clock only: with their own clocks, ranks would save at different steps.
             due = self.ranks.rank == 0 and 0 < 60 * self.every_minutes < time.monotonic() - self._last_save
+            due |= stop.take_save()  # of any rank
             if due:  # the next exchange begins before this checkpoint is written
                 self.restart_timer()
             skipped = loader_batch is not None and bool(loader_batch.skipped)
@@ -247,7 +248,7 @@ class RankSync:
             samples: valid samples seen so far, including this batch.
 
         Returns:
-            The signal to stop for (or None), and whether a checkpoint is due by time.
+            The signal to stop for (or None), and whether a checkpoint is due by time or was requested by SIGUSR1.
 
         Raises:
             SparoError: any rank's data has an error, or there are too many bad samples; the same on every rank.

@@ -102,12 +102,12 @@ def test_a_signal_to_one_rank_stops_all_with_one_checkpoint(place):
     line = ("train", place / "recipe.yaml", "name=stopped", "checkpoint.every_steps=0")
     processes = start_ranks(2, *line)
     wait_for_step(place / "stopped", 2, processes)
-    processes[1].send_signal(signal.SIGUSR1)
+    processes[1].send_signal(signal.SIGUSR2)
     found = finish(processes)
     if found[0][0] == 0:
         pytest.skip("the run finished before the signal")
     assert [code for code, _ in found] == [75, 75], found
-    assert json.loads((place / "stopped/heartbeat.json").read_text())["phase"] == "SIGUSR1"
+    assert json.loads((place / "stopped/heartbeat.json").read_text())["phase"] == "SIGUSR2"
     found = finish(start_ranks(2, *line))
     assert [code for code, _ in found] == [0, 0], found
     assert_bit_equal(place / "stopped", place / "straight")
@@ -230,5 +230,7 @@ def test_the_world_is_read_off_the_environment():
     assert find_world({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) == World(0, 1, 0)
     done = sparo("version", WORLD_SIZE="2")
     assert done.returncode == 0 and "Traceback" not in done.stderr
-    with pytest.raises(ConfigError, match=r"RANK is not set, although WORLD_SIZE is\. Start with torchrun or srun"):
+    with pytest.raises(
+        ConfigError, match=r"RANK is not set, although WORLD_SIZE is\. Start with torchrun, srun or mpirun"
+    ):
         find_world({"WORLD_SIZE": "2"})

@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import ConfigError, TrainingError
 from ..files import write_whole
+
+if TYPE_CHECKING:  # programs that only read records do not need it
+    import numpy as np
 
 SCORES = ("task", "metric", "score")
 
@@ -202,6 +203,29 @@ def read(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
         if kind is None or (record.get("kind") == kind and isinstance(record.get("step"), int)):
             records.append(record)
     return records
+
+
+def read_tail(path: Path, kinds: Sequence[str], size: int = 65536) -> dict[str, dict[str, Any]]:
+    """Return the newest record of each kind that the last `size` bytes of metrics.jsonl contain."""
+    try:
+        with path.open("rb") as stream:
+            end = stream.seek(0, 2)
+            stream.seek(max(0, end - size))
+            # The first line is cut off, unless these are all bytes.
+            lines = stream.read().split(b"\n")[1 if end > size else 0 :]
+    except OSError:
+        return {}
+    newest: dict[str, dict[str, Any]] = {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and record.get("kind") in kinds and isinstance(record.get("step"), int):
+            newest.setdefault(record["kind"], record)
+        if len(newest) == len(kinds):
+            break
+    return newest
 
 
 def straggler(record: Mapping[str, Any]) -> str:
