@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .. import config_folders
+from . import config_folders
 
 if TYPE_CHECKING:
     from sparo_train.train.run_config import RunConfig

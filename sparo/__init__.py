@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from evals.suite.evaluate import only_slots as only_slots
     from evals.tasks.result import Result as Result
     from launch.commands.making import make_scenes as make_scenes
-    from launch.commands.recipes import load_run as load_recipe  # noqa: F401
     from launch.commands.train import train as fit  # noqa: F401
+    from launch.recipes import load_run as load_recipe  # noqa: F401
     from sparo_train.core.config import field as field
     from sparo_train.core.contracts import CoupledObjective as CoupledObjective
     from sparo_train.core.contracts import Follow as Follow
@@ -94,7 +94,7 @@ _SOURCES = {
     "image_crop": "evals.slots.overlay:image_crop",
     "informative_slots": "evals.slots.attend:informative_slots",
     "load_encoder": "evals.encoders.loading:load_encoder",
-    "load_recipe": "launch.commands.recipes:load_run",
+    "load_recipe": "launch.recipes:load_run",
     "make_scenes": "launch.commands.making:make_scenes",
     "normalize_slots": "sparo_train.models.readout:normalize_slots",
     "only_slots": "evals.suite.evaluate:only_slots",

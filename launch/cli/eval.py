@@ -122,8 +122,8 @@ def score(
     from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
     from sparo_train.core.accelerator import find_device
 
-    from ..commands.recipes import find_recipe
     from ..commands.score import score_checkpoints
+    from ..recipes import find_recipe
 
     for key, value, choices in (
         ("precision", precision, ("fp32", "bf16", "fp16")),

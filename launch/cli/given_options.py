@@ -18,7 +18,7 @@ ALLOW_UNKNOWN_OPTIONS = {"ignore_unknown_options": True}  # `--optim.lr 1e-3` is
 
 
 def _complete(incomplete: str) -> list[str]:
-    from ..commands.recipes import shipped_recipes
+    from ..recipes import shipped_recipes
 
     names = [own.name for own in shipped_recipes()]
     stems = [
@@ -60,7 +60,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str] | None) -> RunConfig:
     """Return the resolved recipe of a file or name and its overrides. Raises `ConfigError`."""
     from sparo_train.train.run_config import load_run
 
-    from ..commands.recipes import find_recipe
+    from ..recipes import find_recipe
 
     return load_run(find_recipe(recipe), normalize_overrides(overrides))
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 
 from sparo_train.core.errors import ConfigError, did_you_mean
-from sparo_train.core.files import escape_control_chars
 
 from ..jobs.clusters import load_cluster, options_help, split_options
 from ..views.terminal import console, out
 from . import data as data_cli
+from . import job_control
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Recipe, refuse_keys_as_options
 
 if TYPE_CHECKING:  # commands import their dependencies, so that `sparo --help` imports none of it
     from ..jobs.fanout import FanOut
     from ..jobs.launching import LaunchOptions
-    from ..jobs.status import Status
+    from ..jobs.plan import LaunchPlan
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and resubmit jobs on a cluster.")
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
@@ -39,7 +34,10 @@ Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of arr
 After = Annotated[
     list[Path] | None, typer.Option(help="Start after the job of this run has finished. May be repeated.")
 ]
-Runs = Annotated[list[Path], typer.Argument(help="Folders of launched jobs.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", "--print", help="Print ranks, GPUs, hours, cost and the batch script; submit nothing."),
+]
 
 
 @app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
@@ -55,17 +53,21 @@ def train(
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of runs, with consecutive seeds.")] = None,
     parallel: Parallel = None,
     after: After = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` submit an array of runs. Repeat the command to resume."""
-    from ..commands.recipes import find_recipe
-    from ..jobs.launching import LaunchOptions, launch_train
+    from ..jobs.launching import LaunchOptions, launch_train, plan_train
     from ..jobs.sweep import expand
+    from ..recipes import find_recipe
 
     recipe = find_recipe(recipe)
     overrides, options = split_options(words or [])
     refuse_keys_as_options(options)
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds)
+    if dry_run:
+        _print_plan(launch_options, plan_train(runs, launch_options, Path(runs[0].out) / name))
+        return
     run_jobs = launch_train(runs, launch_options, Path(runs[0].out) / name)
     for folder, job in run_jobs:
         out.print(f"{folder}  job {job}", soft_wrap=True)
@@ -96,20 +98,21 @@ def evaluate(
     ] = None,
     parallel: Parallel = None,
     after: After = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Score checkpoints and tasks as an array of jobs. Repeat the command to submit missing jobs and print the table."""
-    from ..commands.recipes import find_recipe
     from ..jobs.arrays import eval_elements
     from ..jobs.fanout import FanOut, plan_name
     from ..jobs.launching import LaunchOptions
+    from ..recipes import find_recipe
 
     checkpoints, options = split_options(words)
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = eval_elements(
         checkpoints, tasks.split(",") if tasks else None, find_recipe(data) if data else None, model, root
     )
-    fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements)
-    _launch(fan, launch_options)
+    fan = FanOut.make(Path("runs/evals") / (name or plan_name(elements)), "eval", elements, not dry_run)
+    _launch(fan, launch_options, dry_run)
 
 
 @app.command("data", context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
@@ -128,6 +131,7 @@ def data(
     ] = None,
     parallel: Parallel = None,
     after: After = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Run a `sparo data` command with --part as an array of jobs."""
     from ..jobs.fanout import FanOut, plan_name
@@ -137,8 +141,8 @@ def data(
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     elements = [{"arguments": ["data", *plain, "--part", f"{number}/{parts}"]} for number in range(parts)]
     _check_arguments(elements[0]["arguments"][1:])
-    fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements)
-    _launch(fan, launch_options)
+    fan = FanOut.make(Path("runs/data") / (name or plan_name(elements)), "data", elements, not dry_run)
+    _launch(fan, launch_options, dry_run)
 
 
 @app.command(hidden=True)
@@ -150,82 +154,33 @@ def element(context: typer.Context, folder: Path, number: int) -> None:
     FanOut(folder).run(number, lambda arguments: sparo.main(list(arguments), standalone_mode=False))
 
 
-@app.command()
-def status(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Folders. Default: all below runs/.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show state, nodes and progress of jobs, and why a job waits or failed."""
-    from ..jobs.status import launched_folders, statuses
-
-    run_statuses = statuses(runs or launched_folders(Path("runs")))
-    if as_json:
-        out.print_json(json.dumps([status.as_dict() for status in run_statuses]))
-    elif run_statuses:
-        out.print(_status_table(run_statuses))
-    else:
-        out.print("no job was launched from this folder")
+app.command()(job_control.status)
+app.command()(job_control.logs)
+app.command()(job_control.cancel)
+app.command()(job_control.save)
+app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)(job_control.resubmit)
 
 
-@app.command()
-def logs(
-    run: Annotated[Path, typer.Argument(help="Folder of a launched job.")],
-    rank: Annotated[int | None, typer.Option(help="Rank. Default: the rank that failed, or 0.")] = None,
-    lines: Annotated[int, typer.Option(min=1, help="Number of last lines to print.")] = 30,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
-) -> None:
-    """Print the last lines of a rank's log."""
-    from ..jobs.status import failing_rank, log_files
+def _print_plan(launch_options: LaunchOptions, plan: LaunchPlan) -> None:
+    """Print a launch in words, and the script that SLURM would get."""
+    from ..jobs.plan import plan_lines
+    from ..jobs.submit import batch_script
 
-    log_rank = failing_rank(run) if rank is None else rank
-    files = log_files(run, log_rank)
-    if not files:
-        raise ConfigError(f"{run}: rank {log_rank} has no log yet. See `sparo launch status {run}`.")
-    for path in files:
-        empty = "" if path.stat().st_size else " (empty)"
-        console.print(f"rank {log_rank}: {path}{empty}", soft_wrap=True)
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            text = stream.read()
-            print(escape_control_chars("\n".join(text.splitlines()[-lines:])), flush=True)
-            # Offset in the file that was read, so that later lines are shown next.
-            while follow and path == files[-1]:
-                print(escape_control_chars(stream.read()), end="", flush=True)
-                time.sleep(0.5)
+    for line in plan_lines(plan, launch_options.parallel):
+        console.print(line, soft_wrap=True, highlight=False)
+    if plan.cluster.kind == "slurm":
+        home, code = plan.home.resolve(), plan.home.resolve() / "code/HASH"
+        script = batch_script(plan.cluster, home / "jobs", plan.name, code, launch_options.parallel, len(plan.runs))
+        print(script)
 
 
-@app.command()
-def cancel(runs: Runs) -> None:
-    """Cancel jobs. Training saves a checkpoint first; `resubmit` resumes it."""
-    from ..jobs.status import cancel as cancel_folder
-
-    for run in runs:
-        cancelled_jobs = cancel_folder(run)
-        out.print(
-            f"{run}: cancelled {', '.join(cancelled_jobs)}"
-            if cancelled_jobs
-            else f"{run}: nothing to cancel, its job has ended"
-        )
-
-
-@app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
-def resubmit(
-    words: Annotated[
-        list[str], typer.Argument(metavar="RUN or --OPTION VALUE", help="Run folders, and options of the cluster.")
-    ],
-) -> None:
-    """Resubmit the jobs of these folders with the same recipe, code and cluster, and changed options."""
-    from ..jobs.arrays import resubmit as resubmit_folder
-
-    runs, options = split_options(words)
-    for run in runs:
-        jobs = resubmit_folder(Path(run), options)
-        out.print(f"{run}  job {', '.join(jobs) or '-: nothing is missing'}", soft_wrap=True)
-
-
-def _launch(fan: FanOut, launch_options: LaunchOptions) -> None:
-    from ..jobs.arrays import launch_elements
+def _launch(fan: FanOut, launch_options: LaunchOptions, dry_run: bool) -> None:
+    from ..jobs.arrays import launch_elements, plan_elements
     from ..views.results_table import results_table
 
+    if dry_run:
+        _print_plan(launch_options, plan_elements(fan, launch_options))
+        return
     jobs = launch_elements(fan, launch_options)
     if jobs:
         out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", soft_wrap=True)
@@ -268,19 +223,3 @@ def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]
         code = max(s.get("end", 0) for records, own in jobs for job in own for s in records.starts(job))
         if code:
             raise typer.Exit(code)
-
-
-def _status_table(run_statuses: list[Status]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("run", "job", "state", "progress"):
-        table.add_column(column, overflow="fold")
-    for status in run_statuses:
-        facts = [f"{status.step}/{status.total or '?'}"]
-        facts += [f"{status.rate:.0f} samples/s"] if status.rate is not None else []
-        facts += [f"{timedelta(seconds=round(status.eta))} left"] if status.eta is not None else []
-        facts += [f"saved at {status.checkpoint}"] if status.checkpoint is not None else []
-        facts += [f"{status.restarts} restart(s)"] if status.restarts else []
-        where = f" on {status.nodes}" if status.nodes else ""
-        progress = ", ".join(facts) + (f"\n{status.reason}" if status.reason else "")
-        table.add_row(status.folder, f"{status.job} ({status.on})", f"{status.state}{where}", progress)
-    return table

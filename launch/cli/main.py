@@ -69,7 +69,7 @@ def train(
         from sparo_train.core.recipe.layers import origins
         from sparo_train.train.run_config import RunConfig
 
-        from ..commands.recipes import find_recipe
+        from ..recipes import find_recipe
         from ..views.sizes import resolved_lines
 
         for line in resolved_lines(config, origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)):
@@ -101,7 +101,7 @@ def recipes(
     """List the shipped recipes; `sparo train NAME` trains one."""
     from sparo_train.core.errors import ConfigError
 
-    from ..commands.recipes import HARDWARE, shipped_recipes
+    from ..recipes import HARDWARE, shipped_recipes
 
     matches = [own for own in shipped_recipes() if word is None or word.lower() in f"{own.name} {own.line}".lower()]
     if not matches:

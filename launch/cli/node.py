@@ -1,4 +1,4 @@
-"""One rank of a job: `python -m launch.cli.node FOLDER IDLE_RESTARTS ARGUMENTS…`. Every start leaves a record in FOLDER/jobs."""
+"""One rank of a job: `python -m launch.cli.node FOLDER LIMITS ARGUMENTS…`. Every start leaves a record in FOLDER/jobs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sparo_train.core.disk.rundir import Attempt, RunLease
 from sparo_train.core.errors import ConfigError, LostRankError, SparoError, StoppedError, SupersededError
 from sparo_train.core.world import find_world, whole_number
 
-from ..jobs.job import GPUS, LOCAL_AGAIN, mark, stop_until_training
+from ..jobs.job import GPUS, LOCAL_AGAIN, RestartLimits, mark, stop_until_training
 from ..jobs.records import Records, current_attempt
 from ..views.terminal import console
 from .main import app
 from .process import call, leave
 
 
-def perform(arguments: Sequence[str], folder: str, idle_restarts: int) -> int:
+def perform(arguments: Sequence[str], folder: str, limits: RestartLimits) -> int:
     """Run `sparo ARGUMENTS` on this rank, record its start and end, and return the exit code."""
     records, attempt_info, rank, start_time = Records(Path(folder)), current_attempt(), find_world().rank, time.time()
     sys.argv = ["sparo", *arguments]
     # Before loading anything: a job that fails at its start fails every time, and would be restarted forever.
     stuck = (
-        _stuck_reason(records, attempt_info, idle_restarts) if arguments[0] == "train" else None
+        _stuck_reason(records, attempt_info, limits) if arguments[0] == "train" else None
     )  # other jobs have no checkpoints
     if stuck:
         if rank == 0:
@@ -78,30 +78,54 @@ def _record_end(records: Records, attempt_info: dict[str, Any], rank: int, code:
     # A mark for the batch script: the other ranks were fine, and end without a message.
     if isinstance(error, LostRankError):
         mark("lost")
+    elif code and not isinstance(error, StoppedError):
+        mark("failed")
     if rank == 0:
         records.add("starts", {**attempt_info, "end": code, "reason": reason, "step": records.step()})
 
 
-def _stuck_reason(records: Records, attempt_info: dict[str, Any], idle_restarts: int) -> str | None:
+def _stuck_reason(records: Records, attempt_info: dict[str, Any], limits: RestartLimits) -> str | None:
     """Return why the job must not be restarted again, or None. All ranks agree, because this start's own record is ignored."""
-    starts = records.starts(attempt_info["job"])
-    step, idle = records.step(), 0
+    lines = [s for s in records.starts(attempt_info["job"]) if s["restart"] < attempt_info["restart"]]
+    starts, step, idle = [s for s in lines if "end" not in s], records.step(), 0
+    if len(starts) > limits.restarts:
+        return _limit_reason(records, f"{len(starts) - 1} restarts", f"max_restarts={limits.restarts}")
+    if limits.hours is not None and (hours := _hours(lines, limits.start_hours)) >= limits.hours:
+        return _limit_reason(records, f"{hours:.1f} hours", f"max_hours={limits.hours:g}")
     # From the newest back to the last start that came further than the one before it.
-    for start in reversed([s for s in starts if "end" not in s and s["restart"] < attempt_info["restart"]]):
+    for start in reversed(starts):
         if start["step"] < step:
             break
         idle += 1
-    if idle <= idle_restarts:
+    if idle <= limits.idle:
         return None
     failed = records.failures(attempt_info["job"])
-    ends = [s["reason"] for s in starts if "end" in s]
+    ends = [s["reason"] for s in lines if "end" in s]
     last = ends[-1] if ends else "no rank could say why: killed, or out of memory"
     if failed:
         last = f"rank {failed[-1]['rank']} on {failed[-1]['node']}: {failed[-1]['message']}"
     return (
-        f"{records.folder}: {idle} starts in a row brought no checkpoint beyond step {step} (idle_restarts={idle_restarts}); "
+        f"{records.folder}: {idle} starts in a row brought no checkpoint beyond step {step} (idle_restarts={limits.idle}); "
         f"not started again. The last ended with: {last}"
     )
+
+
+def _limit_reason(records: Records, used: str, limit: str) -> str:
+    return (
+        f"{records.folder}: the job used {used} ({limit}) and came to step {records.step()}; not started again. "
+        f"`sparo launch resubmit {records.folder}` starts another job."
+    )
+
+
+def _hours(lines: Sequence[dict[str, Any]], most: float) -> float:
+    """Return the hours that starts took together; one without an end ended before the next one began, and took at most `most`."""
+    total = 0.0
+    for number, line in enumerate(lines):
+        if "end" in line:
+            continue
+        later = [other["time"] for other in lines[number + 1 :]]
+        total += min(most, (later[0] - line["time"]) / 3600 if later else most)
+    return total
 
 
 def _may_write(folder: Path, start_time: float) -> bool:
@@ -115,4 +139,4 @@ def _may_write(folder: Path, start_time: float) -> bool:
 
 if __name__ == "__main__":
     stop_until_training()
-    leave(perform(sys.argv[3:], sys.argv[1], int(sys.argv[2])))
+    leave(perform(sys.argv[3:], sys.argv[1], RestartLimits.parse(sys.argv[2])))

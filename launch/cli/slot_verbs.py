@@ -71,8 +71,8 @@ def make_slot_options(
     from evals.report.results_file import refuse_unwritable
     from evals.suite.evaluate import features_folder
 
-    from ..commands.recipes import find_recipe
     from ..commands.slot_work import SlotOptions
+    from ..recipes import find_recipe
 
     folder = features_folder() if features is None else None if features == "none" else Path(features)
     if features not in (None, "none"):

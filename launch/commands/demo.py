@@ -19,11 +19,11 @@ from sparo_data.synthetic.scenes import training_scene
 from sparo_train.core.disk.metrics import read
 from sparo_train.train.run_config import RunConfig, load_run
 
+from ..recipes import recipe
 from ..views.demo_page import six_rows, write_page
 from ..views.results_table import rows_table
 from ..views.terminal import console, out
 from .making import make_scenes
-from .recipes import recipe
 from .train import exit_if_stopped, train
 
 READOUTS = {

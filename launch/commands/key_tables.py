@@ -24,7 +24,7 @@ from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, RE
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 
-from .recipes import shipped_recipes
+from ..recipes import shipped_recipes
 
 FieldId = tuple[type[BaseModel], str]
 # registry, heading, key of its block in a recipe

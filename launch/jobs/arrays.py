@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,57 +12,17 @@ import yaml
 
 from evals.interop.exporting import TrainedWeights, export_weights
 from evals.suite.evaluate import tasks_for
-from sparo_train.core.config import resolve
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import SparoError
 from sparo_train.core.files import write_whole
 from sparo_train.train.run_config import EvalJobConfig
 
-from .clusters import ClusterConfig, load_cluster, with_options
+from .clusters import load_cluster
 from .fanout import FanOut
 from .job import Element
 from .launching import LaunchOptions, refuse_busy, submit_and_record
-from .records import Records
-from .snapshot import Snapshot, take_snapshot
-
-
-def resubmit(folder: Path, options: Sequence[str]) -> list[str]:
-    """Repeat the newest submission of a folder, from its original working directory and with its code; return the jobs.
-
-    Raises:
-        ConfigError: nothing was submitted there, a job is not over, its code is gone, or the number of ranks would
-            change.
-    """
-    last = Records(folder).last()
-    if last is None:
-        raise ConfigError(f"{folder}: no job was submitted there. Use `sparo launch train`.")
-    refuse_busy(folder)
-    name = f"the cluster of {folder}"
-    cluster = resolve(ClusterConfig, with_options(last["cluster"], options), name)
-    if cluster.ranks != resolve(ClusterConfig, last["cluster"], name).ranks:
-        raise ConfigError(
-            f"{folder}: these options change the number of ranks, got {cluster.ranks}; resubmitting keeps the recipe "
-            "of the old number. Use `sparo launch train`."
-        )
-    code = Snapshot(Path(last["code"]), last["commit"], last["changed"])
-    if not code.path.is_dir():
-        raise ConfigError(f"{code.path}: the code of this job is gone. `sparo launch train` makes a new copy.")
-    arguments = [tuple(args) for args in last["arguments"]]
-    if (folder / "plan.json").exists():
-        fan = FanOut(folder)
-        arguments = [fan.arguments(number, last["folder"]) for number in fan.missing()]
-    here = Path.cwd()
-    # Relative paths of the recipe refer to that folder.
-    os.chdir(last["cwd"])
-    try:
-        elements = [Element(words, last["folder"]) for words in arguments]
-        home = Path(last["folder"])
-        return (
-            submit_and_record(LaunchOptions(last["on"], cluster, last["parallel"]), elements, home, last["name"], code)
-            if elements
-            else []
-        )
-    finally:
-        os.chdir(here)
+from .plan import LaunchPlan
+from .records import launch_lock
+from .snapshot import take_snapshot
 
 
 def eval_elements(
@@ -98,20 +57,33 @@ def eval_elements(
     return elements
 
 
-def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
-    """Submit missing elements as one array, with one rank and at most one GPU each; return the jobs, empty if nothing is missing."""
+def plan_elements(fan: FanOut, launch_options: LaunchOptions) -> LaunchPlan:
+    """Return what `launch_elements` would submit."""
+    cluster = _for_elements(launch_options).cluster
+    names = tuple(f"{fan.folder} element {number}" for number in fan.missing())
+    return LaunchPlan(names, cluster, fan.job_name(), fan.folder)
+
+
+def _for_elements(launch_options: LaunchOptions) -> LaunchOptions:
+    """Return the options with one rank and at most one GPU per element."""
     resources = {
         "nodes": 1,
         "tasks_per_node": 1,
         "starter": "srun",
         "gpus_per_node": min(1, launch_options.cluster.gpus_per_node),
     }
-    launch_options = replace(launch_options, cluster=launch_options.cluster.model_copy(update=resources))
-    refuse_busy(fan.folder)
-    code = take_snapshot(fan.folder / "code")
-    missing = fan.missing()
-    elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
-    return submit_and_record(launch_options, elements, fan.folder, fan.folder.name, code) if elements else []
+    return replace(launch_options, cluster=launch_options.cluster.model_copy(update=resources))
+
+
+def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
+    """Submit missing elements as one array, with one rank and at most one GPU each; return the jobs, empty if nothing is missing."""
+    launch_options = _for_elements(launch_options)
+    with launch_lock([fan.folder]):
+        refuse_busy(fan.folder)
+        code = take_snapshot(fan.folder / "code")
+        missing = fan.missing()
+        elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
+        return submit_and_record(launch_options, elements, fan.folder, fan.job_name(), code) if elements else []
 
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from sparo_train.core.recipe.layers import Tree, load_recipe
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
 from .. import config_folders
+from .sbatch_options import translated
 
 # The number of parts determines the meaning of each, because the text has no units.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
@@ -25,9 +26,10 @@ _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?"
 class ClusterConfig(Frozen):
     """One cluster. Every key is also an option of `sparo launch`: `nodes: 2` is `--nodes 2`."""
 
-    kind: Literal["slurm", "local", "debug"] = field(
+    kind: Literal["slurm", "allocation", "local", "debug"] = field(
         "slurm",
-        "Where jobs run. slurm: on a SLURM cluster; local: in processes on this machine; debug: inside the launching process.",
+        "Where jobs run. slurm: on a SLURM cluster; allocation: in the SLURM allocation of this shell (salloc), in the "
+        "foreground; local: in processes on this machine; debug: inside the launching process.",
     )
     partition: str | None = field(None, "SLURM partition.")
     account: str | None = field(None, "Account to charge.")
@@ -36,6 +38,7 @@ class ClusterConfig(Frozen):
     nodelist: str | None = field(None, "Nodes to use.")
     exclude: str | None = field(None, "Nodes not to use.")
     exclusive: bool = field(False, "Allocate whole nodes.")
+    job_name: str | None = field(None, "Name of the job in the queue. Default: the name of the run.")
     nodes: int = field(1, "Number of nodes.", gt=0)
     gpus_per_node: int = field(0, "GPUs per node.", ge=0)
     gpu_type: str | None = field(None, "GPU type, for clusters that require one, for example h100.")
@@ -52,6 +55,15 @@ class ClusterConfig(Frozen):
     idle_restarts: int = field(
         3, "Largest number of consecutive restarts without a new checkpoint. After that, the job fails.", ge=0
     )
+    max_restarts: int = field(
+        200, "Largest number of restarts of one job. After that, the job fails; `resubmit` starts another one.", ge=0
+    )
+    max_hours: float | None = field(
+        None, "Largest number of hours that the starts of one job may take together. Default: no limit.", gt=0
+    )
+    gpu_hour_cost: float | None = field(
+        None, "Cost of one GPU for an hour (of one rank, without GPUs), in any currency, for `--dry-run`.", ge=0
+    )
     setup: tuple[str, ...] = field((), "Shell lines before the job: module load …, conda activate ….")
     python: str | None = field(
         None, "Python interpreter, as a shell command. Default: the interpreter that runs `sparo launch`."
@@ -59,6 +71,24 @@ class ClusterConfig(Frozen):
     srun_args: tuple[str, ...] = field((), "Further arguments of srun: --container-image=….")
     environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="Further arguments of sbatch.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gpus_from_gres(cls, tree: Any) -> Any:
+        """Take the number of GPUs from `sbatch.gres`, for sites whose sbatch does not take --gpus-per-node."""
+        if not isinstance(tree, dict) or (gpus := _gres_gpus(tree.get("sbatch"))) is None:
+            return tree
+        number, given = gpus, tree.get("gpus_per_node")
+        if given not in (None, 0, number):
+            raise ValueError(
+                f"sbatch.gres: requests {number} GPU(s) per node, but gpus_per_node={given}. Remove one of them."
+            )
+        return {**tree, "gpus_per_node": number}
+
+    @property
+    def gpus_by_gres(self) -> bool:
+        """Return whether `sbatch.gres` requests the GPUs."""
+        return _gres_gpus(self.sbatch) is not None
 
     @model_validator(mode="after")
     def _refuse_line_ends(self) -> ClusterConfig:
@@ -87,7 +117,7 @@ class ClusterConfig(Frozen):
 
     @model_validator(mode="after")
     def _one_machine(self) -> ClusterConfig:
-        if self.kind != "slurm" and self.nodes > 1:
+        if self.kind not in ("slurm", "allocation") and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine. Use a SLURM cluster.")
         # Do not ignore it silently, because a missing `module load` would be searched for in the job.
         if self.kind != "slurm" and self.setup:
@@ -103,6 +133,17 @@ class ClusterConfig(Frozen):
             raise ValueError(f"signal_seconds={self.signal_seconds}: must be below the time limit {self.time}")
         return self
 
+    def margin_warning(self) -> str:
+        """Return a warning if the time limit leaves no time for training between start and signal; empty otherwise."""
+        needed = self.signal_seconds + _SAVE_SECONDS + _START_SECONDS
+        if self.kind != "slurm" or 60 * minutes(self.time) >= needed:
+            return ""
+        return (
+            f"--time {self.time}: leaves less than {_SAVE_SECONDS} s for training between the start (about "
+            f"{_START_SECONDS} s) and the signal {self.signal_seconds} s before the limit. Set --time to {-(-needed // 60)} "
+            "or more, or lower --signal-seconds."
+        )
+
     @property
     def ranks_per_node(self) -> int:
         return self.tasks_per_node or max(1, self.gpus_per_node)
@@ -110,6 +151,28 @@ class ClusterConfig(Frozen):
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+
+_START_SECONDS = 60  # from the start of a job to its first step, without what a container or a slow disk adds
+_SAVE_SECONDS = 60
+
+
+def _gres_gpus(sbatch: Any) -> int | None:
+    """Return the number of GPUs per node in `sbatch.gres` (gpu, gpu:4, gpu:h100:4, nvme:1,gpu:2); None without GPUs.
+
+    Raises:
+        ValueError: it names GPUs, but no whole number of them.
+    """
+    text = str(sbatch.get("gres", "")) if isinstance(sbatch, dict) else ""
+    counts = []
+    for part in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *rest = part.removeprefix("gres/").split(":")
+        if name == "gpu":
+            number = rest[-1] if rest and (len(rest) > 1 or rest[0].isdecimal()) else "1"
+            if not number.isdecimal():
+                raise ValueError(f"sbatch.gres={text}: the number of GPUs is not a whole number")
+            counts.append(int(number))
+    return sum(counts) if counts else None
 
 
 def _nested_strings(value: Any) -> Iterator[str]:
@@ -218,10 +281,13 @@ def with_options(base: Tree, options: Sequence[str]) -> Tree:
 
 
 def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[str], list[str]]:
-    """Split arguments into those that are not options of clusters, and those that are. `others`: unknown options belong to the first part."""
+    """Split arguments into those that are not options of clusters, and those that are, also in sbatch's spelling.
+
+    `others`: unknown options belong to the first part, and have no spelling of sbatch.
+    """
     plain: list[str] = []
     options: list[str] = []
-    rest = list(arguments)
+    rest = list(arguments) if others else translated(arguments, tuple(ClusterConfig.model_fields))
     while rest:
         word = rest.pop(0)
         key = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")

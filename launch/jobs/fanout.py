@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,33 +26,35 @@ class FanOut:
 
     Args:
         folder: folder with a plan.json.
+        plan: its content, if it is not written yet.
 
     Raises:
         ConfigError: there is none.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, plan: dict[str, Any] | None = None):
         self.folder = folder
         path = folder / "plan.json"
-        if not path.is_file():
+        if plan is None and not path.is_file():
             raise ConfigError(
                 f"{folder}: has no plan.json, so it is not a folder of `sparo launch eval` or `sparo launch data`"
             )
-        plan = read_json(path, dict)
+        plan = read_json(path, dict) if plan is None else plan
         if not isinstance(plan.get("kind"), str) or not isinstance(plan.get("elements"), list):
             raise ConfigError(f"{path}: lacks kind or elements. Launch again with another --name.")
         self.kind: str = plan["kind"]
         self.elements: list[dict[str, Any]] = plan["elements"]
 
     @classmethod
-    def make(cls, folder: Path, kind: str, elements: Sequence[dict[str, Any]]) -> FanOut:
-        """Write the plan; an existing plan must be equal."""
+    def make(cls, folder: Path, kind: str, elements: Sequence[dict[str, Any]], write: bool = True) -> FanOut:
+        """Write the plan (unless `write` is false); an existing plan must be equal."""
         path = folder / "plan.json"
         content = {"kind": kind, "elements": list(elements)}
         if path.exists() and read_json(path, dict) != content:
             raise ConfigError(f"{folder}: contains another plan. Give another --name.")
-        write_whole(path, json.dumps(content, indent=1))
-        return cls(folder)
+        if write:
+            write_whole(path, json.dumps(content, indent=1))
+        return cls(folder, content)
 
     def part(self, number: int) -> Path:
         return self.folder / "parts" / f"{number:05d}.json"
@@ -64,6 +67,20 @@ class FanOut:
     def missing(self) -> list[int]:
         """Return the elements that are not done yet."""
         return [number for number in range(len(self.elements)) if not self.part(number).exists()]
+
+    def job_name(self) -> str:
+        """Return a name for the queue: eval-CHECKPOINT-TASK, with the number of further ones; otherwise the command, data-convert."""
+        if self.kind != "eval":
+            return "-".join(self.elements[0]["arguments"][:2])
+        parts = ["eval"]
+        for key in ("checkpoint", "task"):
+            names = list(dict.fromkeys(str(element[key]) for element in self.elements))
+            # A checkpoint's own name is often `export` or a step, so the run's name comes with it.
+            first = "-".join(Path(names[0]).parts[-2:]) if key == "checkpoint" else names[0]
+            parts.append(
+                re.sub(r"[^A-Za-z0-9._+-]+", "_", first).strip("_") + (f"+{len(names) - 1}" if names[1:] else "")
+            )
+        return "-".join(parts)
 
     def run(self, number: int, call: Callable[[Sequence[str]], None]) -> None:
         """Run one element in this process, unless it is done. The last one to finish merges the results."""

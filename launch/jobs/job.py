@@ -6,12 +6,14 @@ This module imports nothing heavy, because a signal before it installs its handl
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ STOPPED = 75  # exit code: saved after a signal, or nothing to save yet; may be 
 KILLED = 137  # exit code of the shell for a rank that ended without a message
 GPUS = "SPARO_GPUS_PER_NODE"  # number of GPUs that a job requested, for programs that it starts
 LOCAL_AGAIN = 144  # exit code with which submitit's local executor restarts a job
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_STOPS = (signal.SIGTERM, signal.SIGUSR2)
+_SAVE = signal.SIGUSR1  # write a checkpoint and continue
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,39 @@ class Element:
 
 
 @dataclass(frozen=True)
+class RestartLimits:
+    """Limits after which a job is not started again.
+
+    Attributes:
+        idle: consecutive starts without a new checkpoint.
+        restarts: restarts in total.
+        hours: hours of all starts together; None: any.
+        start_hours: hours that one start can take, for starts whose end is not known.
+    """
+
+    idle: int = 3
+    restarts: int = 200
+    hours: float | None = None
+    start_hours: float = 24.0
+
+    def text(self) -> str:
+        """Return the form in which a rank's command line contains them."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str) -> RestartLimits:
+        """Return the limits that `text` returned."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
 class Job:
     """A picklable callable for submitit: runs the elements one after another, on every rank.
 
     Attributes:
         cwd: working directory.
         nodes, ranks_per_node: size of the job; with `torchrun`, this is called once per node.
-        idle_restarts: number of consecutive restarts that may bring no new checkpoint.
+        limits: when the job is not started again.
         port: port at which ranks of one machine meet.
         visible: original CUDA_VISIBLE_DEVICES, "all" for unset, where submitit would hide the GPUs.
         gpus: requested GPUs per node.
@@ -46,7 +75,7 @@ class Job:
 
     elements: tuple[Element, ...]
     cwd: str
-    idle_restarts: int
+    limits: RestartLimits
     nodes: int = 1
     ranks_per_node: int = 1
     torchrun: bool = False
@@ -73,7 +102,7 @@ class Job:
         if len(self.elements) > 1 and not debug:
             sys.exit(self._run_sequentially())
         node = importlib.import_module(PROGRAM)
-        code = max(node.perform(e.arguments, e.folder, self.idle_restarts) for e in self.elements)
+        code = max(node.perform(e.arguments, e.folder, self.limits) for e in self.elements)
         if not debug:
             node.leave(code)
         return code
@@ -85,13 +114,17 @@ class Job:
         return DelayedSubmission(self)
 
     def _node_arguments(self, element: Element) -> list[str]:
-        return ["-m", PROGRAM, element.folder, str(self.idle_restarts), *element.arguments]
+        return ["-m", PROGRAM, element.folder, self.limits.text(), *element.arguments]
 
     def _run_sequentially(self) -> int:
         """Run every element in a separate process, until one of them is stopped."""
         codes = []
+        attempt = f"{os.environ['SUBMITIT_LOCAL_JOB_ID']}_{os.environ['SUBMITIT_LOCAL_LOCALID']}_log"
         for element in self.elements:
-            codes.append(_supervise([sys.executable, "-u", *self._node_arguments(element)], torchrun=False))
+            # Into the run's own folder, because the files of this job contain all runs of the lane.
+            output = Path(element.folder, "jobs", attempt)
+            command = [sys.executable, "-u", *self._node_arguments(element)]
+            codes.append(_supervise(command, torchrun=False, output=output))
             # A stopped element continues after the restart, before later ones begin.
             if codes[-1] in (STOPPED, LOCAL_AGAIN):
                 return codes[-1]
@@ -126,30 +159,43 @@ def mark(what: str) -> None:
 
 
 def stop_until_training() -> None:
-    """Let a signal before training, or after its end, end the process with the exit code for restarts."""
-    for number in _SIGNALS:
+    """Let a signal before training, or after its end, end the process with the exit code for restarts; nothing is there to be saved."""
+    for number in _STOPS:
         signal.signal(number, lambda _number, _frame: os._exit(STOPPED))
+    signal.signal(_SAVE, signal.SIG_IGN)
 
 
-def _supervise(command: list[str], torchrun: bool) -> int:
+def _supervise(command: list[str], torchrun: bool, output: Path | None = None) -> int:
     """Run a child and forward our signals to it or to its ranks; return the exit code.
+
+    With `output`, its output is appended to that path with the suffixes .out and .err.
 
     torchrun would end its ranks immediately, so it ignores the signals, and its ranks receive them from here.
     """
     received: list[int] = []
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN if torchrun else signal.SIG_DFL)  # signal mask that the child starts with
-    child = subprocess.Popen(command, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"})
+    for number in (*_STOPS, _SAVE):
+        ignored = torchrun or number == _SAVE
+        signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)  # signal mask that the child starts with
+    with ExitStack() as files:
+        streams = {}
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            for name, suffix in (("stdout", ".out"), ("stderr", ".err")):
+                streams[name] = files.enter_context(output.with_name(output.name + suffix).open("ab"))
+        child = subprocess.Popen(
+            command, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"}, **streams
+        )  # fmt: skip
 
     def forward(number: int, _frame: object) -> None:
-        received.append(number)
+        if number != _SAVE:
+            received.append(number)
         for pid in _children(child.pid) if torchrun else [child.pid]:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
 
-    for number in _SIGNALS:
+    for number in (*_STOPS, _SAVE):
         signal.signal(number, forward)
     code = child.wait()
     if received and code not in (0, LOCAL_AGAIN):  # torchrun reports every failed rank as 1

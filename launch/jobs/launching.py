@@ -25,10 +25,12 @@ from sparo_train.train.run_config import RunConfig
 from .clusters import ClusterConfig
 from .job import Element
 from .local_jobs import local_alive
-from .records import Records
+from .plan import LaunchPlan
+from .records import Records, launch_lock
 from .slurm import states
 from .snapshot import Snapshot, take_snapshot
 from .submit import submit
+from .sweep import record_sweep
 
 logger = logging.getLogger(__name__)
 
@@ -58,22 +60,44 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
             refusal of the cluster. Nothing was submitted then.
     """
     runs = [resolve_for_ranks(run, launch_options.cluster) for run in runs]
+    home, name = (runs[0].folder, runs[0].name) if len(runs) == 1 else (sweep, sweep.name)
+    if warning := launch_options.cluster.margin_warning():
+        logger.warning(warning)
+    # Until the submission is recorded, because another launch of a run must find it.
+    with launch_lock([_folder(folder) for folder in (home, *(run.folder for run in runs))]):
+        for run in runs:
+            refuse_busy(run.folder)
+            # Check all runs first, because half of a sweep in the queue is worse than none.
+            RunDir(run.folder).refuse_changes(run)
+        if home == sweep and len(runs) > 1:
+            record_sweep(home, [run.folder.relative_to(home.parent).as_posix() for run in runs])
+        remaining = [run for run in runs if len(runs) == 1 or not Records(run.folder).finished()]
+        for run in runs:
+            if run not in remaining:
+                logger.info(f"{run.folder}: is finished, and is not submitted again")
+        code = take_snapshot(_folder(home / "code"))
+        elements = [_prepare(run, home) for run in remaining]
+        jobs = submit_and_record(launch_options, elements, home, name, code) if elements else []
+    return [(run.folder, job) for run, job in zip(remaining, jobs, strict=True)]
+
+
+def plan_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep: Path) -> LaunchPlan:
+    """Return what `launch_train` would submit, after the same checks. Writes nothing."""
     for run in runs:
-        refuse_busy(run.folder)
-        # Check all runs first, because half of a sweep in the queue is worse than none.
-        RunDir(run.folder).refuse_changes(run)
-    home = runs[0].folder if len(runs) == 1 else sweep
-    code = take_snapshot(_folder(home / "code"))
-    elements = []
-    for run in runs:
-        folder = _folder(run.folder)
-        if folder != home and not (folder / "code").exists():
-            # A sweep's runs have the same code; each has a copy in its own folder.
-            (folder / "code").symlink_to(home.resolve() / "code")
-        RunDir(folder).describe(run)
-        elements.append(Element(("train", str(folder / "config.yaml")), str(folder)))
-    jobs = submit_and_record(launch_options, elements, home, runs[0].name if len(runs) == 1 else sweep.name, code)
-    return [(run.folder, job) for run, job in zip(runs, jobs, strict=True)]
+        resolved = resolve_for_ranks(run, launch_options.cluster)
+        RunDir(run.folder).refuse_changes(resolved)
+    home, name = (runs[0].folder, runs[0].name) if len(runs) == 1 else (sweep, sweep.name)
+    return LaunchPlan(tuple(str(run.folder) for run in runs), launch_options.cluster, name, home)
+
+
+def _prepare(run: RunConfig, home: Path) -> Element:
+    """Write a run's recipe to its folder; return the job's element that trains it."""
+    folder = run.folder
+    if folder != home and not (folder / "code").exists():
+        # A sweep's runs have the same code; each has a copy in its own folder.
+        (folder / "code").symlink_to(home.resolve() / "code")
+    RunDir(folder).describe(run)
+    return Element(("train", str(folder / "config.yaml")), str(folder))
 
 
 def submit_and_record(
@@ -116,6 +140,8 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
         )
     # Refuse here what cannot be divided over these ranks, instead of in a job that waited for a day.
     shared_streams(run.data, run.batch_size, ranks)
+    if run.epochs is None:  # otherwise the length depends on the data, which only the nodes may see
+        run.total_steps(0)
     _refuse_untrainable(run)
     # Written into the recipe, so that ranks that do not find each other fail instead of training alone.
     changes = [f"world_size={ranks}"]
@@ -143,13 +169,16 @@ def _refuse_untrainable(run: RunConfig) -> None:
 
 def refuse_busy(folder: Path) -> None:
     """Raise ConfigError if a job of this folder is queued or running."""
-    last = Records(folder).last()
-    if last is None:
-        return
+    submissions = Records(folder).submitted()
     # Two jobs of one folder would keep taking it from each other.
-    busy = {job: "RUNNING" for job in last["jobs"] if last["cluster"]["kind"] == "local" and local_alive(job)}
-    if last["cluster"]["kind"] == "slurm":
-        busy = {job: state.state for job, state in states(last["jobs"]).items() if state.active}
+    jobs = {
+        kind: [job for s in submissions if s["cluster"]["kind"] == kind for job in s["jobs"]]
+        for kind in ("local", "slurm")
+    }
+    busy = {job: "RUNNING" for job in jobs["local"] if local_alive(job)}
+    if jobs["slurm"]:
+        found = states(jobs["slurm"], accounting=False)
+        busy |= {job: state.state for job, state in found.items() if state.active}
     for job, state in busy.items():
         raise ConfigError(
             f"{folder}: job {job} is {state} there. Run `sparo launch cancel {folder}` first, or wait, or give another name=."

@@ -18,7 +18,19 @@ from .clusters import ClusterConfig, minutes
 from .job import Element, Job
 
 # Variables of an outer job: resources (sbatch reads SLURM_MEM_PER_CPU and others as options), its step, and its ranks.
-_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "TORCHELASTIC_", "PMI_", "PMIX_", "ROLE_")
+_PREFIXES = (
+    "SLURM_",
+    "SLURMD_",
+    "SRUN_",
+    "SUBMITIT_",
+    "TORCHELASTIC_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "PALS_",
+    "MPI_LOCAL",
+    "ROLE_",
+)
 _NAMES = {
     "RANK",
     "LOCAL_RANK",
@@ -30,7 +42,7 @@ _NAMES = {
     "MASTER_PORT",
 }
 _DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
-_KEPT = {"SLURM_CONF"}  # variable through which SLURM's commands find their cluster
+_KEPT = {"SLURM_CONF", "SLURM_CLUSTERS"}  # variables through which SLURM's commands find their cluster
 
 
 def inherited(name: str, outer: Mapping[str, str]) -> bool:
@@ -143,6 +155,14 @@ def local_alive(job: str) -> bool:
         return False
 
 
+def rank_processes(job: str) -> list[int]:
+    """Return the process numbers of a local job's ranks."""
+    try:
+        return [int(word) for word in Path(f"/proc/{job}/task/{job}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def end_local(job: str, patience: float = 60.0) -> None:
     """Signal a local job to save and end; kill it after `patience` seconds, as SLURM does after KillWait."""
     with suppress(OSError):  # it ended meanwhile
@@ -152,7 +172,7 @@ def end_local(job: str, patience: float = 60.0) -> None:
             time.sleep(0.1)
         if local_alive(job):
             # Read the children before the kill, because their parent changes afterwards.
-            ranks = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            ranks = rank_processes(job)
             # The ranks outlive their controller, and hold the folder's lock.
-            for pid in (job, *ranks):
-                os.kill(int(pid), signal.SIGKILL)
+            for pid in (int(job), *ranks):
+                os.kill(pid, signal.SIGKILL)

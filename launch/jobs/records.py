@@ -3,7 +3,8 @@
 submitted.jsonl   every submission: job, cluster, command, code, logs
 starts.jsonl      every start of a job's first rank, and how it ended
 failures.jsonl    errors of ranks
-cancelled.jsonl   local jobs that `sparo launch cancel` ended, next to their logs
+cancelled.jsonl   jobs that `sparo launch cancel` ended, next to their logs
+.JOB.nodes        nodes that failed the test before the ranks' start, and why
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from sparo_train.core.disk.checkpoint_store import CheckpointStore
 from sparo_train.core.disk.metrics import read
+from sparo_train.core.errors import ConfigError
 from sparo_train.core.world import whole_number
 
 _REQUIRED_FIELDS: dict[str, dict[str, type]] = {
@@ -26,6 +29,8 @@ _REQUIRED_FIELDS: dict[str, dict[str, type]] = {
     "cancelled": {"job": str},
     "failures": {"job": str, "restart": int, "rank": int, "kind": str, "message": str, "node": str},
 }
+SWEEP_FILE = "sweep.json"  # in the sweep's folder: the names of its runs, in order
+_LOCK_SECONDS = 300.0  # a launch that copies the code to a slow disk, or waits for SLURM's controller
 
 
 class Records:
@@ -35,6 +40,7 @@ class Records:
         self.folder, self.jobs = folder, folder / "jobs"
 
     def submitted(self) -> list[dict[str, Any]]:
+        """Return all submissions, oldest first."""
         return self._read("submitted")
 
     def last(self) -> dict[str, Any] | None:
@@ -51,9 +57,18 @@ class Records:
         return [line for line in self._read("failures") if _belongs_to(line["job"], job)]
 
     def cancelled(self, record: Mapping[str, Any], job: str) -> bool:
-        """Return whether a local job was cancelled; it is recorded in the folder of its logs, which the runs of one lane share."""
+        """Return whether a job was cancelled; it is recorded in the folder of its logs, which the runs of one lane share."""
         cancellations = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
         return any(line.get("job") == job for line in cancellations)
+
+    def bad_nodes(self, record: Mapping[str, Any], job: str) -> dict[str, str]:
+        """Return the nodes on which a job's ranks could not start, with the problem of each."""
+        path = Path(str(record.get("logs", self.jobs))) / f".{job}.nodes"
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return {}
+        return dict(line.split("\t", 1) for line in lines if "\t" in line)
 
     def add(self, kind: str, facts: Mapping[str, Any], folder: Path | None = None) -> None:
         """Append one line to a file of `folder` (default: the run's jobs); a short line is appended whole, whoever else appends."""
@@ -71,6 +86,18 @@ class Records:
     def step(self) -> int:
         """Return the step of the newest checkpoint; 0 without one."""
         return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0)
+
+    def finished(self) -> bool:
+        """Return whether the training has done all of its steps and evaluations."""
+        return self.heartbeat().get("phase") == "finished"
+
+    def heartbeat(self) -> dict[str, Any]:
+        """Return the content of heartbeat.json; empty without a readable one."""
+        try:
+            beat = json.loads((self.folder / "heartbeat.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return beat if isinstance(beat, dict) else {}
 
     def _read(self, kind: str) -> list[dict[str, Any]]:
         """Return valid lines; others are truncated, or of another version."""
@@ -96,6 +123,29 @@ class Records:
 
 def _belongs_to(job: str, job_or_array: str) -> bool:
     return job == job_or_array or job.startswith(f"{job_or_array}_")
+
+
+@contextmanager
+def launch_lock(folders: Sequence[Path]) -> Iterator[None]:
+    """Hold these folders for a submission, so that two launches of one run cannot both find it idle.
+
+    Raises:
+        ConfigError: another launch holds one of them for minutes.
+    """
+    from filelock import FileLock, Timeout  # not needed by ranks
+
+    with ExitStack() as held:
+        for folder in sorted(
+            {folder.resolve() for folder in folders}
+        ):  # in one order, so that two launches do not wait for each other
+            try:
+                held.enter_context(FileLock(folder / ".launch.lock", timeout=_LOCK_SECONDS))
+            except Timeout:
+                raise ConfigError(
+                    f"{folder}: another `sparo launch` or `sparo launch resubmit` has been submitting this run for "
+                    f"{_LOCK_SECONDS:g} s. Wait for it, or end it."
+                ) from None
+        yield
 
 
 def current_attempt() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import subprocess
 import time
@@ -26,6 +27,7 @@ ACTIVE = {
     "STAGE_OUT",
 }
 UNKNOWN = "UNKNOWN"
+_ELAPSED = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 NO_CONFIGURATION = "configuration source"
 # Explanations of SLURM's reasons (squeue's manual page, "JOB REASON CODES").
 REASONS = {
@@ -69,16 +71,32 @@ class SlurmAwayError(SparoError):
 
 @dataclass(frozen=True)
 class JobState:
-    """State of a job (or of one element of an array) in SLURM, with `elapsed` as printed by SLURM and an explained `reason`."""
+    """State of a job (or of one element of an array) in SLURM.
+
+    Attributes:
+        reason: SLURM's reason with an explanation.
+        elapsed: time since this start, as SLURM prints it.
+        start: start of a running job, or SLURM's estimate for one that waits; empty if unknown.
+    """
 
     state: str = UNKNOWN
     reason: str = ""
     nodes: str = ""
     elapsed: str = ""
+    start: str = ""
 
     @property
     def active(self) -> bool:
         return self.state in ACTIVE
+
+    @property
+    def elapsed_seconds(self) -> float | None:
+        """Return the seconds since this start of the job; None if SLURM does not say."""
+        match = _ELAPSED.fullmatch(self.elapsed)
+        if match is None:
+            return None
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def ask(*command: str, seconds: float = 60) -> str:
@@ -103,7 +121,7 @@ def ask(*command: str, seconds: float = 60) -> str:
             raise NoSlurmError(without_configuration(command[0])) from None
         if is_away(error.stderr):
             raise SlurmAwayError(
-                f"{command[0]}: SLURM's controller does not answer ({_last(error.stderr)}). Running jobs continue; try again in a minute."
+                f"{command[0]}: SLURM's controller does not answer ({last_line(error.stderr)}). Running jobs continue; try again in a minute."
             ) from None
         raise
 
@@ -139,27 +157,27 @@ def retry_while_away(call: Callable[[], str], seconds: float) -> str:
             time.sleep(min(5.0, max(0.1, end - time.monotonic())))
 
 
-def states(jobs: Sequence[str]) -> dict[str, JobState]:
+def states(jobs: Sequence[str], accounting: bool = True) -> dict[str, JobState]:
     """Return SLURM's states of these jobs; an array's id gives all of its elements, as `12_0`.
 
     squeue first, because only it knows that a job whose node failed waits for a restart; then the accounting, if there
-    is one.
+    is one, for jobs that have ended.
     """
     job_ids = sorted(set(jobs))
     if not job_ids:
         return {}
     job_states: dict[str, JobState] = {}
     try:
-        out = ask("squeue", "-r", "-h", "--states=all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%N|%M")
+        out = ask("squeue", "-r", "-h", "--states=all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%N|%M|%S")
     except subprocess.CalledProcessError:  # SLURM has forgotten them
         out = ""
     for line in out.splitlines():
-        job, state, reason, nodes, elapsed = line.split("|")[:5]
-        job_states[job] = JobState(state, explain_reason(reason), nodes, elapsed)
+        job, state, reason, nodes, elapsed, start = line.split("|")[:6]
+        job_states[job] = JobState(state, explain_reason(reason), nodes, elapsed, "" if start == "N/A" else start)
     # An array is queried by its number and answers with its elements.
     bases = {job.partition("_")[0] for job in job_states}
     missing = [job for job in job_ids if job not in job_states and job not in bases]
-    return job_states | (_accounting_states(missing) if missing else {})
+    return job_states | (_accounting_states(missing) if missing and accounting else {})
 
 
 def _accounting_states(jobs: Sequence[str]) -> dict[str, JobState]:
@@ -185,13 +203,22 @@ def explain_reason(reason: str) -> str:
     return f"{reason.strip()}: {meaning}" if meaning else reason.strip()
 
 
-def cancel(job: str) -> None:
-    """End a job, or remove it from the queue; nothing happens if it has ended."""
+def cancel(jobs: Sequence[str]) -> None:
+    """End jobs, or remove them from the queue; nothing happens to those that have ended."""
+    _scancel(*jobs)
+
+
+def send_signal(jobs: Sequence[str], name: str) -> None:
+    """Send a signal, such as USR1, to the ranks of jobs."""
+    _scancel(f"--signal={name}", *jobs)
+
+
+def _scancel(*words: str) -> None:
     try:
-        ask("scancel", job)
+        ask("scancel", *words)
     except subprocess.CalledProcessError as error:
         if not any(over in error.stderr for over in ("Invalid job id", "already completing or completed")):
-            raise SparoError(f"scancel {job}: {_last(error.stderr)}") from None
+            raise SparoError(f"scancel {' '.join(words)}: {last_line(error.stderr)}") from None
 
 
 def partitions() -> str:
@@ -202,6 +229,7 @@ def partitions() -> str:
         return ""
 
 
-def _last(text: str) -> str:
+def last_line(text: str) -> str:
+    """Return the last line of a program's messages that is not empty."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return lines[-1] if lines else "no message"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Any
 from sparo_train.core.errors import ConfigError, SparoError
 
 from .clusters import ClusterConfig, minutes
-from .job import Element, Job
+from .job import Element, Job, RestartLimits
 from .local_jobs import environment, submit_local
+from .sbatch_options import INSTEAD, OWN
+from .script import lines_after, lines_before
 from .slurm import (
     NO_CONFIGURATION,
     NoSlurmError,
@@ -24,62 +26,6 @@ from .slurm import (
     retry_while_away,
     without_configuration,
 )
-
-# MASTER_ADDR is the address by which SLURM reaches the first node (or its name), and MASTER_PORT a port there on which
-# nothing listens, below the ephemeral ports. The trap keeps bash alive through a pre-emption's SIGTERM. Since SLURM
-# 22.05, srun takes the processors of a rank from a separate variable.
-_MEET = """\
-trap : TERM USR1 USR2
-[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol show node "$MASTER_ADDR" -o | tr ' ' '\\n' | sed -n 's/^NodeAddr=//p')
-MASTER_ADDR=${address:-$MASTER_ADDR}
-for try in $(seq 0 31); do
-  MASTER_PORT=$((20000 + (SLURM_JOB_ID + try * 367) % 12000))
-  (exec 3<>"/dev/tcp/127.0.0.1/$MASTER_PORT") 2>/dev/null || break
-done
-export MASTER_ADDR MASTER_PORT"""
-
-# Restart if the job was saved after a signal (75), ended by one before its handlers were installed (140, 143), killed
-# (137: out of memory, or by the srun of an earlier start on a node that returned, for which our step has the same
-# number), if a rank was lost, or if a node never started it. Only while the job is running (not if it was cancelled)
-# and has not been restarted.
-_AGAIN = """\
-code=$?
-restart=${SLURM_RESTART_COUNT:-0}
-mark=JOBS/.$SLURM_JOB_ID-$restart
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} # of an array this element alone
-job=${job:-$SLURM_JOB_ID}
-again=no
-[[ " 75 137 140 143 " != *" $code "* ]] || again=yes
-[ ! -e "$mark.lost" ] || again=yes
-[ $code -eq 0 ] || [ -e "$mark.started" ] || [ "$restart" -ge 3 ] || again=yes
-rm -f "$mark".*
-for try in $(seq 60); do
-  [ $again = yes ] || break
-  case "$(scontrol show job "$job" -o 2>/dev/null) " in
-    *" JobState=RUNNING "*" Restarts=$restart "*) scontrol requeue "$job" && trap - TERM && exec sleep 60 ;;
-    *" JobState="*) break ;;
-  esac
-  sleep 5
-done
-exit $code"""
-
-
-# Shell lines around a job's srun: where its ranks meet, and whether the job restarts. They run in the batch script on
-# the job's first node, outside of any container, because SLURM's commands are available there.
-def lines_before(setup: tuple[str, ...], environment: Mapping[str, str], code: Path) -> list[str]:
-    """Return the lines before srun: the cluster's own, its variables, the snapshot's path, and where the ranks meet."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
-    path = f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    # Without the last one, `python -m` would search the folder of the launch, perhaps a checkout, before the snapshot.
-    return [*setup, *exports, path, "export PYTHONSAFEPATH=1", *_MEET.splitlines()]
-
-
-def lines_after(jobs: Path) -> list[str]:
-    """Return the lines after srun; `jobs` contains the marks that ranks leave (`launch.jobs.job.mark`)."""
-    return _AGAIN.replace("JOBS", shlex.quote(str(jobs))).splitlines()
-
 
 _PATIENCE = 180.0  # seconds that SLURM's controller may be down while we submit
 # Messages with which sbatch refuses, and the remedy.
@@ -107,28 +53,6 @@ _REFUSALS = {
     "Node count specification invalid": "--nodes: more nodes than the partition has or allows",
 }
 
-# Arguments of sbatch that sparo sets, and what to use instead.
-_OWN_ARGUMENTS = {
-    "signal": "--signal-seconds",
-    "output": "`sparo launch logs`",
-    "error": "`sparo launch logs`",
-    "open-mode": "nothing: logs are appended to after a restart",
-    "job-name": "name=",
-    "nodes": "--nodes",
-    "ntasks-per-node": "--tasks-per-node or --gpus-per-node",
-    "time": "--time",
-    "array": "a sweep (key=[a,b] or --seeds)",
-    "ntasks": "--nodes and --tasks-per-node",
-    "cpus-per-task": "--cpus-per-task",
-    "gpus-per-node": "--gpus-per-node and --gpu-type",
-    "gpus": "--gpus-per-node and --gpu-type",
-    "gpus-per-task": "--gpus-per-node and --gpu-type",
-    "dependency": "--after",
-    "wait": "nothing: `sparo launch status` shows when it ends",
-    "wrap": "nothing: sparo writes the script",
-    "chdir": "nothing: a job runs in the folder from which it was launched",
-    **{name: f"--{name}" for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "exclusive")},
-}
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 
 
@@ -162,8 +86,12 @@ def submit(
         if dependency:
             raise ConfigError(f"--after: {cluster.kind} has no queue. Wait for the other run, or use SLURM.")
         return submit_local(submitit, cluster, elements, jobs, code, parallel or 1, _job)
+    if shutil.which("srun") is None or shutil.which("sbatch") is None:
+        raise NoSlurmError(
+            "srun: not found on this machine. Launch from a node of the cluster, or use --cluster local."
+        )
     executor = _executor(submitit, cluster, jobs, name, code)
-    executor.update_parameters(slurm_array_parallelism=parallel or len(elements), slurm_dependency=dependency)
+    executor.update_parameters(array_parallelism=parallel or len(elements), dependency=dependency)
     job = _job(cluster, ())
     # One call for all, because elements of an array start alike, and SLURM limits how many run at once.
     calls = [replace(job, elements=(element,)) for element in elements]
@@ -184,50 +112,61 @@ def submit(
 
 def _executor(submitit: Any, cluster: ClusterConfig, jobs: Path, name: str, code: Path) -> Any:
     """Return submitit's SLURM executor with everything that a cluster's description contains."""
+
+    class Executor(submitit.SlurmExecutor):
+        """It can also write its script on a machine without SLURM, for `--dry-run`."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
     torchrun = cluster.starter == "torchrun"
-    try:
-        executor = submitit.AutoExecutor(
-            folder=jobs, cluster="slurm", slurm_max_num_timeout=10**9, slurm_python=cluster.python
-        )
-    except RuntimeError:
-        raise NoSlurmError(
-            "srun: not found on this machine. Launch from a node of the cluster, or use --cluster local."
-        ) from None
+    executor = Executor(folder=jobs, max_num_timeout=10**9, python=cluster.python)
     executor.update_parameters(
-        name=name,
+        job_name=cluster.job_name or name,
         nodes=cluster.nodes,
-        tasks_per_node=1 if torchrun else cluster.ranks_per_node,
+        ntasks_per_node=1 if torchrun else cluster.ranks_per_node,
         cpus_per_task=cluster.cpus_per_task and cluster.cpus_per_task * (cluster.ranks_per_node if torchrun else 1),
-        gpus_per_node=None if cluster.gpu_type else cluster.gpus_per_node or None,
-        mem_gb=cluster.mem_gb,
-        timeout_min=minutes(cluster.time),
-        slurm_signal_delay_s=cluster.signal_seconds,
-        slurm_setup=lines_before(cluster.setup, cluster.environment, code),
-        slurm_teardown=lines_after(jobs),
-        slurm_srun_args=list(cluster.srun_args) or None,
-        slurm_exclusive=cluster.exclusive or None,
-        slurm_additional_parameters=_extra_parameters(cluster),
-        **{
-            f"slurm_{key}": getattr(cluster, key)
-            for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
-        },
+        gpus_per_node=None if cluster.gpu_type or cluster.gpus_by_gres else cluster.gpus_per_node or None,
+        mem=_memory(cluster.mem_gb),
+        time=minutes(cluster.time),
+        signal_delay_s=cluster.signal_seconds,
+        setup=lines_before(cluster, executor.python, code, jobs, Path.cwd()),
+        teardown=lines_after(),
+        # Otherwise, ranks wait for one that failed before it joined.
+        srun_args=["--kill-on-bad-exit=1", *cluster.srun_args],
+        exclusive=cluster.exclusive or None,
+        additional_parameters=_extra_parameters(cluster),
+        wckey=None,  # sites that require wckeys refuse submitit's default
+        **{key: getattr(cluster, key) for key in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
     )
-    # submitit's default, which sites that require wckeys refuse. AutoExecutor does not accept None.
-    executor._executor.update_parameters(wckey=None)
     return executor
+
+
+def _memory(gigabytes: float | None) -> str | None:
+    """Return memory as SLURM writes it, which takes whole numbers only."""
+    if gigabytes is None:
+        return None
+    return f"{int(gigabytes)}GB" if gigabytes == int(gigabytes) else f"{int(gigabytes * 1024)}MB"
+
+
+def batch_script(cluster: ClusterConfig, jobs: Path, name: str, code: Path, parallel: int | None, count: int) -> str:
+    """Return the script that `submit` would send to SLURM, for `count` elements."""
+    executor = _executor(_submitit(), cluster, jobs, name, code)
+    if count > 1:
+        executor.parameters |= {"map_count": count, "array_parallelism": parallel or count}
+    return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
 def _extra_parameters(cluster: ClusterConfig) -> dict[str, str | int | bool]:
     """Return arguments of sbatch that submitit does not know, or that replace its own."""
     # Relative paths of a recipe refer to the folder of the launch, on every node.
     parameters: dict[str, str | int | bool] = {"requeue": True, "chdir": str(Path.cwd())}
-    if cluster.gpu_type and cluster.gpus_per_node:
+    if cluster.gpu_type and cluster.gpus_per_node and not cluster.gpus_by_gres:
         parameters["gpus_per_node"] = f"{cluster.gpu_type}:{cluster.gpus_per_node}"
     for argument, value in cluster.sbatch.items():
         name = argument.replace("_", "-")
-        option = _OWN_ARGUMENTS.get(name)
-        if name == "gres" and "gpu" in str(value):  # otherwise the job would not know its GPUs
-            option = _OWN_ARGUMENTS["gpus"]
+        option = OWN.get(name) or INSTEAD.get(name)
         if option is not None:
             raise ConfigError(f"--sbatch.{argument}: sparo sets it itself, got {value}. Use {option}.")
         if len(name) == 1:
@@ -247,7 +186,8 @@ def _extra_parameters(cluster: ClusterConfig) -> dict[str, str | int | bool]:
 def _job(cluster: ClusterConfig, elements: tuple[Element, ...]) -> Job:
     torchrun = cluster.starter == "torchrun" and cluster.ranks > 1
     visible = None if cluster.gpus_per_node else os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    job = Job(elements, str(Path.cwd()), cluster.idle_restarts, cluster.nodes, cluster.ranks_per_node, torchrun)
+    limits = RestartLimits(cluster.idle_restarts, cluster.max_restarts, cluster.max_hours, minutes(cluster.time) / 60)
+    job = Job(elements, str(Path.cwd()), limits, cluster.nodes, cluster.ranks_per_node, torchrun)
     job = replace(job, gpus=cluster.gpus_per_node)
     return replace(job, visible=visible if cluster.kind == "local" else None)
 

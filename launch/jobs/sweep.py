@@ -12,9 +12,13 @@ from typing import Any
 
 from sparo_train.core.config import Frozen, field, invalid_keys, resolve
 from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import read_json, write_whole
 from sparo_train.core.recipe.layers import is_sweep, load_recipe, override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.run_config import RunConfig, load_run
+
+from ..recipes import find_recipe
+from .records import SWEEP_FILE
 
 _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
 
@@ -22,14 +26,16 @@ _MOST = 1000  # elements that SLURM's MaxArraySize allows by default
 class SweepRun(Frozen):
     """One run of a sweep file."""
 
-    recipe: str | None = field(None, "Recipe of this run, relative to the file. Default: the sweep's.")
+    recipe: str | None = field(
+        None, "Recipe of this run: a path relative to the file, or a shipped recipe. Default: the sweep's."
+    )
     overrides: tuple[str, ...] = field((), "Overrides as `sparo train` takes them.")
 
 
 class SweepFile(Frozen):
     """Runs that belong together, such as the rows of a table. Each is called FILE-NAME."""
 
-    recipe: str | None = field(None, "Recipe of runs that name none, relative to the file.")
+    recipe: str | None = field(None, "Recipe of runs that name none: a path relative to the file, or a shipped recipe.")
     overrides: tuple[str, ...] = field((), "Overrides of all runs, applied before those of a run.")
     runs: dict[str, SweepRun] = field(..., "Runs by name.", min_length=1)
 
@@ -56,11 +62,30 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
             raise ConfigError(f"{recipe}: runs.{name}.recipe: is required, because the file names no common recipe")
         # Later overrides take precedence: the sweep's, the run's, then the command line's.
         run_overrides = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
-        configs += _expand_recipe(recipe.parent / run_recipe, run_overrides, seeds)[1]
+        configs += _expand_recipe(_find_recipe(recipe.parent, run_recipe), run_overrides, seeds)[1]
     if len(configs) > _MOST:
         raise ConfigError(f"{len(configs)} runs: more than {_MOST} in one array. Remove runs from {recipe}.")
     _refuse_duplicates(configs)
     return recipe.stem, configs
+
+
+def _find_recipe(folder: Path, name: str) -> Path:
+    """Return the recipe that a sweep file names: a path relative to its folder, or the name of a shipped recipe."""
+    path = folder / name
+    return path if path.exists() else find_recipe(Path(name))
+
+
+def record_sweep(folder: Path, names: Sequence[str]) -> None:
+    """Add runs to the list of a sweep's folder, so that commands accept the folder in place of its runs.
+
+    Raises:
+        ConfigError: the folder contains a run.
+    """
+    if (folder / "config.yaml").exists():
+        raise ConfigError(f"{folder}: contains a run, so a sweep cannot have this name. Give another name=.")
+    path = folder / SWEEP_FILE
+    before = read_json(path, dict).get("runs", []) if path.exists() else []
+    write_whole(path, json.dumps({"runs": list(dict.fromkeys([*before, *names]))}, indent=1) + "\n")
 
 
 def _expand_recipe(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tuple[str, list[RunConfig]]:

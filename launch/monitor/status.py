@@ -1,22 +1,24 @@
-"""Status of submitted jobs: SLURM's state, the run folder's progress, and which rank failed."""
+"""Status of submitted jobs: SLURM's state, the run folder's progress, and why a job failed."""
 
 from __future__ import annotations
 
-import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparo_train.core.disk.metrics import read, straggler
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import SparoError
 
-from . import slurm
-from .fanout import FanOut
-from .local_jobs import end_local, local_alive
-from .records import Records
-from .slurm import JobState
+from ..jobs import slurm
+from ..jobs.fanout import FanOut
+from ..jobs.local_jobs import local_alive
+from ..jobs.records import Records
+from ..jobs.slurm import JobState
+from .folders import current_submission, run_folders, slurm_jobs
+from .logs import last_error_line
+from .progress import RunProgress, read_progress
 
 _ENDS = {
     "OUT_OF_MEMORY": "out of memory. Increase --mem-gb, or reduce micro_batch_size or data.workers",
@@ -25,11 +27,12 @@ _ENDS = {
     "DEADLINE": "the deadline passed",
     "BOOT_FAIL": "its nodes did not start",
 }
+_HEARTBEAT_SECONDS = 120.0  # after which a run in an allocation is taken for ended
 
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `eta` in seconds, `rate` in samples/s; None if unknown."""
+    """One run. `eta` in seconds, `rate` in samples/s; None if unknown. `start`: expected start of a job that waits."""
 
     folder: str
     job: str
@@ -43,71 +46,118 @@ class Status:
     checkpoint: int | None
     restarts: int
     reason: str
+    metric: str = ""
+    start: str = ""
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
         return asdict(self)
 
+    @property
+    def running(self) -> bool:
+        """Return whether a job of it is running."""
+        return "RUNNING" in self.state
 
-def launched_folders(root: Path) -> list[Path]:
-    """Return the folders in `root`, and one level below, with submitted jobs, newest last."""
-    paths = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/jobs/submitted.jsonl")]
-    modified_times = {path.parent.parent: path.stat().st_mtime for path in paths}
-    return sorted(modified_times, key=lambda folder: modified_times[folder])
+    @property
+    def active(self) -> bool:
+        """Return whether a job of it is in the queue or running."""
+        return any(word.strip(",") in slurm.ACTIVE for word in self.state.split())
+
+    @property
+    def failed(self) -> bool:
+        """Return whether it ended before it was done; a cancelled run is not among them."""
+        words = {word.strip(",") for word in self.state.split() if not word[0].isdigit()}
+        return bool(words - slurm.ACTIVE - {"COMPLETED", "CANCELLED", slurm.UNKNOWN})
 
 
 def statuses(folders: Sequence[Path]) -> list[Status]:
-    """Return one status per folder; if SLURM does not answer, from the folder's records, with state UNKNOWN.
+    """Return one status per run, the runs of a sweep in its order; if SLURM does not answer, from the folder's records, with state UNKNOWN.
 
     Raises:
         ConfigError: a folder without submitted jobs.
     """
-    last = {folder: _last(folder) for folder in folders}
-    queued = [job for record in last.values() if record["cluster"]["kind"] == "slurm" for job in record["jobs"]]
+    runs = run_folders(folders)
+    queued = slurm_jobs([record for folder in runs for record in Records(folder).submitted()])
     slurm_error = ""
     try:
         # One query for all folders, because a query per job would load the scheduler.
         slurm_states = slurm.states(queued)
     except SparoError as error:
         slurm_states, slurm_error = {}, str(error)
-    return [_status(folder, record, slurm_states, slurm_error) for folder, record in last.items()]
+    return [_status(folder, slurm_states, slurm_error) for folder in runs]
 
 
-def _last(folder: Path) -> dict[str, Any]:
-    record = Records(folder).last()
-    if record is None:
-        folders = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
-        raise ConfigError(f"{folder}: no job was submitted there{'; there are ' + folders if folders else ''}")
-    return record
+def current_submissions(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the submission of each run that `statuses` shows; the newest one if SLURM does not answer."""
+    try:
+        slurm_states = slurm.states(
+            slurm_jobs([r for folder in runs for r in Records(folder).submitted()]), accounting=False
+        )
+    except SparoError:
+        slurm_states = {}
+    return [current_submission(folder, slurm_states)[0] for folder in runs]
 
 
-def _status(folder: Path, record: dict[str, Any], slurm_states: dict[str, JobState], slurm_error: str) -> Status:
+def _status(folder: Path, slurm_states: dict[str, JobState], slurm_error: str) -> Status:
     records = Records(folder)
+    record, others = current_submission(folder, slurm_states)
     job_states = _job_states(record, slurm_states, records)
     starts = [s for job in record["jobs"] for s in records.starts(job) if "end" not in s]
-    progress = _progress(folder, since=starts[-1]["time"] if starts else record.get("time", 0.0))
-    state, reason = _summary(job_states), "; ".join(dict.fromkeys(s.reason for s in job_states.values() if s.reason))
+    progress = read_progress(folder, _since(record, job_states, starts))
+    state, nodes = _summary(job_states), ",".join(dict.fromkeys(s.nodes for s in job_states.values() if s.nodes))
     if slurm_error and record["cluster"]["kind"] == "slurm":
         reason = slurm_error
-    elif not any(s.active for s in job_states.values()):
-        reason = _failure_reason(records, record, state, reason)
-    if progress.get("phase") and state == "RUNNING" and progress["phase"] != "training":
-        reason = reason or str(progress["phase"])
-    if state == "RUNNING":
-        reason = reason or progress.get("straggler", "")
+    elif any(s.active for s in job_states.values()):
+        reason = _activity(records, record, job_states, progress, others)
+    else:
+        reasons = "; ".join(dict.fromkeys(s.reason for s in job_states.values() if s.reason))
+        reason = _failure_reason(records, record, state, reasons, nodes)
     return Status(
         str(folder),
         ",".join(record["jobs"]),
         record["on"],
         state,
-        ",".join(dict.fromkeys(s.nodes for s in job_states.values() if s.nodes)),
-        progress.get("step", 0),
-        progress.get("total"),
-        progress.get("rate") if state in ("RUNNING", slurm.UNKNOWN) else None,
-        progress.get("eta") if state == "RUNNING" else None,
-        progress.get("checkpoint"),
+        nodes,
+        progress.step,
+        progress.total,
+        progress.rate if state in ("RUNNING", slurm.UNKNOWN) else None,
+        progress.eta if state == "RUNNING" else None,
+        progress.checkpoint,
         max((s["restart"] for s in starts), default=0),
         reason,
+        progress.metric,
+        next((s.start for s in job_states.values() if s.state == "PENDING" and s.start), ""),
     )
+
+
+def _since(record: Mapping[str, Any], job_states: Mapping[str, JobState], starts: Sequence[Mapping[str, Any]]) -> float:
+    """Return when this start of the job began: what was written before is of an earlier start."""
+    since = starts[-1]["time"] if starts else record.get("time", 0.0)
+    elapsed = [s.elapsed_seconds for s in job_states.values() if s.state == "RUNNING" and s.elapsed_seconds is not None]
+    # After a requeue, SLURM knows of the new start before its first rank leaves a record. Clocks may differ by seconds.
+    return max(since, time.time() - max(elapsed) - 5) if elapsed else since
+
+
+def _activity(
+    records: Records,
+    record: Mapping[str, Any],
+    job_states: Mapping[str, JobState],
+    progress: RunProgress,
+    others: Sequence[str],
+) -> str:
+    """Return why a job waits, or what it does other than training."""
+    notes = list(dict.fromkeys(s.reason for s in job_states.values() if s.reason))
+    if any(s.state == "RUNNING" for s in job_states.values()):
+        if progress.phase not in ("", "training"):
+            notes.append(progress.phase)
+        if progress.straggler:
+            notes.append(progress.straggler)
+    notes += [f"started again without {line}" for line in _bad_nodes(records, record)]
+    if others:
+        notes.append(
+            f"job {', '.join(others)} of this run is in the queue, too. Run `sparo launch cancel {records.folder}`"
+        )
+    return "; ".join(notes)
 
 
 def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], records: Records) -> dict[str, JobState]:
@@ -118,17 +168,43 @@ def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], recor
         if kind == "slurm":
             own = {j: state for j, state in slurm_states.items() if j == job or j.startswith(f"{job}_")}
             job_states |= own or {job: JobState()}
+        elif kind == "allocation":
+            alive = slurm_states.get(job, JobState()).active and _beats(records)
+            job_states[job] = JobState("RUNNING" if alive else _ended_state(record, job, records), nodes=job)
         elif kind == "local" and local_alive(job):
-            job_states[job] = JobState("RUNNING", nodes="here")
+            job_states[job] = JobState(_lane_state(record, job, records), nodes="here")
         else:
-            # Without a record of its end, it was killed.
-            ends = [s["end"] for s in records.starts(job) if "end" in s] or [1]
-            # A lane of a fan-out has many elements; the last may have succeeded and another not.
-            missing_elements = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
-            done = ends[-1] == 0 and not missing_elements
-            end_state = "CANCELLED" if records.cancelled(record, job) else "FAILED"
-            job_states[job] = JobState("COMPLETED" if done else end_state, nodes="here")
+            job_states[job] = JobState(_ended_state(record, job, records), nodes="here")
     return job_states
+
+
+def _beats(records: Records) -> bool:
+    beat = records.heartbeat()
+    return (
+        beat.get("phase") not in ("finished", "stop_after_steps")
+        and time.time() - beat.get("time", 0) < _HEARTBEAT_SECONDS
+    )
+
+
+def _lane_state(record: Mapping[str, Any], job: str, records: Records) -> str:
+    """Return the state of a run whose local job is alive: the job runs the runs of its lane one after another."""
+    lines = records.starts(job)
+    if not lines:
+        return "PENDING"
+    if "end" not in lines[-1] or (records.folder / "plan.json").exists():
+        return "RUNNING"
+    return _ended_state(record, job, records)
+
+
+def _ended_state(record: Mapping[str, Any], job: str, records: Records) -> str:
+    lines = records.starts(job)
+    # Without a record of its end, it was killed.
+    ends = [s["end"] for s in lines if "end" in s] or [1]
+    # A lane of a fan-out has many elements; the last may have succeeded and another not.
+    missing_elements = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
+    if ends[-1] == 0 and not missing_elements:
+        return "COMPLETED"
+    return "CANCELLED" if records.cancelled(record, job) else "FAILED"
 
 
 def _summary(job_states: dict[str, JobState]) -> str:
@@ -139,43 +215,11 @@ def _summary(job_states: dict[str, JobState]) -> str:
     return ", ".join(f"{n} {state}" for state, n in counts.most_common())
 
 
-def _progress(folder: Path, since: float) -> dict[str, Any]:
-    """Return progress from the heartbeat and the metrics of a run, or the parts of a fan-out.
-
-    Args:
-        folder: the folder.
-        since: start of the job; records of earlier jobs do not show its phase and speed.
-    """
-    if (folder / "plan.json").exists():
-        fan = FanOut(folder)
-        return {"step": len(fan.elements) - len(fan.missing()), "total": len(fan.elements)}
-    progress: dict[str, Any] = {}
-    fresh = False
-    try:
-        beat = json.loads((folder / "heartbeat.json").read_text(encoding="utf-8"))
-        progress |= {"step": int(beat["step"]), "total": beat.get("total")}
-        fresh = float(beat.get("time", since)) >= since
-        progress |= {"phase": beat["phase"]} if fresh else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    records = read(folder / "metrics.jsonl", "train")
-    newest = records[-1] if records else {}
-    # From files, because a status must not wait for a node that may hang.
-    rate, samples = newest.get("samples_per_second"), newest.get("samples")
-    if fresh and newest.get("step") and isinstance(rate, int | float) and isinstance(samples, int | float):
-        progress["step"], progress["rate"] = max(newest["step"], progress.get("step", 0)), rate
-        progress["straggler"] = straggler(newest)
-        if isinstance(progress.get("total"), int) and rate > 0:
-            # By samples, because the batch size may grow.
-            progress["eta"] = (progress["total"] - progress["step"]) * (samples / newest["step"]) / rate
-    return progress | {"checkpoint": Records(folder).step() or None}
-
-
-def _failure_reason(records: Records, record: dict[str, Any], state: str, reason: str) -> str:
-    """Return the cause of a failed job in one line."""
+def _failure_reason(records: Records, record: dict[str, Any], state: str, reason: str, nodes: str) -> str:
+    """Return the cause of a job that ended, in one line; empty if it completed."""
     if state == "COMPLETED":
         return ""
-    if state == "CANCELLED" and record["cluster"]["kind"] != "slurm":
+    if state == "CANCELLED":
         return f"cancelled. `sparo launch resubmit {records.folder}` continues it"
     for word, meaning in _ENDS.items():
         if word in state:
@@ -192,61 +236,25 @@ def _failure_reason(records: Records, record: dict[str, Any], state: str, reason
         return "" if ends[-1]["reason"] == "finished" else ends[-1]["reason"]
     if "CANCELLED" in state or state == slurm.UNKNOWN:
         return reason
-    return reason or "ended without a message (killed, or out of memory?); see `sparo launch logs`"
+    return _before_python(records, record, nodes) or reason or "ended without a message (killed, or out of memory?)"
 
 
-def failing_rank(folder: Path) -> int:
-    """Return the rank to look at: the one that failed first for its own reason, or died without a message; otherwise 0."""
-    record, records = _last(folder), Records(folder)
-    failed = [f for job in record["jobs"] for f in records.failures(job)]
-    ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
-    if not failed or (ends and ends[-1]["end"] == 0):
-        return 0
-    # Only of the last start, because earlier failures were survived.
-    failed = [f for f in failed if (f["job"], f["restart"]) == (failed[-1]["job"], failed[-1]["restart"])]
-    own = [f for f in failed if f["kind"] != "LostRankError"]
-    if own:
-        return own[0]["rank"]
-    cluster = record["cluster"]
-    # All ranks with a message lost a peer; the silent one is the one that died.
-    silent = set(range(cluster["nodes"] * _ranks_per_node(cluster))) - {f["rank"] for f in failed}
-    return min(silent, default=failed[0]["rank"])
-
-
-def _ranks_per_node(cluster: Mapping[str, Any]) -> int:
-    return cluster["tasks_per_node"] or max(1, cluster["gpus_per_node"])
-
-
-def log_files(folder: Path, rank: int) -> list[Path]:
-    """Return the stdout and stderr files of a rank in the newest submission, if they exist."""
-    record = _last(folder)
-    cluster = record["cluster"]
-    task = rank // _ranks_per_node(cluster) if cluster["starter"] == "torchrun" else rank
-    names = [f"{job}_{task}_log.{end}" for job in record["jobs"] for end in ("out", "err")]
-    if (folder / "plan.json").exists():  # elements of an array
-        names = [p.name for job in record["jobs"] for p in sorted(Path(record["logs"]).glob(f"{job}_*{task}_log.*"))]
-    return [path for name in names if (path := Path(record["logs"]) / name).exists()]
-
-
-def cancel(folder: Path) -> list[str]:
-    """End the jobs of a folder's newest submission; return those that were asked to end. Training saves first, as after any signal.
-
-    Raises:
-        ConfigError: this run has ended, and its job continues with other runs of a sweep.
-    """
-    record, records, cancelled_jobs = _last(folder), Records(folder), []
+def _bad_nodes(records: Records, record: Mapping[str, Any]) -> list[str]:
+    """Return one line per problem of nodes that failed the test: `n1, n2: the run folder is not there: /runs/x`."""
+    nodes: dict[str, list[str]] = {}
     for job in record["jobs"]:
-        if record["cluster"]["kind"] == "slurm":
-            slurm.retry_while_away(lambda job=job: slurm.cancel(job) or "", 60)
-        elif record["cluster"]["kind"] == "local" and local_alive(job):
-            starts = records.starts(job)
-            if starts and "end" in starts[-1]:
-                raise ConfigError(
-                    f"{folder}: has ended; job {job} is now training other runs of its sweep. Name the run to cancel."
-                )
-            records.add("cancelled", {"job": job}, Path(record["logs"]))
-            end_local(job)
-        else:
-            continue
-        cancelled_jobs.append(job)
-    return cancelled_jobs
+        for node, text in records.bad_nodes(record, job).items():
+            nodes.setdefault(text, []).append(node)
+    return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in nodes.items()]
+
+
+def _before_python(records: Records, record: Mapping[str, Any], nodes: str) -> str:
+    """Return why a job ended before a rank could report anything; empty if unknown."""
+    if bad := _bad_nodes(records, record):
+        return "; ".join(bad)
+    if record["cluster"]["kind"] == "slurm" and not any(Path(record["logs"]).glob(f"{record['jobs'][0]}*_log.*")):
+        return (
+            f"the first of its nodes ({nodes or 'unknown'}) could not write a log to {record['logs']}. Is this folder on a "
+            f"file system that all nodes share? `sparo launch resubmit {records.folder} --exclude NODE` avoids the node"
+        )
+    return last_error_line(record)

@@ -15,8 +15,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from evals.suite.evaluate import tasks_for
-from launch.commands.recipes import recipe
 from launch.jobs.sweep import expand
+from launch.recipes import recipe
 from object_centric.encoders.frozen import FrozenConfig
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.data.read.remote import remedy

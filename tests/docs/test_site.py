@@ -15,8 +15,8 @@ import yaml
 
 from docs.generate import KeyPages, generated
 from launch.cli.main import app
-from launch.commands.recipes import find_recipe, load_run
 from launch.jobs.clusters import ClusterConfig
+from launch.recipes import find_recipe, load_run
 from sparo_train.core import errors, registries
 from sparo_train.core.recipe.config_keys import keys_of
 from sparo_train.core.registry import Registry

@@ -12,7 +12,7 @@ import yaml
 from evals.encoders.loading import load_encoder
 from launch.commands.train import train
 from launch.jobs.records import Records
-from launch.jobs.status import statuses
+from launch.monitor.status import statuses
 from sparo_data.official.tfrecord import records
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store

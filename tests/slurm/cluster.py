@@ -170,10 +170,14 @@ class Cluster:
         self._signal("slurmctld", signal.SIGTERM)
         self._end("slurmctld")
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node: str, without: Path | None = None) -> None:
+        """Start a node's daemon; `without`: a folder that its jobs find empty, as if a file system were not mounted."""
         if not self._alive(f"slurmd.{node}"):
             (self.root / "spool" / node).mkdir(parents=True, exist_ok=True)
-            self.do("slurmd", "-N", node)
+            if without is None:
+                self.do("slurmd", "-N", node)
+            else:
+                self.do("unshare", "-m", "sh", "-c", f"mount -t tmpfs none {without} && exec slurmd -N {node}")
 
     def kill_daemon(self, node: str) -> None:
         """SIGKILL for a node's slurmd; what runs on the node goes on and nobody can reach it."""

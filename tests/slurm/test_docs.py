@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.status import launched_folders
+from launch.monitor.folders import launched_folders
 from tests.docs.test_docs import ROOT, SHORT
 from tests.slurm.conftest import Lab
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launch.jobs.records import Records
-from launch.jobs.status import log_files
+from launch.monitor.logs import LogSource, log_files
 from tests.helpers.processes import sparo
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.runs import assert_bit_equal
@@ -52,7 +52,7 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
     done = sparo("launch", "cancel", str(folders[0]), cwd=tmp_path)
     assert done.returncode == 0 and "nothing to cancel, its job has ended" in done.stdout
     assert "finished at step 12" in sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
-    seen, newest = tmp_path / "seen.txt", log_files(folders[1], 0)[-1]
+    seen, newest = tmp_path / "seen.txt", log_files(folders[1], Records(folders[1]).last(), LogSource(None, 0))[-1]
     command = [sys.executable, "-m", "launch.cli", "launch", "logs", str(folders[1]), "--follow"]
     with seen.open("w") as stream, subprocess.Popen(command, stdout=stream, cwd=tmp_path) as following:
         wait_for(lambda: "finished at step 12" in seen.read_text())

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from launch.cli.node import _stuck_reason
-from launch.jobs import slurm, submit
+from launch.jobs import slurm
+from launch.jobs.clusters import ClusterConfig
+from launch.jobs.job import RestartLimits
 from launch.jobs.records import Records
+from launch.jobs.script import lines_after, lines_before, requeue_lines
 from launch.jobs.submit import _submission_error
 
 
 def test_values_reach_the_batch_script_as_they_are():
-    lines = submit.lines_before(("module load x",), {"A": "it's $HOME; rm"}, Path("/runs/a b/code"))
+    cluster = ClusterConfig(setup=("module load x",), environment={"A": "it's $HOME; rm"})
+    lines = lines_before(cluster, "python", Path("/runs/a b/code"), Path("/runs/a b/jobs"), Path("/runs"))
     script = "\n".join([*lines[1:3], 'printf "%s|%s" "$A" "$PYTHONPATH"'])
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": "/old"}
     out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env, check=True).stdout
@@ -32,7 +36,7 @@ def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), ow
         (tmp_path / name).chmod(0o755)
     for mark in marks:
         (tmp_path / f"jobs/.7-{own}.{mark}").touch()
-    script = f"(exit {code})\n" + "\n".join(submit.lines_after(tmp_path / "jobs"))
+    script = "\n".join([*requeue_lines(tmp_path / "jobs", None), f"(exit {code})\n"]) + "\n".join(lines_after())
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": own}
     ended = subprocess.run(["bash", "-c", script], env=env, check=False).returncode
     requeued = (tmp_path / "requeued").exists()
@@ -55,6 +59,8 @@ def test_the_batch_script_requeues_what_may_go_on(tmp_path, code):
         (1, {"marks": ()}, True),  # its node could not start it
         (1, {"marks": (), "own": "3", "restarts": "3"}, False),
         (0, {"marks": ()}, False),
+        (75, {"marks": ("started", "failed")}, False),  # a rank failed, and srun ended the others
+        (137, {"marks": ("started", "failed", "lost")}, True),
         (75, {"state": "COMPLETING"}, False),
         (75, {"restarts": "1"}, False),  # SLURM has started it elsewhere: we are what is left of the first start
     ],
@@ -71,14 +77,30 @@ def test_starts_without_progress_are_counted_per_job(tmp_path):
     (tmp_path / "checkpoints/step-00000010").mkdir(parents=True)
     (tmp_path / "checkpoints/step-00000010/meta.json").touch()
     now = {**place, "restart": 5}
-    assert _stuck_reason(records, now, 3) is None
-    told = _stuck_reason(records, now, 2)
+    assert _stuck_reason(records, now, RestartLimits(3)) is None
+    told = _stuck_reason(records, now, RestartLimits(2))
     assert (
         told and "3 starts in a row brought no checkpoint beyond step 10" in told and "killed, or out of memory" in told
     )
     records.add("failures", {**now, "restart": 4, "rank": 3, "code": 2, "kind": "DataError", "message": "x.tar: gone"})
-    assert "rank 3 on n1: x.tar: gone" in (_stuck_reason(records, now, 2) or "")
-    assert _stuck_reason(records, {**now, "job": "6"}, 0) is None
+    assert "rank 3 on n1: x.tar: gone" in (_stuck_reason(records, now, RestartLimits(2)) or "")
+    assert _stuck_reason(records, {**now, "job": "6"}, RestartLimits(0)) is None
+
+
+def test_restarts_and_hours_of_one_job_have_limits(tmp_path):
+    records, place = Records(tmp_path), {"job": "5", "node": "n1"}
+    for restart in range(4):  # each start saves one step, so `idle_restarts` never ends the job
+        records.add("starts", {**place, "restart": restart, "step": restart, "time": 3600.0 * restart})
+        records.add(
+            "starts", {**place, "restart": restart, "end": 75, "reason": "SIGTERM", "time": 3600.0 * restart + 1800}
+        )
+        (tmp_path / f"checkpoints/step-0000000{restart + 1}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-0000000{restart + 1}/meta.json").touch()
+    now = {**place, "restart": 4}
+    assert _stuck_reason(records, now, RestartLimits()) is None
+    assert "3 restarts (max_restarts=2)" in (_stuck_reason(records, now, RestartLimits(restarts=2)) or "")
+    assert "2.0 hours (max_hours=2) and came to step 4" in (_stuck_reason(records, now, RestartLimits(hours=2)) or "")
+    assert _stuck_reason(records, now, RestartLimits(hours=2.5)) is None
 
 
 @pytest.mark.parametrize(

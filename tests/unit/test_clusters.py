@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.jobs.clusters import load_cluster, minutes, split_options, with_options
+from launch.jobs.clusters import ClusterConfig, load_cluster, minutes, split_options, with_options
+from launch.jobs.sbatch_options import translated
 from launch.jobs.submit import _extra_parameters
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
@@ -76,8 +77,55 @@ def test_options_change_a_cluster():
 
 
 @pytest.mark.parametrize(
+    ("gres", "ranks"), [("gpu", 1), ("gpu:4", 4), ("gpu:h100:8(S:0-1)", 8), ("nvme:1,gpu:a100:2", 2), ("nvme:4", 1)]
+)
+def test_a_site_that_only_takes_gres_has_a_rank_per_gpu(gres, ranks):
+    cluster = load_cluster(str(ROOT / "configs/clusters/test.yaml"), ["--sbatch.gres", gres])
+    assert (cluster.ranks, cluster.gpus_by_gres) == (ranks, "gpu" in gres)
+    assert _extra_parameters(cluster)["gres"] == gres and "gpus_per_node" not in _extra_parameters(cluster)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-p gpu -N2 --ntasks-per-node=4", "--partition gpu --nodes 2 --tasks-per-node 4"),
+        ("-J name -t 30 -A lab -w n1", "--job-name name --time 30 --account lab --nodelist n1"),
+        ("--mem 4G --mail-user=me --hold", "--sbatch.mem 4G --sbatch.mail-user me --sbatch.hold true"),
+        ("optim.lr=1 --gres gpu:2 --nodes 2", "optim.lr=1 --sbatch.gres gpu:2 --nodes 2"),
+        ("--exclusive --begin now+1hour", "--exclusive --sbatch.begin now+1hour"),
+        ("--frob 3 --sbatch.x y", "--frob 3 --sbatch.x y"),
+    ],
+)
+def test_options_of_sbatch_are_understood(words, expected):
+    assert translated(words.split(), tuple(ClusterConfig.model_fields)) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [("--array=1-3", "a sweep"), ("-n", "--nodes and --tasks-per-node"), ("-o", "launch logs"), ("--dependency", "--after RUN"),
+     ("--signal", "--signal-seconds"), ("-M", "SLURM_CLUSTERS"), ("--wrap", "nothing: sparo writes the script")],
+)  # fmt: skip
+def test_options_that_sparo_sets_are_answered_with_what_to_use(word, instead):
+    with pytest.raises(ConfigError, match=f"{word}: sparo sets it itself. Use .*{instead}"):
+        split_options(["r.yaml", word, "x"])
+
+
+def test_a_limit_without_time_to_train_is_reported():
+    cluster = load_cluster("test", ["--time", "3", "--signal-seconds", "90"])
+    assert (
+        "leaves less than 60 s for training" in cluster.margin_warning() and "--time to 4" in cluster.margin_warning()
+    )
+    assert load_cluster("test", ["--time", "4", "--signal-seconds", "90"]).margin_warning() == ""
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            ["--sbatch.gres", "gpu:2", "--gpus-per-node", "4"],
+            "sbatch.gres: requests 2 GPU(s) per node, but gpus_per_node=4",
+        ),
+        (["--sbatch.gres", "gpu:h100:many"], "sbatch.gres=gpu:h100:many: the number of GPUs is not a whole number"),
         (["--node", "2"], "--node: not an option of clusters; did you mean 'nodes'?"),
         (["--frob", "2"], "The options are --kind, --partition, --account"),
         (["--nodes"], "--nodes: a value is required"),

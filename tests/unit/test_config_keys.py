@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from launch.cli.given_options import normalize_overrides
 from launch.commands.key_tables import example, examples, find_keys
-from launch.commands.recipes import find_recipe, shipped_recipes
+from launch.recipes import find_recipe, shipped_recipes
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.config_keys import Entries, RegistryBlock, keys_of
 from sparo_train.core.recipe.layers import assignment

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evals.sets.wds import WdsSet
-from launch.commands.recipes import find_recipe
+from launch.recipes import find_recipe
 from sparo_data.convert import convert_csv, convert_folder
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.read.shards import ShardReader

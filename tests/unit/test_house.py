@@ -41,7 +41,7 @@ def test_help_and_version_import_nothing_heavy(words):
 
 
 def test_job_status_needs_no_torch(tmp_path):
-    ask = "import sys, launch.jobs.status, launch.jobs.records; print('torch' in sys.modules)"
+    ask = "import sys, launch.monitor.status, launch.jobs.records; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == ["False"]
 

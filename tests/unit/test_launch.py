@@ -16,8 +16,9 @@ from evals.tasks.result import Result
 from launch.jobs.clusters import ClusterConfig, load_cluster
 from launch.jobs.fanout import FanOut
 from launch.jobs.local_jobs import end_local, local_alive
+from launch.jobs.script import lines_before
 from launch.jobs.snapshot import take_snapshot
-from launch.jobs.submit import lines_before, submit
+from launch.jobs.submit import submit
 from launch.jobs.sweep import expand
 from sparo_data.convert import convert_folder
 from sparo_train.core.errors import ConfigError
@@ -75,7 +76,9 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
     (tmp_path / "launch").mkdir()  # as in a checkout that was edited since
     (tmp_path / "launch/__init__.py").write_text("raise SystemExit('the checkout')")
     path = [
-        line.removeprefix("export ") for line in lines_before((), {}, first.path) if line.startswith("export PYTHON")
+        line.removeprefix("export ")
+        for line in lines_before(ClusterConfig(), "python", first.path, tmp_path, tmp_path)
+        if line.startswith("export PYTHON")
     ]
     env = {**os.environ, **dict(line.replace("${PYTHONPATH:+:$PYTHONPATH}", "").split("=", 1) for line in path)}
     subprocess.run([sys.executable, "-m", "launch.jobs.submit"], env=env, cwd=tmp_path, check=True)

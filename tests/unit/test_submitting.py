@@ -13,12 +13,13 @@ import yaml
 
 from launch.cli.node import perform
 from launch.jobs.clusters import load_cluster
-from launch.jobs.job import GPUS, Element
+from launch.jobs.job import GPUS, Element, RestartLimits
 from launch.jobs.local_jobs import inherited, local_alive
 from launch.jobs.records import Records
 from launch.jobs.snapshot import take_snapshot
-from launch.jobs.status import cancel, statuses
 from launch.jobs.submit import submit
+from launch.monitor.control import cancel
+from launch.monitor.status import statuses
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError
 from tests.helpers.ranks import free_port
@@ -83,8 +84,7 @@ def test_wckeys_are_sent_and_reserved_arguments_are_refused(recorded):
         (["--sbatch.array", "x"], r"sbatch\.array: sparo sets it itself.* Use a sweep"),
         (["--sbatch.open_mode", "x"], r"sbatch\.open_mode: .*logs are appended"),
         (["--sbatch.partition", "x"], r"Use --partition"),
-        (["--sbatch.gres", "gpu:1"], r"sbatch\.gres: .*Use --gpus-per-node"),
-        (["--sbatch.gpus", "2"], r"Use --gpus-per-node"),
+        (["--sbatch.gpus", "2"], r"Use --nodes and --gpus-per-node"),
         (["--sbatch.N", "3"], r"sbatch\.N: is the short form of an argument, got 3"),
         (["--mem-gb", "2", "--sbatch.mem", "4G"], r"sbatch\.mem: memory is given twice, got 4G and --mem-gb 2"),
         (["--mem-gb", "2", "--sbatch.mem-per-cpu", "1G"], r"memory is given twice"),
@@ -129,7 +129,7 @@ def test_a_local_launch_closes_its_pipe_and_a_cancelled_job_is_reported(shards, 
         (status,) = statuses([folder])
         assert status.state == "RUNNING"
     finally:
-        cancel(folder)
+        cancel([folder])
     (status,) = statuses([folder])
     assert status.state == "CANCELLED" and "resubmit" in status.reason and status.rate is None
 
@@ -171,7 +171,7 @@ def test_a_job_with_gpus_does_not_train_on_the_cpu(shards, tmp_path, monkeypatch
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path, steps=1)))
     monkeypatch.setenv(GPUS, "8")
-    assert perform(["train", str(recipe)], str(tmp_path / "tiny"), 3) == 2
+    assert perform(["train", str(recipe)], str(tmp_path / "tiny"), RestartLimits()) == 2
     assert "the job asked for 8 GPU(s)" in capsys.readouterr().err
     (failure,) = (tmp_path / "tiny/jobs/failures.jsonl").read_text().splitlines()
     assert "--gpus-per-node" in failure
@@ -266,7 +266,7 @@ def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
     assert codes == [0] * 4, told
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     mixed = [
-        ({**of_step(step, rank)[0], **shared}, [f"name=mixed{step}", "engine.timeout=30"])
+        ({**of_step(step, rank)[0], **shared}, [f"name=mixed{step}", "engine.join_timeout=15"])
         for step, rank in ((0, 0), (1, 1))
     ]
     codes, told = ranks_of(recipe, mixed)

@@ -1,0 +1,97 @@
+"""Requests to jobs: end, save now, submit again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparo_train.core.errors import ConfigError
+
+from ..jobs import slurm
+from ..jobs.local_jobs import end_local, local_alive, rank_processes
+from ..jobs.records import Records
+from ..jobs.slurm import JobState
+from .folders import open_jobs, run_folders, slurm_jobs
+from .progress import read_progress
+
+
+def cancel(folders: Sequence[Path]) -> dict[Path, list[str]]:
+    """End all jobs of these folders that are not over; return them by run. Training saves first, as after any signal.
+
+    Raises:
+        ConfigError: a run has ended, and its local job continues with other runs of a sweep.
+    """
+    runs = run_folders(folders)
+    cancelled = _open_by_run(runs)
+    _refuse_lanes(runs, cancelled)
+    queued = [job for folder, jobs in cancelled.items() for job in jobs if _kind(folder, job) == "slurm"]
+    if queued:
+        # A whole array by its number, not element by element.
+        slurm.retry_while_away(lambda: slurm.cancel(queued) or "", 60)
+    for folder, jobs in cancelled.items():
+        for job in jobs:
+            record = _record(folder, job)
+            Records(folder).add("cancelled", {"job": job}, Path(record["logs"]))
+            if record["cluster"]["kind"] == "local" and local_alive(job):
+                end_local(job)
+            elif record["cluster"]["kind"] == "allocation":
+                slurm.send_signal([job], "TERM")
+    return cancelled
+
+
+def save_now(folders: Sequence[Path]) -> dict[Path, list[str]]:
+    """Let the trainings of these folders write a checkpoint and continue; return the jobs by run, none for one that has no steps yet."""
+    running: dict[Path, list[str]] = {}
+    for folder, jobs in _open_by_run(run_folders(folders)).items():
+        starts = [line for job in jobs for line in Records(folder).starts(job) if "end" not in line]
+        # Before its first step, a run has nothing to save, and its processes may not be ready for the signal.
+        training = starts and read_progress(folder, starts[-1]["time"]).phase
+        running[folder] = jobs if training else []
+        for job in running[folder]:
+            if _kind(folder, job) == "local":
+                for pid in rank_processes(job):
+                    os.kill(pid, signal.SIGUSR1)
+            else:
+                slurm.send_signal([job], "USR1")
+    return running
+
+
+def _open_by_run(runs: Sequence[Path]) -> dict[Path, list[str]]:
+    submissions = {folder: Records(folder).submitted() for folder in runs}
+    states: dict[str, JobState] = {}
+    queued = slurm_jobs([record for records in submissions.values() for record in records])
+    if queued:
+
+        def ask() -> str:
+            states.update(slurm.states(queued, accounting=False))
+            return ""
+
+        slurm.retry_while_away(ask, 60)
+    return {
+        folder: list(dict.fromkeys(job for record in records for job in open_jobs(record, states)))
+        for folder, records in submissions.items()
+    }
+
+
+def _record(folder: Path, job: str) -> dict:
+    """Return the newest submission of a job."""
+    base = job.partition("_")[0]
+    return next(r for r in reversed(Records(folder).submitted()) if job in r["jobs"] or base in r["jobs"])
+
+
+def _kind(folder: Path, job: str) -> str:
+    return _record(folder, job)["cluster"]["kind"]
+
+
+def _refuse_lanes(runs: Sequence[Path], open_by_run: dict[Path, list[str]]) -> None:
+    """Raise `ConfigError` for a run that has ended while its local job trains runs that were not named."""
+    for folder, jobs in open_by_run.items():
+        for job in jobs:
+            lines = Records(folder).starts(job)
+            others = any(job in more for run, more in open_by_run.items() if run != folder)
+            if _kind(folder, job) == "local" and lines and "end" in lines[-1] and not others:
+                raise ConfigError(
+                    f"{folder}: has ended; job {job} is now training other runs of its sweep. Name the run to cancel."
+                )

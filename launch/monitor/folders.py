@@ -1,0 +1,87 @@
+"""Folders of jobs: runs, fan-outs and sweeps; and the submission of a folder that a command refers to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import read_json
+
+from ..jobs.local_jobs import local_alive
+from ..jobs.records import SWEEP_FILE, Records
+from ..jobs.slurm import JobState
+
+
+def launched_folders(root: Path) -> list[Path]:
+    """Return the folders in `root`, and one level below, with submitted jobs, newest last."""
+    paths = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/jobs/submitted.jsonl")]
+    modified_times = {path.parent.parent: path.stat().st_mtime for path in paths}
+    return sorted(modified_times, key=lambda folder: modified_times[folder])
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Return these folders, with the runs of a sweep in place of its folder, in the order of the sweep.
+
+    Raises:
+        ConfigError: a folder without submitted jobs.
+    """
+    found: list[Path] = []
+    for folder in folders:
+        found += _sweep_runs(folder) or [folder]
+    for folder in found:
+        if Records(folder).last() is None:
+            others = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
+            raise ConfigError(f"{folder}: no job was submitted there{'; there are ' + others if others else ''}")
+    return list(dict.fromkeys(found))
+
+
+def _sweep_runs(folder: Path) -> list[Path]:
+    path = folder / SWEEP_FILE
+    if not path.is_file():
+        return []
+    names = read_json(path, dict).get("runs")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: lacks the list `runs`. Name the run folders instead of the sweep's.")
+    return [folder.parent / name for name in names]
+
+
+def open_jobs(submission: Mapping[str, Any], slurm_states: Mapping[str, JobState]) -> list[str]:
+    """Return the jobs of a submission that are not over, with elements of arrays separately."""
+    jobs: list[str] = []
+    for job in submission["jobs"]:
+        if submission["cluster"]["kind"] in ("slurm", "allocation"):
+            own = {j: s for j, s in slurm_states.items() if j == job or j.startswith((f"{job}_", f"{job}."))}
+            jobs += [j for j, state in own.items() if state.active]
+        elif submission["cluster"]["kind"] == "local" and local_alive(job):
+            jobs.append(job)
+    return jobs
+
+
+def slurm_jobs(submissions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the numbers of SLURM jobs in these submissions."""
+    kinds = ("slurm", "allocation")
+    return [job for record in submissions if record["cluster"]["kind"] in kinds for job in record["jobs"]]
+
+
+def current_submission(folder: Path, slurm_states: Mapping[str, JobState]) -> tuple[dict[str, Any], list[str]]:
+    """Return the submission that is shown for a folder, and the jobs of other submissions that are not over.
+
+    It is the one that owns the folder, if it is not over; otherwise the newest that is not over; otherwise the newest.
+    """
+    submissions = Records(folder).submitted()
+    alive = [record for record in submissions if open_jobs(record, slurm_states)]
+    if not alive:
+        return submissions[-1], []
+    owner = _owner_job(folder)
+    shown = next((record for record in alive if owner in record["jobs"]), alive[-1])
+    return shown, [job for record in alive if record is not shown for job in open_jobs(record, slurm_states)]
+
+
+def _owner_job(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "owner.json").read_text(encoding="utf-8")).get("job")
+    except (OSError, ValueError, AttributeError):
+        return None
