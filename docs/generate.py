@@ -19,6 +19,7 @@ from pydantic import BaseModel
 import sparo
 from launch.commands.key_tables import TABLES, own_keys
 from launch.jobs.clusters import ClusterConfig
+from launch.jobs.sbatch_options import known_options
 from sparo_train.core.recipe.config_keys import Key, default_text, type_text
 from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
 from sparo_train.core.registry import Registry
@@ -211,12 +212,27 @@ def _paper(paper: dict) -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def sbatch_options() -> str:
+    """Return the table of sbatch's options."""
+    head = (
+        "# Options of sbatch\n\nHow `sparo launch` takes each option of sbatch. You can also type the first column, short or "
+        "long: options with an equivalent are translated, and the others are refused with the entry of the second column.\n\n"
+        "| wanted | how |\n|---|---|\n"
+    )
+    code = {
+        name: f"`{how}`" if how.startswith("--") and "," not in how and " with" not in how else how
+        for name, how in known_options().items()
+    }
+    return head + "".join(f"| `{name}` | {how} |\n" for name, how in code.items())
+
+
 def generated() -> dict[str, str]:
     """Return the text of every generated page by its path in docs/."""
     return {
         "reference/cli.md": command_line(),
         "reference/python_api.md": python_api(),
         "papers.md": papers(),
+        "reference/sbatch_options.md": sbatch_options(),
         **KeyPages().pages(),
     }
 

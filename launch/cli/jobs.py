@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # commands import their dependencies, so that `sparo --help` 
     from ..jobs.fanout import FanOut
     from ..jobs.launching import LaunchOptions
     from ..jobs.plan import LaunchPlan
+    from ..monitor.status import Status
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and resubmit jobs on a cluster.")
 _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:\n\n" + options_help()
@@ -27,7 +29,9 @@ _CLUSTER = "Options of the cluster, each a key of its block in configs/clusters:
 ClusterName = Annotated[
     str,
     typer.Option(
-        "--cluster", help="NAME of configs/clusters/NAME.yaml, or local (this machine), or debug (this process)."
+        "--cluster",
+        help="NAME of configs/clusters/NAME.yaml, or allocation (of this shell), local (this machine) or debug (this "
+        "process).",
     ),
 ]
 Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of array elements that run at a time.")]
@@ -145,6 +149,54 @@ def data(
     _launch(fan, launch_options, dry_run)
 
 
+@app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
+def check(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="--OPTION VALUE", help="Options of the cluster, such as --nodes 2.")
+    ] = None,
+    on: ClusterName = "slurm",
+    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for the job, with its time in the queue.")] = 600,
+) -> None:
+    """Test a cluster with a one-minute job: interpreter, packages, folder, devices, ports, exchange between ranks.
+
+    Prints one line per node, and ends with code 1 if a node has a problem.
+    """
+    from ..monitor.check import read_reports, report_lines, submit_check, wait_for_check
+
+    plain, options = split_options(words or [])
+    if plain:
+        raise ConfigError(f"sparo launch check: takes options only, got {plain[0]}. Did you mean --cluster {plain[0]}?")
+    cluster = load_cluster(on, options)
+    folder = Path("runs/checks") / f"{Path(on).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    submit_check(on, cluster, folder)
+    last = ""
+
+    def show(status: Status) -> None:
+        nonlocal last
+        reason = f" ({status.reason})" if status.reason and status.active else ""  # the report says why it failed
+        text = f"{folder}: job {status.job} is {status.state}{reason}"
+        if text != last:
+            console.print(text, soft_wrap=True)
+        last = text
+
+    status = wait_for_check(folder, wait, show)
+    reports = read_reports(folder, cluster)
+    for line in report_lines(reports):
+        out.print(line, soft_wrap=True)
+    if not reports or any(report.problems for report in reports):
+        if not reports:
+            raise ConfigError(f"{folder}: no rank started. {status.reason}")
+        raise typer.Exit(1)
+
+
+@app.command("check-rank", hidden=True)
+def check_rank(folder: Path) -> None:
+    """Run the tests of one rank of `sparo launch check`."""
+    from ..commands.rank_check import RankCheck
+
+    RankCheck(folder).run()
+
+
 @app.command(hidden=True)
 def element(context: typer.Context, folder: Path, number: int) -> None:
     """Run one element of a fan-out."""
@@ -214,12 +266,13 @@ def _check_arguments(arguments: list[str]) -> None:
 
 
 def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]) -> None:
-    """Exit with the code of a job that ran in this process."""
+    """Exit with the code of a job that ran in this process, or in the foreground."""
     from ..jobs.records import Records
 
-    if launch_options.cluster.kind == "debug":
+    if launch_options.cluster.kind in ("debug", "allocation"):
         run_records = [Records(folder) for folder in folders]
-        jobs = [(records, (records.last() or {"jobs": []})["jobs"]) for records in run_records]
-        code = max(s.get("end", 0) for records, own in jobs for job in own for s in records.starts(job))
+        jobs = [(records, job) for records in run_records for job in (records.last() or {"jobs": []})["jobs"]]
+        # Of the last start only; without a record of its end, it was killed.
+        code = max((records.starts(job)[-1].get("end", 1) if records.starts(job) else 1) for records, job in jobs)
         if code:
             raise typer.Exit(code)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparo_train import __version__
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import ConfigError, SparoError, StoppedError
 from sparo_train.core.world import launched_world
 
 from ..views.terminal import out
@@ -60,6 +60,14 @@ def train(
     show: Annotated[
         bool, typer.Option("--print", help="Print the resolved recipe with the origin of each value.")
     ] = False,
+    exit_code_on_stop: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=255,
+            help="Exit code after a signal, when everything is saved, for schedulers that restart only after certain codes.",
+        ),
+    ] = StoppedError.exit_code,
 ) -> None:
     """Train a recipe. Repeat the command to resume. Exit codes: 0 finished, 75 stopped by a signal and saved."""
     config = load_run_config(
@@ -89,7 +97,11 @@ def train(
     from ..commands.train import exit_if_stopped
     from ..commands.train import train as run
 
-    exit_if_stopped(run(config))
+    try:
+        exit_if_stopped(run(config))
+    except StoppedError as stopped:
+        stopped.exit_code = exit_code_on_stop
+        raise
 
 
 @app.command()

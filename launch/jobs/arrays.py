@@ -16,6 +16,7 @@ from sparo_train.core.errors import SparoError
 from sparo_train.core.files import write_whole
 from sparo_train.train.run_config import EvalJobConfig
 
+from .allocation import run_in_allocation
 from .clusters import load_cluster
 from .fanout import FanOut
 from .job import Element
@@ -83,7 +84,10 @@ def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
         code = take_snapshot(fan.folder / "code")
         missing = fan.missing()
         elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
-        return submit_and_record(launch_options, elements, fan.folder, fan.job_name(), code) if elements else []
+        jobs = submit_and_record(launch_options, elements, fan.folder, fan.job_name(), code) if elements else []
+    if launch_options.cluster.kind == "allocation":
+        run_in_allocation(launch_options.cluster, elements, code.path)
+    return jobs
 
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.recipe.layers import Tree, load_recipe
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
+from sparo_train.core.world import whole_number
 
 from .. import config_folders
 from .sbatch_options import translated
@@ -119,8 +120,10 @@ class ClusterConfig(Frozen):
     def _one_machine(self) -> ClusterConfig:
         if self.kind not in ("slurm", "allocation") and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine. Use a SLURM cluster.")
+        if self.kind == "allocation" and self.starter == "torchrun":
+            raise ValueError("starter=torchrun: srun starts the ranks in an allocation. Remove it.")
         # Do not ignore it silently, because a missing `module load` would be searched for in the job.
-        if self.kind != "slurm" and self.setup:
+        if self.kind not in ("slurm", "allocation") and self.setup:
             raise ValueError(
                 f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Set it up there."
             )
@@ -233,8 +236,35 @@ def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
                 f"{cluster_folders()[1]}/NAME.yaml (docs/guides/clusters.md)"
             )
         path = paths[0]
-    tree = load_recipe(path)
-    return resolve(ClusterConfig, with_options(tree, options), str(path))
+    tree = with_options(load_recipe(path), options)
+    return resolve(ClusterConfig, allocated(tree) if tree.get("kind") == "allocation" else tree, str(path))
+
+
+def allocated(tree: Tree, environment: Mapping[str, str] | None = None) -> Tree:
+    """Return a cluster's keys with the nodes, GPUs and tasks of the allocation of this shell, where they are not set.
+
+    Raises:
+        ConfigError: this shell is not in an allocation, or more nodes are wanted than it has.
+    """
+    env = os.environ if environment is None else environment
+    if "SLURM_JOB_ID" not in env:
+        raise ConfigError(
+            "--cluster allocation: this shell is not in an allocation of SLURM. Run `salloc --nodes 2` first, or use "
+            "another --cluster."
+        )
+    nodes = whole_number(env, "SLURM_JOB_NUM_NODES", 1)
+    if int(tree.get("nodes", nodes)) > nodes:
+        raise ConfigError(f"--nodes {tree['nodes']}: the allocation {env['SLURM_JOB_ID']} has {nodes} node(s).")
+    found: Tree = {"nodes": nodes}
+    # h100:4 or 4
+    gpus = env.get("SLURM_GPUS_PER_NODE", env.get("SLURM_GPUS_ON_NODE", "")).rpartition(":")[2]
+    if gpus.isdecimal():
+        found["gpus_per_node"] = int(gpus)
+    elif "SLURM_NTASKS_PER_NODE" in env:
+        found["tasks_per_node"] = whole_number(env, "SLURM_NTASKS_PER_NODE", 1)
+    if "SLURM_CPUS_PER_TASK" in env:
+        found["cpus_per_task"] = whole_number(env, "SLURM_CPUS_PER_TASK", 1)
+    return {**found, **tree}
 
 
 def with_options(base: Tree, options: Sequence[str]) -> Tree:

@@ -22,6 +22,7 @@ from sparo_train.data.read.loader import shared_streams
 from sparo_train.train.dry_run import meta_objective
 from sparo_train.train.run_config import RunConfig
 
+from .allocation import run_in_allocation
 from .clusters import ClusterConfig
 from .job import Element
 from .local_jobs import local_alive
@@ -78,6 +79,8 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
         code = take_snapshot(_folder(home / "code"))
         elements = [_prepare(run, home) for run in remaining]
         jobs = submit_and_record(launch_options, elements, home, name, code) if elements else []
+    if launch_options.cluster.kind == "allocation":
+        run_in_allocation(launch_options.cluster, elements, code.path)
     return [(run.folder, job) for run, job in zip(remaining, jobs, strict=True)]
 
 

@@ -158,6 +158,7 @@ def current_attempt() -> dict[str, Any]:
     return {
         "job": [*job_ids, env.get("SLURM_JOB_ID", str(os.getpid()))][0],
         "restart": whole_number(env, "SLURM_RESTART_COUNT", 0),
+        "step_id": env.get("SLURM_STEP_ID"),
         "node": env.get("SLURMD_NODENAME", platform.node()),
         "nodes": env.get("SLURM_JOB_NODELIST", platform.node()),
     }

@@ -25,18 +25,21 @@ for try in $(seq 0 31); do
 done
 export MASTER_ADDR MASTER_PORT"""
 
-# The job of this script for scontrol, and a function that restarts it: only while it is running (not if it was
-# cancelled) and has not been restarted. Nodes that failed the test below are excluded, because SLURM would choose them
-# again; it allows that as soon as the job is requeued.
-_REQUEUE: str = """\
+# The job of this script for scontrol, and files about this start of it.
+_NAMES: str = """\
 restart=${SLURM_RESTART_COUNT:-0}
 mark=JOBS/.$SLURM_JOB_ID-$restart # as ranks name it
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} # of an array this element alone
 job=${job:-$SLURM_JOB_ID}
-nodes=JOBS/.$job.nodes # nodes that failed the test, at any start
+nodes=JOBS/.$job.nodes # nodes that failed the test, at any start"""
+# A function that restarts the job: only while it is running (not if it was
+# cancelled) and has not been restarted. Nodes that failed the test below are excluded, because SLURM would choose them
+# again; it allows that as soon as the job is requeued.
+_REQUEUE: str = """\
 sparo_requeue() {
   for try in $(seq 60); do
     case "$(scontrol show job "$job" -o 2>/dev/null) " in
+      *" Requeue=0 "*) return ;; # --no-requeue
       *" JobState=RUNNING "*" Restarts=$restart "*)
         if scontrol requeue "$job"; then
           bad=$(cut -f 1 "$nodes" 2>/dev/null | sort -u | paste -s -d , -)
@@ -81,7 +84,8 @@ file=JOBS/.node-$SLURM_JOB_ID-$SLURM_NODEID
 if [ ! -d JOBS ]; then say "the run folder is not there:" JOBS
 elif ! touch "$file" 2>/dev/null; then say "the run folder cannot be written:" JOBS
 elif [ ! -d CWD ]; then say "the folder of the launch is not there:" CWD
-elif ! answer=$(PYTHON -c "import submitit" 2>&1); then say PYTHON_TEXT "failed to import submitit: $(echo "$answer" | tail -n 1 | sed "s/^.*bash: line [0-9]*: //")"
+elif ! answer=$(PYTHON -c "import submitit" 2>&1); then say PYTHON_TEXT "failed to import submitit:" \\
+  "$(echo "$answer" | tail -n 1 | sed "s/^.*bash: line [0-9]*: //")"
 else say ok
 fi
 rm -f "$file" 2>/dev/null"""
@@ -102,7 +106,9 @@ rm -f "$mark".started "$mark".lost "$mark".failed
 exit $code"""
 
 
-def lines_before(cluster: ClusterConfig, python: str, code: Path, jobs: Path, cwd: Path) -> list[str]:
+def lines_before(
+    cluster: ClusterConfig, python: str, code: Path, jobs: Path, cwd: Path, restarts: bool = True
+) -> list[str]:
     """Return the lines before srun: the cluster's own, its variables, the snapshot's path, the meeting place, the test of nodes.
 
     Args:
@@ -111,20 +117,23 @@ def lines_before(cluster: ClusterConfig, python: str, code: Path, jobs: Path, cw
         code: the snapshot that runs.
         jobs: folder of logs and marks.
         cwd: working directory of the ranks.
+        restarts: whether the job may be requeued; in an allocation of a user's shell, it may not.
     """
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
     path = f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
     # Without the last one, `python -m` would search the folder of the launch, perhaps a checkout, before the snapshot.
     return [
-        *cluster.setup, *exports, path, "export PYTHONSAFEPATH=1", *_MEET.splitlines(), *requeue_lines(jobs, cluster.exclude),
+        *cluster.setup, *exports, path, "export PYTHONSAFEPATH=1", *_MEET.splitlines(), *requeue_lines(jobs, cluster.exclude, restarts),
         *_test_lines(cluster, python, jobs, cwd),
     ]  # fmt: skip
 
 
-def requeue_lines(jobs: Path, exclude: str | None) -> list[str]:
+def requeue_lines(jobs: Path, exclude: str | None, restarts: bool = True) -> list[str]:
     """Return the function that restarts the job, without the nodes in `exclude` and those that failed the test."""
-    text = _REQUEUE.replace("JOBS", shlex.quote(str(jobs))).replace("EXCLUDE", shlex.quote(exclude or ""))
-    return text.splitlines()
+    names = _NAMES.replace("JOBS", shlex.quote(str(jobs)))
+    if not restarts:
+        return [*names.splitlines(), "sparo_requeue() { return 0; }"]
+    return [*names.splitlines(), *_REQUEUE.replace("EXCLUDE", shlex.quote(exclude or "")).splitlines()]
 
 
 def _test_lines(cluster: ClusterConfig, python: str, jobs: Path, cwd: Path) -> list[str]:

@@ -217,7 +217,10 @@ def _scancel(*words: str) -> None:
     try:
         ask("scancel", *words)
     except subprocess.CalledProcessError as error:
-        if not any(over in error.stderr for over in ("Invalid job id", "already completing or completed")):
+        # Without a message, the job ended just now.
+        if error.stderr.strip() and not any(
+            over in error.stderr for over in ("Invalid job id", "already completing or completed")
+        ):
             raise SparoError(f"scancel {' '.join(words)}: {last_line(error.stderr)}") from None
 
 

@@ -82,6 +82,8 @@ def submit(
     submitit = _submitit()
     jobs = jobs.resolve()
     jobs.mkdir(parents=True, exist_ok=True)
+    if cluster.kind == "allocation":
+        return [os.environ["SLURM_JOB_ID"]] * len(elements)  # `run_in_allocation` starts them
     if cluster.kind != "slurm":
         if dependency:
             raise ConfigError(f"--after: {cluster.kind} has no queue. Wait for the other run, or use SLURM.")
@@ -183,11 +185,15 @@ def _extra_parameters(cluster: ClusterConfig) -> dict[str, str | int | bool]:
     return {name: value for name, value in parameters.items() if value is not False}
 
 
+def restart_limits(cluster: ClusterConfig) -> RestartLimits:
+    """Return when a job of this cluster is not started again."""
+    return RestartLimits(cluster.idle_restarts, cluster.max_restarts, cluster.max_hours, minutes(cluster.time) / 60)
+
+
 def _job(cluster: ClusterConfig, elements: tuple[Element, ...]) -> Job:
     torchrun = cluster.starter == "torchrun" and cluster.ranks > 1
     visible = None if cluster.gpus_per_node else os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    limits = RestartLimits(cluster.idle_restarts, cluster.max_restarts, cluster.max_hours, minutes(cluster.time) / 60)
-    job = Job(elements, str(Path.cwd()), limits, cluster.nodes, cluster.ranks_per_node, torchrun)
+    job = Job(elements, str(Path.cwd()), restart_limits(cluster), cluster.nodes, cluster.ranks_per_node, torchrun)
     job = replace(job, gpus=cluster.gpus_per_node)
     return replace(job, visible=visible if cluster.kind == "local" else None)
 

@@ -37,7 +37,7 @@ def cancel(folders: Sequence[Path]) -> dict[Path, list[str]]:
             if record["cluster"]["kind"] == "local" and local_alive(job):
                 end_local(job)
             elif record["cluster"]["kind"] == "allocation":
-                slurm.send_signal([job], "TERM")
+                slurm.send_signal([_step(folder, job)], "TERM")
     return cancelled
 
 
@@ -54,7 +54,7 @@ def save_now(folders: Sequence[Path]) -> dict[Path, list[str]]:
                 for pid in rank_processes(job):
                     os.kill(pid, signal.SIGUSR1)
             else:
-                slurm.send_signal([job], "USR1")
+                slurm.send_signal([_step(folder, job)], "USR1")
     return running
 
 
@@ -83,6 +83,12 @@ def _record(folder: Path, job: str) -> dict:
 
 def _kind(folder: Path, job: str) -> str:
     return _record(folder, job)["cluster"]["kind"]
+
+
+def _step(folder: Path, job: str) -> str:
+    """Return the step of a run in an allocation, in which other runs may have steps, too; for others the job."""
+    starts = [line for line in Records(folder).starts(job) if line.get("step_id") is not None]
+    return f"{job}.{starts[-1]['step_id']}" if starts and _kind(folder, job) == "allocation" else job
 
 
 def _refuse_lanes(runs: Sequence[Path], open_by_run: dict[Path, list[str]]) -> None:

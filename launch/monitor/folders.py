@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from sparo_train.core.files import read_json
 from ..jobs.local_jobs import local_alive
 from ..jobs.records import SWEEP_FILE, Records
 from ..jobs.slurm import JobState
+
+_HEARTBEAT_SECONDS = 120.0  # after which a run in an allocation is taken for ended
 
 
 def launched_folders(root: Path) -> list[Path]:
@@ -52,12 +55,25 @@ def open_jobs(submission: Mapping[str, Any], slurm_states: Mapping[str, JobState
     """Return the jobs of a submission that are not over, with elements of arrays separately."""
     jobs: list[str] = []
     for job in submission["jobs"]:
-        if submission["cluster"]["kind"] in ("slurm", "allocation"):
-            own = {j: s for j, s in slurm_states.items() if j == job or j.startswith((f"{job}_", f"{job}."))}
+        kind = submission["cluster"]["kind"]
+        if kind == "allocation":
+            # The allocation goes on after the run.
+            if slurm_states.get(job, JobState()).active and is_training(Records(Path(submission["folder"]))):
+                jobs.append(job)
+        elif kind == "slurm":
+            own = {j: s for j, s in slurm_states.items() if j == job or j.startswith(f"{job}_")}
             jobs += [j for j, state in own.items() if state.active]
-        elif submission["cluster"]["kind"] == "local" and local_alive(job):
+        elif kind == "local" and local_alive(job):
             jobs.append(job)
     return jobs
+
+
+def is_training(records: Records) -> bool:
+    """Return whether a run has shown progress in the last minutes, and has not ended."""
+    beat = records.heartbeat()
+    if beat.get("phase") in (None, "finished", "stop_after_steps") or str(beat["phase"]).startswith("SIG"):
+        return False
+    return time.time() - beat.get("time", 0.0) < _HEARTBEAT_SECONDS
 
 
 def slurm_jobs(submissions: Sequence[Mapping[str, Any]]) -> list[str]:

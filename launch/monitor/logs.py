@@ -72,7 +72,7 @@ def log_files(folder: Path, record: Mapping[str, Any], source: LogSource) -> lis
 def last_error_line(record: Mapping[str, Any]) -> str:
     """Return the last line of a job's stderr that says something about a failure, with its file; empty without one."""
     for job in record["jobs"]:
-        for path in sorted(Path(record["logs"]).glob(f"{job}*_log.err")):
+        for path in sorted(Path(record["logs"]).glob(f"{job}_*_log.err")):
             with path.open("rb") as stream:
                 stream.seek(max(0, path.stat().st_size - 8192))
                 text = stream.read().decode(errors="replace")

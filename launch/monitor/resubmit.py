@@ -70,6 +70,8 @@ def _refuse(folder: Path, force: bool) -> None:
             f"{folder}: is finished at step {Records(folder).step()}. Pass --force to submit it again, or train further "
             "with a new run (docs/guides/resume.md)."
         )
+    if _newest(folder)["cluster"]["kind"] == "allocation":
+        raise ConfigError(f"{folder}: was trained in an allocation. Repeat `sparo launch train` there.")
     code = Path(_newest(folder)["code"])
     if not code.is_dir():
         raise ConfigError(f"{folder}: the code of its job, {code}, is gone. `sparo launch train` makes a new copy.")

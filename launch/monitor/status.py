@@ -16,7 +16,7 @@ from ..jobs.fanout import FanOut
 from ..jobs.local_jobs import local_alive
 from ..jobs.records import Records
 from ..jobs.slurm import JobState
-from .folders import current_submission, run_folders, slurm_jobs
+from .folders import current_submission, is_training, run_folders, slurm_jobs
 from .logs import last_error_line
 from .progress import RunProgress, read_progress
 
@@ -27,7 +27,6 @@ _ENDS = {
     "DEADLINE": "the deadline passed",
     "BOOT_FAIL": "its nodes did not start",
 }
-_HEARTBEAT_SECONDS = 120.0  # after which a run in an allocation is taken for ended
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,10 @@ def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], recor
             own = {j: state for j, state in slurm_states.items() if j == job or j.startswith(f"{job}_")}
             job_states |= own or {job: JobState()}
         elif kind == "allocation":
-            alive = slurm_states.get(job, JobState()).active and _beats(records)
-            job_states[job] = JobState("RUNNING" if alive else _ended_state(record, job, records), nodes=job)
+            alive = slurm_states.get(job, JobState()).active and is_training(records)
+            job_states[job] = JobState(
+                "RUNNING" if alive else _ended_state(record, job, records), nodes=_nodes(records, job)
+            )
         elif kind == "local" and local_alive(job):
             job_states[job] = JobState(_lane_state(record, job, records), nodes="here")
         else:
@@ -178,12 +179,9 @@ def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], recor
     return job_states
 
 
-def _beats(records: Records) -> bool:
-    beat = records.heartbeat()
-    return (
-        beat.get("phase") not in ("finished", "stop_after_steps")
-        and time.time() - beat.get("time", 0) < _HEARTBEAT_SECONDS
-    )
+def _nodes(records: Records, job: str) -> str:
+    starts = [line for line in records.starts(job) if "nodes" in line]
+    return str(starts[-1]["nodes"]) if starts else ""
 
 
 def _lane_state(record: Mapping[str, Any], job: str, records: Records) -> str:
@@ -252,7 +250,7 @@ def _before_python(records: Records, record: Mapping[str, Any], nodes: str) -> s
     """Return why a job ended before a rank could report anything; empty if unknown."""
     if bad := _bad_nodes(records, record):
         return "; ".join(bad)
-    if record["cluster"]["kind"] == "slurm" and not any(Path(record["logs"]).glob(f"{record['jobs'][0]}*_log.*")):
+    if record["cluster"]["kind"] == "slurm" and not any(Path(record["logs"]).glob(f"{record['jobs'][0]}_*_log.*")):
         return (
             f"the first of its nodes ({nodes or 'unknown'}) could not write a log to {record['logs']}. Is this folder on a "
             f"file system that all nodes share? `sparo launch resubmit {records.folder} --exclude NODE` avoids the node"

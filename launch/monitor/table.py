@@ -13,30 +13,44 @@ from rich.text import Text
 
 from .status import Status
 
+_WRAPPED = ("run", "last metric", "job", "node")  # columns that may be folded in a narrow terminal
+
 
 def status_table(statuses: Sequence[Status], wanted: int | None = None) -> Group:
-    """Return the table of runs.
+    """Return the table of runs; columns without any value are left out.
 
     Args:
         statuses: the runs, in order.
         wanted: number of runs before a filter; None: all are shown.
     """
+    several = len({status.on for status in statuses}) > 1
+    rows = [_cells(status, several) for status in statuses]
+    columns = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("run", "state", "step", "saved", "samples/s", "left", "last metric", "restarts", "job", "node"):
-        table.add_column(column, overflow="fold")
-    for status in statuses:
-        left = "" if status.eta is None else str(timedelta(seconds=round(status.eta)))
-        if status.start:
-            left = f"starts {status.start.replace('T', ' ')}"
-        row = (
-            status.folder, status.state, f"{status.step}/{status.total or '?'}",
-            "" if status.checkpoint is None else str(status.checkpoint),
-            "" if status.rate is None else f"{status.rate:.0f}", left, status.metric, str(status.restarts or ""),
-            f"{status.job} ({status.on})", status.nodes,
-        )  # fmt: skip
-        table.add_row(*(Text(cell) for cell in row))
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name not in _WRAPPED)
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in columns))
     reasons = [Text(f"{status.folder}: {status.reason}") for status in statuses if status.reason]
-    return Group(table, *reasons, Text(summary_line(statuses, wanted)))
+    return Group(*([table] if rows else []), *reasons, Text(summary_line(statuses, wanted)))
+
+
+def _cells(status: Status, several_clusters: bool) -> dict[str, str]:
+    """Return one row by column."""
+    left = "" if status.eta is None else str(timedelta(seconds=round(status.eta)))
+    return {
+        "run": status.folder,
+        "state": status.state,
+        "step": f"{status.step}/{status.total or '?'}",
+        "saved": "" if status.checkpoint is None else str(status.checkpoint),
+        "samples/s": "" if status.rate is None else f"{status.rate:.0f}",
+        "left": left,
+        "starts": status.start.replace("T", " "),
+        "last metric": status.metric,
+        "restarts": str(status.restarts or ""),
+        "job": status.job + (f" ({status.on})" if several_clusters else ""),
+        "node": status.nodes,
+    }
 
 
 def summary_line(statuses: Sequence[Status], wanted: int | None = None) -> str:

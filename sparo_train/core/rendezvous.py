@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
@@ -30,7 +31,24 @@ def run_token() -> str:
     if launcher is None or launcher.name == "srun":
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "job {} step {} restart {}".format(*(env.get(name, "0") for name in names))
-    return f"{launcher.name} {env.get(launcher.job, 'none')}"
+    job = env.get(launcher.job)
+    if job is None and launcher.name == "mpiexec":
+        job = _ancestor("hydra_pmi_proxy")  # MPICH has no variable that differs between two jobs
+    return f"{launcher.name} {job or 'none'}"
+
+
+def _ancestor(name: str) -> str | None:
+    """Return the number of the nearest ancestor process with a name, or None."""
+    pid = os.getpid()
+    while pid > 1:
+        try:
+            comm, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            return None
+        if name.startswith(comm):  # the kernel cuts it to 15 characters
+            return str(pid)
+        pid = int(rest.split()[1])
+    return None
 
 
 def connect_store(world: World, timeout: float) -> Store:
@@ -187,7 +205,7 @@ def find_rendezvous() -> None:
             env["MASTER_ADDR"] = _first_node()
     # Below the kernel's ephemeral ports; each step of an allocation, or job of MPI, has its own port.
     if launcher is not None and launcher.name.startswith("mpi"):
-        offset = zlib.crc32(env.get(launcher.job, "").encode())
+        offset = zlib.crc32(run_token().encode())
     else:
         job, step = (whole_number(env, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         offset = job + _PORT_STEP * step

@@ -227,12 +227,14 @@ class Trainer:
         """Return the complete checkpoint of this step, writing it now if necessary; None before the first step."""
         if not self.state.step:
             return None
-        # The pending one may be of this step.
-        self.saver.wait()
+        self.saver.wait()  # the pending one may be of this step
         written = self.ranks.rank0_broadcast(lambda: self.store.steps().get(self.state.step))
         if written is None:
             self.save()
             self.saver.wait()
+            self.ranks.rank0_broadcast(
+                lambda: None
+            )  # launchers end all ranks once one exits: not before rank 0 is done
         return self.store.folder(self.state.step)
 
     def save(self) -> None:

@@ -182,3 +182,14 @@ def accounted(place: Path) -> Iterator[Lab]:
 @pytest.fixture(scope="session")
 def lab(cluster: Cluster, place: Path) -> Lab:
     return Lab(place, cluster)
+
+
+@pytest.fixture
+def whole(lab: Lab) -> Iterator[Lab]:
+    """Every node is up and idle before and after."""
+    lab.cluster.idle()
+    yield lab
+    for node in ("n1", "n2", "n3", "n4"):
+        lab.cluster.start_node(node)
+        lab.cluster.says("scontrol", "update", f"nodename={node}", "state=resume")
+    lab.cluster.idle()

@@ -24,17 +24,6 @@ def counted(accounted):
     return folder
 
 
-@pytest.fixture
-def whole(lab):
-    """Every node is up and idle before and after."""
-    lab.cluster.idle()
-    yield lab
-    for node in ("n1", "n2", "n3", "n4"):
-        lab.cluster.start_node(node)
-        lab.cluster.says("scontrol", "update", f"nodename={node}", "state=resume")
-    lab.cluster.idle()
-
-
 def test_a_node_that_is_lost_is_replaced(whole):
     folder = whole.launch("lost", "--nodes", "2")
     whole.step(folder, 12)
