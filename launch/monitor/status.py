@@ -13,6 +13,7 @@ from sparo_train.core.errors import SparoError
 
 from ..jobs import slurm
 from ..jobs.fanout import FanOut
+from ..jobs.job import STOPPED
 from ..jobs.local_jobs import local_alive
 from ..jobs.records import Records
 from ..jobs.slurm import JobState
@@ -100,7 +101,7 @@ def current_submissions(runs: Sequence[Path]) -> list[dict[str, Any]]:
 def _status(folder: Path, slurm_states: dict[str, JobState], slurm_error: str) -> Status:
     records = Records(folder)
     record, others = current_submission(folder, slurm_states)
-    job_states = _job_states(record, slurm_states, records)
+    job_states = _job_states(record, slurm_states, records, answered=not slurm_error)
     starts = [s for job in record["jobs"] for s in records.starts(job) if "end" not in s]
     progress = read_progress(folder, _since(record, job_states, starts))
     state, nodes = _summary(job_states), ",".join(dict.fromkeys(s.nodes for s in job_states.values() if s.nodes))
@@ -159,14 +160,16 @@ def _activity(
     return "; ".join(notes)
 
 
-def _job_states(record: dict[str, Any], slurm_states: dict[str, JobState], records: Records) -> dict[str, JobState]:
-    """Return the state of every job of a submission, with elements of arrays separately."""
+def _job_states(
+    record: dict[str, Any], slurm_states: dict[str, JobState], records: Records, answered: bool
+) -> dict[str, JobState]:
+    """Return the state of every job of a submission, with elements of arrays separately. `answered`: by SLURM."""
     kind = record["cluster"]["kind"]
     job_states: dict[str, JobState] = {}
     for job in record["jobs"]:
         if kind == "slurm":
             own = {j: state for j, state in slurm_states.items() if j == job or j.startswith(f"{job}_")}
-            job_states |= own or {job: JobState()}
+            job_states |= own or {job: JobState(_forgotten_state(record, job, records) if answered else slurm.UNKNOWN)}
         elif kind == "allocation":
             alive = slurm_states.get(job, JobState()).active and is_training(records)
             job_states[job] = JobState(
@@ -192,6 +195,15 @@ def _lane_state(record: Mapping[str, Any], job: str, records: Records) -> str:
     if "end" not in lines[-1] or (records.folder / "plan.json").exists():
         return "RUNNING"
     return _ended_state(record, job, records)
+
+
+def _forgotten_state(record: Mapping[str, Any], job: str, records: Records) -> str:
+    """Return the state of a job that SLURM does not know any more, from the records of its ranks."""
+    if records.cancelled(record, job):
+        return "CANCELLED"
+    ends = [s["end"] for s in records.starts(job) if "end" in s]
+    # After a stop, or without a record, the job may have been killed while it waited for its restart.
+    return _ended_state(record, job, records) if ends and ends[-1] != STOPPED else slurm.UNKNOWN
 
 
 def _ended_state(record: Mapping[str, Any], job: str, records: Records) -> str:

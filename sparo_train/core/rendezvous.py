@@ -6,9 +6,11 @@ import os
 import platform
 import socket
 import subprocess
+import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -123,12 +125,8 @@ def _find_store(world: World, end: float) -> Store:
         for port in _ports():
             if not _listens(address, port, max(0.2, min(5.0, end - time.monotonic()))):
                 continue
-            try:
-                store = TCPStore(
-                    address, port, world.size, is_master=False, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True
-                )  # fmt: skip
-                found = store.get("sparo-run").decode()
-            except (RuntimeError, ValueError):  # no store, or one without a token
+            store, found = _answer(address, port, world.size)
+            if store is None:
                 continue
             if found == own:
                 os.environ["MASTER_PORT"] = str(port)
@@ -141,6 +139,24 @@ def _find_store(world: World, end: float) -> Store:
         f"rank {world.rank} of {world.size}: rank 0 was not found at {address}, ports {', '.join(map(str, _ports()))}. "
         f"Did it start, and does a firewall of {address} close these ports to {platform.node()}?"
     )
+
+
+def _answer(address: str, port: int, size: int) -> tuple[Store | None, str]:
+    """Return the store at a port and its token; None if another program listens there, or a store without a token."""
+    answers: list[tuple[Store, str]] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):
+            store = TCPStore(
+                address, port, size, is_master=False, timeout=_ANSWER, wait_for_workers=False, multi_tenant=True
+            )
+            answers.append((store, store.get("sparo-run").decode()))
+
+    # In a thread, because torch waits forever for a program that accepts the connection and says nothing.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * _ANSWER.total_seconds())
+    return answers[0] if answers else (None, "")
 
 
 def _listens(address: str, port: int, seconds: float) -> bool:

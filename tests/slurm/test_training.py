@@ -41,9 +41,9 @@ def test_two_nodes_train_as_two_ranks_do(lab):
     assert seen["state"] == "RUNNING" and seen["nodes"] == "n[1-2]" and seen["total"] == STEPS and seen["eta"] > 0
     lab.end(folder)
     lab.equal(folder)
-    assert lab.status(folder)[0] | {"job": ""} == {
+    assert lab.status(folder)[0] | {"job": "", "metric": "", "start": ""} == {
         "folder": str(folder), "job": "", "on": "lab", "state": "COMPLETED", "nodes": "n[1-2]", "step": STEPS, "total": STEPS,
-        "rate": None, "eta": None, "checkpoint": STEPS, "restarts": 0, "reason": "",
+        "rate": None, "eta": None, "checkpoint": STEPS, "restarts": 0, "reason": "", "metric": "", "start": "",
     }  # fmt: skip
     assert f"finished at step {STEPS}" in lab.sparo("launch", "logs", str(folder))
     changed = lab.sparo(

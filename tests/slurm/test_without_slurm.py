@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.jobs.local_jobs import local_alive
 from launch.jobs.records import Records
 from launch.monitor.logs import LogSource, log_files
 from tests.helpers.processes import sparo
@@ -46,12 +47,19 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     folders = [tmp_path / f"runs/job-lr{lr}" for lr in ("0.001", "0.0005")]
     assert "is RUNNING" in sparo(*words, cwd=tmp_path).stderr
-    wait_for(lambda: [state_of(f, tmp_path)["state"] for f in folders] == ["COMPLETED"] * 2)
+    wait_for(lambda: "end" not in (Records(folders[0]).starts(_controller(folders[0])) or [{"end": 0}])[-1], 30)
+    assert [state_of(f, tmp_path)["state"] for f in folders] == ["RUNNING", "PENDING"]
+    wait_for(lambda: not local_alive(_controller(folders[0])))
+    assert [state_of(f, tmp_path)["state"] for f in folders] == ["COMPLETED"] * 2
+    assert "2 runs: 2 COMPLETED" in sparo("launch", "status", "runs/job", cwd=tmp_path).stdout
     assert_bit_equal(folders[0], tmp_path / "runs/straight")
     assert folders[1].joinpath("code").is_symlink()
     done = sparo("launch", "cancel", str(folders[0]), cwd=tmp_path)
-    assert done.returncode == 0 and "nothing to cancel, its job has ended" in done.stdout
-    assert "finished at step 12" in sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
+    assert (
+        done.returncode == 0 and "nothing to cancel, its job" in done.stdout and "has ended (COMPLETED)" in done.stdout
+    )
+    said = sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
+    assert "finished at step 12" in said and "job-lr0.0005" in said and "job-lr0.001" not in said  # its own log alone
     seen, newest = tmp_path / "seen.txt", log_files(folders[1], Records(folders[1]).last(), LogSource(None, 0))[-1]
     command = [sys.executable, "-m", "launch.cli", "launch", "logs", str(folders[1]), "--follow"]
     with seen.open("w") as stream, subprocess.Popen(command, stdout=stream, cwd=tmp_path) as following:
@@ -61,6 +69,10 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
         wait_for(lambda: "and on" in seen.read_text())
         following.terminate()
     assert seen.read_text().count("and on") == 1
+
+
+def _controller(folder: Path) -> str:
+    return Records(folder).last()["jobs"][0]
 
 
 def test_two_local_ranks_stop_for_a_cancel_and_go_on(recipe, tmp_path):
