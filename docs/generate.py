@@ -19,7 +19,7 @@ from pydantic import BaseModel
 import sparo
 from launch.commands.key_tables import TABLES, own_keys
 from launch.jobs.clusters import ClusterConfig
-from launch.jobs.sbatch_options import known_options
+from launch.jobs.sbatch_options import option_table
 from sparo_train.core.recipe.config_keys import Key, default_text, type_text
 from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
 from sparo_train.core.registry import Registry
@@ -221,7 +221,7 @@ def sbatch_options() -> str:
     )
     code = {
         name: f"`{how}`" if how.startswith("--") and "," not in how and " with" not in how else how
-        for name, how in known_options().items()
+        for name, how in option_table().items()
     }
     return head + "".join(f"| `{name}` | {how} |\n" for name, how in code.items())
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_in_allocation(cluster: ClusterConfig, elements: Sequence[Element], code: Path) -> None:
-    """Run elements one after another, each on all ranks; what they print goes to the terminal and to the job's log.
+    """Run elements one after another, each on all ranks; their output goes to the terminal and to the job's log.
 
     A rank that was killed ends the others, and the element starts again from its last checkpoint, up to `idle_restarts`
     times without a new one.

@@ -156,7 +156,7 @@ class ClusterConfig(Frozen):
         return self.nodes * self.ranks_per_node
 
 
-_START_SECONDS = 60  # from the start of a job to its first step, without what a container or a slow disk adds
+_START_SECONDS = 60  # from the start of a job to its first step; containers and slow disks need more
 _SAVE_SECONDS = 60
 
 
@@ -255,16 +255,16 @@ def allocated(tree: Tree, environment: Mapping[str, str] | None = None) -> Tree:
     nodes = whole_number(env, "SLURM_JOB_NUM_NODES", 1)
     if int(tree.get("nodes", nodes)) > nodes:
         raise ConfigError(f"--nodes {tree['nodes']}: the allocation {env['SLURM_JOB_ID']} has {nodes} node(s).")
-    found: Tree = {"nodes": nodes}
+    keys: Tree = {"nodes": nodes}
     # h100:4 or 4
     gpus = env.get("SLURM_GPUS_PER_NODE", env.get("SLURM_GPUS_ON_NODE", "")).rpartition(":")[2]
     if gpus.isdecimal():
-        found["gpus_per_node"] = int(gpus)
+        keys["gpus_per_node"] = int(gpus)
     elif "SLURM_NTASKS_PER_NODE" in env:
-        found["tasks_per_node"] = whole_number(env, "SLURM_NTASKS_PER_NODE", 1)
+        keys["tasks_per_node"] = whole_number(env, "SLURM_NTASKS_PER_NODE", 1)
     if "SLURM_CPUS_PER_TASK" in env:
-        found["cpus_per_task"] = whole_number(env, "SLURM_CPUS_PER_TASK", 1)
-    return {**found, **tree}
+        keys["cpus_per_task"] = whole_number(env, "SLURM_CPUS_PER_TASK", 1)
+    return {**keys, **tree}
 
 
 def with_options(base: Tree, options: Sequence[str]) -> Tree:

@@ -1,4 +1,4 @@
-"""What a launch would submit: ranks, GPUs, hours and cost, without submitting it."""
+"""Plan of a launch that is not submitted: ranks, GPUs, hours and cost."""
 
 from __future__ import annotations
 

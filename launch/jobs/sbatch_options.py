@@ -81,7 +81,7 @@ def spelling(name: str) -> str | None:
     return f"--sbatch.{name} VALUE" if name in _PASSED else None
 
 
-def known_options() -> dict[str, str]:
+def option_table() -> dict[str, str]:
     """Return every option of sbatch with its short form, as `-p, --partition`, and how `sparo launch` takes it."""
     short_forms = {name: f"-{short}, --{name}" for short, name in _SHORT.items()}
     names = sorted({*OWN, *INSTEAD, *_FLAGS, *_PASSED})

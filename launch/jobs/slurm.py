@@ -52,7 +52,7 @@ REASONS = {
     "QOSTimeLimit": "the qos has used up its time",
     "JobHeldUser": "held; release it with `scontrol release`",
     "JobHeldAdmin": "held by an administrator",
-    "JobArrayTaskLimit": "as many elements of the array run as --parallel allows",
+    "JobArrayTaskLimit": "the array may not have more elements running (--parallel)",
     "NodeDown": "one of its nodes is down",
     "BadConstraints": "no node has what --constraint or the other options ask for",
     "InvalidAccount": "the account is not valid",

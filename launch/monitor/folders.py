@@ -31,14 +31,14 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: a folder without submitted jobs.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for folder in folders:
-        found += _sweep_runs(folder) or [folder]
-    for folder in found:
+        runs += _sweep_runs(folder) or [folder]
+    for folder in runs:
         if Records(folder).last() is None:
             others = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
             raise ConfigError(f"{folder}: no job was submitted there{'; there are ' + others if others else ''}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(runs))
 
 
 def _sweep_runs(folder: Path) -> list[Path]:
@@ -57,7 +57,7 @@ def open_jobs(submission: Mapping[str, Any], slurm_states: Mapping[str, JobState
     for job in submission["jobs"]:
         kind = submission["cluster"]["kind"]
         if kind == "allocation":
-            # The allocation goes on after the run.
+            # The allocation remains after the run.
             if slurm_states.get(job, JobState()).active and is_training(Records(Path(submission["folder"]))):
                 jobs.append(job)
         elif kind == "slurm":

@@ -14,7 +14,7 @@ _NOISE = re.compile(r"^(slurmstepd|srun: (error: .*(Exited with exit code|Termin
 
 
 class LogSource(NamedTuple):
-    """Where to look for a log: job (of an array, the element) and rank."""
+    """Job (for arrays, the element) and rank whose log is shown."""
 
     job: str | None
     rank: int

@@ -131,7 +131,7 @@ def _status(folder: Path, slurm_states: dict[str, JobState], slurm_error: str) -
 
 
 def _since(record: Mapping[str, Any], job_states: Mapping[str, JobState], starts: Sequence[Mapping[str, Any]]) -> float:
-    """Return when this start of the job began: what was written before is of an earlier start."""
+    """Return when this start of the job began. Earlier records belong to earlier starts."""
     since = starts[-1]["time"] if starts else record.get("time", 0.0)
     elapsed = [s.elapsed_seconds for s in job_states.values() if s.state == "RUNNING" and s.elapsed_seconds is not None]
     # After a requeue, SLURM knows of the new start before its first rank leaves a record. Clocks may differ by seconds.
@@ -145,7 +145,7 @@ def _activity(
     progress: RunProgress,
     others: Sequence[str],
 ) -> str:
-    """Return why a job waits, or what it does other than training."""
+    """Return why a job waits, or its activity if it is not training."""
     notes = list(dict.fromkeys(s.reason for s in job_states.values() if s.reason))
     if any(s.state == "RUNNING" for s in job_states.values()):
         if progress.phase not in ("", "training"):

@@ -16,12 +16,12 @@ from .status import Status
 _WRAPPED = ("run", "last metric", "job", "node")  # columns that may be folded in a narrow terminal
 
 
-def status_table(statuses: Sequence[Status], wanted: int | None = None) -> Group:
+def status_table(statuses: Sequence[Status], total: int | None = None) -> Group:
     """Return the table of runs; columns without any value are left out.
 
     Args:
         statuses: the runs, in order.
-        wanted: number of runs before a filter; None: all are shown.
+        total: number of runs before a filter; None: all are shown.
     """
     several = len({status.on for status in statuses}) > 1
     rows = [_cells(status, several) for status in statuses]
@@ -32,7 +32,7 @@ def status_table(statuses: Sequence[Status], wanted: int | None = None) -> Group
     for row in rows:
         table.add_row(*(Text(row[name]) for name in columns))
     reasons = [Text(f"{status.folder}: {status.reason}") for status in statuses if status.reason]
-    return Group(*([table] if rows else []), *reasons, Text(summary_line(statuses, wanted)))
+    return Group(*([table] if rows else []), *reasons, Text(summary_line(statuses, total)))
 
 
 def _cells(status: Status, several_clusters: bool) -> dict[str, str]:
@@ -53,14 +53,14 @@ def _cells(status: Status, several_clusters: bool) -> dict[str, str]:
     }
 
 
-def summary_line(statuses: Sequence[Status], wanted: int | None = None) -> str:
+def summary_line(statuses: Sequence[Status], total: int | None = None) -> str:
     """Return `6 runs: 3 COMPLETED, 2 RUNNING, 1 PENDING`."""
     counts: Counter[str] = Counter()
     for status in statuses:
         for part in status.state.split(", "):
             number, _, state = part.rpartition(" ")
             counts[state] += int(number or 1)
-    of_all = "" if wanted in (None, len(statuses)) else f" of {wanted}"
+    of_all = "" if total in (None, len(statuses)) else f" of {total}"
     noun = "run" if len(statuses) == 1 and not of_all else "runs"
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     return f"{len(statuses)}{of_all} {noun}{': ' if states else ''}{states}"

@@ -81,10 +81,10 @@ def _require_token(store: Store, world: World) -> None:
     if world.rank == 0:
         store.set("sparo-run", own)
     if (other := store.get("sparo-run").decode()) != own:
-        raise _taken(other, own)
+        raise _port_error(other, own)
 
 
-def _taken(other: str, own: str) -> ConfigError:
+def _port_error(other: str, own: str) -> ConfigError:
     return ConfigError(
         f"MASTER_PORT: port {os.environ['MASTER_PORT']} is in use by another run ({other}), so this run ({own}) cannot "
         "use it. Export another MASTER_PORT for each run."
@@ -134,7 +134,7 @@ def _find_store(world: World, end: float) -> Store:
             other = found
         time.sleep(_POLL)
     if other:
-        raise _taken(other, own)
+        raise _port_error(other, own)
     raise LostRankError(
         f"rank {world.rank} of {world.size}: rank 0 was not found at {address}, ports {', '.join(map(str, _ports()))}. "
         f"Did it start, and does a firewall of {address} close these ports to {platform.node()}?"
@@ -213,7 +213,7 @@ def find_rendezvous() -> None:
         if launcher is not None and launcher.name.startswith("mpi"):
             if env.get(launcher.local_size) != env[launcher.size]:
                 raise ConfigError(
-                    f"MASTER_ADDR: is not set, and {launcher.name} does not tell ranks the address of the first machine. "
+                    f"MASTER_ADDR: is not set, and {launcher.name} sets no variable with the address of the first machine. "
                     "Pass it on: mpirun -x MASTER_ADDR=HOST (Open MPI), or mpiexec -genv MASTER_ADDR HOST."
                 )
             env["MASTER_ADDR"] = "127.0.0.1"

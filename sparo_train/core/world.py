@@ -117,7 +117,7 @@ class World:
 
 
 class Launcher(NamedTuple):
-    """Program that starts ranks, and the variables in which it tells a process its place.
+    """Program that starts ranks, and the variables that it sets for each of them.
 
     Attributes:
         name: torchrun, srun, mpirun (Open MPI) or mpiexec (MPICH, Intel MPI, PALS).

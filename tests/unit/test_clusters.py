@@ -51,7 +51,7 @@ def test_the_clusters_page_shows_the_shipped_files():
     blocks = [
         parse_yaml(block, "docs/guides/clusters.md") for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     ]
-    for name in ("slurm", "slurm_container", "slurm_conda", "slurm_modules"):
+    for name in ("slurm", "slurm_container", "slurm_apptainer", "slurm_conda", "slurm_modules"):
         shipped = parse_yaml((ROOT / f"configs/clusters/{name}.yaml").read_text(encoding="utf-8"), name)
         assert shipped in blocks or {**shipped, "partition": "gpu", "account": "lab"} in blocks, name
 
