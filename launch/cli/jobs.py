@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # commands import their dependencies, so that `sparo --help` 
     from ..jobs.fanout import FanOut
     from ..jobs.launching import LaunchOptions
     from ..jobs.plan import LaunchPlan
+    from ..jobs.records import Records
     from ..monitor.status import Status
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and resubmit jobs on a cluster.")
@@ -223,7 +224,7 @@ def _print_plan(launch_options: LaunchOptions, plan: LaunchPlan) -> None:
     if plan.cluster.kind == "slurm":
         home, code = plan.home.resolve(), plan.home.resolve() / "code/HASH"
         script = batch_script(plan.cluster, home / "jobs", plan.name, code, launch_options.parallel, len(plan.runs))
-        print(script)
+        out.print(script, soft_wrap=True, highlight=False)
 
 
 def _launch(fan: FanOut, launch_options: LaunchOptions, dry_run: bool) -> None:
@@ -270,9 +271,21 @@ def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]
     from ..jobs.records import Records
 
     if launch_options.cluster.kind in ("debug", "allocation"):
-        run_records = [Records(folder) for folder in folders]
-        jobs = [(records, job) for records in run_records for job in (records.last() or {"jobs": []})["jobs"]]
-        # Of the last start only; without a record of its end, it was killed.
-        code = max((records.starts(job)[-1].get("end", 1) if records.starts(job) else 1) for records, job in jobs)
+        code = max((_last_code(Records(folder)) for folder in folders), default=0)
         if code:
             raise typer.Exit(code)
+
+
+def _last_code(records: Records) -> int:
+    """Return the exit code of the newest submission of a folder; 1 if it left no record of its end."""
+    last = records.last()
+    if last is None:
+        return 0
+    if (records.folder / "plan.json").exists():
+        from ..jobs.fanout import FanOut
+
+        return int(bool(FanOut(records.folder).missing()))
+    lines = [line for job in last["jobs"] for line in records.starts(job)]
+    # In an allocation, the submission is recorded before its starts; in this process, after them.
+    recent = last["cluster"]["kind"] == "debug" or (bool(lines) and lines[-1]["time"] >= last["time"])
+    return lines[-1].get("end", 1) if lines and recent else 1

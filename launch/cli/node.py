@@ -27,13 +27,13 @@ def perform(arguments: Sequence[str], folder: str, limits: RestartLimits) -> int
     records, attempt_info, rank, start_time = Records(Path(folder)), current_attempt(), find_world().rank, time.time()
     sys.argv = ["sparo", *arguments]
     # Before loading anything: a job that fails at its start fails every time, and would be restarted forever.
-    stuck = (
-        _stuck_reason(records, attempt_info, limits) if arguments[0] == "train" else None
-    )  # other jobs have no checkpoints
-    if stuck:
+    if stuck := _stuck_reason(records, attempt_info, limits, arguments[0] == "train"):
         if rank == 0:
             console.print_line(f"error: {stuck}")
+            failure = {"rank": 0, "code": 3, "kind": "RestartLimit", "message": stuck}
+            records.add("failures", {**attempt_info, **failure})  # torchrun's job restarts without a record
             records.add("starts", {**attempt_info, "end": 3, "stuck": stuck, "reason": stuck, "step": records.step()})
+        mark("failed")
         return 3
     if rank == 0:
         records.add("starts", {**attempt_info, "step": records.step()})
@@ -84,9 +84,12 @@ def _record_end(records: Records, attempt_info: dict[str, Any], rank: int, code:
         records.add("starts", {**attempt_info, "end": code, "reason": reason, "step": records.step()})
 
 
-def _stuck_reason(records: Records, attempt_info: dict[str, Any], limits: RestartLimits) -> str | None:
+def _stuck_reason(
+    records: Records, attempt_info: dict[str, Any], limits: RestartLimits, has_checkpoints: bool = True
+) -> str | None:
     """Return why the job must not be restarted again, or None. All ranks agree, because this start's own record is ignored."""
-    lines = [s for s in records.starts(attempt_info["job"]) if s["restart"] < attempt_info["restart"]]
+    earlier = range(limits.first, attempt_info["restart"])
+    lines = [s for s in records.starts(attempt_info["job"]) if s["restart"] in earlier]
     starts, step, idle = [s for s in lines if "end" not in s], records.step(), 0
     if len(starts) > limits.restarts:
         return _limit_reason(records, f"{len(starts) - 1} restarts", f"max_restarts={limits.restarts}")
@@ -94,7 +97,7 @@ def _stuck_reason(records: Records, attempt_info: dict[str, Any], limits: Restar
         return _limit_reason(records, f"{hours:.1f} hours", f"max_hours={limits.hours:g}")
     # From the newest back to the last start that came further than the one before it.
     for start in reversed(starts):
-        if start["step"] < step:
+        if has_checkpoints and start["step"] < step:
             break
         idle += 1
     if idle <= limits.idle:

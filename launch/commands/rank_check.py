@@ -127,9 +127,11 @@ class RankCheck:
         seconds, expected = time.monotonic() - begin, self.world.size * (self.world.size + 1) / 2
         if not bool((numbers == expected).all()):
             raise ConfigError(f"the sum over ranks is wrong, got {numbers[0].item():g} instead of {expected:g}")
-        hosts = self.ranks.gather((self.facts["node"], self.world.local_rank, str(device)))
+        # The number of a device differs from its identity if every rank sees only its own.
+        facts = torch.get_device_module(device).get_device_properties(device) if on_gpu else None
+        hosts = self.ranks.gather((self.facts["node"], str(getattr(facts, "uuid", ""))))
         self.ranks.close()
-        shared = [host for host in set(hosts) if on_gpu and hosts.count(host) > 1]
+        shared = [host for host in set(hosts) if host[1] and hosts.count(host) > 1]
         if shared:
-            raise ConfigError(f"two ranks use the same GPU ({shared[0][2]} on {shared[0][0]})")
+            raise ConfigError(f"two ranks use the same GPU ({shared[0][1]} on {shared[0][0]})")
         return {"exchange_gb_per_s": _MEGABYTES / 1024 / max(seconds, 1e-9)}

@@ -17,7 +17,7 @@ from sparo_train.core.files import write_whole
 from sparo_train.train.run_config import EvalJobConfig
 
 from .allocation import run_in_allocation
-from .clusters import load_cluster
+from .clusters import load_cluster, with_one_gpu
 from .fanout import FanOut
 from .job import Element
 from .launching import LaunchOptions, refuse_busy, submit_and_record
@@ -67,13 +67,7 @@ def plan_elements(fan: FanOut, launch_options: LaunchOptions) -> LaunchPlan:
 
 def _for_elements(launch_options: LaunchOptions) -> LaunchOptions:
     """Return the options with one rank and at most one GPU per element."""
-    resources = {
-        "nodes": 1,
-        "tasks_per_node": 1,
-        "starter": "srun",
-        "gpus_per_node": min(1, launch_options.cluster.gpus_per_node),
-    }
-    return replace(launch_options, cluster=launch_options.cluster.model_copy(update=resources))
+    return replace(launch_options, cluster=with_one_gpu(launch_options.cluster))
 
 
 def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from sparo_train.core.config import Frozen, field, resolve
-from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.errors import ConfigError, SparoError, did_you_mean
 from sparo_train.core.recipe.layers import Tree, load_recipe
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.world import whole_number
 
 from .. import config_folders
 from .sbatch_options import translated
+from .slurm import ask
 
 # The number of parts determines the meaning of each, because the text has no units.
 _TIME = re.compile(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
@@ -178,6 +180,23 @@ def _gres_gpus(sbatch: Any) -> int | None:
     return sum(counts) if counts else None
 
 
+def with_one_gpu(cluster: ClusterConfig) -> ClusterConfig:
+    """Return the cluster with one rank, and at most one GPU, also if `sbatch.gres` requests them."""
+    changes: dict[str, Any] = {
+        "nodes": 1,
+        "tasks_per_node": 1,
+        "starter": "srun",
+        "gpus_per_node": min(1, cluster.gpus_per_node),
+    }
+    if cluster.gpus_by_gres:
+        # gpu, gpu:4, gpu:h100, gpu:h100:4 -> gpu:1, gpu:h100:1
+        one = re.sub(
+            r"\bgpu(:[A-Za-z]\w*)?(:\d+)?", lambda match: f"gpu{match[1] or ''}:1", str(cluster.sbatch["gres"])
+        )
+        changes["sbatch"] = {**cluster.sbatch, "gres": one}
+    return cluster.model_copy(update=changes)
+
+
 def _nested_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -256,15 +275,28 @@ def allocated(tree: Tree, environment: Mapping[str, str] | None = None) -> Tree:
     if int(tree.get("nodes", nodes)) > nodes:
         raise ConfigError(f"--nodes {tree['nodes']}: the allocation {env['SLURM_JOB_ID']} has {nodes} node(s).")
     keys: Tree = {"nodes": nodes}
-    # h100:4 or 4
-    gpus = env.get("SLURM_GPUS_PER_NODE", env.get("SLURM_GPUS_ON_NODE", "")).rpartition(":")[2]
-    if gpus.isdecimal():
-        keys["gpus_per_node"] = int(gpus)
+    if gpus := _allocated_gpus(env, nodes):
+        keys["gpus_per_node"] = gpus
     elif "SLURM_NTASKS_PER_NODE" in env:
         keys["tasks_per_node"] = whole_number(env, "SLURM_NTASKS_PER_NODE", 1)
     if "SLURM_CPUS_PER_TASK" in env:
         keys["cpus_per_task"] = whole_number(env, "SLURM_CPUS_PER_TASK", 1)
     return {**keys, **tree}
+
+
+def _allocated_gpus(env: Mapping[str, str], nodes: int) -> int:
+    """Return the GPUs per node of an allocation, from its variables or from SLURM's description of the job; 0 without any."""
+    count = env.get("SLURM_GPUS_PER_NODE", env.get("SLURM_GPUS_ON_NODE", "")).rpartition(":")[2]  # h100:4 or 4
+    if count.isdecimal():
+        return int(count)
+    try:
+        job = ask("scontrol", "show", "job", "-o", env["SLURM_JOB_ID"])
+    except (SparoError, subprocess.CalledProcessError):
+        return 0
+    if match := re.search(r"TresPerNode=\S*?gpu(?::[A-Za-z]\w*)?[:=](\d+)", job):
+        return int(match[1])
+    total = re.search(r"\bgres/gpu=(\d+)", job)
+    return int(total[1]) // nodes if total else 0
 
 
 def with_options(base: Tree, options: Sequence[str]) -> Tree:
@@ -296,6 +328,12 @@ def with_options(base: Tree, options: Sequence[str]) -> Tree:
             else:
                 raise ConfigError(f"{word}: a value is required")
         parsed: Any = parse_yaml(value, word)
+        if (
+            key == "sbatch"
+            and value not in ("true", "false")
+            and (isinstance(parsed, bool) or not isinstance(parsed, int))
+        ):
+            parsed = value  # yes, 1.5 and others are values of sbatch, in its spelling
         # `--account 0123` is a string, but YAML would read a number.
         if str in kinds and not isinstance(parsed, str) and not (int in kinds and isinstance(parsed, int)):
             parsed = value
@@ -310,6 +348,9 @@ def with_options(base: Tree, options: Sequence[str]) -> Tree:
     return tree
 
 
+_FLAGS = ("exclusive",)  # options without a value
+
+
 def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[str], list[str]]:
     """Split arguments into those that are not options of clusters, and those that are, also in sbatch's spelling.
 
@@ -317,7 +358,7 @@ def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[
     """
     plain: list[str] = []
     options: list[str] = []
-    rest = list(arguments) if others else translated(arguments, tuple(ClusterConfig.model_fields))
+    rest = list(arguments) if others else translated(arguments, tuple(ClusterConfig.model_fields), _FLAGS)
     while rest:
         word = rest.pop(0)
         key = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparo_train.core.world import end_with_parent
+
 PROGRAM = "launch.cli.node"  # by name, because the program may import jobs, and a job stays light until it runs
 STOPPED = 75  # exit code: saved after a signal, or nothing to save yet; may be restarted
 KILLED = 137  # exit code of the shell for a rank that ended without a message
@@ -43,12 +45,14 @@ class RestartLimits:
         restarts: restarts in total.
         hours: hours of all starts together; None: any.
         start_hours: hours that one start can take, for starts whose end is not known.
+        first: number of the first start that counts; in an allocation, earlier launches have lower numbers.
     """
 
     idle: int = 3
     restarts: int = 200
     hours: float | None = None
     start_hours: float = 24.0
+    first: int = 0
 
     def text(self) -> str:
         """Return the form in which a rank's command line contains them."""
@@ -183,7 +187,10 @@ def _supervise(command: list[str], torchrun: bool, output: Path | None = None) -
             for name, suffix in (("stdout", ".out"), ("stderr", ".err")):
                 streams[name] = files.enter_context(output.with_name(output.name + suffix).open("ab"))
         child = subprocess.Popen(
-            command, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"}, **streams
+            command,
+            env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"},
+            preexec_fn=end_with_parent,
+            **streams,
         )  # fmt: skip
 
     def forward(number: int, _frame: object) -> None:

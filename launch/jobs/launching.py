@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from sparo_train.data.read.loader import shared_streams
 from sparo_train.train.dry_run import meta_objective
 from sparo_train.train.run_config import RunConfig
 
-from .allocation import run_in_allocation
+from .allocation import is_training, run_in_allocation
 from .clusters import ClusterConfig
 from .job import Element
 from .local_jobs import local_alive
@@ -71,14 +72,20 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
             # Check all runs first, because half of a sweep in the queue is worse than none.
             RunDir(run.folder).refuse_changes(run)
         if home == sweep and len(runs) > 1:
-            record_sweep(home, [run.folder.relative_to(home.parent).as_posix() for run in runs])
+            record_sweep(home, [os.path.relpath(run.folder, home.parent) for run in runs])
         remaining = [run for run in runs if len(runs) == 1 or not Records(run.folder).finished()]
         for run in runs:
             if run not in remaining:
                 logger.info(f"{run.folder}: is finished, and is not submitted again")
         code = take_snapshot(_folder(home / "code"))
+        fresh = [run.folder / "config.yaml" for run in remaining if not (run.folder / "config.yaml").exists()]
         elements = [_prepare(run, home) for run in remaining]
-        jobs = submit_and_record(launch_options, elements, home, name, code) if elements else []
+        try:
+            jobs = submit_and_record(launch_options, elements, home, name, code) if elements else []
+        except SparoError:  # refused by SLURM: a corrected recipe may use the folder
+            for path in fresh:
+                path.unlink(missing_ok=True)
+            raise
     if launch_options.cluster.kind == "allocation":
         run_in_allocation(launch_options.cluster, elements, code.path)
     return [(run.folder, job) for run, job in zip(remaining, jobs, strict=True)]
@@ -88,17 +95,22 @@ def plan_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep: 
     """Return what `launch_train` would submit, after the same checks. Writes nothing."""
     for run in runs:
         resolved = resolve_for_ranks(run, launch_options.cluster)
+        refuse_busy(run.folder)
         RunDir(run.folder).refuse_changes(resolved)
     home, name = (runs[0].folder, runs[0].name) if len(runs) == 1 else (sweep, sweep.name)
-    return LaunchPlan(tuple(str(run.folder) for run in runs), launch_options.cluster, name, home)
+    remaining = [str(run.folder) for run in runs if len(runs) == 1 or not Records(run.folder).finished()]
+    return LaunchPlan(tuple(remaining), launch_options.cluster, name, home)
 
 
 def _prepare(run: RunConfig, home: Path) -> Element:
     """Write a run's recipe to its folder; return the job's element that trains it."""
     folder = run.folder
-    if folder != home and not (folder / "code").exists():
-        # A sweep's runs have the same code; each has a copy in its own folder.
-        (folder / "code").symlink_to(home.resolve() / "code")
+    code = folder / "code"
+    if code.is_symlink() and not code.exists():  # its folder was moved
+        code.unlink()
+    if folder != home and not code.exists():
+        # The runs of a sweep share one copy of the code.
+        code.symlink_to(os.path.relpath(home / "code", folder))
     RunDir(folder).describe(run)
     return Element(("train", str(folder / "config.yaml")), str(folder))
 
@@ -176,9 +188,16 @@ def refuse_busy(folder: Path) -> None:
     # Two jobs of one folder would keep taking it from each other.
     jobs = {
         kind: [job for s in submissions if s["cluster"]["kind"] == kind for job in s["jobs"]]
-        for kind in ("local", "slurm")
+        for kind in ("slurm", "allocation")
     }
-    busy = {job: "RUNNING" for job in jobs["local"] if local_alive(job)}
+    busy = {
+        job: "RUNNING"
+        for s in submissions
+        if s["cluster"]["kind"] == "local"
+        for job in s["jobs"]
+        if local_alive(job, s["logs"])
+    }
+    busy |= {job: "RUNNING" for job in jobs["allocation"] if is_training(Records(folder), job)}
     if jobs["slurm"]:
         found = states(jobs["slurm"], accounting=False)
         busy |= {job: state.state for job, state in found.items() if state.active}

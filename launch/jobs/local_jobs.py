@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sparo_train.core.errors import ConfigError
+
 from .clusters import ClusterConfig, minutes
 from .job import Element, Job
 
@@ -96,7 +98,9 @@ def submit_local(
         )
     # The snapshot comes first, because the checkout may change while the job waits for its lane.
     path = f"{code}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    for lane in lanes:
+    for number, lane in enumerate(lanes):
+        if not debug:
+            executor.devices = _lane_devices(cluster.gpus_per_node, number, len(lanes))
         job = replace(job_of(cluster, tuple(lane)), port=_free_port())
         with environment({**cluster.environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             submitted: Any = executor.submit(job)
@@ -104,6 +108,22 @@ def submit_local(
             if debug:
                 submitted.result()  # it is not pending any more
     return [job_ids[element] for element in elements]
+
+
+def _lane_devices(gpus: int, lane: int, lanes: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a lane: its share of the devices of this shell.
+
+    Raises:
+        ConfigError: the lanes need more devices than CUDA_VISIBLE_DEVICES names.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(gpus * lanes)] if visible is None else visible.split(",")
+    if len(names) < gpus * lanes:
+        raise ConfigError(
+            f"--gpus-per-node {gpus}: {lanes} run(s) at a time need {gpus * lanes} GPU(s), but CUDA_VISIBLE_DEVICES={visible}. "
+            "Lower --parallel, or set the variable to more devices."
+        )
+    return ",".join(names[gpus * lane : gpus * (lane + 1)])
 
 
 def _free_port() -> int:
@@ -117,8 +137,10 @@ def _detached_executor(submitit: Any) -> Any:
     """Return submitit's local executor with a controller that is detached from the launcher's terminal and pipes."""
 
     class DetachedExecutor(submitit.LocalExecutor):
+        devices = ""
+
         def _submit_command(self, command: str) -> Any:
-            tasks, gpus = self.parameters["tasks_per_node"], self.parameters["gpus_per_node"]
+            tasks = self.parameters["tasks_per_node"]
             env_vars = {
                 "SUBMITIT_LOCAL_NTASKS": str(tasks),
                 "SUBMITIT_LOCAL_COMMAND": command,
@@ -129,7 +151,7 @@ def _detached_executor(submitit: Any) -> Any:
                 "SUBMITIT_STDERR_TO_STDOUT": "",
                 "SUBMITIT_EXECUTOR": "local",
                 "SUBMITIT_LOCAL_WITH_SHELL": "",
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
+                "CUDA_VISIBLE_DEVICES": self.devices,
             }
             with (Path(self.folder) / "controller.log").open("ab") as log:
                 process = subprocess.Popen(
@@ -147,10 +169,16 @@ def _detached_executor(submitit: Any) -> Any:
     return DetachedExecutor
 
 
-def local_alive(job: str) -> bool:
-    """Return whether submitit's controller of a local job is running."""
+def local_alive(job: str, logs: str | None = None) -> bool:
+    """Return whether submitit's controller of a local job is running.
+
+    Args:
+        job: its process number, which a later process may have, too.
+        logs: the folder of its logs, which only this controller has in its command line; None: any.
+    """
     try:
-        return _CONTROLLER.encode() in Path(f"/proc/{int(job)}/cmdline").read_bytes()
+        words = Path(f"/proc/{int(job)}/cmdline").read_bytes().split(b"\0")
+        return _CONTROLLER.encode() in words and (logs is None or logs.encode() in words)
     except (OSError, ValueError):
         return False
 

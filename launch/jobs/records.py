@@ -59,7 +59,7 @@ class Records:
     def cancelled(self, record: Mapping[str, Any], job: str) -> bool:
         """Return whether a job was cancelled; it is recorded in the folder of its logs, which the runs of one lane share."""
         cancellations = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
-        return any(line.get("job") == job for line in cancellations)
+        return any(_belongs_to(str(line.get("job")), job) for line in cancellations)
 
     def bad_nodes(self, record: Mapping[str, Any], job: str) -> dict[str, str]:
         """Return the nodes on which a job's ranks could not start, with the problem of each."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sparo_train.core.errors import ConfigError
 
-# Options with a key of their own, or an equivalent one.
+# Options with a separate key, or an equivalent one.
 OWN = {
     "account": "--account", "constraint": "--constraint", "cpus-per-task": "--cpus-per-task", "exclude": "--exclude",
     "exclusive": "--exclusive", "gpus-per-node": "--gpus-per-node", "job-name": "--job-name", "nodelist": "--nodelist",
@@ -88,12 +88,13 @@ def option_table() -> dict[str, str]:
     return {short_forms.get(name, f"--{name}"): spelling(name) or "" for name in names}
 
 
-def translated(words: Sequence[str], own_keys: Sequence[str]) -> list[str]:
+def translated(words: Sequence[str], own_keys: Sequence[str], own_flags: Sequence[str] = ()) -> list[str]:
     """Return a command line in which options of sbatch have the form that clusters' options have.
 
     Args:
         words: as typed, `-p gpu --ntasks-per-node=4 --hold`.
         own_keys: keys of clusters, whose options stay as they are.
+        own_flags: those of them without a value.
 
     Raises:
         ConfigError: an option that sparo sets itself; the message names the equivalent.
@@ -104,9 +105,13 @@ def translated(words: Sequence[str], own_keys: Sequence[str]) -> list[str]:
         word = rest.pop(0)
         name, value = _split(word)
         if name is None or name.replace("-", "_") in own_keys:
-            result.append(word if name is None or word.startswith("--") else f"--{name}")
-            if name is not None and not word.startswith("--") and value is not None:
+            long = name is None or word.startswith("--")
+            result.append(word if long else f"--{name}")
+            if not long and value is not None:
                 result.append(value)
+            # A value may begin with a dash, as in --srun-args --gpu-bind=none.
+            if name is not None and value is None and name.replace("-", "_") not in own_flags and rest:
+                result.append(rest.pop(0))
         elif name in OWN:
             result += [OWN[name], *([] if value is None else [value])]
         elif name in INSTEAD:

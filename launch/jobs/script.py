@@ -5,6 +5,7 @@ They run on the job's first node, outside of any container, because SLURM's comm
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -65,17 +66,18 @@ sparo_requeue() {
 _TEST: str = """\
 answers=$(timeout -k 5 120 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\
   --cpus-per-task=1 --chdir=/ --kill-on-bad-exit=0 --input=none bash -c PROBE 2>&1)
-bad_nodes=
+bad_nodes= good_node=
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
   answer=$(printf '%s\\n' "$answers" | sed -n "s/^sparo-node $node //p" | head -n 1)
-  [ "$answer" = ok ] && continue
+  [ "$answer" = ok ] && good_node=yes && continue
   case "$answers" in *"sparo-node "*) ;; *) echo "$answers" >&2; break ;; esac
   bad_nodes="$bad_nodes $node"
   echo "sparo: $node: ${answer:-did not start a process within 120 s}" >&2
   printf '%s\\t%s\\n' "$node" "${answer:-did not start a process within 120 s}" >> "$nodes"
 done
+# A problem of all nodes is a mistake in the options, or of the site: other nodes would have it, too.
 if [ -n "$bad_nodes" ]; then
-  [ "$restart" -ge 3 ] || sparo_requeue
+  [ -z "$good_node" ] || [ "$restart" -ge 3 ] || sparo_requeue
   exit 1
 fi"""
 _PROBE: str = """\
@@ -130,23 +132,28 @@ def lines_before(
 
 def requeue_lines(jobs: Path, exclude: str | None, restarts: bool = True) -> list[str]:
     """Return the function that restarts the job, without the nodes in `exclude` and those that failed the test."""
-    names = _NAMES.replace("JOBS", shlex.quote(str(jobs)))
+    names = _fill(_NAMES, JOBS=shlex.quote(str(jobs)))
     if not restarts:
         return [*names.splitlines(), "sparo_requeue() { return 0; }"]
-    return [*names.splitlines(), *_REQUEUE.replace("EXCLUDE", shlex.quote(exclude or "")).splitlines()]
+    return [*names.splitlines(), *_fill(_REQUEUE, EXCLUDE=shlex.quote(exclude or "")).splitlines()]
 
 
 def _test_lines(cluster: ClusterConfig, python: str, jobs: Path, cwd: Path) -> list[str]:
     # In a container, the interpreter is another one, and starting the container only for this may take minutes.
     in_container = any(word.startswith("--container") for word in cluster.srun_args)
-    probe = (
-        _PROBE.replace("PYTHON_TEXT", shlex.quote(python))
-        .replace("PYTHON", "true" if in_container else python)
-        .replace("JOBS", shlex.quote(str(jobs)))
-        .replace("CWD", shlex.quote(str(cwd)))
+    probe = _fill(
+        _PROBE,
+        PYTHON_TEXT=shlex.quote(python),
+        PYTHON="true" if in_container else python,
+        JOBS=shlex.quote(str(jobs)),
+        CWD=shlex.quote(str(cwd)),
     )
-    test = _TEST.replace("PROBE", shlex.quote(probe))
-    return test.splitlines()
+    return _fill(_TEST, PROBE=shlex.quote(probe)).splitlines()
+
+
+def _fill(text: str, **values: str) -> str:
+    """Return the text with names in it replaced by values, in one pass, because a value may contain a name."""
+    return re.sub("|".join(sorted(values, key=len, reverse=True)), lambda match: values[match[0]], text)
 
 
 def lines_after() -> list[str]:

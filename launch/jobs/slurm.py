@@ -25,6 +25,10 @@ ACTIVE = {
     "RESIZING",
     "STOPPED",
     "STAGE_OUT",
+    "RESV_DEL_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "SIGNALING",
 }
 UNKNOWN = "UNKNOWN"
 _ELAPSED = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -169,7 +173,9 @@ def states(jobs: Sequence[str], accounting: bool = True) -> dict[str, JobState]:
     job_states: dict[str, JobState] = {}
     try:
         out = ask("squeue", "-r", "-h", "--states=all", "-j", ",".join(job_ids), "-o", "%i|%T|%r|%N|%M|%S")
-    except subprocess.CalledProcessError:  # SLURM has forgotten them
+    except subprocess.CalledProcessError as error:
+        if "Invalid job id" not in error.stderr:  # which means that SLURM has forgotten them
+            raise SlurmAwayError(f"squeue: {last_line(error.stderr)}. The states of jobs are unknown.") from None
         out = ""
     for line in out.splitlines():
         job, state, reason, nodes, elapsed, start = line.split("|")[:6]
@@ -201,6 +207,14 @@ def explain_reason(reason: str) -> str:
         return ""
     meaning = REASONS.get(key)
     return f"{reason.strip()}: {meaning}" if meaning else reason.strip()
+
+
+def running_steps(job: str) -> set[str]:
+    """Return the numbers of the steps of a job that are running, as `12.3`; empty if SLURM does not answer."""
+    try:
+        return set(ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split())
+    except (SparoError, subprocess.CalledProcessError):
+        return set()
 
 
 def cancel(jobs: Sequence[str]) -> None:

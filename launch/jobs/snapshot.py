@@ -137,7 +137,7 @@ def _git(root: Path) -> tuple[str | None, bytes]:
 
     top = ask("rev-parse", "--show-toplevel")
     # An environment may be inside another repository, whose commit does not describe this code.
-    if top is None or Path(top.decode().strip()) != root:
+    if top is None or Path(top.decode().strip()) != root.resolve():
         return None, b""
     commit = ask("rev-parse", "HEAD")
     return (commit.decode().strip() if commit else None), ask("diff", "HEAD") or b""

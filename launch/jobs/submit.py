@@ -15,6 +15,7 @@ from sparo_train.core.errors import ConfigError, SparoError
 from .clusters import ClusterConfig, minutes
 from .job import Element, Job, RestartLimits
 from .local_jobs import environment, submit_local
+from .records import current_attempt
 from .sbatch_options import INSTEAD, OWN
 from .script import lines_after, lines_before
 from .slurm import (
@@ -83,7 +84,11 @@ def submit(
     jobs = jobs.resolve()
     jobs.mkdir(parents=True, exist_ok=True)
     if cluster.kind == "allocation":
-        return [os.environ["SLURM_JOB_ID"]] * len(elements)  # `run_in_allocation` starts them
+        if dependency:
+            raise ConfigError(
+                "--after: runs in an allocation start at once. Wait for the other run, or use SLURM's queue."
+            )
+        return [current_attempt()["job"]] * len(elements)  # `run_in_allocation` starts them
     if cluster.kind != "slurm":
         if dependency:
             raise ConfigError(f"--after: {cluster.kind} has no queue. Wait for the other run, or use SLURM.")
@@ -235,5 +240,7 @@ def _cleanup_on_failure(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in set(folder.iterdir()) - before:
-            path.unlink(missing_ok=True)
+            # Not the logs and records of other jobs in this folder.
+            if path.suffix in (".pkl", ".sh"):
+                path.unlink(missing_ok=True)
         raise

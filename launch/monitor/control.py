@@ -28,13 +28,12 @@ def cancel(folders: Sequence[Path]) -> dict[Path, list[str]]:
     _refuse_lanes(runs, cancelled)
     queued = [job for folder, jobs in cancelled.items() for job in jobs if _kind(folder, job) == "slurm"]
     if queued:
-        # A whole array by its number, not element by element.
         slurm.retry_while_away(lambda: slurm.cancel(queued) or "", 60)
     for folder, jobs in cancelled.items():
         for job in jobs:
             record = _record(folder, job)
             Records(folder).add("cancelled", {"job": job}, Path(record["logs"]))
-            if record["cluster"]["kind"] == "local" and local_alive(job):
+            if record["cluster"]["kind"] == "local" and local_alive(job, record["logs"]):
                 end_local(job)
             elif record["cluster"]["kind"] == "allocation":
                 slurm.send_signal([_step(folder, job)], "TERM")
@@ -45,9 +44,10 @@ def save_now(folders: Sequence[Path]) -> dict[Path, list[str]]:
     """Let the trainings of these folders write a checkpoint and continue; return the jobs by run, none for one that has no steps yet."""
     running: dict[Path, list[str]] = {}
     for folder, jobs in _open_by_run(run_folders(folders)).items():
-        starts = [line for job in jobs for line in Records(folder).starts(job) if "end" not in line]
-        # Before its first step, a run has nothing to save, and its processes may not be ready for the signal.
-        training = starts and read_progress(folder, starts[-1]["time"]).phase
+        lines = [line for job in jobs for line in Records(folder).starts(job)]
+        # Before its first step, a run has nothing to save, and its processes may not be ready for the signal. After its
+        # end, a local job trains another run.
+        training = lines and "end" not in lines[-1] and read_progress(folder, lines[-1]["time"]).phase
         running[folder] = jobs if training else []
         for job in running[folder]:
             if _kind(folder, job) == "local":
@@ -70,7 +70,7 @@ def _open_by_run(runs: Sequence[Path]) -> dict[Path, list[str]]:
 
         slurm.retry_while_away(ask, 60)
     return {
-        folder: list(dict.fromkeys(job for record in records for job in open_jobs(record, states)))
+        folder: list(dict.fromkeys(job for record in records for job in open_jobs(folder, record, states)))
         for folder, records in submissions.items()
     }
 

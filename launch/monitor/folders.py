@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import read_json
 
+from ..jobs.allocation import is_training
 from ..jobs.local_jobs import local_alive
 from ..jobs.records import SWEEP_FILE, Records
 from ..jobs.slurm import JobState
-
-_HEARTBEAT_SECONDS = 120.0  # after which a run in an allocation is taken for ended
 
 
 def launched_folders(root: Path) -> list[Path]:
@@ -51,29 +49,21 @@ def _sweep_runs(folder: Path) -> list[Path]:
     return [folder.parent / name for name in names]
 
 
-def open_jobs(submission: Mapping[str, Any], slurm_states: Mapping[str, JobState]) -> list[str]:
+def open_jobs(folder: Path, submission: Mapping[str, Any], slurm_states: Mapping[str, JobState]) -> list[str]:
     """Return the jobs of a submission that are not over, with elements of arrays separately."""
     jobs: list[str] = []
     for job in submission["jobs"]:
         kind = submission["cluster"]["kind"]
         if kind == "allocation":
             # The allocation remains after the run.
-            if slurm_states.get(job, JobState()).active and is_training(Records(Path(submission["folder"]))):
+            if slurm_states.get(job, JobState()).active and is_training(Records(folder), job):
                 jobs.append(job)
         elif kind == "slurm":
             own = {j: s for j, s in slurm_states.items() if j == job or j.startswith(f"{job}_")}
             jobs += [j for j, state in own.items() if state.active]
-        elif kind == "local" and local_alive(job):
+        elif kind == "local" and local_alive(job, submission["logs"]):
             jobs.append(job)
     return jobs
-
-
-def is_training(records: Records) -> bool:
-    """Return whether a run has shown progress in the last minutes, and has not ended."""
-    beat = records.heartbeat()
-    if beat.get("phase") in (None, "finished", "stop_after_steps") or str(beat["phase"]).startswith("SIG"):
-        return False
-    return time.time() - beat.get("time", 0.0) < _HEARTBEAT_SECONDS
 
 
 def slurm_jobs(submissions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -88,12 +78,12 @@ def current_submission(folder: Path, slurm_states: Mapping[str, JobState]) -> tu
     It is the one that owns the folder, if it is not over; otherwise the newest that is not over; otherwise the newest.
     """
     submissions = Records(folder).submitted()
-    alive = [record for record in submissions if open_jobs(record, slurm_states)]
+    alive = [record for record in submissions if open_jobs(folder, record, slurm_states)]
     if not alive:
         return submissions[-1], []
     owner = _owner_job(folder)
     shown = next((record for record in alive if owner in record["jobs"]), alive[-1])
-    return shown, [job for record in alive if record is not shown for job in open_jobs(record, slurm_states)]
+    return shown, [job for record in alive if record is not shown for job in open_jobs(folder, record, slurm_states)]
 
 
 def _owner_job(folder: Path) -> str | None:

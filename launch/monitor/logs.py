@@ -53,6 +53,8 @@ def log_files(folder: Path, record: Mapping[str, Any], source: LogSource) -> lis
     """
     cluster = record["cluster"]
     task = source.rank // _ranks_per_node(cluster) if cluster["starter"] == "torchrun" else source.rank
+    if cluster["kind"] == "allocation":
+        task = 0  # one file for all ranks
     paths: list[Path] = []
     for job in [source.job] if source.job else record["jobs"]:
         # Runs of one local job have files of their own, in their folders.

@@ -12,12 +12,13 @@ from typing import Any
 from sparo_train.core.errors import SparoError
 
 from ..jobs import slurm
+from ..jobs.allocation import is_training
 from ..jobs.fanout import FanOut
 from ..jobs.job import STOPPED
 from ..jobs.local_jobs import local_alive
 from ..jobs.records import Records
 from ..jobs.slurm import JobState
-from .folders import current_submission, is_training, run_folders, slurm_jobs
+from .folders import current_submission, run_folders, slurm_jobs
 from .logs import last_error_line
 from .progress import RunProgress, read_progress
 
@@ -32,7 +33,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `eta` in seconds, `rate` in samples/s; None if unknown. `start`: expected start of a job that waits."""
+    """One run. `eta` in seconds, `rate` in samples/s; None if unknown. `start`: expected start of a job that waits; `answered`: by SLURM."""
 
     folder: str
     job: str
@@ -48,6 +49,7 @@ class Status:
     reason: str
     metric: str = ""
     start: str = ""
+    answered: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, for JSON."""
@@ -60,8 +62,8 @@ class Status:
 
     @property
     def active(self) -> bool:
-        """Return whether a job of it is in the queue or running."""
-        return any(word.strip(",") in slurm.ACTIVE for word in self.state.split())
+        """Return whether a job of it is in the queue or running, or may be, because SLURM did not answer."""
+        return not self.answered or any(word.strip(",") in slurm.ACTIVE for word in self.state.split())
 
     @property
     def failed(self) -> bool:
@@ -127,6 +129,7 @@ def _status(folder: Path, slurm_states: dict[str, JobState], slurm_error: str) -
         reason,
         progress.metric,
         next((s.start for s in job_states.values() if s.state == "PENDING" and s.start), ""),
+        not slurm_error or record["cluster"]["kind"] != "slurm",
     )
 
 
@@ -169,17 +172,25 @@ def _job_states(
     for job in record["jobs"]:
         if kind == "slurm":
             own = {j: state for j, state in slurm_states.items() if j == job or j.startswith(f"{job}_")}
+            if own and {s.state for s in own.values()} == {"COMPLETED"} and _missing(records.folder):
+                own = {job: JobState("FAILED", f"{_missing(records.folder)} element(s) have no result")}
             job_states |= own or {job: JobState(_forgotten_state(record, job, records) if answered else slurm.UNKNOWN)}
         elif kind == "allocation":
-            alive = slurm_states.get(job, JobState()).active and is_training(records)
-            job_states[job] = JobState(
-                "RUNNING" if alive else _ended_state(record, job, records), nodes=_nodes(records, job)
-            )
-        elif kind == "local" and local_alive(job):
+            alive = slurm_states.get(job, JobState()).active
+            state = _allocation_state(record, job, records) if alive else _ended_state(record, job, records)
+            job_states[job] = JobState(state, nodes=_nodes(records, job))
+        elif kind == "local" and local_alive(job, record["logs"]):
             job_states[job] = JobState(_lane_state(record, job, records), nodes="here")
         else:
             job_states[job] = JobState(_ended_state(record, job, records), nodes="here")
     return job_states
+
+
+def _allocation_state(record: Mapping[str, Any], job: str, records: Records) -> str:
+    if is_training(records, job):
+        return "RUNNING"
+    begun = [line for line in records.starts(job) if line["time"] >= record.get("time", 0.0)]
+    return _ended_state(record, job, records) if begun or records.bad_nodes(record, job) else "PENDING"
 
 
 def _nodes(records: Records, job: str) -> str:
@@ -211,10 +222,14 @@ def _ended_state(record: Mapping[str, Any], job: str, records: Records) -> str:
     # Without a record of its end, it was killed.
     ends = [s["end"] for s in lines if "end" in s] or [1]
     # A lane of a fan-out has many elements; the last may have succeeded and another not.
-    missing_elements = (records.folder / "plan.json").exists() and FanOut(records.folder).missing()
-    if ends[-1] == 0 and not missing_elements:
+    if ends[-1] == 0 and not _missing(records.folder):
         return "COMPLETED"
     return "CANCELLED" if records.cancelled(record, job) else "FAILED"
+
+
+def _missing(folder: Path) -> int:
+    """Return the number of elements of a fan-out that are not done; 0 for a training."""
+    return len(FanOut(folder).missing()) if (folder / "plan.json").exists() else 0
 
 
 def _summary(job_states: dict[str, JobState]) -> str:
@@ -241,7 +256,9 @@ def _failure_reason(records: Records, record: dict[str, Any], state: str, reason
     failed = [f for job in record["jobs"] for f in records.failures(job)]
     own = [f for f in failed if f["kind"] != "LostRankError"] or failed
     if own:
-        return f"rank {own[-1]['rank']} on {own[-1]['node']}: {own[-1]['message'].splitlines()[0]}"
+        return (
+            f"rank {own[-1]['rank']} on {own[-1]['node']}: {(own[-1]['message'].splitlines() or [own[-1]['kind']])[0]}"
+        )
     if ends:
         return "" if ends[-1]["reason"] == "finished" else ends[-1]["reason"]
     if "CANCELLED" in state or state == slurm.UNKNOWN:

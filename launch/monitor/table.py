@@ -28,7 +28,8 @@ def status_table(statuses: Sequence[Status], total: int | None = None) -> Group:
     columns = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name not in _WRAPPED)
+        widest = max(len(row[name]) for row in rows) if name not in _WRAPPED else None
+        table.add_column(name, overflow="fold", no_wrap=name not in _WRAPPED, min_width=widest)
     for row in rows:
         table.add_row(*(Text(row[name]) for name in columns))
     reasons = [Text(f"{status.folder}: {status.reason}") for status in statuses if status.reason]

@@ -232,9 +232,7 @@ class Trainer:
         if written is None:
             self.save()
             self.saver.wait()
-            self.ranks.rank0_broadcast(
-                lambda: None
-            )  # launchers end all ranks once one exits: not before rank 0 is done
+            self.ranks.rank0_broadcast(lambda: None)  # rank 0 is done: launchers end all ranks once one exits
         return self.store.folder(self.state.step)
 
     def save(self) -> None:

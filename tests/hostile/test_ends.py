@@ -316,7 +316,7 @@ def test_no_message_goes_through_markup():
     wrong = [str(p) for p in files if re.search(r"from_markup|rich\.print|markup=True|Console\(", p.read_text())]
     assert wrong == []
     prints = [str(p) for p in files if re.search(r"^\s+print\(", p.read_text(), re.M)]
-    assert {Path(p).name for p in prints} <= {"node.py", "jobs.py", "openclip.py"}, prints
+    assert {Path(p).name for p in prints} <= {"node.py", "job_control.py", "openclip.py"}, prints
 
 
 def test_processes_that_make_data_end_with_the_one_that_started_them(tmp_path):

@@ -24,6 +24,14 @@ def test_values_reach_the_batch_script_as_they_are():
     assert out == "it's $HOME; rm|/runs/a b/code:/old" and lines[0] == "module load x"
 
 
+def test_names_in_paths_are_not_replaced_in_the_script():
+    python = "/scratch/JOBS/PYTHON/bin/python"
+    lines = lines_before(ClusterConfig(), python, Path("/r/code"), Path("/r/CWD/it's"), Path("/w/EXCLUDE"))
+    script = "\n".join(lines)
+    assert script.count("/scratch/JOBS/PYTHON/bin/python -c") == 1 and "/w/EXCLUDE" in script and "/r/CWD/it" in script
+    assert subprocess.run(["bash", "-n", "-c", script], check=False).returncode == 0
+
+
 def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), own="0"):
     """Whether the lines behind srun ask for a requeue."""
     (tmp_path / "jobs").mkdir()
@@ -101,6 +109,9 @@ def test_restarts_and_hours_of_one_job_have_limits(tmp_path):
     assert "3 restarts (max_restarts=2)" in (_stuck_reason(records, now, RestartLimits(restarts=2)) or "")
     assert "2.0 hours (max_hours=2) and came to step 4" in (_stuck_reason(records, now, RestartLimits(hours=2)) or "")
     assert _stuck_reason(records, now, RestartLimits(hours=2.5)) is None
+    assert _stuck_reason(records, now, RestartLimits(restarts=2, first=2)) is None  # earlier launches in an allocation
+    # An evaluation has no checkpoints, so any start counts.
+    assert "4 starts in a row" in (_stuck_reason(records, now, RestartLimits(), has_checkpoints=False) or "")
 
 
 @pytest.mark.parametrize(

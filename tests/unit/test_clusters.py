@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.jobs.clusters import ClusterConfig, load_cluster, minutes, split_options, with_options
+from launch.jobs.clusters import (
+    ClusterConfig,
+    allocated,
+    load_cluster,
+    minutes,
+    split_options,
+    with_one_gpu,
+    with_options,
+)
 from launch.jobs.sbatch_options import translated
 from launch.jobs.submit import _extra_parameters
 from sparo_train.core.errors import ConfigError
@@ -42,7 +50,8 @@ def test_yaml_times_are_text_and_numbers_are_numbers():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/clusters").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_cluster_resolves(path):
+def test_every_shipped_cluster_resolves(path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert load_cluster(str(path)).ranks >= 1
 
 
@@ -94,10 +103,43 @@ def test_a_site_that_only_takes_gres_has_a_rank_per_gpu(gres, ranks):
         ("optim.lr=1 --gres gpu:2 --nodes 2", "optim.lr=1 --sbatch.gres gpu:2 --nodes 2"),
         ("--exclusive --begin now+1hour", "--exclusive --sbatch.begin now+1hour"),
         ("--frob 3 --sbatch.x y", "--frob 3 --sbatch.x y"),
+        (
+            "--srun-args --gpu-bind=none --srun-args --export=ALL",
+            "--srun-args --gpu-bind=none --srun-args --export=ALL",
+        ),
+        ("--kill-on-invalid-dep=yes", "--sbatch.kill-on-invalid-dep yes"),
     ],
 )
 def test_options_of_sbatch_are_understood(words, expected):
-    assert translated(words.split(), tuple(ClusterConfig.model_fields)) == expected.split()
+    assert translated(words.split(), tuple(ClusterConfig.model_fields), ("exclusive",)) == expected.split()
+
+
+def test_words_of_sbatch_stay_words():
+    cluster = load_cluster(
+        "test", ["--sbatch.kill-on-invalid-dep", "yes", "--sbatch.nice", "100", "--sbatch.hold", "true"]
+    )
+    assert cluster.sbatch == {"kill-on-invalid-dep": "yes", "nice": 100, "hold": True}
+
+
+@pytest.mark.parametrize(
+    ("gres", "one"), [("gpu:4", "gpu:1"), ("nvme:2,gpu:h100:8", "nvme:2,gpu:h100:1"), ("gpu", "gpu:1")]
+)
+def test_an_element_of_a_fan_out_has_one_gpu(gres, one):
+    cluster = with_one_gpu(load_cluster("test", ["--sbatch.gres", gres]))
+    assert (cluster.ranks, cluster.gpus_per_node, cluster.sbatch["gres"]) == (1, 1, one)
+
+
+def test_an_allocation_has_the_nodes_and_gpus_of_its_shell(monkeypatch):
+    monkeypatch.setattr(
+        "launch.jobs.clusters.ask", lambda *words: "JobId=7 TRES=cpu=8,node=2,gres/gpu=8 TresPerNode=gres:gpu:h100:4"
+    )
+    shell = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    assert allocated({"kind": "allocation"}, shell) == {"kind": "allocation", "nodes": 2, "gpus_per_node": 4}
+    assert allocated({"nodes": 1}, {**shell, "SLURM_GPUS_PER_NODE": "h100:8"}) == {"nodes": 1, "gpus_per_node": 8}
+    with pytest.raises(ConfigError, match=r"--nodes 3: the allocation 7 has 2 node\(s\)"):
+        allocated({"nodes": 3}, shell)
+    with pytest.raises(ConfigError, match="this shell is not in an allocation"):
+        allocated({}, {})
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import pytest
 import yaml
 from rich.console import Console
 
+from launch.jobs import slurm
 from launch.jobs.clusters import load_cluster
 from launch.jobs.fanout import FanOut
+from launch.jobs.local_jobs import _lane_devices
 from launch.jobs.records import Records, launch_lock
-from launch.jobs.slurm import JobState
+from launch.jobs.slurm import JobState, SlurmAwayError
 from launch.jobs.sweep import expand, record_sweep
 from launch.monitor import status as status_module
 from launch.monitor.folders import current_submission, run_folders
@@ -139,6 +141,53 @@ def test_failures_before_python_are_shown(tmp_path, queue):
         statuses([tmp_path / "run"])[0].reason
         == "BeginTime; started again without n1, n2: the run folder is not there: /x"
     )
+
+
+def test_a_failure_without_a_message_is_named_by_its_kind(tmp_path, queue):
+    records = submitted(tmp_path / "run", "7")
+    failure = {"job": "7", "restart": 0, "rank": 3, "kind": "AssertionError", "message": "", "node": "n1"}
+    records.add("failures", failure)
+    queue["7"] = JobState("FAILED")
+    assert statuses([tmp_path / "run"])[0].reason == "rank 3 on n1: AssertionError"
+
+
+def test_jobs_that_slurm_forgot_have_the_state_of_their_records(tmp_path, queue, monkeypatch):
+    records = submitted(tmp_path / "run", "7")
+    assert statuses([tmp_path / "run"])[0].state == "UNKNOWN"
+    for end, state in ((0, "COMPLETED"), (3, "FAILED"), (75, "UNKNOWN")):
+        records.add("starts", {"job": "7", "restart": 0, "end": end, "reason": "x"})
+        assert statuses([tmp_path / "run"])[0].state == state
+    records.add("cancelled", {"job": "7_4"})
+    assert statuses([tmp_path / "run"])[0].state == "CANCELLED"
+
+    def away(jobs, accounting=True):
+        raise SlurmAwayError("squeue: no answer")
+
+    monkeypatch.setattr(status_module.slurm, "states", away)
+    (status,) = statuses([tmp_path / "run"])
+    assert (status.state, status.active, status.failed, status.reason) == ("UNKNOWN", True, False, "squeue: no answer")
+
+
+def test_an_error_of_squeue_is_not_an_empty_queue(monkeypatch, tmp_path):
+    (tmp_path / "squeue").write_text('#!/bin/sh\necho "slurm_load_jobs error: $SAYS" >&2; exit 1\n')
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SAYS", "Protocol authentication error")
+    with pytest.raises(SlurmAwayError, match="Protocol authentication error"):
+        slurm.states(["7"])
+    monkeypatch.setenv("SAYS", "Invalid job id specified")
+    assert slurm.states(["7"], accounting=False) == {}
+
+
+def test_runs_at_a_time_share_the_devices_of_a_shell(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,GPU-a")
+    assert [_lane_devices(1, lane, 2) for lane in (0, 1)] == ["3", "5"]
+    with pytest.raises(
+        ConfigError, match="2 run\\(s\\) at a time need 4 GPU\\(s\\), but CUDA_VISIBLE_DEVICES=3,5,GPU-a"
+    ):
+        _lane_devices(2, 0, 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [_lane_devices(2, lane, 2) for lane in (0, 1)] == ["0,1", "2,3"]
 
 
 def test_the_submission_that_trains_is_shown_before_a_newer_one(tmp_path, queue):

@@ -141,7 +141,8 @@ def test_an_older_heartbeat_is_ignored_for_a_new_job(tmp_path):
         json.dumps({"kind": "train", "step": 5, "samples": 40, "samples_per_second": 136.0}) + "\n"
     )
     cluster = {"kind": "local", "starter": "srun", "nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit.local._local"])
+    command = [sys.executable, "-c", "import time; time.sleep(60)", "submitit.local._local", str(records.jobs)]
+    child = subprocess.Popen(command)
     try:
         records.add(
             "submitted", {"jobs": [str(child.pid)], "on": "local", "cluster": cluster, "logs": str(records.jobs)}
