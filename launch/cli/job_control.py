@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,6 +54,8 @@ def status(
     elif not everything:
         out.print("no job was launched from this folder")
     elif not watch:
+        if not out.is_terminal and "COLUMNS" not in os.environ:
+            out.width = 240  # a pipe has no width, so rows are not folded for it
         out.print(status_table(shown, len(everything)))
     else:
         from rich.live import Live

@@ -20,7 +20,7 @@ def launched_folders(root: Path) -> list[Path]:
     """Return the folders in `root`, and one level below, with submitted jobs, newest last."""
     paths = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/jobs/submitted.jsonl")]
     modified_times = {path.parent.parent: path.stat().st_mtime for path in paths}
-    return sorted(modified_times, key=lambda folder: modified_times[folder])
+    return sorted(modified_times, key=lambda folder: (modified_times[folder], folder))
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:
