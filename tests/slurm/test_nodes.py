@@ -1,6 +1,5 @@
 """What an operator meets: nodes that cannot start a rank, two launches at once, checks, allocations, names in the queue."""
 
-import json
 import shlex
 import subprocess
 import sys
@@ -72,19 +71,6 @@ def test_of_two_launches_at_once_one_is_accepted(whole):
     assert extra in whole.sparo("launch", "cancel", str(folder))
     whole.wait(40, lambda: whole.state(folder) == "CANCELLED", "both are cancelled")
     assert "CANCELLED" in whole.cluster.says("squeue", "-h", "--states=all", "-j", extra, "-o", "%T")
-
-
-def test_a_finished_run_is_resubmitted_only_by_force(whole):
-    folder = whole.launch("done", ALONE, "stop_after_steps=3", "--environment.SPARO_TEST_SLEEP", "0")
-    whole.end(folder)
-    whole.sparo("launch", "resubmit", str(folder))  # stopped early, so it is not finished
-    whole.end(folder)
-    record = json.loads((folder / "heartbeat.json").read_text())
-    (folder / "heartbeat.json").write_text(json.dumps({**record, "phase": "finished"}))
-    said = whole.sparo("launch", "resubmit", str(folder), code=2)
-    assert "is finished at step 3. Pass --force" in said
-    assert "job" in whole.sparo("launch", "resubmit", str(folder), "--force")
-    whole.end(folder)
 
 
 def test_an_allocation_trains_and_starts_again_in_place(whole):

@@ -18,6 +18,7 @@ from launch.monitor import status as status_module
 from launch.monitor.folders import current_submission, run_folders
 from launch.monitor.logs import LogSource, failing_rank, last_error_line, log_files
 from launch.monitor.progress import read_progress
+from launch.monitor.resubmit import resubmit
 from launch.monitor.status import statuses
 from launch.monitor.table import status_table
 from sparo_train.core.errors import ConfigError
@@ -216,6 +217,25 @@ def test_the_log_of_an_element_is_its_own(tmp_path):
     failure = {"job": "12_10", "restart": 0, "rank": 0, "kind": "DataError", "message": "x", "node": "n1"}
     records.add("failures", failure)
     assert failing_rank(tmp_path / "fan", record) == LogSource("12_10", 0)
+
+
+def test_a_finished_run_is_resubmitted_only_by_force(tmp_path, monkeypatch):
+    cluster = {**CLUSTER, "kind": "local"}
+    records = submitted(tmp_path / "run", "999999", cluster=cluster, code=str(tmp_path), cwd=str(tmp_path), name="run")
+    records.add("starts", {"job": "999999", "restart": 0, "end": 0, "reason": "finished"})
+    chosen = []
+    monkeypatch.setattr(
+        "launch.monitor.resubmit._submit", lambda folders, options: chosen.append(folders) or {folders[0]: ["8"]}
+    )
+    (tmp_path / "run/heartbeat.json").write_text('{"step": 3, "total": 9, "phase": "stop_after_steps"}')
+    assert resubmit([tmp_path / "run"], [])[0].jobs == ["8"]  # it can continue
+    (tmp_path / "run/heartbeat.json").write_text('{"step": 9, "total": 9, "phase": "finished"}')
+    with pytest.raises(ConfigError, match=r"is finished at step 0\. Pass --force"):
+        resubmit([tmp_path / "run"], [])
+    assert resubmit([tmp_path / "run"], [], force=True)[0].jobs == ["8"] and len(chosen) == 2
+    submitted(tmp_path / "other", "999998", cluster=cluster, code=str(tmp_path / "gone"), cwd=str(tmp_path), name="x")
+    both = resubmit([tmp_path / "run", tmp_path / "other"], [])  # of several, each says why it is left out
+    assert [bool(run.jobs) for run in both] == [False, False] and "is gone" in both[1].reason
 
 
 def test_a_lock_is_held_for_a_launch(tmp_path, monkeypatch):
