@@ -34,7 +34,8 @@ def perform(arguments: Sequence[str], folder: str, limits: RestartLimits) -> int
             records.add("failures", {**attempt_info, **failure})  # torchrun's job restarts without a record
             records.add("starts", {**attempt_info, "end": 3, "stuck": stuck, "reason": stuck, "step": records.step()})
         mark("failed")
-        return 3
+        # Rank 0 alone ends with a code: srun would end it before it has written the reason.
+        return 3 if rank == 0 else 0
     if rank == 0:
         records.add("starts", {**attempt_info, "step": records.step()})
     code, error = call(_with_gpu_check(app), arguments)

@@ -43,7 +43,7 @@ def test_two_nodes_train_as_two_ranks_do(lab):
     lab.equal(folder)
     assert lab.status(folder)[0] | {"job": "", "metric": "", "start": ""} == {
         "folder": str(folder), "job": "", "on": "lab", "state": "COMPLETED", "nodes": "n[1-2]", "step": STEPS, "total": STEPS,
-        "rate": None, "eta": None, "checkpoint": STEPS, "restarts": 0, "reason": "", "metric": "", "start": "",
+        "rate": None, "eta": None, "checkpoint": STEPS, "restarts": 0, "reason": "", "metric": "", "start": "", "answered": True,
     }  # fmt: skip
     assert f"finished at step {STEPS}" in lab.sparo("launch", "logs", str(folder))
     changed = lab.sparo(
@@ -119,7 +119,7 @@ def test_lists_and_seeds_make_one_array(lab):
     assert "JobArrayTaskLimit" in lab.status(folders[3])[0]["reason"]
     for number in (0, 3):  # one element is requeued alone; the last one has the number of the whole array
         lab.step(folders[number], 3)
-        lab.cluster.says("scancel", "--signal=USR2", jobs[number])
+        lab.wait(10, lambda n=number: lab.cluster.works("scancel", "--signal=USR2", jobs[n]), "scancel")
     for folder in folders:
         lab.wait(120, lambda f=folder: lab.squeue(f) == "COMPLETED", folder.name)
     assert [len(lab.starts(folder)) for folder in folders] == [2, 1, 1, 2]
