@@ -13,7 +13,7 @@ import typer
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import escape_control_chars
 
-from ..jobs.clusters import split_options
+from ..jobs.cluster_files import split_options
 from ..views.terminal import console, out
 
 if TYPE_CHECKING:  # commands import their dependencies, so that `sparo --help` imports none of it

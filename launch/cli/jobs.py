@@ -11,7 +11,7 @@ import typer
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from ..jobs.clusters import load_cluster, options_help, split_options
+from ..jobs.cluster_files import load_cluster, options_help, split_options
 from ..views.terminal import console, out
 from . import data as data_cli
 from . import job_control
@@ -62,7 +62,7 @@ def train(
 ) -> None:
     """Submit a recipe. `optim.lr=[1e-3,5e-4]` and `--seeds 3` submit an array of runs. Repeat the command to resume."""
     from ..jobs.launching import LaunchOptions, launch_train, plan_train
-    from ..jobs.sweep import expand
+    from ..jobs.sweep import expand, sweep_folder
     from ..recipes import find_recipe
 
     recipe = find_recipe(recipe)
@@ -71,11 +71,13 @@ def train(
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds)
     if dry_run:
-        _print_plan(launch_options, plan_train(runs, launch_options, Path(runs[0].out) / name))
+        _print_plan(launch_options, plan_train(runs, launch_options, sweep_folder(runs, name)))
         return
-    run_jobs = launch_train(runs, launch_options, Path(runs[0].out) / name)
-    for folder, job in run_jobs:
-        out.print(f"{folder}  job {job}", soft_wrap=True)
+    run_jobs = launch_train(runs, launch_options, folder := sweep_folder(runs, name))
+    for run, job in run_jobs:
+        out.print(f"{run}  job {job}", soft_wrap=True)
+    if len(runs) > 1:
+        console.print(f"{folder}: stands for these runs in status, logs, cancel, save and resubmit", soft_wrap=True)
     _exit_with_debug_code(launch_options, [folder for folder, _ in run_jobs])
 
 

@@ -27,7 +27,7 @@ from sparo_train.train.run_config import LogConfig, RunConfig
 from sparo_train.train.state import Display, Evaluate, Outcome
 
 from ..jobs.arrays import submit_eval_job
-from ..jobs.clusters import load_cluster
+from ..jobs.cluster_files import load_cluster
 from ..jobs.snapshot import code_hash
 from ..views.progress import ProgressView
 

@@ -17,7 +17,8 @@ from sparo_train.core.files import write_whole
 from sparo_train.train.run_config import EvalJobConfig
 
 from .allocation import run_in_allocation
-from .clusters import load_cluster, with_one_gpu
+from .cluster_files import load_cluster
+from .clusters import with_one_gpu
 from .fanout import FanOut
 from .job import Element
 from .launching import LaunchOptions, refuse_busy, submit_and_record

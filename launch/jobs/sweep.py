@@ -75,14 +75,14 @@ def _find_recipe(folder: Path, name: str) -> Path:
     return path if path.exists() else find_recipe(Path(name))
 
 
-def record_sweep(folder: Path, names: Sequence[str]) -> None:
-    """Add runs to the list of a sweep's folder, so that commands accept the folder in place of its runs.
+def sweep_folder(runs: Sequence[RunConfig], name: str) -> Path:
+    """Return the folder of a sweep, next to its runs: NAME, or NAME-sweep if NAME is a run."""
+    folder = Path(runs[0].out) / name
+    return folder.with_name(f"{name}-sweep") if (folder / "config.yaml").exists() else folder
 
-    Raises:
-        ConfigError: the folder contains a run.
-    """
-    if (folder / "config.yaml").exists():
-        raise ConfigError(f"{folder}: contains a run, so a sweep cannot have this name. Give another name=.")
+
+def record_sweep(folder: Path, names: Sequence[str]) -> None:
+    """Add runs to the list of a sweep's folder, so that commands accept the folder in place of its runs."""
     path = folder / SWEEP_FILE
     before = read_json(path, dict).get("runs", []) if path.exists() else []
     write_whole(path, json.dumps({"runs": list(dict.fromkeys([*before, *names]))}, indent=1) + "\n")

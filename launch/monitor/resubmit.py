@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import ConfigError
 
-from ..jobs.clusters import ClusterConfig, with_options
+from ..jobs.cluster_files import with_options
+from ..jobs.clusters import ClusterConfig
 from ..jobs.fanout import FanOut
 from ..jobs.job import Element
 from ..jobs.launching import LaunchOptions, refuse_busy, submit_and_record

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.jobs.clusters import (
-    ClusterConfig,
-    allocated,
-    load_cluster,
-    minutes,
-    split_options,
-    with_one_gpu,
-    with_options,
-)
+from launch.jobs.cluster_files import allocated, load_cluster, split_options, with_options
+from launch.jobs.clusters import ClusterConfig, minutes, with_one_gpu
 from launch.jobs.sbatch_options import translated
 from launch.jobs.submit import _extra_parameters
 from sparo_train.core.errors import ConfigError
@@ -131,7 +124,8 @@ def test_an_element_of_a_fan_out_has_one_gpu(gres, one):
 
 def test_an_allocation_has_the_nodes_and_gpus_of_its_shell(monkeypatch):
     monkeypatch.setattr(
-        "launch.jobs.clusters.ask", lambda *words: "JobId=7 TRES=cpu=8,node=2,gres/gpu=8 TresPerNode=gres:gpu:h100:4"
+        "launch.jobs.cluster_files.ask",
+        lambda *words: "JobId=7 TRES=cpu=8,node=2,gres/gpu=8 TresPerNode=gres:gpu:h100:4",
     )
     shell = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
     assert allocated({"kind": "allocation"}, shell) == {"kind": "allocation", "nodes": 2, "gpus_per_node": 4}

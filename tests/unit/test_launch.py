@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from evals.tasks.result import Result
-from launch.jobs.clusters import ClusterConfig, load_cluster
+from launch.jobs.cluster_files import load_cluster
+from launch.jobs.clusters import ClusterConfig
 from launch.jobs.fanout import FanOut
 from launch.jobs.local_jobs import end_local, local_alive
 from launch.jobs.script import lines_before

@@ -8,12 +8,12 @@ import yaml
 from rich.console import Console
 
 from launch.jobs import slurm
-from launch.jobs.clusters import load_cluster
+from launch.jobs.cluster_files import load_cluster
 from launch.jobs.fanout import FanOut
 from launch.jobs.local_jobs import _lane_devices
 from launch.jobs.records import Records, launch_lock
 from launch.jobs.slurm import JobState, SlurmAwayError
-from launch.jobs.sweep import expand, record_sweep
+from launch.jobs.sweep import expand, record_sweep, sweep_folder
 from launch.monitor import status as status_module
 from launch.monitor.folders import current_submission, run_folders
 from launch.monitor.logs import LogSource, failing_rank, last_error_line, log_files
@@ -75,11 +75,19 @@ def record_sweep_of(folder, names):
     record_sweep(folder, names)
 
 
-def test_a_sweep_cannot_have_the_name_of_a_run(tmp_path):
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="contains a run, so a sweep cannot have this name"):
-        record_sweep(tmp_path, ["x"])
-    (tmp_path / "config.yaml").unlink()
+def test_a_sweep_and_a_run_of_one_name_are_both_shown(tmp_path, recipe):
+    _, runs = expand(recipe, ["seed=[1,2]", f"out={tmp_path}"])
+    assert sweep_folder(runs, "r") == tmp_path / "r"
+    for name in ("r", "r-seed1"):
+        submitted(tmp_path / name, "7")
+    record_sweep(tmp_path / "r", ["r-seed1"])
+    assert run_folders([tmp_path / "r"]) == [tmp_path / "r-seed1"]
+    (tmp_path / "r/config.yaml").touch()  # trained afterwards
+    assert sweep_folder(runs, "r") == tmp_path / "r-sweep"
+    assert run_folders([tmp_path / "r"]) == [tmp_path / "r", tmp_path / "r-seed1"]
+
+
+def test_a_damaged_list_of_a_sweep_is_named(tmp_path):
     (tmp_path / "sweep.json").write_text('{"runs": [3]}')
     with pytest.raises(ConfigError, match="lacks the list `runs`"):
         run_folders([tmp_path])

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from launch.cli.node import perform
-from launch.jobs.clusters import load_cluster
+from launch.jobs.cluster_files import load_cluster
 from launch.jobs.job import GPUS, Element, RestartLimits
 from launch.jobs.local_jobs import inherited, local_alive
 from launch.jobs.records import Records
