@@ -16,7 +16,7 @@ from sparo_train.core.errors import ConfigError, LostRankError, SparoError, Stop
 from sparo_train.core.world import find_world, whole_number
 
 from ..jobs.job import GPUS, LOCAL_AGAIN, RestartLimits, mark, stop_until_training
-from ..jobs.records import Records, current_attempt
+from ..jobs.records import RESTART_LIMIT, Records, current_attempt
 from ..views.terminal import console
 from .main import app
 from .process import call, leave
@@ -30,7 +30,7 @@ def perform(arguments: Sequence[str], folder: str, limits: RestartLimits) -> int
     if stuck := _stuck_reason(records, attempt_info, limits, arguments[0] == "train"):
         if rank == 0:
             console.print_line(f"error: {stuck}")
-            failure = {"rank": 0, "code": 3, "kind": "RestartLimit", "message": stuck}
+            failure = {"rank": 0, "code": 3, "kind": RESTART_LIMIT, "message": stuck}
             records.add("failures", {**attempt_info, **failure})  # torchrun's job restarts without a record
             records.add("starts", {**attempt_info, "end": 3, "stuck": stuck, "reason": stuck, "step": records.step()})
         mark("failed")
@@ -103,7 +103,7 @@ def _stuck_reason(
         idle += 1
     if idle <= limits.idle:
         return None
-    failed = records.failures(attempt_info["job"])
+    failed = [f for f in records.failures(attempt_info["job"]) if f["kind"] != RESTART_LIMIT]
     ends = [s["reason"] for s in lines if "end" in s]
     last = ends[-1] if ends else "no rank could say why: killed, or out of memory"
     if failed:

@@ -30,6 +30,7 @@ _REQUIRED_FIELDS: dict[str, dict[str, type]] = {
     "failures": {"job": str, "restart": int, "rank": int, "kind": str, "message": str, "node": str},
 }
 SWEEP_FILE = "sweep.json"  # in the sweep's folder: the names of its runs, in order
+RESTART_LIMIT = "RestartLimit"  # kind of the failure of a start that is refused
 _LOCK_SECONDS = 300.0  # a launch that copies the code to a slow disk, or waits for SLURM's controller
 
 

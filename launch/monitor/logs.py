@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..jobs.records import Records
+from ..jobs.records import RESTART_LIMIT, Records
 
 # Lines of SLURM about the end of a step, after the line that says why.
 _NOISE = re.compile(r"^(slurmstepd|srun: (error: .*(Exited with exit code|Terminated|Killed)|Job step|Force|Terminat))")
@@ -23,7 +23,8 @@ class LogSource(NamedTuple):
 def failing_rank(folder: Path, record: Mapping[str, Any]) -> LogSource:
     """Return the rank to look at: the one that failed first for its own reason, or died without a message; otherwise 0."""
     records = Records(folder)
-    failed = [f for job in record["jobs"] for f in records.failures(job)]
+    # A start that was refused is not the failure.
+    failed = [f for job in record["jobs"] for f in records.failures(job) if f["kind"] != RESTART_LIMIT]
     ends = [s for job in record["jobs"] for s in records.starts(job) if "end" in s]
     if not failed or (ends and ends[-1]["end"] == 0 and not (folder / "plan.json").exists()):
         return LogSource(None, 0)
