@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,7 +171,9 @@ def check(
     if plain:
         raise ConfigError(f"sparo launch check: takes options only, got {plain[0]}. Did you mean --cluster {plain[0]}?")
     cluster = load_cluster(on, options)
-    folder = Path("runs/checks") / f"{Path(on).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (
+        Path("runs/checks") / f"{Path(on).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    )  # two checks at once
     submit_check(on, cluster, folder)
     last = ""
 

@@ -62,8 +62,9 @@ def allocated(tree: Tree, environment: Mapping[str, str] | None = None) -> Tree:
             "another --cluster."
         )
     nodes = whole_number(env, "SLURM_JOB_NUM_NODES", 1)
-    if int(tree.get("nodes", nodes)) > nodes:
-        raise ConfigError(f"--nodes {tree['nodes']}: the allocation {env['SLURM_JOB_ID']} has {nodes} node(s).")
+    requested = tree.get("nodes")
+    if isinstance(requested, int) and requested > nodes:  # another type is refused with the other keys
+        raise ConfigError(f"--nodes {requested}: the allocation {env['SLURM_JOB_ID']} has {nodes} node(s).")
     keys: Tree = {"nodes": nodes}
     if gpus := _allocated_gpus(env, nodes):
         keys["gpus_per_node"] = gpus

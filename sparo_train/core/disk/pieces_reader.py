@@ -1,7 +1,7 @@
-"""Reader of tensors whose pieces are in several files, and an index of the file and the elements of each piece.
+"""Reader of tensors that are stored as pieces in several files, and an index of the file and the elements of each piece.
 
-Without an index, a reader opens all files to find out what they contain. With 1,024 ranks these are 2,048 files, of
-which a rank needs a few. Checkpoints of several ranks therefore contain an index.
+Without an index, a reader opens every file to learn its content. With 1,024 ranks, there are 2,048 files, and a rank
+needs a few of them. Checkpoints of several ranks therefore contain an index.
 """
 
 from __future__ import annotations
