@@ -44,7 +44,16 @@ def perform(arguments: Sequence[str], folder: str, limits: RestartLimits) -> int
     if _may_write(Path(folder), start_time) and not isinstance(error, SupersededError):
         _record_end(records, attempt_info, rank, code, error)
     again = "SUBMITIT_LOCAL_JOB_ID" in os.environ and isinstance(error, StoppedError) and error.signal == "SIGUSR2"
-    return LOCAL_AGAIN if again else code
+    if again:
+        return LOCAL_AGAIN
+    if "SLURM_PROCID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and _other_rank_reports(rank, error):
+        return 0
+    return code
+
+
+def _other_rank_reports(rank: int, error: Exception | None) -> bool:
+    """Return whether another rank records this end. srun would end that rank, while it writes, as soon as this one has a code."""
+    return (rank > 0 and isinstance(error, StoppedError)) or getattr(error, "repeated", False)
 
 
 def _with_gpu_check(program: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:

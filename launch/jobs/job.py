@@ -141,6 +141,8 @@ class Job:
         command += [f"--master-port={os.environ.get('MASTER_PORT', str(self.port))}"]
         failures, start_time = Path(element.folder, "jobs/failures.jsonl"), time.time()
         code = _supervise([*command, *self._node_arguments(element)], torchrun=True)
+        if code == STOPPED and os.environ.get("SLURM_NODEID", "0") != "0":
+            return 0  # the first node ends with the code; with this one, srun would end it while it writes its record
         has_failure_record = failures.exists() and failures.stat().st_mtime >= start_time
         # A failure that a rank recorded is the run's own. Without a record, a node was lost, so the job is restarted.
         return code if has_failure_record or code in (0, STOPPED) else KILLED

@@ -105,7 +105,8 @@ def test_a_cancelled_run_is_saved_and_resubmitted(lab):
 
 
 def test_lists_and_seeds_make_one_array(lab):
-    words = ("optim.lr=[1e-3,5e-4]", "--seeds", "2", "--parallel", "2", ALONE)
+    slow = ("--environment.SPARO_TEST_SLEEP", "0.4")  # SLURM may need seconds to deliver a signal
+    words = ("optim.lr=[1e-3,5e-4]", "--seeds", "2", "--parallel", "2", *slow, ALONE)
     out = lab.sparo("launch", "train", "recipe.yaml", "name=sweep", *words, "--cluster", "lab")
     names = ["sweep-lr0.001-seed0", "sweep-lr0.001-seed1", "sweep-lr0.0005-seed0", "sweep-lr0.0005-seed1"]
     folders = [lab.root / name for name in names]
@@ -122,7 +123,8 @@ def test_lists_and_seeds_make_one_array(lab):
         lab.wait(60, lambda n=number: _stopped(lab, folders[n], jobs[n]), "the end of its first start")
     for folder in folders:
         lab.wait(120, lambda f=folder: lab.squeue(f) == "COMPLETED", folder.name)
-    assert [len(lab.starts(folder)) for folder in folders] == [2, 1, 1, 2]
+    starts = [lab.starts(folder) for folder in folders]
+    assert [len(some) for some in starts] == [2, 1, 1, 2], starts
     lab.equal(folders[0], "one")
     rates = [metrics.read(f / "metrics.jsonl", "train")[-1]["lr"] for f in folders]
     assert rates[2] == pytest.approx(rates[0] / 2)

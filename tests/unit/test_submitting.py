@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from launch.jobs.submit import submit
 from launch.monitor.control import cancel
 from launch.monitor.status import statuses
 from sparo_data.writer import write_shards
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, StoppedError
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import sample
@@ -176,6 +177,20 @@ def test_a_job_with_gpus_does_not_train_on_the_cpu(shards, tmp_path, monkeypatch
     assert "the job asked for 8 GPU(s)" in capsys.readouterr().err
     (failure,) = (tmp_path / "tiny/jobs/failures.jsonl").read_text().splitlines()
     assert "--gpus-per-node" in failure
+
+
+def test_only_the_rank_that_records_an_end_has_an_exit_code_under_srun(tmp_path, monkeypatch):
+    stopped, told_by_another = StoppedError("SIGUSR2"), ConfigError("optim.lr: a problem")
+    told_by_another.repeated = True
+    ends = [(0, stopped, 75), (1, stopped, 0), (0, told_by_another, 0), (1, ConfigError("own"), 2)]
+    for rank, error, code in ends:
+        monkeypatch.setattr("launch.cli.node.call", lambda *_, error=error: (error.exit_code, error))
+        monkeypatch.setattr("launch.cli.node.find_world", lambda rank=rank: SimpleNamespace(rank=rank))
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        assert perform(["train", "recipe.yaml"], str(tmp_path), RestartLimits(idle=99)) == code, (rank, error)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")  # torchrun waits for ranks that fail after one has finished
+        assert perform(["train", "recipe.yaml"], str(tmp_path), RestartLimits(idle=99)) == error.exit_code
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
 
 
 def ranks_of(recipe, environments, *words):
