@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.world import stop_here
+from sparo_train.data.examples.image_transforms import normalise
 from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, from_array, to_8bit
 from sparo_train.models.weight_files.weights import weights_sha256
 
@@ -221,7 +222,7 @@ class Encoder(ABC):
     def normalised(self, pixels: Tensor) -> Tensor:
         """Normalise (n, 3, S, S) uint8 to the input of the model."""
         # On the device, because uint8 needs a quarter of the transfer.
-        return pixels.to(self.device).float().div(255).sub(self.mean).div(self.std)
+        return normalise(pixels.to(self.device), self.mean, self.std)
 
     def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
         """Return the encoder whose encodings are stored, and the function from these to this encoder's (None: they are equal)."""

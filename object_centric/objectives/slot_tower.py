@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.registries import SLOT_ENCODERS
 from sparo_train.core.registry import FromRegistry
-from sparo_train.data.examples.image_transforms import eval_pixels, train_pixels
-from sparo_train.data.examples.samples import decode_image, image_bytes
+from sparo_train.data.examples.image_transforms import eval_pixels, flip, planes, train_pixels
+from sparo_train.data.examples.samples import decode_for_training, image_bytes
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
 from sparo_train.data.read.sources import DataConfig, Source
 
@@ -227,18 +227,16 @@ class SlotExamples(Examples):
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
     ) -> Any:
         c, size = self.config, self.image_size
-        image = decode_image(
-            image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None, c.pixel_range
-        )
+        picture = decode_for_training(image_bytes(fields, source.config.image_keys), c, size)
         on_stage("decode")
         if c.crop_scale == (1.0, 1.0):
-            pixels = eval_pixels(image, size)
-            pixels = pixels[:, ::-1] if c.hflip > 0 and rng.random() < c.hflip else pixels
+            pixels = eval_pixels(picture, size)
+            pixels = flip(pixels) if c.hflip > 0 and rng.random() < c.hflip else pixels
         else:
-            pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
+            pixels = train_pixels(picture, size, c.crop_scale, c.hflip, rng)
         noise = rng.standard_normal(self.noise, dtype=np.float32)
         on_stage("augment")
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), noise
+        return planes(pixels), noise
 
     def stack(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         names = ("image", "noise")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..core.contracts import Batch, CoupledObjective, Follow, Footprint, Loss, ParamGroups, Progress
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamples
+from ..data.examples.image_transforms import normalise
 from ..data.read.sources import DataConfig
 from ..models.clip_model import Clip
 from ..models.clip_towers import layer_of
@@ -61,7 +62,7 @@ class ClipObjective(CoupledObjective):
 
     def pixels(self, image: Tensor) -> Tensor:
         """Convert (B, 3, H, W) uint8 to normalised fp32, with the arithmetic of torchvision's ToTensor + Normalize."""
-        return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
+        return normalise(image, self.mean, self.std)
 
     def preprocess_batch(self, batch: Batch, progress: Progress) -> Batch:
         """Resize images (B, 3, H, W) uint8 to the size of this part of the run, bicubic and antialiased."""

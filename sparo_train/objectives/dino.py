@@ -19,6 +19,7 @@ from ..core.distributed import sum_over_ranks
 from ..core.ema import update_mean
 from ..core.errors import DataError
 from ..core.schedules import cosine, linear
+from ..data.examples.image_transforms import normalise
 from ..data.examples.multi_crop import CropExamples, CropsConfig
 from ..data.read.sources import PAIR_KEYS, DataConfig
 from ..models.readout import readouts
@@ -180,7 +181,7 @@ class DinoObjective(Objective):
 
     def pixels(self, image: Tensor) -> Tensor:
         """Convert (…, 3, H, W) uint8 to normalised fp32, with the arithmetic of torchvision's ToTensor + Normalize."""
-        return image.to(torch.float32).div(255).sub(self.mean).div(self.std)
+        return normalise(image, self.mean, self.std)
 
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         if "global_crops" not in batch:

@@ -16,8 +16,8 @@ from ..core.disk.metrics import Sample
 from ..core.distributed import Ranks
 from ..core.errors import BadSampleError, ConfigError
 from ..data.examples.image_text import ImageTextExamples
-from ..data.examples.image_transforms import eval_pixels
-from ..data.examples.samples import caption, decode_image, image_bytes, list_captions
+from ..data.examples.image_transforms import eval_pixels, planes
+from ..data.examples.samples import caption, decode_for_training, decode_image, image_bytes, list_captions
 from ..data.read.loader import OnStage, ignore_stage
 from ..data.read.sources import Source
 from ..data.read.token_cache import TokenCache, digest_of
@@ -123,14 +123,16 @@ class TokenExamples(ImageTextExamples):
         if kind == "text":
             return sizes
         pixels = {"pixels": "shortest side, middle", "scaled_decoding": self.config.scaled_decoding}
+        if self.config.decode != "exact":  # caches of earlier versions have no such entry
+            pixels["decode"] = self.config.decode
         decoding = {"decoding": 2, "pixel_range": self.config.pixel_range}  # 2: upright, transparency on white
         return {**sizes, **pixels, **decoding, "mean": config.mean, "std": config.std}
 
     def _image(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         data, size = image_bytes(fields, source.config.image_keys), self.image_size
-        image = decode_image(data, 2 * size if self.config.scaled_decoding else None, self.config.pixel_range)
+        picture = decode_for_training(data, self.config, size)
         # The digest is that of the file's bytes, so that finding tokens needs no image decoding.
-        return [Prepared(digest_of(data), np.ascontiguousarray(eval_pixels(image, size).transpose(2, 0, 1)))]
+        return [Prepared(digest_of(data), planes(eval_pixels(picture, size)))]
 
     def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         ids = [np.array(self.tokenize(text), np.int64) for text in list_captions(fields, source.config)]

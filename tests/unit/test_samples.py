@@ -22,7 +22,7 @@ from sparo_train.data.examples.image_transforms import (
 )
 from sparo_train.data.examples.samples import caption, decode_image, missing_caption_keys
 from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig, open_source
+from sparo_train.data.read.sources import open_source
 from tests.helpers.samples import jpeg
 
 
@@ -80,13 +80,6 @@ def test_a_decompression_bomb_is_a_bad_image(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(BadSampleError, match="too many pixels"):
         decode_image(jpeg(0))
-
-
-def test_scaled_decoding_is_off_by_default_and_shrinks():
-    data = jpeg(0, (512, 512))
-    assert decode_image(data).size == (512, 512)
-    assert decode_image(data, 128).size == (128, 128)
-    assert DataConfig(sources={"a": ShardsConfig(shards="x")}).scaled_decoding is False
 
 
 def photo(width, height, seed=0):

@@ -1,4 +1,4 @@
-"""Renamed recipe keys, by configuration class, and renamed parameters of slot models.
+"""Renamed recipe keys, by configuration class, new keys of old recipes, and renamed parameters of slot models.
 
 A recipe with an old key is refused, and the error names the new key. Files that sparo wrote itself (run folders,
 checkpoints, exports, submitted jobs) load with their old keys and parameter names.
@@ -87,6 +87,9 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+# Values that keys had before they existed, where the present default is another one. A stored recipe that lacks the key
+# gets this value, so that a run continues as it began.
+FORMER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"DataConfig": {"decode": "exact"}}
 
 # Parameters of slot models that had other names before checkpoint format 3: a pattern for the prefix of the name, and
 # {old: present}.
@@ -169,6 +172,7 @@ def with_new_names(shape: Any, tree: Any) -> Any:
     if isinstance(model, type) and issubclass(model, BaseModel):
         fields = model.model_fields
         tree = {key if key in fields else new_name(model, key) or key: value for key, value in tree.items()}
+        tree = {**FORMER_DEFAULTS.get(model.__name__, {}), **tree}
     return {key: with_new_names(child_shape(shape, key, tree), value) for key, value in tree.items()}
 
 

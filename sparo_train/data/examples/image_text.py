@@ -14,8 +14,8 @@ from ...core.disk.metrics import Sample
 from ...core.errors import BadSampleError, DataError
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..read.sources import DataConfig, Source
-from .image_transforms import train_pixels
-from .samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_image, image_bytes
+from .image_transforms import planes, train_pixels
+from .samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_for_training, image_bytes
 
 if TYPE_CHECKING:
     from open_clip.tokenizer import SimpleTokenizer
@@ -31,6 +31,13 @@ def _bpe() -> SimpleTokenizer:
     )  # it imports all of open_clip, which would delay showing a recipe by seconds
 
     return SimpleTokenizer()
+
+
+@lru_cache(maxsize=1 << 16)
+def _word_ids(word: str) -> tuple[int, ...]:
+    bpe = _bpe()
+    letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8"))
+    return tuple(bpe.encoder[part] for part in bpe.bpe(letters).split(" "))
 
 
 class ClipTokenizer:
@@ -55,16 +62,18 @@ class ClipTokenizer:
     def _ids(self, caption: str) -> list[int]:
         """Encode like `SimpleTokenizer.encode`, word by word, but only up to the context length."""
         bpe, ids, max_ids = _bpe(), list[int](), self.context_length - 2
+        # ftfy has nothing to repair in printable ASCII, and there are no entities without an ampersand.
+        plain = caption.isascii() and caption.isprintable() and "&" not in caption
+        text = " ".join(caption.split()).lower() if plain else bpe.clean_fn(caption)
         if len(caption) > MAX_CAPTION_CHARS:
             raise BadSampleError(f"a caption with more than {MAX_CAPTION_CHARS} characters")
-        for match in bpe.pat.finditer(bpe.clean_fn(caption)):
+        for match in bpe.pat.finditer(text):
             word = match.group()
             if len(ids) >= max_ids:
                 break
             if len(word) > MAX_WORD_CHARS:
                 raise BadSampleError(f"a word with more than {MAX_WORD_CHARS} characters")
-            letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8"))
-            ids += [bpe.encoder[part] for part in bpe.bpe(letters).split(" ")]
+            ids += _word_ids(word)
         return ids[:max_ids]
 
     def batch(self, captions: Sequence[str]) -> Tensor:
@@ -136,13 +145,10 @@ class ImageTextExamples(Examples):
         """Decode, augment and tokenise a sample; raises `BadSampleError` with the reason."""
         c, size = self.config, self.image_size
         text = caption(fields, source.config, rng)
-        image = decode_image(
-            image_bytes(fields, source.config.image_keys), 2 * size if c.scaled_decoding else None, c.pixel_range
-        )
+        picture = decode_for_training(image_bytes(fields, source.config.image_keys), c, size)
         on_stage("decode")
-        pixels = train_pixels(image, size, c.crop_scale, c.hflip, rng)
+        pixels = planes(train_pixels(picture, size, c.crop_scale, c.hflip, rng))
         patch_ids = None if self.patches is None else np.sort(rng.permutation(self.patches[0])[: self.patches[1]])
-        pixels = np.ascontiguousarray(pixels.transpose(2, 0, 1))
         on_stage("augment")
         tokens = self.tokenize(text)
         on_stage("tokenise")

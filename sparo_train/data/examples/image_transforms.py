@@ -1,12 +1,25 @@
-"""Transforms of images to uint8 pixels. Random numbers come from the sample's own generator, never from a global one."""
+"""Transforms of images to uint8 pixels. Random numbers come from the sample's own generator, never from a global one.
+
+A picture is an image of Pillow, or an array. The class decides which library resizes it: Pillow exactly as it always
+did, or torch about six times as fast. Their values differ by at most two levels: in 0.3 % of the values if the picture
+becomes smaller, in up to a quarter if it becomes larger.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
+import cv2
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+cv2.setNumThreads(0)  # OpenCV's thread pool does not survive the fork of a loader worker
+
+Picture = Image.Image | np.ndarray  # an array has the shape (H, W, 3) and uint8 values
 
 _MAX_PIXELS = 1 << 26  # pixels of the whole resized image; above this, only the lines of the crop are computed
 _BITS = 22  # precision of Pillow's fixed-point coefficients for 8-bit pixels
@@ -105,23 +118,57 @@ def random_resized_crop_box(
     return Crop((width - w) // 2, (height - h) // 2, w, h)
 
 
+def size_of(picture: Picture) -> tuple[int, int]:
+    """Return width and height."""
+    return (picture.shape[1], picture.shape[0]) if isinstance(picture, np.ndarray) else picture.size
+
+
+def flip(pixels: np.ndarray) -> np.ndarray:
+    """Flip (H, W, 3) left to right."""
+    return cv2.flip(pixels, 1)
+
+
+def planes(pixels: np.ndarray) -> np.ndarray:
+    """Return (3, H, W) of (H, W, 3)."""
+    out = np.empty((3, *pixels.shape[:2]), np.uint8)
+    cv2.split(pixels, [out[0], out[1], out[2]])  # 20 times as fast as a transposed copy
+    return out
+
+
+def normalise(pixels: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return (…, 3, H, W) uint8 as floats, with the arithmetic of torchvision's ToTensor and Normalize.
+
+    Args:
+        pixels: on any device.
+        mean, std: (3, 1, 1) in the range from 0 to 1.
+    """
+    # In place, because new memory for every operation takes more time than the arithmetic.
+    values = pixels.to(torch.promote_types(torch.float32, mean.dtype), copy=True)
+    return values.div_(255).sub_(mean).div_(std)
+
+
 def train_pixels(
-    image: Image.Image, size: int, scale: tuple[float, float], hflip: float, rng: np.random.Generator
+    picture: Picture, size: int, scale: tuple[float, float], hflip: float, rng: np.random.Generator
 ) -> np.ndarray:
     """Apply RandomResizedCrop (bicubic, antialiased) and a flip with probability `hflip`; return (size, size, 3) uint8."""
-    box = random_resized_crop_box(image.size, scale, rng)
+    box = random_resized_crop_box(size_of(picture), scale, rng)
     # Draw no number if nothing flips, so that later numbers do not depend on an inactive option.
-    flip = hflip > 0 and rng.random() < hflip
-    pixels = resized_crop(image, box, size)
-    # torch does not support views with negative strides.
-    return np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels
+    flips = hflip > 0 and rng.random() < hflip
+    pixels = resized_crop(picture, box, size)
+    return flip(pixels) if flips else pixels
 
 
 def eval_pixels(
-    image: Image.Image, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
+    picture: Picture, size: int, resize: int | None = None, filter: Image.Resampling = Image.Resampling.BICUBIC
 ) -> np.ndarray:
     """Resize the shortest side to `resize` (bicubic; default: `size`, as in open_clip), then crop the centre; return (size, size, 3) uint8."""
-    return np.asarray(centre(image, size, resize, filter))
+    if isinstance(picture, Image.Image):
+        return np.asarray(centre(picture, size, resize, filter))
+    width, height = _size_with_shortest_side(size_of(picture), resize or size)
+    if width * height > _MAX_PIXELS:
+        return np.asarray(centre(Image.fromarray(picture), size, resize, filter))
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return _resized(picture, (width, height), filter)[top : top + size, left : left + size]
 
 
 def centre(
@@ -138,21 +185,41 @@ def centre(
 
 def shortest_side(image: Image.Image, to: int, filter: Image.Resampling = Image.Resampling.BICUBIC) -> Image.Image:
     """Resize (bicubic, antialiased) so that the shortest side has `to` pixels; the other one is rounded down, as in torchvision."""
-    width, height = image.size
-    short, long = min(width, height), max(width, height)
-    if short == to:
+    if min(image.size) == to:
         return image
+    return image.resize(_size_with_shortest_side(image.size, to), filter)
+
+
+def _size_with_shortest_side(size: tuple[int, int], to: int) -> tuple[int, int]:
+    width, height = size
     # Rounded down as in torchvision, because one pixel shifts the centre crop.
-    other = int(to * long / short)
-    return image.resize((to, other) if width <= height else (other, to), filter)
+    other = int(to * max(size) / min(size))
+    return (to, other) if width <= height else (other, to)
 
 
 def resized_crop(
-    image: Image.Image, box: Crop, size: int, filter: Image.Resampling = Image.Resampling.BICUBIC
+    picture: Picture, box: Crop, size: int, filter: Image.Resampling = Image.Resampling.BICUBIC
 ) -> np.ndarray:
-    """Crop, then resize to (size, size) with one of PIL's antialiased filters; return (size, size, 3) uint8."""
-    cropped = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    """Crop, then resize to (size, size) with one of Pillow's antialiased filters; return (size, size, 3) uint8."""
+    if isinstance(picture, np.ndarray):
+        cropped = picture[box.top : box.top + box.height, box.left : box.left + box.width]
+        return _resized(cropped, (size, size), filter)
+    cropped = picture.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     # A crop that has the size already is used as it is, because resizing would only copy it.
     if cropped.size != (size, size):
         cropped = cropped.resize((size, size), filter)
     return np.asarray(cropped)
+
+
+_TORCH_FILTERS = {Image.Resampling.BICUBIC: "bicubic", Image.Resampling.BILINEAR: "bilinear"}
+
+
+def _resized(pixels: np.ndarray, size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
+    """Resize (H, W, 3) to `size` (width, height) with torch's antialiased filter for uint8."""
+    width, height = size
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    # The batch axis is added before the axes are permuted, because torch's fast kernel is for strides of channels_last.
+    batch = torch.from_numpy(pixels).unsqueeze(0).permute(0, 3, 1, 2)
+    out = interpolate(batch, (height, width), mode=_TORCH_FILTERS[filter], antialias=True)
+    return out.permute(0, 2, 3, 1).numpy()[0]

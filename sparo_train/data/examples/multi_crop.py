@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import cv2
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import AfterValidator
 from torch import Tensor
 
@@ -16,15 +15,13 @@ from ...core.config import Frozen, between, field
 from ...core.disk.metrics import Sample
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..read.sources import DataConfig, Source
-from .image_transforms import random_resized_crop_box, resized_crop
-from .samples import decode_image, image_bytes
+from .image_transforms import Picture, flip, random_resized_crop_box, resized_crop, size_of
+from .samples import decode_for_training, image_bytes
 
 Pixels = np.ndarray
 
 _LEVELS = np.arange(256)
 _INVERTED = np.where(_LEVELS < 128, _LEVELS, 255 - _LEVELS).astype(np.uint8)  # PIL's default threshold of solarize
-
-cv2.setNumThreads(0)  # OpenCV's thread pool does not survive the fork of a loader worker
 
 
 # DINO's pixel augmentations on uint8 arrays (H, W, 3): operations and distributions of torchvision and PIL, with
@@ -72,11 +69,6 @@ def solarize(x: Pixels) -> Pixels:
     return cv2.LUT(x, _INVERTED)
 
 
-def flip(x: Pixels) -> Pixels:
-    """Flip left to right."""
-    return cv2.flip(x, 1)
-
-
 def _levels(x: Pixels, factor: float, around: float) -> Pixels:
     """Apply PIL's enhancement: around + factor * (x - around), clipped to 0..255."""
     table = np.clip(around + factor * (_LEVELS - around), 0, 255).astype(np.uint8)
@@ -117,12 +109,12 @@ class CropsConfig(Frozen):
     solarize_prob: float = field(0.2, "Probability of solarizing the second global crop.", ge=0, le=1)
 
 
-def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:
-    """Return view `number` of an image (0, 1: global crops), (size, size, 3) uint8."""
+def crop(picture: Picture, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:
+    """Return view `number` of a picture (0, 1: global crops), (size, size, 3) uint8."""
     c = config
     pixels = resized_crop(
-        image,
-        random_resized_crop_box(image.size, c.global_crops_scale if number < 2 else c.local_crops_scale, rng),
+        picture,
+        random_resized_crop_box(size_of(picture), c.global_crops_scale if number < 2 else c.local_crops_scale, rng),
         size,
     )
     if rng.random() < c.hflip:
@@ -140,7 +132,7 @@ def crop(image: Image.Image, size: int, number: int, config: CropsConfig, rng: n
 
 
 def multi_crop(
-    image: Image.Image, size: int, config: CropsConfig, rng: np.random.Generator
+    picture: Picture, size: int, config: CropsConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
     views = []
@@ -148,7 +140,7 @@ def multi_crop(
         # One array per kind of view, so that workers transfer two arrays per image instead of ten.
         out = np.empty((count, 3, side, side), dtype=np.uint8)
         for number in range(count):
-            out[number] = crop(image, side, first + number, config, rng).transpose(2, 0, 1)
+            cv2.split(crop(picture, side, first + number, config, rng), [*out[number]])
         views.append(out)
     return views[0], views[1]
 
@@ -179,11 +171,9 @@ class CropExamples(Examples):
         data = image_bytes(fields, source.config.image_keys)
         # JPEG decoding may halve the size until twice the crop: a global crop of 40 % of the area still has enough
         # pixels.
-        image = decode_image(
-            data, 2 * self.image_size if self.config.scaled_decoding else None, self.config.pixel_range
-        )
+        picture = decode_for_training(data, self.config, self.image_size)
         on_stage("decode")
-        large, small = multi_crop(image, self.image_size, self.crops, rng)
+        large, small = multi_crop(picture, self.image_size, self.crops, rng)
         example = {"global_crops": large}
         if len(small):
             example["local_crops"] = small

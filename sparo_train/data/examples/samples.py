@@ -12,8 +12,9 @@ import numpy as np
 from PIL import Image
 
 from ...core.errors import BadSampleError
-from ..read.decoding import TRAINING, PixelRange, decode, suffixes
-from ..read.sources import Source, SourceConfig
+from ..read.decoding import TRAINING, PixelRange, decode, decode_pixels, suffixes
+from ..read.sources import DataConfig, Source, SourceConfig
+from .image_transforms import Picture
 
 MAX_WORD_CHARS, MAX_CAPTION_CHARS = (
     400,
@@ -49,9 +50,25 @@ def _missing(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> B
     return BadSampleError(f"{reason}: dots in names", detail=f"a key ends at the first dot, got the member {dotted!r}")
 
 
-def decode_image(data: bytes, shrink_to: int | None = None, pixel_range: PixelRange = "by_type") -> Image.Image:
+def decode_image(data: bytes, pixel_range: PixelRange = "by_type") -> Image.Image:
     """Decode to an upright RGB image, transparency on white. Arguments and errors are those of `decoding.decode`."""
-    return decode(data, TRAINING._replace(pixel_range=pixel_range), shrink_to)
+    return decode(data, TRAINING._replace(pixel_range=pixel_range))
+
+
+def decode_for_training(data: bytes, config: DataConfig, size: int) -> Picture:
+    """Decode to an upright RGB picture, as `data.decode` says: an image for Pillow's filters, or an array for torch's.
+
+    Args:
+        data: the file.
+        config: the recipe's `data` block.
+        size: pixels per side of the model's input. With `data.scaled_decoding`, at least twice as many are decoded.
+
+    Raises:
+        BadSampleError: as `decoding.decode` does.
+    """
+    shrink_to = 2 * size if config.scaled_decoding else None
+    how = TRAINING._replace(pixel_range=config.pixel_range)
+    return decode(data, how, shrink_to) if config.decode == "exact" else decode_pixels(data, how, shrink_to)
 
 
 def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Generator | None = None) -> str:
@@ -66,9 +83,11 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
     Raises:
         BadSampleError: there is none, or it is not UTF-8 or only white space.
     """
-    caption_rng = None if rng is None else rng.spawn(1)[0]
     if config.captions is None:
         texts = _texts(fields, config.caption_key)
+        if rng is None or len(texts) == 1:
+            return texts[0]
+        caption_rng = rng.spawn(1)[0]
     else:
         texts_by_key = {key: texts for key in config.captions if (texts := _texts_or_empty(fields, key))}
         if not texts_by_key:
@@ -76,6 +95,7 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
         shares = np.array([config.captions[key] for key in texts_by_key])
         if not shares.sum():
             raise BadSampleError("missing caption")
+        caption_rng = None if rng is None else rng.spawn(1)[0]
         key = (
             next(iter(texts_by_key))
             if caption_rng is None

@@ -13,6 +13,7 @@ from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 from pydantic import AfterValidator
 
 from ...core.errors import BadSampleError
+from .jpeg import decode_jpeg
 
 ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image instead of a partly grey one
 
@@ -80,7 +81,7 @@ def suffixes() -> dict[str, str]:
 
 
 def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> Image.Image:
-    """Decode an image.
+    """Decode an image to an image object of Pillow, with Pillow's pixels.
 
     Args:
         data: the file's bytes.
@@ -90,6 +91,8 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
     Raises:
         BadSampleError: damaged, truncated, too large, or with pixels that `how` does not map; `detail` has the values.
     """
+    if shrink_to is None and (pixels := decode_jpeg(data, how.upright, how.rgb)) is not None:
+        return Image.fromarray(pixels)
     image = open_picture(data)
     try:
         if shrink_to is not None:
@@ -106,6 +109,16 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
         raise
     except Exception as error:  # decoders of damaged files raise many kinds of errors
         raise BadSampleError("bad image", detail=_first_line(error)) from None
+
+
+def decode_pixels(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> np.ndarray:
+    """Decode an image to an array (H, W, 3) uint8, without an image object if it is a JPEG.
+
+    Arguments and errors are those of `decode`, but `shrink_to` also allows a scale of 3/8.
+    """
+    pixels = decode_jpeg(data, how.upright, shrink_to=shrink_to)
+    # A copy, because torch refuses the read-only view of an image.
+    return np.array(decode(data, how._replace(rgb=True), shrink_to)) if pixels is None else pixels
 
 
 def open_picture(data: bytes) -> Image.Image:

@@ -7,6 +7,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from ...core.rng import generator
 from .bad_samples import refuse_broken
 from .batches import Batches
 from .plan import Plan, SampleRef
+from .ring import Place, Ring
 from .shards import close_reader
 from .sources import DataConfig, Source, fingerprint, open_source
 from .workers import WorkerItems
@@ -85,7 +87,7 @@ def as_samples(images: Tensor, captions: Sequence[str] = ()) -> list[Sample]:
 class WorkerBatch(NamedTuple):
     """One worker's part of a batch: `per_stream` examples of each of its streams, and the positions of the streams."""
 
-    batch: dict[str, Tensor]
+    batch: dict[str, Tensor] | Place
     positions: list[int]
     skipped: dict[tuple[str, str], int]
     first_keys: dict[tuple[str, str], str]  # of skipped samples: one key per shard and reason
@@ -97,8 +99,8 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
     User errors are returned instead of raised, because torch would bury their message in the worker's traceback.
     """
 
-    def __init__(self, pipeline: Pipeline, positions: Sequence[int]):
-        self.pipeline, self.positions = pipeline, positions
+    def __init__(self, pipeline: Pipeline, positions: Sequence[int], ring: Ring):
+        self.pipeline, self.positions, self.ring = pipeline, positions, ring
 
     def __iter__(self) -> Iterator[WorkerBatch | SparoError]:
         info = get_worker_info()
@@ -108,10 +110,13 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
         at = {stream: self.positions[stream] for stream in streams}
         try:
-            while True:
+            for item in count():
                 skipped, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
                 examples = [e for stream in streams for e in self._take(stream, at, skipped, keys)]
-                yield WorkerBatch(p.examples.stack(examples), [at[stream] for stream in streams], dict(skipped), keys)
+                batch = p.examples.stack(examples)
+                if info:
+                    batch = self.ring.put(number, item, batch)
+                yield WorkerBatch(batch, [at[stream] for stream in streams], dict(skipped), keys)
         except SparoError as error:
             yield error
         finally:
@@ -222,10 +227,11 @@ class Pipeline:
 
         def join(parts: Sequence[WorkerBatch], cat: Callable[[list[Tensor]], Tensor]) -> LoaderBatch:
             nonlocal first
-            joined, first = self._join(parts, cat, first), Counter()
+            joined, first = self._join(parts, ring, cat, first), Counter()
             return joined
 
-        parts = WorkerItems(_Workers(self, positions), self.workers, _identity, None, self.config.prefetch)
+        ring = Ring(self.workers, self.config.prefetch + 1)
+        parts = WorkerItems(_Workers(self, positions, ring), self.workers, _identity, None, self.config.prefetch)
         return Batches(parts, max(1, self.workers), join, device)
 
     def example(self, ref: SampleRef, on_stage: OnStage = ignore_stage) -> Any:
@@ -250,10 +256,15 @@ class Pipeline:
             raise BadSampleError(_where(error), key) from error
 
     def _join(
-        self, parts: Sequence[WorkerBatch], cat: Callable[[list[Tensor]], Tensor], skipped: Counter[tuple[str, str]]
+        self,
+        parts: Sequence[WorkerBatch],
+        ring: Ring,
+        cat: Callable[[list[Tensor]], Tensor],
+        skipped: Counter[tuple[str, str]],
     ) -> LoaderBatch:
         """Return a batch of its workers' parts, with the counts of `skipped` in addition to theirs."""
-        batch = self.examples.finish({key: cat([p.batch[key] for p in parts]) for key in parts[0].batch})
+        tensors = [ring.get(part.batch) for part in parts]
+        batch = self.examples.finish({key: cat([some[key] for some in tensors]) for key in tensors[0]})
         positions = tuple(at for p in parts for at in p.positions)
         return LoaderBatch(
             batch,

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import field_validator
 
@@ -133,8 +133,14 @@ class DataConfig(Frozen):
         (0.9, 1.0), "Range of the share of the image area that a random crop covers."
     )
     hflip: float = field(0.0, "Probability of a horizontal flip.", ge=0, le=1)
+    decode: Literal["fast", "exact"] = field(
+        "fast",
+        "Library that resizes images: torch (fast), or Pillow (exact), as in evaluation and in open_clip. Their pixels differ by at "
+        "most two of 256 levels.",
+    )
     scaled_decoding: bool = field(
-        False, "Let the JPEG decoder downscale by 2, 4 or 8 first. This is faster and changes pixel values."
+        False,
+        "Let the JPEG decoder downscale first, to at least twice image_size. This is faster and changes pixel values.",
     )
     pixel_range: PixelRange = field(
         "by_type",
