@@ -14,7 +14,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.world import World
 from sparo_train.data.examples.image_transforms import eval_pixels
-from sparo_train.data.examples.samples import decode_image
+from sparo_train.data.read.decoding import decode_pixels
 from sparo_train.data.read.plan import SampleRef
 from sparo_train.data.read.token_cache import TokenCache, digest_of
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
@@ -72,7 +72,7 @@ def test_cached_tokens_give_the_encodings_of_images_and_captions(shards, tmp_pat
     for storage in pipeline.sources[0].storages:
         for number in range(len(storage)):
             fields = storage.read(number)[1]
-            pixels[digest_of(fields["jpg"])] = eval_pixels(decode_image(fields["jpg"]), 32).transpose(2, 0, 1)
+            pixels[digest_of(fields["jpg"])] = eval_pixels(decode_pixels(fields["jpg"]), 32).transpose(2, 0, 1)
     kept, found = pipeline.examples.token_caches["image"], {}
     for digest, image in pixels.items():
         found[kept.read(digest).tobytes()] = torch.from_numpy(image.copy())

@@ -1,24 +1,38 @@
 """Shards on a web server that is silent, fails, breaks off, redirects or has no byte ranges."""
 
+import io
+import random
 import re
 import shutil
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
+import boto3
+import numpy as np
 import pytest
+import torch
+from moto.server import ThreadedMotoServer
 
-from sparo_data.writer import write_shard
+from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import DataError
-from sparo_train.data.read import remote
+from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
+from sparo_train.data.read import ranges, remote
+from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.remote import find_shards
-from sparo_train.data.read.shards import ShardReader, load_index
-from tests.helpers.samples import sample
+from sparo_train.data.read.shard_index import load_index
+from sparo_train.data.read.shards import ShardReader, ShardsConfig
+from sparo_train.data.read.sources import DataConfig, fingerprint, open_source
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg, sample
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves `server.data`; `server.trouble` has what goes wrong with the next answers, one by one."""
+    """Serves `server.files`; `server.trouble` has what goes wrong with the next answers, one by one."""
 
     protocol_version = "HTTP/1.1"
 
@@ -38,7 +52,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.plain(302, {"Location": "/a.tar"})
         if self.path == "/circle.tar":
             return self.plain(302, {"Location": "/circle.tar"})
-        if self.path != "/a.tar":
+        data = server.files.get(self.path)
+        if data is None:
             return self.plain(404)
         trouble = "" if head or not server.trouble else server.trouble.pop(0)
         if trouble.isdigit():
@@ -49,16 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         first, last = (
-            (int(asked[1]), min(int(asked[2]), len(server.data) - 1))
-            if asked and server.ranges
-            else (0, len(server.data) - 1)
+            (int(asked[1]), min(int(asked[2]), len(data) - 1)) if asked and server.ranges else (0, len(data) - 1)
         )
-        body = server.data[first : last + 1]
+        body = data[first : last + 1]
+        server.sent += 0 if head else len(body)
         self.send_response(206 if asked and server.ranges else 200)
         self.send_header("Content-Length", str(len(body)))
         if server.ranges:
             self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(server.data)}")
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
         self.end_headers()
         if trouble == "trickle":
             with suppress(OSError):
@@ -89,7 +103,8 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_shard(tmp_path / "a.tar", (sample(i) for i in range(8)))
     found = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    found.data, found.trouble, found.ranges, found.asked = (tmp_path / "a.tar").read_bytes(), [], True, 0
+    found.files, found.trouble, found.ranges = {"/a.tar": (tmp_path / "a.tar").read_bytes()}, [], True
+    found.asked, found.sent = 0, 0
     found.released, found.daemon_threads = threading.Event(), True
     found.at = f"http://127.0.0.1:{found.server_port}"
     thread = threading.Thread(target=found.serve_forever, daemon=True)
@@ -147,12 +162,6 @@ def test_what_stays_is_one_error_with_the_address(server, name, trouble, says):
 
 def test_a_server_without_byte_ranges_is_refused(server, tmp_path):
     server.ranges = False
-    assert len(read(f"{server.at}/a.tar")) == 8  # small enough to be fetched whole
-    shutil.rmtree(tmp_path / "cache")
-    write_shard(
-        tmp_path / "large.tar", ((key, {**fields, "bin": bytes(4 << 20)}) for key, fields in map(sample, range(3)))
-    )
-    server.data = (tmp_path / "large.tar").read_bytes()
     with pytest.raises(DataError, match=r"a\.tar: .*byte ranges"):
         read(f"{server.at}/a.tar")
     assert not list((tmp_path / "cache").rglob("*.npy"))
@@ -167,4 +176,142 @@ def test_a_shard_that_fails_in_the_middle_of_training_is_an_error_and_no_bad_sam
     with pytest.raises(DataError, match=r"a\.tar: cannot be read in 4 tries"):
         reader.read(url, 3)
     server.trouble = []
-    assert reader.read(url, 3)[0] == sample(3)[0]  # a later read opens another connection
+    assert reader.read(url, 3)[0] == sample(3)[0]  # a later read is another request
+
+
+def large(number):
+    """A sample whose image has more than a request for headers."""
+    key, fields = sample(number)
+    return key, {**fields, "jpg": jpeg(number, (240, 200))}
+
+
+@pytest.fixture
+def shards(server, tmp_path):
+    """Three shards of 40 samples, on disk and on the server, whose indexes are in the cache."""
+    paths = write_shards(tmp_path / "shards", (large(i) for i in range(120)), 40)
+    server.files |= {f"/{path.name}": path.read_bytes() for path in paths}
+    urls = tuple(f"{server.at}/{path.name}" for path in paths)
+    for place in (*urls, *map(str, paths)):
+        load_index(place)
+    server.sent = server.asked = 0
+    return SimpleNamespace(urls=urls, paths=tuple(map(str, paths)), size=sum(path.stat().st_size for path in paths))
+
+
+def batches(shards, count, workers, cursor=None, **keys):
+    config = DataConfig(
+        sources={"a": ShardsConfig(shards=shards)}, workers=workers, streams=4, shuffle_window=16, chunk=4, **keys
+    )
+    pipeline = Pipeline(config, 12, ImageTextExamples(config, 32, 16, ClipTokenizer(16)), 3)
+    with closing(pipeline.start(cursor)) as started:
+        return list(islice(started, count))
+
+
+def equal(one, two):
+    return one.cursor == two.cursor and all(torch.equal(one.batch[name], two.batch[name]) for name in one.batch)
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 20_000, 0])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_from_a_server_is_fetched_once_and_equals_the_disks(server, shards, workers, limit, monkeypatch):
+    monkeypatch.setattr(ranges, "_AHEAD_BYTES", limit)
+    monkeypatch.setattr(ranges, "_IN_FLIGHT", 2)
+    disk = batches(shards.paths, 20, 0)
+    far = batches(shards.urls, 10, workers, prefetch=1)
+    assert all(map(equal, disk, far))
+    # Windows that are announced early, and batches that workers prepare ahead, belong to the next epoch.
+    assert 0.9 * shards.size < server.sent < 1.7 * shards.size
+    again = batches(shards.urls, 7, workers, far[2].cursor)  # in the middle of a window
+    assert all(map(equal, disk[3:], again))
+
+
+def test_announced_samples_are_requested_together_and_once(server, shards):
+    index = load_index(shards.urls[0])
+    reader = ShardReader()
+    reader.index(shards.urls[0])
+    server.sent = server.asked = 0
+    reader.read_ahead(shards.urls[0], 8, 24)
+    reader.read_ahead(shards.urls[0], 20, 30)  # some of them will be read twice
+    numbers = [*range(8, 24), *range(20, 30)]
+    random.Random(0).shuffle(numbers)
+    assert [reader.read(shards.urls[0], number)[0] for number in numbers] == [f"{number:06d}" for number in numbers]
+    assert server.asked == 2
+    assert server.sent == sum(int(index.offsets[b] - index.offsets[a]) for a, b in ((8, 24), (20, 30)))
+    assert not reader._ranges._waiting and not reader._ranges._bytes
+    reader.close()
+
+
+def test_a_slow_request_is_made_a_second_time(server, shards, monkeypatch):
+    monkeypatch.setattr(ranges, "_HEDGE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "_SILENCE", 20.0)
+    reader = ShardReader()
+    reader.index(shards.urls[0])
+    server.trouble = ["silent"]
+    start = time.monotonic()
+    reader.read_ahead(shards.urls[0], 0, 4)
+    assert reader.read(shards.urls[0], 1)[0] == sample(1)[0] and time.monotonic() - start < 10
+    server.released.set()
+    reader.close()
+
+
+def test_a_scan_reads_headers_and_no_images(server, shards, tmp_path):
+    shutil.rmtree(tmp_path / "cache")
+    for url, path in zip(shards.urls, shards.paths, strict=True):
+        far, near = load_index(url), load_index(path)
+        assert far.offsets.tolist() == near.offsets.tolist() and far.intact and not any(far.digest)
+    assert server.sent < 0.45 * shards.size  # images of 15 KB; a request of 4 KB for each sample
+    source = open_source("a", ShardsConfig(shards=(*shards.urls[:2], shards.paths[2])))
+    assert "seen" not in fingerprint([source])["a"]
+
+
+@pytest.mark.parametrize("damage", [None, "other size", "no index", "too large"])
+def test_an_index_beside_a_shard_on_a_server_is_used(server, shards, damage, tmp_path):
+    load_index(shards.paths[0], write_index=True)
+    table = np.load(f"{shards.paths[0]}.idx.npy")
+    shutil.rmtree(tmp_path / "cache")
+    if damage == "other size":
+        table[1] += 1
+    content = io.BytesIO()
+    np.save(content, table)
+    data = {"no index": b"<html>", "too large": bytes(1 << 20)}.get(damage, content.getvalue())
+    server.files["/00000.tar.idx.npy"] = data
+    server.sent = 0
+    far = load_index(shards.urls[0])
+    assert far.offsets.tolist() == load_index(shards.paths[0]).offsets.tolist()
+    assert (server.sent == len(data) and any(far.digest)) if damage is None else server.sent > 40 * 4000
+    server.sent = 0
+    load_index(shards.urls[0])
+    assert server.sent == 0  # from the cache
+
+
+def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3 = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    s3.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*s3.get_host_and_port()))
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="data")
+        for path in shards.paths:
+            client.upload_file(path, "data", f"mine/{Path(path).name}")
+        done = sparo("data", "index", "s3://data/mine")
+        assert done.returncode == 0 and "3 shards, 120 samples, 0 not whole" in done.stderr
+        names = [item["Key"] for item in client.list_objects_v2(Bucket="data")["Contents"]]
+        assert [name for name in names if name.endswith(".idx.npy")] == [f"mine/0000{i}.tar.idx.npy" for i in range(3)]
+        shutil.rmtree(tmp_path / "cache")
+        for place in ("s3://data/mine", "s3://data/mine/{00000..00002}.tar"):
+            assert all(map(equal, batches(shards.paths, 5, 0), batches(place, 5, 2)))
+        client.delete_object(Bucket="data", Key="mine/00001.tar")
+        with pytest.raises(DataError, match=r"s3://data/mine/00001\.tar: cannot be read"):
+            batches(("s3://data/mine/00001.tar",), 1, 0)
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            monkeypatch.setenv(name, str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        done = sparo("data", "index", "s3://data/mine")
+        assert done.returncode == 2 and "error: s3://data/mine: cannot be read (" in done.stderr
+        assert "Set the credentials" in done.stderr and "Traceback" not in done.stderr
+    finally:
+        s3.stop()

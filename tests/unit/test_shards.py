@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.read.remote import find_shards
-from sparo_train.data.read.shards import ShardReader, ShardsConfig, load_index
+from sparo_train.data.read.shard_index import load_index
+from sparo_train.data.read.shards import ShardReader, ShardsConfig
 from sparo_train.data.read.sources import fingerprint, open_source, refuse_changed
 from sparo_train.data.read.tar import scan, split_key, unpack, unpack_any
 from tests.helpers.samples import sample
@@ -142,8 +143,8 @@ def test_a_damaged_header_is_a_bad_sample(shards):
     ("pattern", "message"),
     [
         (
-            "s3://bucket/{000..001}.tar",
-            r"s3:// needs a package that is not installed. pip install -e '\.\[s3\]' in sparo's checkout",
+            "gs://bucket/{000..001}.tar",
+            r"gs:// needs a package that is not installed. pip install -e '\.\[gcs\]' in sparo's checkout",
         ),
         ("s4://bucket/0.tar", "s4:// is not a protocol of fsspec; known: .*s3"),
         ("data/{000..001.tar", "an unmatched brace"),

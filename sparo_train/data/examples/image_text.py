@@ -62,7 +62,7 @@ class ClipTokenizer:
     def _ids(self, caption: str) -> list[int]:
         """Encode like `SimpleTokenizer.encode`, word by word, but only up to the context length."""
         bpe, ids, max_ids = _bpe(), list[int](), self.context_length - 2
-        # ftfy has nothing to repair in printable ASCII, and there are no entities without an ampersand.
+        # In printable ASCII, ftfy changes nothing, and entities begin with an ampersand.
         plain = caption.isascii() and caption.isprintable() and "&" not in caption
         text = " ".join(caption.split()).lower() if plain else bpe.clean_fn(caption)
         if len(caption) > MAX_CAPTION_CHARS:

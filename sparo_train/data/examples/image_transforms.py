@@ -168,7 +168,7 @@ def eval_pixels(
     if width * height > _MAX_PIXELS:
         return np.asarray(centre(Image.fromarray(picture), size, resize, filter))
     left, top = round((width - size) / 2), round((height - size) / 2)
-    return _resized(picture, (width, height), filter)[top : top + size, left : left + size]
+    return _torch_resize(picture, (width, height), filter)[top : top + size, left : left + size]
 
 
 def centre(
@@ -203,7 +203,7 @@ def resized_crop(
     """Crop, then resize to (size, size) with one of Pillow's antialiased filters; return (size, size, 3) uint8."""
     if isinstance(picture, np.ndarray):
         cropped = picture[box.top : box.top + box.height, box.left : box.left + box.width]
-        return _resized(cropped, (size, size), filter)
+        return _torch_resize(cropped, (size, size), filter)
     cropped = picture.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     # A crop that has the size already is used as it is, because resizing would only copy it.
     if cropped.size != (size, size):
@@ -214,7 +214,7 @@ def resized_crop(
 _TORCH_FILTERS = {Image.Resampling.BICUBIC: "bicubic", Image.Resampling.BILINEAR: "bilinear"}
 
 
-def _resized(pixels: np.ndarray, size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
+def _torch_resize(pixels: np.ndarray, size: tuple[int, int], filter: Image.Resampling) -> np.ndarray:
     """Resize (H, W, 3) to `size` (width, height) with torch's antialiased filter for uint8."""
     width, height = size
     if pixels.shape[:2] == (height, width):

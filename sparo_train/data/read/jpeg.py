@@ -36,8 +36,8 @@ def decode_jpeg(data: bytes, upright: bool = True, rgb: bool = True, shrink_to: 
             return None
         if upright and _is_rotated(data):
             return None
-        # Scales above one half take longer than decoding everything.
         space = "RGB" if rgb or colours != "Gray" else "GRAY"
+        # Scales above one half take longer than decoding everything.
         image = simplejpeg.decode_jpeg(data, space, min_height=smallest, min_width=smallest, min_factor=2)
         return image[..., 0] if space == "GRAY" else image
     except Exception:  # also for warnings, such as bytes between two segments, which Pillow ignores

@@ -21,6 +21,7 @@ from ...core.disk.metrics import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
+from .ahead import ReadAhead
 from .bad_samples import refuse_broken
 from .batches import Batches
 from .plan import Plan, SampleRef
@@ -109,10 +110,11 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         # Whole streams per worker: a single process reads a stream, so its position is one number.
         streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
         at = {stream: self.positions[stream] for stream in streams}
+        ahead = ReadAhead(p.plan, p.sources)
         try:
             for item in count():
                 skipped, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
-                examples = [e for stream in streams for e in self._take(stream, at, skipped, keys)]
+                examples = [e for stream in streams for e in self._take(stream, at, ahead, skipped, keys)]
                 batch = p.examples.stack(examples)
                 if info:
                     batch = self.ring.put(number, item, batch)
@@ -123,17 +125,19 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
             close_reader()
 
     def _take(
-        self, stream: int, at: dict[int, int], skipped: Counter[tuple[str, str]], keys: dict[tuple[str, str], str]
+        self,
+        stream: int,
+        at: dict[int, int],
+        ahead: ReadAhead,
+        skipped: Counter[tuple[str, str]],
+        keys: dict[tuple[str, str], str],
     ) -> Iterator[Any]:
         p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
         for _ in range(p.per_stream):
             # Two passes, because every window is read as a whole once, wherever the stream started.
             for _tries in range(2 * length + 1):
                 position = at[stream]
-                # At the first sample of a window: its order is random, and all of it is needed soon.
-                if position % length % p.plan.window == 0:
-                    for source, shard, first, last in p.plan.window_chunks(stream, position):
-                        p.sources[source].storages[shard].read_ahead(first, last)
+                ahead.advance(stream, position)
                 ref = p.plan.at(stream, position)
                 # Before reading, so that a failing sample counts as read.
                 at[stream] = position + 1

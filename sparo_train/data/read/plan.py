@@ -117,14 +117,19 @@ class Plan:
         begin = stream * self.epoch_size // self.streams + window * self.window
         return self._epoch(epoch).at(begin + int(order[inside]))
 
+    def window_range(self, stream: int, position: int) -> tuple[int, int]:
+        """Return the first position of the window that contains `position`, and the window's length."""
+        length = self.stream_length(stream)
+        offset = position % length
+        first = offset - offset % self.window
+        return position - offset + first, min(self.window, length - first)
+
     def window_chunks(self, stream: int, position: int) -> Iterator[tuple[int, int, int, int]]:
         """Return (source, shard, first, last+1) of the ranges that the window at `position` reads, for read-ahead."""
-        length = self.stream_length(stream)
-        epoch, offset = divmod(position, length)
-        window = offset // self.window
-        begin = stream * self.epoch_size // self.streams + window * self.window
-        end = begin + min(self.window, length - window * self.window)
-        chunks = self._epoch(epoch)
+        start, size = self.window_range(stream, position)
+        epoch, offset = divmod(start, self.stream_length(stream))
+        begin = stream * self.epoch_size // self.streams + offset
+        end, chunks = begin + size, self._epoch(epoch)
         while begin < end:
             _, source, shard, first = chunks.at(begin)
             i = int(np.searchsorted(chunks.ends, begin, side="right"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,67 +67,12 @@ def with_retries(url: str, work: Callable[[], T]) -> T:
         time.sleep(pause)
 
 
-class RemoteFile(io.RawIOBase):
-    """A file on a server, read by position; a failed read is retried on a new connection.
-
-    Raises:
-        DataError: a read failed after all tries.
-    """
-
-    def __init__(self, url: str, size: int):
-        self._url, self._size, self._at = url, size, 0
-        self._stream: Any = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        num_bytes = left if size < 0 else min(size, left)
-        data = with_retries(self._url, lambda: self._read(num_bytes))
-        self._at += len(data)
-        return data
-
-    def _read(self, num_bytes: int) -> bytes:
-        try:
-            if self._stream is None:
-                filesystem, path = filesystem_of(self._url)
-                self._stream = filesystem.open(path, "rb")
-            self._stream.seek(self._at)
-            data = self._stream.read(num_bytes)
-            if len(data) < num_bytes:
-                raise OSError(f"the server sent {len(data)} of {num_bytes} bytes")
-        except Exception:
-            self.close_stream()
-            raise
-        return data
-
-    def close_stream(self) -> None:
-        """Close the connection; a later read opens another."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with suppress(Exception):
-                stream.close()
-
-    def close(self) -> None:
-        self.close_stream()
-        super().close()
-
-
 def _is_final(error: Exception) -> bool:
     status = getattr(error, "status", None)  # aiohttp's
     if isinstance(status, int) and 400 <= status < 500:
         return status not in (408, 429)
+    if "Credential" in type(error).__name__:  # of botocore, google-auth and others
+        return True
     return isinstance(error, FileNotFoundError | PermissionError | ValueError | TypeError | NotImplementedError)
 
 
@@ -143,6 +86,8 @@ def _remedy(url: str, error: Exception) -> str:
         return "Check the disk and the permissions, then run the same command again."
     if isinstance(error, ValueError | NotImplementedError):
         return "Shards are read by position, which needs a server with byte ranges; copy the shard to a disk or to another server."
+    if "Credential" in type(error).__name__:
+        return "Set the credentials of this storage in the environment, as in AWS_PROFILE or AWS_ACCESS_KEY_ID."
     return "Check the address, the server and the network, then run the same command again."
 
 
@@ -224,18 +169,22 @@ def _expand(url: str, key: str) -> list[str]:
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
     if protocol in ("http://", "https://") and path.endswith(".tar") and not any(c in path for c in "*?["):
         return [url]  # fsspec treats every error of a web server as a missing file; opening the file reveals the error
-    if any(c in path for c in "*?[") and not filesystem.exists(path):
-        hits = sorted(filesystem.glob(path))
-    elif filesystem.isdir(path):
-        # List instead of glob, because the folder's own name may contain glob characters.
-        hits = sorted(hit for hit in filesystem.ls(path, detail=False) if str(hit).endswith(".tar"))
-    elif filesystem.exists(path):
+    hits = with_retries(url, lambda: _list(filesystem, path))
+    if hits == [path]:
         return [url]
-    else:
-        hits = []
     if not hits:
         raise ConfigError(f"{key}: {url!r} matches no shard; {_nearest(url)}")
     return [protocol + str(hit) if protocol else _keep_relative(url, str(hit)) for hit in hits]
+
+
+def _list(filesystem: Any, path: str) -> list[str]:
+    """Return the files that a glob matches, or the tars of a folder, or the file itself; empty if there is none."""
+    if any(c in path for c in "*?[") and not filesystem.exists(path):
+        return sorted(filesystem.glob(path))
+    if filesystem.isdir(path):
+        # List instead of glob, because the folder's own name may contain glob characters.
+        return sorted(str(hit) for hit in filesystem.ls(path, detail=False) if str(hit).endswith(".tar"))
+    return [path] if filesystem.exists(path) else []
 
 
 def _keep_relative(url: str, hit: str) -> str:

@@ -227,7 +227,8 @@ def fingerprint(sources: list[Source]) -> dict[str, Any]:
             # Names without their folder, because data may be moved between two starts.
             "sha256": _hash(f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages),
         }
-        if any(sampled_hashes := [s.sampled_hash() for s in source.storages]):
+        # Only if all have one, because scans of remote shards read headers only.
+        if all(sampled_hashes := [s.sampled_hash() for s in source.storages]):
             out[source.name]["seen"] = _hash(sampled_hashes)
         if all(content_hashes):
             out[source.name]["content"] = _hash(map(str, content_hashes))

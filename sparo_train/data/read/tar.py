@@ -37,7 +37,8 @@ DAMAGE = (tarfile.TarError, ValueError, IndexError, KeyError, TypeError, Overflo
 class ShardIndex(NamedTuple):
     """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False if the tar is truncated or not a tar.
 
-    `digest`: 32 bytes over all names and sizes, and over the parts of members that were read (`_content_sample`).
+    `digest`: 32 bytes over all names and sizes, and over the parts of members that were read (`_content_sample`); zeros
+    if only headers were read.
     """
 
     offsets: np.ndarray
@@ -98,8 +99,14 @@ def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | N
     yield None, end
 
 
-def scan(stream: IO[bytes], size: int) -> ShardIndex:
-    """Scan the headers of a tar of `size` bytes and return the offset of each sample; never raises for invalid content."""
+def scan(stream: IO[bytes], size: int, content: bool = True) -> ShardIndex:
+    """Scan the headers of a tar of `size` bytes and return the offset of each sample; never raises for invalid content.
+
+    Args:
+        stream: the tar.
+        size: its size in bytes.
+        content: also read parts of the members for the digest; False: read headers only, without a digest.
+    """
     offsets: list[int] = []
     key, at, intact, broken_at, hasher = None, 0, False, 0, hashlib.sha256()
     try:
@@ -121,14 +128,16 @@ def scan(stream: IO[bytes], size: int) -> ShardIndex:
                 key = group[0]
                 offsets.append(member.offset)
             at = end
-            hasher.update(
-                f"{member.name} {member.size}\n".encode(errors="surrogateescape") + _content_sample(stream, member)
-            )
+            if content:
+                names = f"{member.name} {member.size}\n".encode(errors="surrogateescape")
+                hasher.update(names + _content_sample(stream, member))
     except DAMAGE:
         intact = False
     if not intact and broken_at < size and offsets:
         at = offsets.pop()  # the sample in which the file is truncated is incomplete
-    return ShardIndex(np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact, hasher.digest())
+    return ShardIndex(
+        np.asarray([*offsets, at] if offsets else [], dtype=np.int64), intact, hasher.digest() if content else bytes(32)
+    )
 
 
 def _content_sample(stream: IO[bytes], member: tarfile.TarInfo) -> bytes:
