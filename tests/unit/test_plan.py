@@ -1,6 +1,7 @@
 """The plan reads every sample as often as it should, in an order that nothing but seed and position decides."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.data.read.ahead import ReadAhead
 from sparo_train.data.read.plan import Plan
 
 shard_counts = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: sum(c) > 0)
@@ -81,6 +83,36 @@ def test_window_chunks_cover_exactly_what_the_window_reads():
             read = sorted(plan.at(stream, p)[1:] for p in range(position, min(position + 16, length)))
             ahead = sorted((s, d, i) for s, d, a, b in plan.window_chunks(stream, position) for i in range(a, b))
             assert read == ahead
+
+
+class Announced:
+    """A storage that counts what was announced and not read yet."""
+
+    def __init__(self):
+        self.waiting = Counter[int]()
+
+    def read_ahead(self, first, last):
+        self.waiting.update(range(first, last))
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 50),
+    st.integers(0, 200),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_sample_is_announced_once_and_before_it_is_read(counts, streams, chunk, window, start):
+    plan = Plan([counts], [1.0], 0, min(streams, sum(counts)), chunk=chunk, window=window)
+    storages = [Announced() for _ in counts]
+    ahead = ReadAhead(plan, [SimpleNamespace(storages=storages)])
+    for position in range(start, start + 120):
+        ahead.advance(0, position)
+        ref = plan.at(0, position)
+        storages[ref.shard].waiting[ref.ordinal] -= 1
+        assert min(min(s.waiting.values(), default=0) for s in storages) >= 0
+        assert sum(s.waiting.total() for s in storages) <= 2 * min(window, plan.stream_length(0))
 
 
 def test_seeds_and_epochs_give_other_orders():

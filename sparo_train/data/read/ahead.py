@@ -13,7 +13,7 @@ _Chunk = tuple[int, int, int, int]  # source, shard, first sample, end
 
 @dataclass
 class _Window:
-    """The window that a stream reads, and the chunks of the next one, of which `sent` were announced."""
+    """First position of the window that a stream reads, chunks of the next window, and how many of these were announced."""
 
     start: int
     next_chunks: list[_Chunk]
@@ -31,19 +31,20 @@ class ReadAhead:
         self._windows: dict[int, _Window] = {}
 
     def advance(self, stream: int, position: int) -> None:
-        """Announce what is due before the sample at `position` of a stream is read."""
+        """Announce samples to storages. Call it before the sample at `position` of a stream is read."""
         start, length = self._plan.window_range(stream, position)
         window = self._windows.get(stream)
         if window is None or window.start != start:
-            late = (
-                self._remaining(stream, position, start + length)
-                if window is None
-                else window.next_chunks[window.sent :]
-            )
-            self._announce(late)
+            # All of this window that was not announced, because its samples are read in random order.
+            if window is not None:
+                self._announce(window.next_chunks[window.sent :])
+            elif position == start:
+                self._announce(list(self._plan.window_chunks(stream, start)))
+            else:
+                self._announce(self._remaining(stream, position, start + length))
             window = _Window(start, list(self._plan.window_chunks(stream, start + length)))
             self._windows[stream] = window
-        # In proportion to what was read, so that a server sends at an even rate.
+        # In proportion to the samples read so far, for an even rate of requests.
         due = -(-(position - start + 1) * len(window.next_chunks) // length)
         self._announce(window.next_chunks[window.sent : due])
         window.sent = max(window.sent, due)

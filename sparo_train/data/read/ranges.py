@@ -88,7 +88,7 @@ class RangeReader:
         return waiting.request.result().pop(start)
 
     def close(self) -> None:
-        """Forget what was announced; requests that have begun end in the background."""
+        """Discard announced samples. Requests that were sent end in the background."""
         self._waiting.clear()
         for pool in (self._pool, self._hedges):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -91,7 +91,7 @@ def _stored_index(url: str, path: str, size: int, cached: Path, modified: float 
 
 
 def _index_on_server(url: str, size: int) -> ShardIndex | None:
-    with suppress(Exception):  # servers answer in many ways that there is no such file
+    with suppress(Exception):  # a missing file is reported differently by each kind of server
         filesystem, path = filesystem_of(url)
         if filesystem.info(path)["size"] <= size + _MAX_EXTRA_BYTES:
             return _parse_index(io.BytesIO(filesystem.cat_file(path)), size)

@@ -47,14 +47,19 @@ class ShardReader:
         self._ranges: RangeReader | None = None
         self._indexes: OrderedDict[str, ShardIndex] = OrderedDict()
 
-    def read(self, url: str, ordinal: int) -> tuple[str, dict[str, bytes]]:
+    def read(self, url: str, ordinal: int, index: ShardIndex | None = None) -> tuple[str, dict[str, bytes]]:
         """Return the key and members of a sample.
+
+        Args:
+            url: the shard.
+            ordinal: number of the sample in it.
+            index: the shard's index; None: load it.
 
         Raises:
             BadSampleError: these bytes are not the members of one sample.
             DataError: the shard cannot be read, or is shorter than its index says.
         """
-        offsets = self.index(url).offsets
+        offsets = (self.index(url) if index is None else index).offsets
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         if (stream := self._handle(url)) is None:
             data = self._remote().read(url, start, end)
@@ -71,9 +76,9 @@ class ShardReader:
         except ValueError:
             raise BadSampleError("damaged tar or stale index") from None
 
-    def read_ahead(self, url: str, first: int, last: int) -> None:
+    def read_ahead(self, url: str, first: int, last: int, index: ShardIndex | None = None) -> None:
         """Request samples first..last-1, which will be read soon, from the kernel or from the server."""
-        stream, offsets = self._handle(url), self.index(url).offsets
+        stream, offsets = self._handle(url), (self.index(url) if index is None else index).offsets
         if stream is None:
             self._remote().announce(url, offsets[first : last + 1].tolist())
         elif hasattr(os, "posix_fadvise"):
@@ -126,7 +131,7 @@ class Shard(Storage):
         return len(self.index)
 
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
-        return process_reader().read(self.url, number)
+        return process_reader().read(self.url, number, self.index)
 
     def sampled_hash(self) -> str:
         return self.index.digest.hex() if any(self.index.digest) else ""
@@ -135,7 +140,7 @@ class Shard(Storage):
         return recorded_hash(self.url)
 
     def read_ahead(self, first: int, last: int) -> None:
-        process_reader().read_ahead(self.url, first, last)
+        process_reader().read_ahead(self.url, first, last, self.index)
 
 
 def recorded_hash(url: str) -> str | None:
