@@ -1,4 +1,4 @@
-"""Announcements of the samples that a worker will read, so that storages can fetch them in time."""
+"""Announces to storages which samples a worker will read next, so that they can fetch them in time (streams: `plan.py`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from .plan import Plan
 from .sources import Source
 
-_Chunk = tuple[int, int, int, int]  # source, shard, first sample, end
+_Chunk = tuple[int, int, int, int]  # source, shard, and samples [first, end)
 
 
 @dataclass
 class _Window:
-    """First position of the window that a stream reads, chunks of the next window, and how many of these were announced."""
+    """Start of a stream's present window, the chunks of its next window, and how many of those are announced."""
 
     start: int
     next_chunks: list[_Chunk]
@@ -23,7 +23,7 @@ class _Window:
 class ReadAhead:
     """Announces each stream's next window, chunk by chunk, while the present one is read.
 
-    Inside a window, samples are in random order, so all of it must be there when its first sample is read.
+    A window's samples are read in random order, so all of them should have arrived before the first one is read.
     """
 
     def __init__(self, plan: Plan, sources: Sequence[Source]):
@@ -31,11 +31,11 @@ class ReadAhead:
         self._windows: dict[int, _Window] = {}
 
     def advance(self, stream: int, position: int) -> None:
-        """Announce samples to storages. Call it before the sample at `position` of a stream is read."""
+        """Announce samples to storages. Call it before each sample of a stream is read, in the order of positions."""
         start, length = self._plan.window_range(stream, position)
         window = self._windows.get(stream)
         if window is None or window.start != start:
-            # All of this window that was not announced, because its samples are read in random order.
+            # The order is random: announce everything of this window that was not announced yet.
             if window is not None:
                 self._announce(window.next_chunks[window.sent :])
             elif position == start:
@@ -44,13 +44,13 @@ class ReadAhead:
                 self._announce(self._remaining(stream, position, start + length))
             window = _Window(start, list(self._plan.window_chunks(stream, start + length)))
             self._windows[stream] = window
-        # In proportion to the samples read so far, for an even rate of requests.
+        # Chunks are announced at the rate of reading, for an even rate of requests.
         due = -(-(position - start + 1) * len(window.next_chunks) // length)
         self._announce(window.next_chunks[window.sent : due])
         window.sent = max(window.sent, due)
 
     def _remaining(self, stream: int, position: int, end: int) -> list[_Chunk]:
-        """Return runs of neighbouring samples that a start in the middle of a window still reads."""
+        """Return runs of neighbouring samples that are still to be read after resuming inside a window."""
         runs: list[_Chunk] = []
         for _, source, shard, number in sorted(self._plan.at(stream, at) for at in range(position, end)):
             if runs and runs[-1][:2] == (source, shard) and runs[-1][3] == number:

@@ -1,4 +1,4 @@
-"""Byte ranges of files on servers: exact requests, several at a time, for samples that will be read soon."""
+"""Byte ranges of files on servers: parallel requests for the bytes of samples that will be read soon."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from .remote import filesystem_of, with_retries
 
-_IN_FLIGHT = 8  # requests of a process at a time
-_AHEAD_BYTES = 1 << 30  # limit on the samples of a process that wait in memory
-_HEDGE_SECONDS = 5.0  # after this time, another request is made for the sample that is needed
-_HEADER_BYTES = 4096  # a tar header, and the small members and headers that usually follow an image
+_IN_FLIGHT = 8  # announced requests of a process at a time
+_AHEAD_BYTES = 1 << 30  # limit on the announced samples of a process that were not read yet
+_HEDGE_SECONDS = 5.0  # if `read` has waited so long for an announced sample, the sample is requested a second time
+_HEADER_BYTES = 4096  # one request after an image: usually its text members and the next header
 
 
 def read_range(url: str, start: int, end: int) -> bytes:
-    """Return the bytes from `start` to `end` of a file.
+    """Return the bytes [`start`, `end`) of a file.
 
     Raises:
         DataError: all tries failed, or the server ignores byte ranges.
@@ -37,24 +37,27 @@ def read_range(url: str, start: int, end: int) -> bytes:
 
 
 class _Waiting(NamedTuple):
-    """A sample that was requested: the samples of its request by their first byte, and its own last byte."""
+    """A requested sample: its request, which returns samples by their first byte, and its own end."""
 
     request: Future[dict[int, bytes]]
     end: int
 
 
 class RangeReader:
-    """Samples of remote files for one process, requested before they are read if they are announced."""
+    """Reads samples of remote files for one process; announced samples are requested in advance.
+
+    It has threads, so it must be made after a fork.
+    """
 
     def __init__(self) -> None:
-        # Several requests for one sample, if its next visit is announced before it is read.
+        # A sample has several entries if it is announced again before it is read.
         self._waiting = defaultdict[tuple[str, int], deque[_Waiting]](deque)
         self._bytes = 0
         self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="ranges")
         self._hedges = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="hedges")
 
     def announce(self, url: str, offsets: Sequence[int]) -> None:
-        """Request neighbouring samples together, unless too much is waiting already.
+        """Request neighbouring samples together. Above the memory limit, nothing happens, and `read` requests each sample.
 
         Args:
             url: the file.
@@ -79,7 +82,7 @@ class RangeReader:
         self._bytes -= waiting.end - start
         done, _ = wait([waiting.request], _HEDGE_SECONDS)
         if not done:
-            # A connection may be slow where another one is not. Only this sample, because the first request continues.
+            # Another connection may be faster. It asks for this sample only; the first request continues for the others.
             hedge = self._hedges.submit(read_range, url, start, end)
             either: list[Future[Any]] = [waiting.request, hedge]
             wait(either, return_when=FIRST_COMPLETED)
@@ -88,7 +91,7 @@ class RangeReader:
         return waiting.request.result().pop(start)
 
     def close(self) -> None:
-        """Discard announced samples. Requests that were sent end in the background."""
+        """Discard announced samples. Running requests finish in the background."""
         self._waiting.clear()
         for pool in (self._pool, self._hedges):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -101,7 +104,7 @@ def _read_samples(url: str, offsets: Sequence[int]) -> dict[int, bytes]:
 
 
 class RemoteHeaders(io.RawIOBase):
-    """A remote tar whose headers are scanned: reads by position, in small requests, so that images are skipped.
+    """A remote tar as a file to scan for headers: it requests small blocks, so that images are not fetched.
 
     Raises:
         DataError: a read failed after all tries.

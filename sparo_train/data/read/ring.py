@@ -1,7 +1,7 @@
-"""Shared memory through which loader workers hand over batches, used again and again.
+"""Reused shared memory in which loader workers hand their parts of batches to the training process.
 
-torch gives every batch new shared memory, whose pages the kernel must clear, and which is limited in containers
-(/dev/shm). The memory here is mapped before workers are forked, and a page is taken when it is first written.
+torch takes new shared memory for each batch: the kernel must clear its pages, and containers limit it (/dev/shm). This
+memory is mapped before workers are forked; a page uses RAM only once it is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class Place(NamedTuple):
-    """Tensors in the ring: number of the worker, and for each tensor its name, offset in bytes, dtype and shape."""
+    """Tensors in the ring: the worker, and for each tensor its name, byte offset in the worker's memory, dtype and shape."""
 
     worker: int
     tensors: list[tuple[str, int, torch.dtype, tuple[int, ...]]]
@@ -27,19 +27,19 @@ class Place(NamedTuple):
 class Ring:
     """Slots of shared memory for the items of each worker.
 
-    A worker fills its slots in turn. The parent must copy an item before it asks for the same worker's next one: a
-    worker is then at most `slots - 1` items ahead.
+    A worker fills its slots in turn. The parent must copy an item before it asks the same worker for another one, so that
+    no slot is overwritten that is still in use.
 
     Args:
         workers: number of processes that will be forked.
-        slots: items of a worker that may wait, and the one that is being copied.
+        slots: number of items of a worker that may wait (`data.prefetch`), plus one that is being copied.
     """
 
     def __init__(self, workers: int, slots: int):
         self._slots = slots
         try:
             self._maps = [mmap.mmap(-1, slots * SLOT_BYTES) for _ in range(workers)]
-        except OSError:  # a limit on address space; torch's own way needs none
+        except OSError:  # address space is limited; use torch's shared memory
             self._maps = []
 
     def put(self, worker: int, number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor] | Place:
@@ -47,7 +47,7 @@ class Ring:
 
         Args:
             worker: number of this worker.
-            number: items that this worker returned before.
+            number: count of this worker's earlier items.
             tensors: contiguous tensors by name.
         """
         sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors.values()]
@@ -61,7 +61,7 @@ class Ring:
         return place
 
     def get(self, item: dict[str, Tensor] | Place) -> dict[str, Tensor]:
-        """Return the tensors that `put` was given. They are views, which the worker overwrites later."""
+        """Return the tensors that `put` was given. The worker overwrites these views after its next item was asked for."""
         if not isinstance(item, Place):
             return item
         return {name: self._view(item.worker, at, dtype, shape) for name, at, dtype, shape in item.tensors}

@@ -1,6 +1,6 @@
-"""Index of a webdataset tar: the byte offset of every sample, so that any sample is one read.
+"""Index of a webdataset tar: the byte offset of every sample, so that one request reads any sample.
 
-It is made once by scanning headers, and stored next to the shard (`NAME.tar.idx.npy`, from `sparo data index`) or in
+It is made once, by a scan, and stored next to the shard (`NAME.tar.idx.npy`, from `sparo data index`) or in
 the user's cache.
 """
 
@@ -28,7 +28,10 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-_SUFFIX, _MAX_EXTRA_BYTES = ".idx.npy", 4096  # a sample takes two blocks in its shard and eight bytes in its index
+_SUFFIX, _MAX_EXTRA_BYTES = (
+    ".idx.npy",
+    4096,
+)  # an index, with 8 bytes per sample, is at most so much larger than its shard
 _LAYOUT, _HEADER_LENGTH = -2, 7  # layout of index files; the first one began with a size, which is never negative
 
 
@@ -57,7 +60,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
     if local and not stat.S_ISREG(info["mode"]):
         raise DataError(f"{url}: is not a regular file. Pipes and devices do not support random access.")
     cached, beside = _cache_file(url, size, stamp), f"{path}{_SUFFIX}"
-    # An index that is requested is written again, because the old one may be wrong.
+    # With `write_index`, shards are scanned again, because a stored index may be wrong.
     stored = None if write_index else _stored_index(url, path, size, cached, info["mtime"] if local else None)
     index = _scan(url, path, size, local) if stored is None else stored
     if stored is None or not (local or cached.exists()):
@@ -79,7 +82,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
 
 
 def _stored_index(url: str, path: str, size: int, cached: Path, modified: float | None) -> ShardIndex | None:
-    """Return the index next to a shard, or from the cache; None if there is none. `modified`: time of a local shard."""
+    """Return the index next to a shard, or from the cache; None if there is none. `modified`: time of a local shard, None of a remote one."""
     beside = Path(f"{path}{_SUFFIX}")
     if modified is not None and beside.exists() and beside.stat().st_mtime >= modified:
         index = _read_index(beside, size)
@@ -99,7 +102,7 @@ def _index_on_server(url: str, size: int) -> ShardIndex | None:
 
 
 def _scan(url: str, path: str, size: int, local: bool) -> ShardIndex:
-    """Scan a shard. Of a remote one, only headers are read, so content is not part of the digest."""
+    """Scan a shard. If it is remote, only headers are read, and the digest is empty."""
     if local:
         with with_retries(url, lambda: Path(path).open("rb")) as stream:
             return with_retries(url, lambda: scan(stream, size))
@@ -132,7 +135,7 @@ def _cache_file(url: str, size: int, stamp: str) -> Path:
 
 def _read_index(path: Path, size: int) -> ShardIndex | None:
     try:
-        # More bytes than an index of that many samples needs: not an index, and it would fill memory.
+        # A file this much larger than the shard is not an index, and could fill memory.
         return None if path.stat().st_size > size + _MAX_EXTRA_BYTES else _parse_index(path, size)
     except OSError:
         return None
@@ -141,7 +144,7 @@ def _read_index(path: Path, size: int) -> ShardIndex | None:
 def _parse_index(source: Path | io.BytesIO, size: int) -> ShardIndex | None:
     """Return the index in a file: int64 [_LAYOUT, bytes of the shard, intact, the digest as four numbers, offsets …].
 
-    None if it belongs to another file, has an older layout, or cannot be the result of a scan; it is then made again.
+    None for the index of another file, of an older layout, or one that no scan can give; the shard is then scanned.
     """
     try:
         table = np.load(source, allow_pickle=False)
