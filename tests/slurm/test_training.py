@@ -144,10 +144,13 @@ def _stopped(lab, folder, job):
 
 def test_a_crash_loop_ends_with_the_reason(lab, loop):
     lab.end(loop, 90, "FAILED")
-    assert [end.partition(":")[0] for *_, end in lab.starts(loop)] == ["LostRankError"] * 2
+    # srun may end rank 0 before it has noticed that rank 1 is gone; then nobody records the end of that start.
+    ends = [end.partition(":")[0] for *_, end in lab.starts(loop)]
+    assert len(ends) == 2 and set(ends) <= {"LostRankError", ""}
     seen = lab.status(loop)[0]
     assert "2 starts in a row brought no checkpoint beyond step 0 (idle_restarts=1)" in seen["reason"]
-    assert "another rank died" in seen["reason"]
+    last = "another rank died" if any(ends) else "no rank could say why: killed, or out of memory"
+    assert last in seen["reason"]
     assert "rank 1: " in lab.sparo("launch", "logs", str(loop))  # the one that died without a word
 
 
