@@ -25,7 +25,7 @@ from sparo_train.data.read import ranges, remote
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.read.remote import find_shards
 from sparo_train.data.read.shard_index import load_index
-from sparo_train.data.read.shards import ShardReader, ShardsConfig
+from sparo_train.data.read.shards import ShardReader, ShardsConfig, close_reader
 from sparo_train.data.read.sources import DataConfig, fingerprint, open_source
 from tests.helpers.processes import sparo
 from tests.helpers.samples import jpeg, sample
@@ -238,6 +238,15 @@ def test_announced_samples_are_requested_together_and_once(server, shards):
     assert server.sent == sum(int(index.offsets[b] - index.offsets[a]) for a, b in ((8, 24), (20, 30)))
     assert not reader._ranges._waiting and not reader._ranges._bytes
     reader.close()
+
+
+def test_a_shard_that_is_read_in_order_takes_few_requests(server, shards):
+    (source,) = [open_source("a", ShardsConfig(shards=shards.urls[0]))]
+    server.sent = server.asked = 0
+    keys = [source.storages[0].read(number)[0] for number in range(40)]
+    assert keys == [f"{number:06d}" for number in range(40)] and server.asked <= 5
+    assert server.sent == int(source.storages[0].index.offsets[-1] - source.storages[0].index.offsets[0])
+    close_reader()
 
 
 def test_a_slow_request_is_made_a_second_time(server, shards, monkeypatch):

@@ -71,6 +71,10 @@ class RangeReader:
         for start, end in pairwise(offsets):
             self._waiting[url, start].append(_Waiting(request, end))
 
+    def is_announced(self, url: str, start: int) -> bool:
+        """Return whether the sample at a first byte was announced and not read yet."""
+        return (url, start) in self._waiting
+
     def read(self, url: str, start: int, end: int) -> bytes:
         """Return one sample. Raises like `read_range`."""
         if (url, start) not in self._waiting:

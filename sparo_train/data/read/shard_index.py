@@ -76,6 +76,8 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
                 raise DataError(
                     f"{url}{_SUFFIX}: cannot be written ({error}). Index the shard where you have write access, or let training index it."
                 ) from None
+            if not isinstance(error, OSError):
+                raise
     if not len(index) and not index.intact:
         _refuse_compressed(url, path, size, local)
     return index

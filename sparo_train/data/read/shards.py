@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from ...core.config import field, resumable_field
@@ -34,6 +35,7 @@ class ShardsConfig(SourceConfig):
 
 
 _OPEN_SHARDS = 64
+_SEQUENTIAL, _AT_ONCE = 3, 64  # samples that were read in order, after which the next ones are requested together
 
 
 class ShardReader:
@@ -45,6 +47,7 @@ class ShardReader:
     def __init__(self) -> None:
         self._handles: OrderedDict[str, io.FileIO | None] = OrderedDict()  # None: a file on a server
         self._ranges: RangeReader | None = None
+        self._last_read, self._in_order = ("", -1), 0
         self._indexes: OrderedDict[str, ShardIndex] = OrderedDict()
 
     def read(self, url: str, ordinal: int, index: ShardIndex | None = None) -> tuple[str, dict[str, bytes]]:
@@ -62,6 +65,7 @@ class ShardReader:
         offsets = (self.index(url) if index is None else index).offsets
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         if (stream := self._handle(url)) is None:
+            self._request_in_order(url, ordinal, offsets)
             data = self._remote().read(url, start, end)
         else:
             data = with_retries(url, lambda: os.pread(stream.fileno(), end - start, start))
@@ -84,6 +88,13 @@ class ShardReader:
         elif hasattr(os, "posix_fadvise"):
             start = int(offsets[first])
             os.posix_fadvise(stream.fileno(), start, int(offsets[last]) - start, os.POSIX_FADV_WILLNEED)
+
+    def _request_in_order(self, url: str, ordinal: int, offsets: np.ndarray) -> None:
+        """Announce the next samples to a caller that reads a whole shard without announcements, as checks and evaluations do."""
+        self._in_order = self._in_order + 1 if self._last_read == (url, ordinal - 1) else 0
+        self._last_read = (url, ordinal)
+        if self._in_order >= _SEQUENTIAL and not self._remote().is_announced(url, int(offsets[ordinal])):
+            self._remote().announce(url, offsets[ordinal : ordinal + _AT_ONCE + 1].tolist())
 
     def _remote(self) -> RangeReader:
         if self._ranges is None:
