@@ -19,7 +19,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.registries import ENGINES
-from sparo_train.data.read.loader import shared_streams
+from sparo_train.data.read.loader import number_of_streams
 from sparo_train.train.dry_run import meta_objective
 from sparo_train.train.run_config import RunConfig
 
@@ -154,7 +154,7 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
             "world_size."
         )
     # Refuse here what cannot be divided over these ranks, instead of in a job that waited for a day.
-    shared_streams(run.data, run.batch_size, ranks)
+    number_of_streams(run.data, run.batch_size, ranks)
     if run.epochs is None:  # otherwise the length depends on the data, which only the nodes may see
         run.total_steps(0)
     _refuse_untrainable(run)

@@ -41,12 +41,7 @@ class Progress:
 
 
 class Loss(NamedTuple):
-    """Loss of one batch.
-
-    Attributes:
-        total: 0-d tensor to back-propagate, logged as `loss`.
-        metrics: further values to log, detached 0-d tensors by name.
-    """
+    """Loss of one batch: `total`, a 0-d tensor to back-propagate, logged as `loss`, and `metrics`, detached 0-d tensors to log by name."""
 
     total: Tensor
     metrics: dict[str, Tensor]
@@ -312,17 +307,21 @@ class Engine(Protocol):
 
 
 class Cursor(NamedTuple):
-    """Number of samples taken from each of the plan's streams, up to and including a batch; valid for any world size."""
+    """Next position in the plan of each row of a batch; all rows of a stream together have `rows_per_stream`. Valid for any world size."""
 
     positions: tuple[int, ...]
+    rows_per_stream: int = 1
 
     @staticmethod
     def joined(parts: Sequence[Cursor]) -> Cursor:
         """Join the cursors of all ranks, in rank order."""
-        return Cursor(tuple(position for part in parts for position in part.positions))
+        rows = max((part.rows_per_stream for part in parts), default=1)
+        return Cursor(tuple(position for part in parts for position in part.positions), rows)
 
     def to_json(self) -> list[int]:
-        return list(self.positions)
+        """Return one position per stream, or, after skipped samples, the positions of all rows."""
+        n, rows = self.rows_per_stream, self.positions
+        return list(rows[::n] if all(p == rows[i - i % n] + i % n for i, p in enumerate(rows)) else rows)
 
 
 class LoaderBatch(NamedTuple):

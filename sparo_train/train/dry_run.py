@@ -9,7 +9,7 @@ import torch
 from ..core.contracts import Footprint, Objective
 from ..core.errors import ConfigError, DataError
 from ..core.registries import ENGINES
-from ..data.read.loader import shared_streams
+from ..data.read.loader import number_of_streams
 from ..data.read.plan import epoch_sizes
 from ..data.read.sources import SourceConfig, open_source
 from ..engine.engine_kind import Sizes
@@ -70,7 +70,7 @@ def dry_run(config: RunConfig) -> DryRun:
     """Resolve everything that can be known before the first step."""
     objective = meta_objective(config)
     footprint = objective.footprint(config.batch_size // (config.world_size or 1), config.batch_size)
-    shared_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
+    number_of_streams(config.data, config.batch_size, config.world_size or 1)  # training would refuse the same
     facts = [_source(name, source) for name, source in config.data.sources.items()]
     available = [f for f in facts if f.samples is not None]
     whole = sum(epoch_sizes([f.samples or 0 for f in available], [f.weight for f in available]))

@@ -117,7 +117,7 @@ class RunConfig(Frozen):
     batch_size: int = field(..., "Samples per optimizer step over all ranks.", gt=0, lt=1 << 31)
     world_size: int | None = resumable_field(
         None,
-        "Number of ranks that this run must have. Default: any number that divides data.streams.",
+        "Number of ranks that this run must have. Default: any number that divides batch_size.",
         gt=0,
         examples=[8],
     )

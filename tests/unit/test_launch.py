@@ -172,7 +172,7 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
 
 def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(recipe, tmp_path):
     done = sparo("launch", "train", str(recipe), "name=x", "--cluster", "local", "--tasks-per-node", "3", cwd=tmp_path)
-    assert done.returncode == 2 and "3 ranks cannot share them evenly" in done.stderr
+    assert done.returncode == 2 and "3 ranks cannot share it evenly" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--cluster", "local", cwd=tmp_path)
     assert done.returncode == 2 and "got 1 rank(s) (1 node(s) with 1 each)" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "freeze=['model.*']", "--cluster", "local", cwd=tmp_path)

@@ -58,8 +58,8 @@ def same(a, b):
 
 
 def test_worker_count_changes_nothing(shards):
-    runs = [take(pipeline(shards, workers=w).start(), 15) for w in (0, 1, 2)]
-    assert all(same(a, b) and same(a, c) for a, b, c in zip(*runs, strict=True))
+    runs = [take(pipeline(shards, workers=w).start(), 15) for w in (0, 1, 2, 6)]  # of 4 streams
+    assert all(all(same(parts[0], other) for other in parts[1:]) for parts in zip(*runs, strict=True))
 
 
 def test_resuming_at_any_batch_continues_bit_equal(shards):
@@ -94,7 +94,8 @@ def test_any_ranks_and_workers_read_the_same_global_batches(shards, tmp_path, br
     straight = ranks(root, 1, None, 14, workers=0)
     assert equal_steps(ranks(root, 2, None, 14, workers=1), straight)
     assert equal_steps(ranks(root, 4, None, 14, workers=0), straight)
-    for before, after, at in ((2, 4, 5), (4, 1, 9), (1, 2, 12)):  # the world size changes at step `at`
+    assert equal_steps(ranks(root, 8, None, 14, workers=0), straight)  # two ranks share each stream
+    for before, after, at in ((2, 8, 5), (8, 1, 9), (1, 2, 12)):  # the world size changes at step `at`
         first = ranks(root, before, None, at, workers=0)
         assert equal_steps(first + ranks(root, after, first[-1][1], 14 - at, workers=0), straight)
 
@@ -105,8 +106,8 @@ def test_shards_that_are_not_whole_are_reported_once(tmp_path):
     assert [sum(reason == "truncated tar" for _, reason in skipped) for skipped in found] == [1, 0]
 
 
-def test_ranks_that_cannot_share_the_streams_are_refused(shards):
-    with pytest.raises(ConfigError, match=r"data\.streams=4: 3 ranks cannot share them evenly"):
+def test_ranks_that_cannot_share_a_batch_are_refused(shards):
+    with pytest.raises(ConfigError, match=r"batch_size=8: 3 ranks cannot share it evenly"):
         pipeline(shards, 0, 3)
 
 
@@ -177,7 +178,8 @@ def test_bad_samples_are_skipped_and_counted_by_shard_and_reason(tmp_path):
     assert found[second, "truncated tar"] == lost > 10  # estimated from the whole shard beside it, and exact here
     assert {r for (u, r) in found if u == first} == {"bad image", "missing caption", "bad text", "missing image"}
     skipped = sum(found.values()) - lost
-    assert sum(deliveries[-1].cursor.positions) == 8 * len(deliveries) + skipped
+    start = [0, 1] * 4  # the first positions of the two rows of each stream
+    assert sum(deliveries[-1].cursor.positions) - sum(start) == 2 * (8 * len(deliveries) + skipped)
 
 
 def test_resume_after_bad_samples_is_exact(tmp_path):

@@ -101,18 +101,24 @@ class Announced:
     st.integers(1, 9),
     st.integers(1, 50),
     st.integers(0, 200),
+    st.integers(1, 5),
+    st.integers(1, 3),
 )
-@settings(max_examples=80, deadline=None)
-def test_every_sample_is_announced_once_and_before_it_is_read(counts, streams, chunk, window, start):
+@settings(max_examples=120, deadline=None)
+def test_every_sample_is_announced_once_and_before_it_is_read(counts, streams, chunk, window, start, rows, processes):
     plan = Plan([counts], [1.0], 0, min(streams, sum(counts)), chunk=chunk, window=window)
-    storages = [Announced() for _ in counts]
-    ahead = ReadAhead(plan, [SimpleNamespace(storages=storages)])
-    for position in range(start, start + 120):
-        ahead.advance(0, position)
-        ref = plan.at(0, position)
-        storages[ref.shard].waiting[ref.ordinal] -= 1
-        assert min(min(s.waiting.values(), default=0) for s in storages) >= 0
-        assert sum(s.waiting.total() for s in storages) <= 2 * min(window, plan.stream_length(0))
+    for process in range(min(processes, rows)):
+        storages = [Announced() for _ in counts]
+        own = range(process * rows // processes, (process + 1) * rows // processes)
+        at = {row: start + row for row in own}
+        ahead = ReadAhead(plan, [SimpleNamespace(storages=storages)], at, rows)
+        for row in list(own) * (120 // rows):
+            ahead.advance(0, at[row])
+            ref = plan.at(0, at[row])
+            at[row] += rows
+            storages[ref.shard].waiting[ref.ordinal] -= 1
+            assert min(min(s.waiting.values(), default=0) for s in storages) >= 0
+            assert sum(s.waiting.total() for s in storages) <= 2 * min(window, plan.stream_length(0))
 
 
 def test_seeds_and_epochs_give_other_orders():

@@ -35,6 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Serves `server.files`; `server.trouble` has what goes wrong with the next answers, one by one."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # header and body are separate packets
 
     def log_message(self, *args):
         pass

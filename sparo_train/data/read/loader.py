@@ -86,7 +86,7 @@ def as_samples(images: Tensor, captions: Sequence[str] = ()) -> list[Sample]:
 
 
 class WorkerBatch(NamedTuple):
-    """One worker's part of a batch: `per_stream` examples of each of its streams, and the positions of the streams."""
+    """One worker's part of a batch: an example of each of its rows, and the rows' next positions."""
 
     batch: dict[str, Tensor] | Place
     positions: list[int]
@@ -95,7 +95,7 @@ class WorkerBatch(NamedTuple):
 
 
 class _Workers(IterableDataset[WorkerBatch | SparoError]):
-    """Iterator inside a loader worker over its streams in turn, without end.
+    """Iterator inside a loader worker over its rows in turn, without end.
 
     User errors are returned instead of raised, because torch would bury their message in the worker's traceback.
     """
@@ -107,18 +107,16 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         info = get_worker_info()
         number, of = (info.id, info.num_workers) if info else (0, 1)
         p = self.pipeline
-        # Whole streams per worker: a single process reads a stream, so its position is one number.
-        streams = p.own[number * len(p.own) // of : (number + 1) * len(p.own) // of]
-        at = {stream: self.positions[stream] for stream in streams}
-        ahead = ReadAhead(p.plan, p.sources)
+        at = {row: self.positions[row] for row in p.rows_of_worker(number, of)}
+        ahead = ReadAhead(p.plan, p.sources, at, p.per_stream)
         try:
             for item in count():
                 skipped, keys = Counter[tuple[str, str]](), dict[tuple[str, str], str]()
-                examples = [e for stream in streams for e in self._take(stream, at, ahead, skipped, keys)]
+                examples = [self._take(row, at, ahead, skipped, keys) for row in at]
                 batch = p.examples.stack(examples)
                 if info:
                     batch = self.ring.put(number, item, batch)
-                yield WorkerBatch(batch, [at[stream] for stream in streams], dict(skipped), keys)
+                yield WorkerBatch(batch, list(at.values()), dict(skipped), keys)
         except SparoError as error:
             yield error
         finally:
@@ -126,49 +124,45 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
 
     def _take(
         self,
-        stream: int,
+        row: int,
         at: dict[int, int],
         ahead: ReadAhead,
         skipped: Counter[tuple[str, str]],
         keys: dict[tuple[str, str], str],
-    ) -> Iterator[Any]:
-        p, length = self.pipeline, self.pipeline.plan.stream_length(stream)
-        for _ in range(p.per_stream):
-            # Two passes, because every window is read as a whole once, wherever the stream started.
-            for _tries in range(2 * length + 1):
-                position = at[stream]
-                ahead.advance(stream, position)
-                ref = p.plan.at(stream, position)
-                # Before reading, so that a failing sample counts as read.
-                at[stream] = position + 1
-                try:
-                    yield p.example(ref)
-                    break
-                except BadSampleError as bad:
-                    what = (p.sources[ref.source].storages[ref.shard].url, str(bad))
-                    skipped[what] += 1
-                    key = bad.key or f"number {ref.ordinal}"
-                    keys.setdefault(what, f"{key} ({bad.detail})" if bad.detail else key)
-            else:
-                worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
-                raise DataError(
-                    f"data: a whole pass over stream {stream} has no usable sample: {worst}{_advice(worst)}"
-                )
+    ) -> Any:
+        """Return the next usable example of a row."""
+        p, stream = self.pipeline, row // self.pipeline.per_stream
+        # Two passes, because every window is read as a whole once, wherever the stream started.
+        for _ in range(2 * p.plan.stream_length(stream) + 1):
+            position = at[row]
+            ahead.advance(stream, position)
+            ref = p.plan.at(stream, position)
+            # Before reading, so that a failing sample counts as read.
+            at[row] = position + p.per_stream
+            try:
+                return p.example(ref)
+            except BadSampleError as bad:
+                what = (p.sources[ref.source].storages[ref.shard].url, str(bad))
+                skipped[what] += 1
+                key = bad.key or f"number {ref.ordinal}"
+                keys.setdefault(what, f"{key} ({bad.detail})" if bad.detail else key)
+        worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
+        raise DataError(f"data: a whole pass over stream {stream} has no usable sample: {worst}{_advice(worst)}")
 
 
-def shared_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
+def number_of_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
     """Return the number of streams that the data is divided into.
 
     Raises:
-        ConfigError: the number does not divide the batch size, or is not divisible by the number of ranks.
+        ConfigError: the streams or the ranks cannot share a batch evenly.
     """
     streams = config.streams or default_streams(batch_size)
     if batch_size % streams:
         raise ConfigError(f"data.streams={streams} does not divide batch_size={batch_size}")
-    if streams % world_size:
+    if batch_size % world_size:
         raise ConfigError(
-            f"data.streams={streams}: {world_size} ranks cannot share them evenly. Set data.streams to a multiple of "
-            f"{world_size} that divides batch_size={batch_size}, or use a number of ranks that divides {streams}."
+            f"batch_size={batch_size}: {world_size} ranks cannot share it evenly. Use a multiple of {world_size}, or a number of ranks "
+            f"that divides {batch_size}."
         )
     return streams
 
@@ -181,19 +175,18 @@ class Pipeline:
         batch_size: examples per global batch.
         examples: content of the batches.
         seed: the run's seed.
-        rank, world_size: this process reads its contiguous block of streams; the global batch consists of the ranks'
-            batches in order.
+        rank, world_size: this process reads its contiguous block of the rows of each global batch.
 
     Raises:
-        ConfigError: `data.streams` does not divide the batch size.
-        DataError: a source has no samples; from `start`: too many shards are incomplete.
+        ConfigError: `data.streams` or the number of ranks does not divide the batch size.
+        DataError: a source has no samples.
     """
 
     def __init__(
         self, config: DataConfig, batch_size: int, examples: Examples, seed: int, rank: int = 0, world_size: int = 1
     ):
-        streams = shared_streams(config, batch_size, world_size)
-        self.rank, self.own = rank, range(rank * streams // world_size, (rank + 1) * streams // world_size)
+        streams = number_of_streams(config, batch_size, world_size)
+        self.rank, self.rows = rank, range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.config, self.batch_size, self.examples, self.seed = config, batch_size, examples, seed
         self.sources = [open_source(name, source) for name, source in config.sources.items()]
         self.plan = Plan(
@@ -205,8 +198,8 @@ class Pipeline:
             config.shuffle_window,
         )
         self.per_stream = batch_size // streams
-        # A worker without a stream would have nothing to return.
-        self.workers = min(config.workers, len(self.own))
+        # A worker without a row would have nothing to return.
+        self.workers = min(config.workers, len(self.rows))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.shuffle_window, "seed": seed}
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
 
@@ -214,16 +207,45 @@ class Pipeline:
         """Return the first images of this rank's batch, for display."""
         return self.examples.preview(batch, count)
 
-    def start(self, cursor: Cursor | None = None, device: torch.device = _CPU) -> Batches:
-        """Start the workers. Returns this rank's batches from the beginning or after `cursor` (of all streams), without end.
+    def rows_of_worker(self, number: int, workers: int) -> range:
+        """Return the rows of this rank's batches that worker `number` of `workers` reads."""
+        n, own = self.per_stream, self.rows
+        streams = range(own.start // n, -(-own.stop // n))
+        if len(streams) < workers:
+            return own[number * len(own) // workers : (number + 1) * len(own) // workers]
+        # Whole streams where possible, because then neighbouring samples are requested together.
+        first, end = (streams.start + i * len(streams) // workers for i in (number, number + 1))
+        return range(max(own.start, first * n), min(own.stop, end * n))
 
-        A batch's cursor contains this rank's streams; the positions of all ranks in order are the whole cursor.
+    def _next_positions(self, cursor: Cursor | None) -> list[int]:
+        """Return the next position of every row of a global batch.
+
+        Position p of a stream, which a cursor of one position per stream has, stands for rows that continue with p, p+1, …
+        """
+        given, n = cursor.positions if cursor else (0,) * self.plan.streams, self.per_stream
+        before = len(given) // self.plan.streams
+        if len(given) % self.plan.streams or not before or n % before:
+            raise DataError(
+                f"batch_size={self.batch_size}: the checkpoint has positions in the data for {len(given)} rows, because samples were "
+                f"skipped. Use a multiple of {len(given)} as batch_size."
+            )
+        # If a batch has more rows than before, each row is divided: its next samples go to the new rows in turn.
+        groups = [given[i : i + before] for i in range(0, len(given), before)]
+        return [p + step * before for group in groups for step in range(n // before) for p in group]
+
+    def start(self, cursor: Cursor | None = None, device: torch.device = _CPU) -> Batches:
+        """Start the workers. Returns this rank's batches from the beginning or after `cursor` (of all ranks), without end.
+
+        A batch's cursor contains this rank's rows; the positions of all ranks in order are the whole cursor.
 
         Args:
-            cursor: position of all streams; None: the beginning.
+            cursor: position in all streams; None: the beginning.
             device: batches for a GPU are in pinned memory.
+
+        Raises:
+            DataError: too many shards are incomplete, or the cursor does not fit this batch size.
         """
-        positions = cursor.positions if cursor else (0,) * self.plan.streams
+        positions = self._next_positions(cursor)
         broken = refuse_broken(self.sources, self.config)
         # A run's checkpoints carry these counts from then on, so they are added once in its life, on one rank.
         news = cursor is None and self.rank == 0
@@ -272,14 +294,14 @@ class Pipeline:
         positions = tuple(at for p in parts for at in p.positions)
         return LoaderBatch(
             batch,
-            Cursor(positions),
+            Cursor(positions, self.per_stream),
             dict(sum((Counter(p.skipped) for p in parts), skipped)),
             {what: key for p in parts for what, key in p.first_keys.items()},
         )
 
 
 def default_streams(batch_size: int) -> int:
-    """Return the default number of streams: 16, or more for batches over 256 (up to 512), so that many ranks and workers can share them."""
+    """Return the default number of streams: 16, or more for batches over 256 (up to 512), so that many ranks and workers read whole streams."""
     target = 1 << max(4, min(9, (batch_size // 8).bit_length() - 1))
     # It must divide the batch, because a batch takes the same number of samples from each stream.
     return math.gcd(batch_size, target)

@@ -9,8 +9,9 @@ each stream is shuffled inside windows:
     epoch      (seed, epoch)                   order of all chunks
     window     (seed, epoch, stream, window)   order inside a window of a stream
 
-A global batch takes batch/C samples from each stream. Streams are distributed over ranks and workers. Any number of
-ranks and workers therefore reads the same global batches, and a cursor consists of C integers.
+A global batch has batch/C rows of each stream, and the rows take the stream's samples in turn: row i of n reads the
+positions i, i+n, i+2n, … If a sample cannot be used, its row alone skips it. Rows are distributed over ranks and workers.
+Any number of ranks and workers therefore reads the same global batches, and a cursor is the next position of each row.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class DataConfig(Frozen):
     prefetch: int = resumable_field(4, "Batches that each worker prepares ahead.", ge=1, le=1024)
     streams: int | None = field(
         None,
-        "Number of streams of the data plan. Must divide batch_size. Default: 16 to 512, depending on batch_size.",
+        "Number of streams of the data plan. Must divide batch_size. With fewer streams than loader workers, over all ranks, several "
+        "workers read the samples of a stream in turn. Default: 16 to 512, depending on batch_size.",
         gt=0,
     )
     chunk: int = field(
