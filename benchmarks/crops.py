@@ -19,9 +19,9 @@ from common import interleave, parser, report, row, seconds
 from PIL import Image, ImageFilter, ImageOps
 from torchvision import transforms as T
 
+from sparo_train.data.decode.decoding import decode, decode_pixels
 from sparo_train.data.examples.image_transforms import Picture
 from sparo_train.data.examples.multi_crop import CropsConfig, multi_crop
-from sparo_train.data.read.decoding import decode, decode_pixels
 from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 
 MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))

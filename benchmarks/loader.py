@@ -112,8 +112,8 @@ def our_rate(urls: list[str], count: int, mode: str) -> float:
 
     from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
     from sparo_train.data.read.loader import Pipeline
-    from sparo_train.data.read.shards import ShardsConfig
-    from sparo_train.data.read.sources import DataConfig
+    from sparo_train.data.sources.base import DataConfig
+    from sparo_train.data.sources.shards import ShardsConfig
     from sparo_train.models.clip_config import ClipConfig
     from sparo_train.objectives.clip import ClipObjective
     from sparo_train.objectives.clip_config import ClipObjectiveConfig

@@ -67,8 +67,8 @@ def rate(urls: list[str], batches: int) -> float:
 
     from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
     from sparo_train.data.read.loader import Pipeline
-    from sparo_train.data.read.shards import ShardsConfig
-    from sparo_train.data.read.sources import DataConfig
+    from sparo_train.data.sources.base import DataConfig
+    from sparo_train.data.sources.shards import ShardsConfig
 
     torch.set_num_threads(1)
     config = DataConfig(sources={"x": ShardsConfig(shards=tuple(urls))}, workers=WORKERS, shuffle_window=256)

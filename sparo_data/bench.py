@@ -10,7 +10,7 @@ import torch
 
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.read.shards import close_reader
+from sparo_train.data.sources.shards import close_reader
 
 
 class Timing(NamedTuple):

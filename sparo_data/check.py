@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError
+from sparo_train.data.decode.decoding import PixelRange, notes, open_picture
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_image, image_bytes
-from sparo_train.data.read.decoding import PixelRange, notes, open_picture
-from sparo_train.data.read.shards import ShardReader
-from sparo_train.data.read.sources import SourceConfig
+from sparo_train.data.sources.base import SourceConfig
+from sparo_train.data.sources.shards import ShardReader
 from sparo_train.data.video.episode import Episode, is_episode
 from sparo_train.data.video.views import MultiViewScene, is_scene
 

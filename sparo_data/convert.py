@@ -12,8 +12,8 @@ from pathlib import Path
 from evals.sets.base import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
 from sparo_train.core.files import escape_control_chars
-from sparo_train.data.read.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
-from sparo_train.data.read.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
+from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
+from sparo_train.data.sources.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
 
 from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, write_dataset
 
@@ -129,7 +129,7 @@ def convert_folder(
 ) -> ConversionResult:
     """Convert an image folder: `CLASS/…/name.jpg` captioned by `template`, or `name.jpg` with `name.txt`.
 
-    Classes are those of `sparo_train.data.read.folder`; a `classnames.txt` in `source` names them, one per line in
+    Classes are those of `sparo_train.data.sources.folder`; a `classnames.txt` in `source` names them, one per line in
     their order.
 
     Args:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.world import stop_here
+from sparo_train.data.decode.decoding import TRAINING, Decoding, PixelRange, from_array, to_8bit
 from sparo_train.data.examples.image_transforms import normalise
-from sparo_train.data.read.decoding import TRAINING, Decoding, PixelRange, from_array, to_8bit
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform

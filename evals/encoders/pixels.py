@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError
+from sparo_train.data.decode.decoding import PixelRange, to_8bit
 from sparo_train.data.examples.image_transforms import centre, shortest_side, thin_centre
-from sparo_train.data.read.decoding import PixelRange, to_8bit
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_bytes, read_text
 from sparo_train.core.world import stop_here
-from sparo_train.data.read.decoding import PUBLISHED, Decoding, decode
+from sparo_train.data.decode.decoding import PUBLISHED, Decoding, decode
 from sparo_train.data.read.workers import WorkerItems
 
 OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}

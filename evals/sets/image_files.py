@@ -12,7 +12,7 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_json
-from sparo_train.data.read.folder import class_order, open_folder, refuse_splits
+from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
 from .base import EvalSet, Fact, FactKind, Layout, open_image, sha256, sizes_of
 from .task_config import SetTaskConfig

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from sparo_train.data.read.decoding import to_8bit
+from sparo_train.data.decode.decoding import to_8bit
 
 from ..encoders.encoder import Encoder
 from ..encoders.pixels import MappedPixels, Pixels, SquarePixels

@@ -19,8 +19,8 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
 from sparo_train.data.read.loader import Examples
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import Source, fingerprint, open_source
+from sparo_train.data.sources.base import Source, fingerprint, open_source
+from sparo_train.data.sources.shards import ShardsConfig
 
 from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder

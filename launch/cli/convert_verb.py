@@ -168,7 +168,7 @@ def _convert_published(source: Path, folder: Path, kind: str, options: dict[str,
 def _print_summary(folder: Path, converted: ConversionResult, whole: bool) -> None:
     """Print a summary, and the next commands to type."""
     from sparo_train.core.recipe.config_keys import value_text
-    from sparo_train.data.read.folder import left_out_text
+    from sparo_train.data.sources.folder import left_out_text
 
     scored = f", {converted.test} images to score ({converted.task})" if converted.task else ""
     console.print(

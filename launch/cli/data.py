@@ -19,7 +19,7 @@ from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_co
 from .synthetic_verbs import Processes, max_objects_option, print_ready
 
 if TYPE_CHECKING:  # not imported for `sparo --help`
-    from sparo_train.data.read.decoding import PixelRange
+    from sparo_train.data.decode.decoding import PixelRange
 
 
 class ObjectKind(StrEnum):  # of sparo_data/synthetic/object_scenes.py, which is imported when needed
@@ -136,9 +136,9 @@ def index(
     shards: Annotated[list[str], typer.Argument(help="Folders, globs, brace ranges or URLs.")], part: ShareOption = None
 ) -> None:
     """Index shards (NAME.tar.idx.npy), so that training starts at once."""
-    from sparo_train.data.read.remote import find_shards
-    from sparo_train.data.read.shards import ShardsConfig
-    from sparo_train.data.read.sources import open_source
+    from sparo_train.data.sources.base import open_source
+    from sparo_train.data.sources.remote import find_shards
+    from sparo_train.data.sources.shards import ShardsConfig
 
     number, of = parse_part(part) or (0, 1)
     # Alternately, because shards of equal size take equal time.
@@ -167,8 +167,8 @@ def check(
     ] = False,
 ) -> None:
     """Read and decode all samples; report counts, duplicates and broken samples. Exit with code 1 if anything is broken."""
-    from sparo_train.data.read.remote import find_shards
-    from sparo_train.data.read.shards import ShardsConfig, record_hash
+    from sparo_train.data.sources.remote import find_shards
+    from sparo_train.data.sources.shards import ShardsConfig, record_hash
 
     from ..views.progress import check_facts, check_lines, check_with_bar
 
@@ -192,7 +192,7 @@ def _pixel_range(text: str) -> PixelRange:
     from pydantic import TypeAdapter, ValidationError
 
     from sparo_train.core.recipe.recipe_yaml import parse_yaml
-    from sparo_train.data.read.decoding import PixelRange
+    from sparo_train.data.decode.decoding import PixelRange
 
     try:
         return TypeAdapter(PixelRange).validate_json(json.dumps(parse_yaml(text, "--pixel-range"), default=str))

@@ -20,7 +20,7 @@ from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
 from evals.slots.page_arrays import Arrays, limited
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.registries import TASKS
-from sparo_train.data.read.decoding import to_8bit
+from sparo_train.data.decode.decoding import to_8bit
 
 from ..commands.slot_work import Bench
 

@@ -21,8 +21,8 @@ from rich.progress import (
 from sparo_data.check import Report, check
 from sparo_train.core.disk.metrics import straggler
 from sparo_train.core.files import escape_control_chars
-from sparo_train.data.read.decoding import PixelRange
-from sparo_train.data.read.sources import SourceConfig
+from sparo_train.data.decode.decoding import PixelRange
+from sparo_train.data.sources.base import SourceConfig
 
 from .terminal import console, logs_on_terminal
 

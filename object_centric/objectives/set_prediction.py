@@ -17,7 +17,7 @@ from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
 from sparo_train.models.precision import at_least_fp32
 from sparo_train.objectives.method import Method
 

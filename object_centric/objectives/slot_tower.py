@@ -16,7 +16,7 @@ from sparo_train.core.registry import FromRegistry
 from sparo_train.data.examples.image_transforms import eval_pixels, flip, planes, train_pixels
 from sparo_train.data.examples.samples import decode_for_training, image_bytes
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
 
 from ..encoders.convnet import ConvNetConfig, grid
 from ..encoders.transformer import TransformerConfig

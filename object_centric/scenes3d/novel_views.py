@@ -16,7 +16,7 @@ from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progre
 from sparo_train.core.disk.metrics import Sample
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
 from sparo_train.data.video.cameras import cut_lens
 from sparo_train.data.video.episode import FramesConfig
 from sparo_train.data.video.views import MultiViewScene

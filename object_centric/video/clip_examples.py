@@ -15,7 +15,7 @@ from sparo_train.core.disk.metrics import Sample
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.examples.image_transforms import Crop, eval_pixels, random_resized_crop_box, resized_crop
 from sparo_train.data.read.loader import Examples, OnStage, as_samples, ignore_stage
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
 from sparo_train.data.video.episode import Episode, FramesConfig
 
 from .video_tower import TimedTowerConfig

@@ -17,7 +17,7 @@ from pydantic import NonNegativeInt
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_json, write_whole
-from sparo_train.data.read.decoding import PUBLISHED, TRAINING, decode
+from sparo_train.data.decode.decoding import PUBLISHED, TRAINING, decode
 
 from ..writer import Fields, encode_image, write_manifest, write_shards, write_wds_layout
 

@@ -104,12 +104,12 @@ OPTIMIZERS = Registry(
     ("build", "state_names"),
 )
 
-# Data sources: config, and a function that opens the source (data/read/sources.py).
+# Data sources: config, and a function that opens the source (data/sources/base.py).
 SOURCES = Registry(
     "sparo.sources",
     {
-        "shards": "sparo_train.data.read.shards:SOURCE",
-        "folder": "sparo_train.data.read.folder:SOURCE",
+        "shards": "sparo_train.data.sources.shards:SOURCE",
+        "folder": "sparo_train.data.sources.folder:SOURCE",
     },
     ("config", "open"),
 )

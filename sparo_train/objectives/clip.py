@@ -15,7 +15,7 @@ from ..core.contracts import Batch, CoupledObjective, Follow, Footprint, Loss, P
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamples
 from ..data.examples.image_transforms import normalise
-from ..data.read.sources import DataConfig
+from ..data.sources.base import DataConfig
 from ..models.clip_model import Clip
 from ..models.clip_towers import layer_of
 from ..models.readout import ReadOut, readouts

@@ -21,7 +21,7 @@ from ..core.errors import DataError
 from ..core.schedules import cosine, linear
 from ..data.examples.image_transforms import normalise
 from ..data.examples.multi_crop import CropExamples, CropsConfig
-from ..data.read.sources import PAIR_KEYS, DataConfig
+from ..data.sources.base import PAIR_KEYS, DataConfig
 from ..models.readout import readouts
 from ..models.vit import DinoHeadConfig, DinoNet
 from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig

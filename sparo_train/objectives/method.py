@@ -9,7 +9,7 @@ from typing import Any
 from ..core.config import Frozen
 from ..core.contracts import Objective
 from ..data.read.loader import Examples
-from ..data.read.sources import DataConfig
+from ..data.sources.base import DataConfig
 
 
 def no_rules(run: Any) -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from ..core.contracts import DeviceContext
 from ..core.errors import BadSampleError, DataError, SparoError
-from ..data.read.sources import Source, Storage
 from ..data.read.token_cache import TokenCache
 from ..data.read.workers import WorkerItems
+from ..data.sources.base import Source, Storage
 from ..models.clip_towers import layer_of
 from ..models.weight_files.weights import weights_sha256
 

@@ -19,8 +19,8 @@ from ..data.examples.image_text import ImageTextExamples
 from ..data.examples.image_transforms import eval_pixels, planes
 from ..data.examples.samples import caption, decode_for_training, decode_image, image_bytes, list_captions
 from ..data.read.loader import OnStage, ignore_stage
-from ..data.read.sources import Source
 from ..data.read.token_cache import TokenCache, digest_of
+from ..data.sources.base import Source
 from .clip_config import CacheConfig
 from .token_cache_builder import (
     Encode,

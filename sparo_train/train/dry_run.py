@@ -11,7 +11,7 @@ from ..core.errors import ConfigError, DataError
 from ..core.registries import ENGINES
 from ..data.read.loader import number_of_streams
 from ..data.read.plan import epoch_sizes
-from ..data.read.sources import SourceConfig, open_source
+from ..data.sources.base import SourceConfig, open_source
 from ..engine.engine_kind import Sizes
 from ..engine.optim import OptimConfig, build_optimizer
 from .build import build_objective

@@ -17,10 +17,10 @@ from ..core.errors import CheckpointError, ConfigError, SparoError, SupersededEr
 from ..core.logs import FILE_ONLY, RunLog, logging_to
 from ..core.world import find_world
 from ..data.examples.samples import missing_caption_keys
-from ..data.read.folder import left_out_text
 from ..data.read.loader import Pipeline
 from ..data.read.plan import source_shares
-from ..data.read.sources import Source, refuse_changed
+from ..data.sources.base import Source, refuse_changed
+from ..data.sources.folder import left_out_text
 from ..engine.optim import group_numbers
 from .build import build_engine, build_objective, build_pipeline, build_ranks
 from .meter import FlopCounter

@@ -12,7 +12,7 @@ from ..core.errors import ConfigError
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
 from ..core.registries import ENGINES, METHODS, OPTIMIZERS, TASKS
 from ..core.registry import FromRegistry, Registry
-from ..data.read.sources import DataConfig
+from ..data.sources.base import DataConfig
 from ..engine.optim import AdamWConfig, OptimConfig
 
 TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `eval.tasks`

@@ -29,10 +29,10 @@ from launch.cli.process import call
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, SparoError
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
-from sparo_train.data.read import remote
-from sparo_train.data.read.shard_index import load_index
-from sparo_train.data.read.shards import ShardReader, ShardsConfig
-from sparo_train.data.read.sources import DataConfig, open_source
+from sparo_train.data.sources import remote
+from sparo_train.data.sources.base import DataConfig, open_source
+from sparo_train.data.sources.shard_index import load_index
+from sparo_train.data.sources.shards import ShardReader, ShardsConfig
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import sample
 from tests.parity.test_weight_files import tiny

@@ -21,9 +21,9 @@ from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.image_text import ClipTokenizer
 from sparo_train.data.examples.samples import MAX_WORD_CHARS, decode_image
-from sparo_train.data.read.shard_index import load_index
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.tar import scan, unpack
+from sparo_train.data.sources.shard_index import load_index
+from sparo_train.data.sources.shards import ShardsConfig
+from sparo_train.data.sources.tar import scan, unpack
 from tests.helpers.samples import jpeg, sample
 from tests.hostile.conftest import assert_ends
 

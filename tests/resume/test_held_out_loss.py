@@ -18,7 +18,7 @@ from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
 from sparo_train.train.build import build_objective
 from tests.helpers.recipes import dino_recipe, tiny_recipe
 from tests.helpers.runs import assert_bit_equal, run

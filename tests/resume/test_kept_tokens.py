@@ -13,8 +13,8 @@ from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.world import World
+from sparo_train.data.decode.decoding import decode_pixels
 from sparo_train.data.examples.image_transforms import eval_pixels
-from sparo_train.data.read.decoding import decode_pixels
 from sparo_train.data.read.plan import SampleRef
 from sparo_train.data.read.token_cache import TokenCache, digest_of
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks

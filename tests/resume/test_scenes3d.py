@@ -13,8 +13,8 @@ from launch.commands.train import train
 from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import DataError
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.processes import sparo, start_sparo
 from tests.helpers.recipes import slots_recipe
 from tests.helpers.runs import assert_bit_equal, goes_on_across_engines, kill_behind, losses_of, run

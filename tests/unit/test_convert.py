@@ -10,7 +10,7 @@ from evals.sets.wds import WdsSet
 from launch.recipes import find_recipe
 from sparo_data.convert import convert_csv, convert_folder
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.read.shards import ShardReader
+from sparo_train.data.sources.shards import ShardReader
 from sparo_train.train.run_config import load_run
 from tests.helpers.processes import sparo
 from tests.helpers.samples import jpeg

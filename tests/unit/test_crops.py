@@ -9,8 +9,8 @@ from torchvision.transforms import functional as F
 from sparo_train.data.examples import multi_crop as augment
 from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig, crop, multi_crop
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig
+from sparo_train.data.sources.base import DataConfig
+from sparo_train.data.sources.shards import ShardsConfig
 
 
 @pytest.fixture(scope="module")

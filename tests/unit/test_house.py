@@ -121,12 +121,16 @@ def test_the_loop_may_read_of_data_the_budget_and_the_fingerprint_alone():
     ]
     (loop,) = [c for c in contracts if c["name"].startswith("the loop knows")]
     read = {
-        f"sparo_train.data.read.{p.stem}" for p in (ROOT / "sparo_train/data/read").glob("*.py") if p.stem != "__init__"
+        f"sparo_train.data.{folder}.{path.stem}"
+        for folder in ("read", "sources")
+        for path in (ROOT / "sparo_train/data" / folder).glob("*.py")
+        if path.stem != "__init__"
     }
     rooms = {
         f"sparo_train.data.{p.name}" for p in (ROOT / "sparo_train/data").iterdir() if (p / "__init__.py").is_file()
     }
-    allowed = {"sparo_train.data.read", "sparo_train.data.read.bad_samples", "sparo_train.data.read.sources"}
+    budget_and_fingerprint = {"sparo_train.data.read.bad_samples", "sparo_train.data.sources.base"}
+    allowed = {"sparo_train.data.read", "sparo_train.data.sources", *budget_and_fingerprint}
     assert (read | rooms) - set(loop["forbidden_modules"]) == allowed
 
 

@@ -14,15 +14,16 @@ from PIL import Image, ImageOps
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.recipe.renamed import with_new_names
 from sparo_train.core.rng import generator
+from sparo_train.data.decode import decoding
+from sparo_train.data.decode.decoding import PUBLISHED, TRAINING, decode, decode_pixels
+from sparo_train.data.decode.jpeg import decode_jpeg
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
 from sparo_train.data.examples.image_transforms import eval_pixels, planes, train_pixels
 from sparo_train.data.examples.multi_crop import CropsConfig, multi_crop
-from sparo_train.data.read import decoding, ring
-from sparo_train.data.read.decoding import PUBLISHED, TRAINING, decode, decode_pixels
-from sparo_train.data.read.jpeg import decode_jpeg
+from sparo_train.data.read import ring
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig
+from sparo_train.data.sources.base import DataConfig
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.train.run_config import RunConfig
 
 

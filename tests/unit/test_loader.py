@@ -28,9 +28,9 @@ from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.read import workers
 from sparo_train.data.read.bad_samples import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig, open_source
 from sparo_train.data.read.workers import WorkerItems
+from sparo_train.data.sources.base import DataConfig, open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.train.fit import source_lines
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe

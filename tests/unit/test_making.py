@@ -32,7 +32,7 @@ from sparo_data.emoji_sets import make_emoji
 from sparo_data.fashion_mnist import FASHION, make_fashion_mnist
 from sparo_data.writer import write_shard, write_wds_layout
 from sparo_train.core.errors import DataError
-from sparo_train.data.read.shards import ShardReader, ShardsConfig
+from sparo_train.data.sources.shards import ShardReader, ShardsConfig
 from tests.helpers.processes import sparo
 from tests.helpers.samples import sample
 

@@ -14,8 +14,8 @@ from sparo_data.official.tfrecord import parse_example, records
 from sparo_data.official.videos import movi_videos, resize_video
 from sparo_data.writer import encode_image
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.episode import Episode
 from tests.unit.test_tfrecord import tfrecords
 

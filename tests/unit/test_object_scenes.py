@@ -11,8 +11,8 @@ from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.tracer.render import project
 from sparo_data.tracer.solids import PATTERNS, Texture, apply_texture
 from sparo_train.core.errors import DataError
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 
 
 @pytest.mark.parametrize("kind", ["clevr", "clevrtex"])

@@ -24,9 +24,9 @@ from sparo_data.official.published import PublishedConfig, write_published
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.samples import decode_image, image_bytes
-from sparo_train.data.read.folder import class_order, list_pictures, open_folder
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig, open_source
+from sparo_train.data.sources.base import DataConfig, open_source
+from sparo_train.data.sources.folder import class_order, list_pictures, open_folder
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.train.fit import source_lines
 from sparo_train.train.reporting import pixel_statistics
 from tests.helpers.processes import sparo

@@ -20,11 +20,11 @@ from evals.sets.base import lines, open_image, read_batches
 from evals.sets.image_files import FileSet
 from evals.slots.overlay import image_crop
 from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.decode.decoding import decode, formats, notes, open_picture, suffixes
 from sparo_train.data.examples import image_transforms as thin
 from sparo_train.data.examples.image_transforms import centre, eval_pixels
 from sparo_train.data.examples.samples import decode_image
-from sparo_train.data.read.decoding import decode, formats, notes, open_picture, suffixes
-from sparo_train.data.read.sources import DataConfig
+from sparo_train.data.sources.base import DataConfig
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 256, (40, 60, 3), dtype=np.uint8)

@@ -21,12 +21,12 @@ from moto.server import ThreadedMotoServer
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import DataError
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
-from sparo_train.data.read import ranges, remote
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.read.remote import find_shards
-from sparo_train.data.read.shard_index import load_index
-from sparo_train.data.read.shards import ShardReader, ShardsConfig, close_reader
-from sparo_train.data.read.sources import DataConfig, fingerprint, open_source
+from sparo_train.data.sources import ranges, remote
+from sparo_train.data.sources.base import DataConfig, fingerprint, open_source
+from sparo_train.data.sources.remote import find_shards
+from sparo_train.data.sources.shard_index import load_index
+from sparo_train.data.sources.shards import ShardReader, ShardsConfig, close_reader
 from tests.helpers.processes import sparo
 from tests.helpers.samples import jpeg, sample
 

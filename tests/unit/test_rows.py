@@ -13,7 +13,7 @@ from sparo_train.core.contracts import Cursor
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read import loader
 from sparo_train.data.read.loader import Examples, Pipeline, _Workers
-from sparo_train.data.read.sources import DataConfig, Source, SourceConfig, Storage
+from sparo_train.data.sources.base import DataConfig, Source, SourceConfig, Storage
 
 RING = SimpleNamespace(put=lambda worker, item, batch: batch)  # a ring that copies nothing
 

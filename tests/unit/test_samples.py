@@ -21,8 +21,8 @@ from sparo_train.data.examples.image_transforms import (
     train_pixels,
 )
 from sparo_train.data.examples.samples import caption, decode_image, missing_caption_keys
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.samples import jpeg
 
 

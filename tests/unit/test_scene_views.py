@@ -16,8 +16,8 @@ from sparo_data.tracer.render import Body, Camera, Stage, rays, render
 from sparo_data.tracer.solids import _INSIDE, _NORMALS, HITS, MONKEY, RING, SHAPES, TUBE
 from sparo_train.core.errors import BadSampleError
 from sparo_train.core.rng import generator
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.cameras import convert_pose, cut_lens, look_at, parse_lens, parse_pose
 from sparo_train.data.video.episode import FramesConfig
 from sparo_train.data.video.views import MultiViewScene, is_scene

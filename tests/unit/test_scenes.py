@@ -13,7 +13,7 @@ from sparo_data.synthetic.scenes import CLASSES, HELD_OUT, OPPOSITE, caption, sa
 from sparo_data.tracer.render import Body, Camera, project, render
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
-from sparo_train.data.read.shards import ShardReader
+from sparo_train.data.sources.shards import ShardReader
 
 CONFIG = ScenesConfig(train=24, per_shard=12, per_class=1, retrieval=10, pairs_per_kind=3, size=32)
 

@@ -14,8 +14,8 @@ from sparo_data.official.sunds import sunds_scenes
 from sparo_data.official.tfrecord import parse_example, records
 from sparo_data.writer import encode_image
 from sparo_train.core.errors import DataError
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.views import MultiViewScene
 
 FILE = Path(__file__).parents[1] / "data/msn_tiny-train.tfrecord-00000-of-00001"

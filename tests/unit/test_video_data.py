@@ -23,8 +23,8 @@ from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos
 from sparo_data.writer import encode_image, write_shard
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.episode import Episode, FramesConfig
 from sparo_train.data.video.views import MultiViewScene
 

@@ -22,8 +22,8 @@ from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.examples.image_transforms import Crop
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.episode import Episode
 
 SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}

@@ -34,8 +34,8 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.rng import generator
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
+from sparo_train.data.sources.shards import ShardsConfig
 
 SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "kernel": 3}, "features": 16}
 SAVI = {"preset": "savi", "slots": 3, "width": 16, "slot_init": "learned"}

@@ -12,8 +12,8 @@ from object_centric.scenes3d.rays import Bounds
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.read.shards import ShardsConfig
-from sparo_train.data.read.sources import open_source
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.cameras import look_at
 from sparo_train.data.video.views import MultiViewScene
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.disk.metrics import Sample
 from ...core.errors import BadSampleError, DataError
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
-from ..read.sources import DataConfig, Source
+from ..sources.base import DataConfig, Source
 from .image_transforms import planes, train_pixels
 from .samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_for_training, image_bytes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.config import Frozen, between, field
 from ...core.disk.metrics import Sample
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
-from ..read.sources import DataConfig, Source
+from ..sources.base import DataConfig, Source
 from .image_transforms import Picture, flip, random_resized_crop_box, resized_crop, size_of
 from .samples import decode_for_training, image_bytes
 

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from ...core.errors import BadSampleError
-from ..read.decoding import TRAINING, PixelRange, decode, decode_pixels, suffixes
-from ..read.sources import DataConfig, Source, SourceConfig
+from ..decode.decoding import TRAINING, PixelRange, decode, decode_pixels, suffixes
+from ..sources.base import DataConfig, Source, SourceConfig
 from .image_transforms import Picture
 
 MAX_WORD_CHARS, MAX_CAPTION_CHARS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..sources.base import Source
 from .plan import Plan
-from .sources import Source
 
 _Chunk = tuple[int, int, int, int]  # source, shard, and samples [first, end)
 

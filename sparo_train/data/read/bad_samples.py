@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import DataError
-from .sources import DamagedShard, DataConfig, Source
+from ..sources.base import DamagedShard, DataConfig, Source
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from ...core.disk.metrics import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
+from ..sources.base import DataConfig, Source, fingerprint, open_source
+from ..sources.shards import close_reader
 from .ahead import ReadAhead
 from .bad_samples import refuse_broken
 from .batches import Batches
 from .plan import Plan, SampleRef
 from .ring import Place, Ring
-from .shards import close_reader
-from .sources import DataConfig, Source, fingerprint, open_source
 from .workers import WorkerItems
 
 _CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
-from ..read.decoding import TRAINING, PixelRange, decode
+from ..decode.decoding import TRAINING, PixelRange, decode
 
 
 class FramesConfig(Frozen):

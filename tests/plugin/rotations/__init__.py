@@ -16,7 +16,7 @@ from sparo_train.core.contracts import Batch, Loss, Objective, Progress
 from sparo_train.data.examples.image_transforms import random_resized_crop_box, resized_crop
 from sparo_train.data.examples.samples import decode_image, image_bytes
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
-from sparo_train.data.read.sources import DataConfig, Source
+from sparo_train.data.sources.base import DataConfig, Source
 from sparo_train.models.readout import ReadOut, ReadOutConfig, ReadOutPair, Slots
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig

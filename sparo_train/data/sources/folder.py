@@ -24,9 +24,9 @@ import numpy as np
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_bytes
-from .decoding import suffixes
+from ..decode.decoding import suffixes
+from .base import SourceConfig, SourceKind, Storage
 from .remote import remedy
-from .sources import SourceConfig, SourceKind, Storage
 
 _PART = 1000
 # Captions, annotations, and files of file managers, which do not count as skipped images.

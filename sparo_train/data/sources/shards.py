@@ -20,10 +20,10 @@ from fsspec.implementations.local import LocalFileSystem
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
+from .base import SourceConfig, SourceKind, Storage
 from .ranges import RangeReader
 from .remote import filesystem_of, find_shards, with_retries
 from .shard_index import load_index
-from .sources import SourceConfig, SourceKind, Storage
 from .tar import ShardIndex, unpack
 
 

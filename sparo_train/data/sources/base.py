@@ -14,7 +14,7 @@ from ...core.config import Frozen, between, field, resumable_field
 from ...core.errors import DataError
 from ...core.registries import SOURCES
 from ...core.registry import FromRegistry
-from .decoding import PixelRange
+from ..decode.decoding import PixelRange
 
 
 class Storage(ABC):
