@@ -7,6 +7,7 @@ A test fails if a page is out of date.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def _blocks(names: Sequence[str], keys: Sequence[Key]) -> list[str]:
 
 
 def _declaring_class(key: Key) -> type:
-    return next(cls for cls in reversed(key.owner.__mro__) if key.name in getattr(cls, "model_fields", {}))
+    return next(cls for cls in key.owner.__mro__ if key.name in inspect.get_annotations(cls))
 
 
 def _kind(registry: Registry) -> str:

@@ -22,6 +22,8 @@ class CaptionedImage(NamedTuple):
     """One image: the member's extension, its bytes, its caption, and the class folder if the caption comes from it.
 
     Attributes:
+        captions: all captions, if there may be several.
+        json: content of a `.json` member; empty for none.
         turned: the image was stored rotated and is written upright.
         refused: why no reader accepts the image, from its header; otherwise empty.
     """
@@ -32,11 +34,18 @@ class CaptionedImage(NamedTuple):
     label: str | None = None
     turned: bool = False
     refused: str = ""
+    captions: tuple[str, ...] = ()
+    json: bytes = b""
 
     @property
     def fields(self) -> Fields:
         text = self.caption.encode() if isinstance(self.caption, str) else self.caption
-        return {self.suffix: self.image, "txt": text}
+        return {self.suffix: self.image, "txt": text, **({"json": self.json} if self.json else {})}
+
+    def texts(self) -> list[str]:
+        """Return all captions, each in one line."""
+        texts = self.captions or (self.fields["txt"].decode("utf-8", "replace"),)
+        return [" ".join(text.split()) for text in texts]
 
 
 class ConversionResult(NamedTuple):
@@ -50,6 +59,7 @@ class ConversionResult(NamedTuple):
         missing: skipped rows of a table whose image is missing.
         numbered: captions name classes by number.
         refused: written images that no reader accepts, by reason.
+        skipped: samples that were not written, by reason.
     """
 
     train: int
@@ -62,6 +72,7 @@ class ConversionResult(NamedTuple):
     missing: int = 0
     numbered: bool = False
     refused: Mapping[str, int] = {}
+    skipped: Mapping[str, int] = {}
 
 
 def write_dataset(
@@ -169,7 +180,7 @@ def _write_captions(out: Path, images: list[list[CaptionedImage]]) -> None:
     def samples() -> Iterator[tuple[str, Fields]]:
         for number, copies in enumerate(images):
             # One caption per line, so a line end within a caption would make two.
-            texts = [" ".join(copy.fields["txt"].decode("utf-8", "replace").split()) for copy in copies]
+            texts = [text for copy in copies for text in copy.texts()]
             captions = "\n".join(dict.fromkeys(texts)).encode()
             yield f"{number:09d}", {copies[0].suffix: copies[0].image, "txt": captions}
 

@@ -13,8 +13,7 @@ import numpy as np
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.decode.decoding import PixelRange, notes, open_picture
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_image, image_bytes
-from sparo_train.data.sources.base import SourceConfig
-from sparo_train.data.sources.shards import ShardReader
+from sparo_train.data.sources.base import SourceConfig, Storage, close_storages
 from sparo_train.data.video.episode import Episode, is_episode
 from sparo_train.data.video.views import MultiViewScene, is_scene
 
@@ -87,46 +86,44 @@ class Report(NamedTuple):
 
 
 def check(
-    urls: Sequence[str],
+    storages: Sequence[Storage],
     config: SourceConfig,
     processes: int = 2,
     on_progress: Callable[[int], None] | None = None,
     pixel_range: PixelRange = "by_type",
 ) -> Report:
-    """Read, decode and hash every sample of the given shards.
+    """Read, decode and hash every sample.
 
     Args:
-        urls: the shards.
+        storages: the shards, or what the source has instead.
         config: the source.
         processes: number of processes.
         on_progress: called with the number of finished shards.
         pixel_range: training's `data.pixel_range`.
     """
     shards = []
-    with process_pool(processes, len(urls)) as pool:
-        for shard in pool.map(check_shard, urls, [config] * len(urls), [pixel_range] * len(urls)):
+    count = len(storages)
+    with process_pool(processes, count) as pool:
+        for shard in pool.map(check_storage, storages, [config] * count, [pixel_range] * count):
             shards.append(shard)
             if on_progress:
                 on_progress(len(shards))
-    reader = ShardReader()
-    duplicates = [_duplicates(shards, name, reader) for name in ("keys", "images", "captions")]
-    reader.close()
+    duplicates = [_duplicates(shards, storages, name) for name in ("keys", "images", "captions")]
+    close_storages()
     return Report(shards, *duplicates)
 
 
-def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_type") -> ShardReport:
+def check_storage(storage: Storage, config: SourceConfig, pixel_range: PixelRange = "by_type") -> ShardReport:
     """Check one shard."""
-    reader = ShardReader()
-    index = reader.index(url)
     bad: list[tuple[str, str]] = []
     captioned: bool | None = None
     note_counts: Counter[str] = Counter()
     details: dict[str, str] = {}
-    hashes = np.zeros((3, len(index)), dtype=np.uint64)
-    for ordinal in range(len(index)):
+    hashes = np.zeros((3, len(storage)), dtype=np.uint64)
+    for ordinal in range(len(storage)):
         key = f"number {ordinal}"
         try:
-            key, fields = reader.read(url, ordinal)
+            key, fields = storage.read(ordinal)
             # Eight bytes of each hash, so that a billion samples fit into memory.
             hashes[0, ordinal] = _hash(key.encode("utf-8", "surrogateescape"))
             captioned = (
@@ -137,12 +134,12 @@ def check_shard(url: str, config: SourceConfig, pixel_range: PixelRange = "by_ty
             if text is not None:
                 hashes[2, ordinal] = _hash(text.encode("utf-8", "surrogatepass"))
         except BadSampleError as problem:
-            bad.append((key, str(problem)))
+            bad.append((problem.key or key, str(problem)))
             if problem.detail:
                 details[key] = problem.detail
-    reader.close()
+    close_storages()
     keys, images, captions = hashes
-    return ShardReport(url, len(index), index.intact, bad, keys, images, captions, note_counts, details)
+    return ShardReport(storage.url, len(storage), storage.intact, bad, keys, images, captions, note_counts, details)
 
 
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
@@ -151,7 +148,7 @@ def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
         return False
     keys = [config.caption_key, *(config.captions or ())]
     labelled = {"cls", "mask.png"} & fields.keys() or is_scene(fields) or b'"objects"' in fields.get("json", b"")
-    return any(key.partition(":")[0] in fields for key in keys) or not labelled
+    return any(config.caption_member(key)[0] in fields for key in keys if key) or not labelled
 
 
 def _check_sample(
@@ -198,7 +195,7 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") or 1
 
 
-def _duplicates(shards: Sequence[ShardReport], name: str, reader: ShardReader) -> Duplicates:
+def _duplicates(shards: Sequence[ShardReport], storages: Sequence[Storage], name: str) -> Duplicates:
     parts = [getattr(shard, name) for shard in shards]
     joined, begins = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
     # Sorted hashes, so that no table of all keys is needed.
@@ -207,6 +204,7 @@ def _duplicates(shards: Sequence[ShardReport], name: str, reader: ShardReader) -
     for value in values[counts > 1][:_EXAMPLES]:
         where = np.flatnonzero(joined == value)[:_EXAMPLES]
         shard = np.searchsorted(begins, where, side="right") - 1
-        pairs = [(shards[s].url, int(i - begins[s])) for s, i in zip(shard, where, strict=True)]
-        examples.append([(url, reader.read(url, ordinal)[0]) for url, ordinal in pairs])
+        examples.append(
+            [(storages[s].url, storages[s].read(int(i - begins[s]))[0]) for s, i in zip(shard, where, strict=True)]
+        )
     return Duplicates(int((counts - 1).sum()), examples)

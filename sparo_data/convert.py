@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import io
-import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +12,11 @@ from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_
 from sparo_train.core.files import escape_control_chars
 from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
 from sparo_train.data.sources.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
+from sparo_train.data.sources.table import IMAGE_COLUMNS, read_table
 
 from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, write_dataset
 
-IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
-_END_MARKER = "\x1e\x1d\x1e"  # a sentinel after the last line, which no table contains
 
 
 def table_rows(
@@ -30,48 +27,22 @@ def table_rows(
     Args:
         table: the file.
         image_column, caption_column: None: the first of `IMAGE_COLUMNS` and `CAPTION_COLUMNS` that the table has.
-        separator: between columns; None: tab, comma or semicolon, whichever makes the image column a column.
+        separator: between columns; None: it is detected.
 
     Raises:
         ConfigError: a separator of several characters.
-        DataError: an empty table, a missing column, or a quote that is never closed.
+        DataError: a missing column, or as `read_table`.
     """
     if separator is not None and len(separator) != 1:
         raise ConfigError(f"--separator: expected one character, as in --separator ';', got {separator}")
-    column_candidates = (
+    candidates = (
         (image_column,) if image_column else IMAGE_COLUMNS,
         (caption_column,) if caption_column else CAPTION_COLUMNS,
     )
-    _refuse_utf16(table)
-    with table.open(newline="", encoding="utf-8-sig") as stream:
-        # A comma within a caption must not determine the separator.
-        delimiter = separator or _detect_delimiter(stream.readline(), column_candidates[0])
-        stream.seek(0)
-        # A quote that is never closed turns everything after it into one caption, including the sentinel.
-        reader = csv.DictReader(itertools.chain(stream, [_END_MARKER]), delimiter=delimiter)
-        if (reader.fieldnames or [_END_MARKER])[0] == _END_MARKER:
-            raise DataError(f"{table}: is empty. Its first line must name the columns.")
-        image, caption = _columns(table, reader.fieldnames or (), column_candidates)
-        begin = 2
-        try:
-            for row in reader:
-                # A row with more columns than the header has a list here.
-                cells = [cell or "" for cell in row.values() if not isinstance(cell, list)]
-                if cells[0] == _END_MARKER:
-                    return
-                if any(_END_MARKER in cell for cell in cells):
-                    raise csv.Error("a quote is opened and never closed")
-                if None in row:  # DictReader's key for extra columns, which are most likely the rest of a caption
-                    raise DataError(
-                        f"{table}, line {reader.line_num}: has more columns than the header. Quote captions that contain {delimiter!r}."
-                    )
-                yield reader.line_num, row[image] or "", row[caption] or ""
-                begin = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError(
-                f"{table}, line {begin}: {error}. If a quotation mark has no closing mark, remove it, or write it "
-                'twice ("").'
-            ) from None
+    for line, (image, caption) in read_table(
+        table, lambda names: _columns(table, names, candidates), candidates[0], separator
+    ):
+        yield line, image, caption
 
 
 def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -98,21 +69,6 @@ def _match_column(names: Iterable[str], header: Iterable[str]) -> str | None:
     """Return the column that is one of `names`, ignoring case and surrounding spaces."""
     by_normalized_name = {name.strip().lower(): name for name in reversed(list(header))}
     return next((by_normalized_name[name] for name in names if name in by_normalized_name), None)
-
-
-def _refuse_utf16(table: Path) -> None:
-    """Raise `DataError` for a table in UTF-16, as exported by spreadsheets."""
-    with table.open("rb") as stream:
-        head = stream.read(1024)
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
-        quoted = shlex.quote(str(table))
-        raise DataError(f"{table}: is UTF-16, not UTF-8. Convert it with: iconv -f utf-16 -t utf-8 {quoted} > utf8.csv")
-
-
-def _detect_delimiter(header: str, columns: Iterable[str]) -> str:
-    names = {s: {name.strip().strip('"').lower() for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
-    # Decide by the names of the header, because a title may contain any of the three characters.
-    return next((s for s, header_names in names.items() if header_names & set(columns)), ",")
 
 
 _OF_PNG = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")  # modes of Pillow that PNG stores without loss
@@ -196,7 +152,7 @@ def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
 def _load_folder_sample(source: Path, name: str, template: str, class_names: Mapping[str, str]) -> CaptionedImage:
     path = source / name
     caption_file, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
-    sample = _apply_exif_orientation(path.read_bytes(), suffix)
+    sample = apply_exif_orientation(path.read_bytes(), suffix)
     if caption_file.is_file():
         text = caption_file.read_bytes()
         if not text.strip():
@@ -219,7 +175,7 @@ def _load_folder_sample(source: Path, name: str, template: str, class_names: Map
     return sample._replace(caption=template.replace("{c}", label), label=folder)
 
 
-def _apply_exif_orientation(image: bytes, suffix: str) -> CaptionedImage:
+def apply_exif_orientation(image: bytes, suffix: str) -> CaptionedImage:
     """Return an image without a caption yet; one that is stored rotated, according to EXIF, is rotated and encoded again.
 
     Readers then show it upright even if they ignore EXIF.
@@ -306,4 +262,4 @@ def _load_table_sample(table: Path, line: int, image: str, caption: str, skip_mi
     if suffix is None:
         raise DataError(f"{table}, line {line}: not a readable image, got {image!r}. Convert it, or remove the row.")
     # Keep the file's own bytes if it is upright, because encoding a JPEG again would lose quality.
-    return _apply_exif_orientation(path.read_bytes(), suffix)._replace(caption=caption)
+    return apply_exif_orientation(path.read_bytes(), suffix)._replace(caption=caption)

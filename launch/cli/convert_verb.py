@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,7 +25,14 @@ _DEFAULT_FOLDER = Path("data/mine")  # default of configs/clip/own_pairs.yaml
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Image folder or .csv/.tsv file; with --as, files of that set.")],
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Image folder, .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, LitData or Energon; with --to, also "
+            "shards; with --as, files of that set.",
+        ),
+    ],
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     test: Annotated[
         int,
@@ -35,20 +42,20 @@ def convert(
     ] = 0,
     image_column: Annotated[
         str | None,
-        typer.Option(
-            help="Image column of a table. Default: filepath, image, image_path, img, file_name, filename, file or "
-            "path."
-        ),
+        typer.Option(help="Column of images. Default: image, jpg, filepath and similar names."),
     ] = None,
     caption_column: Annotated[
         str | None,
-        typer.Option(help="Caption column of a table. Default: the first of title, caption, text, txt, sentence."),
+        typer.Option(help="Column of captions. Default: caption, text, txt, title or sentence, whichever exists."),
     ] = None,
     separator: Annotated[str | None, typer.Option(help="Column separator. Default: detected in the header.")] = None,
     skip_missing: Annotated[
         bool,
         typer.Option("--skip-missing", help="Skip and count rows of a table whose image is missing."),
     ] = False,
+    to: Annotated[
+        Literal["shards", "parquet"], typer.Option(help="Format to write. parquet reads any data set, and shards.")
+    ] = "shards",
     template: Annotated[str, typer.Option(help="Caption for CLASS/ folders; {c} is the class.")] = _TEMPLATE,
     per_shard: Annotated[
         int | None, typer.Option(min=1, help="Samples per shard. Default: 1000; with --videos: 100.")
@@ -86,7 +93,8 @@ def convert(
         bool, typer.Option("--videos", help="With --as movi or npy: one sample per video instead of one per frame.")
     ] = False,
 ) -> None:
-    """Convert a folder or table of images with captions, or a published set, to shards."""
+    """Convert a folder or table of images with captions, a data set of another library, or a published set, to shards or Parquet."""
+    source = Path(place)
     own, per_shard = parse_part(part), per_shard or (100 if videos else 1000)
     published_options = {
         "--limit": limit,
@@ -120,6 +128,18 @@ def convert(
         user_input |= {"scenes": _parse_scene_range(scenes), "per_shard": per_shard, "videos": videos}
         _convert_published(source, folder, kind, user_input)
         return
+    converted = _convert_other(
+        place,
+        folder,
+        {"image_keys": image_column and [image_column], "caption_key": caption_column},
+        to,
+        per_shard,
+        own,
+        test,
+    )
+    if converted is not None:
+        _print_summary(folder, converted, own is None, to)
+        return
     from sparo_data.convert import convert_csv, convert_folder
 
     if source.is_dir():
@@ -134,9 +154,28 @@ def convert(
         raise ConfigError(f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}")
     else:
         raise ConfigError(
-            f"{source}: cannot be converted. Name an image folder or a .csv or .tsv file, or pass --as NAME for a published set."
+            f"{source}: cannot be converted. Name an image folder, a .csv or .tsv file or a data set, or pass --as NAME for a published set."
         )
     _print_summary(folder, converted, own is None)
+
+
+def _convert_other(
+    place: str, folder: Path, keys: dict[str, Any], to: str, per_shard: int, part: tuple[int, int] | None, test: int
+) -> ConversionResult | None:
+    """Convert a data set of another library, or anything to Parquet; None if it is an image folder, a table or shards."""
+    from sparo_data.convert_source import convert_source, write_parquet
+    from sparo_train.data.sources.base import open_source
+    from sparo_train.data.sources.detect import source_block, source_config
+
+    kind = next(iter(source_block([place])))
+    if to == "shards" and kind in ("shards", "table"):
+        return None
+    if to == "parquet" and (part is not None or test):
+        raise ConfigError("--to parquet: writes the whole data set. Remove --test and --part.")
+    source = open_source(place, source_config([place], **keys), block="")
+    if to == "parquet":
+        return write_parquet(source, folder, per_shard)
+    return convert_source(source, folder, per_shard, part, test)
 
 
 def _parse_scene_range(scenes: str | None) -> tuple[int, int] | None:
@@ -165,7 +204,7 @@ def _convert_published(source: Path, folder: Path, kind: str, options: dict[str,
         out.print(f"sparo data check {shlex.quote(str(folder / 'train'))}", soft_wrap=True)
 
 
-def _print_summary(folder: Path, converted: ConversionResult, whole: bool) -> None:
+def _print_summary(folder: Path, converted: ConversionResult, whole: bool, to: str = "shards") -> None:
     """Print a summary, and the next commands to type."""
     from sparo_train.core.recipe.config_keys import value_text
     from sparo_train.data.sources.folder import left_out_text
@@ -174,6 +213,8 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool) -> No
     console.print(
         f"{folder}: {converted.train} samples{' to train on' if converted.task else ''}{scored}", soft_wrap=True
     )
+    for reason, count in converted.skipped.items():
+        console.print(f"left out: {count} samples ({reason})", soft_wrap=True)
     if converted.turned:
         console.print(f"{converted.turned} pictures were turned as their EXIF orientation says")
     for reason, count in converted.refused.items():
@@ -202,7 +243,7 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool) -> No
         name = re.sub("[^A-Za-z0-9._-]+", "_", folder.name).lstrip("._-") or "mine"
         command.append(f"name={value_text(name)}")  # as YAML, because 2024 would become a number
     if shards != _DEFAULT_FOLDER / "train":
-        command.append(f"data.sources={value_text({'mine': {'shards': str(shards)}})}")
+        command.append(f"data.sources={value_text({'mine': {to: str(shards)}})}")
     if converted.task != "retrieval" or folder != _DEFAULT_FOLDER:
         tasks = (
             {converted.task: {"task": converted.task, "root": str(folder / converted.task)}} if converted.task else {}

@@ -153,10 +153,19 @@ def index(
 
 @app.command()
 def check(
-    shards: Annotated[list[str], typer.Argument(help="Folders, globs, brace ranges or URLs.")],
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            help="Shards (folders, globs, brace ranges or URLs), or a data set of another format: Parquet files, .csv, .tsv, or a folder "
+            "of Hugging Face datasets, MDS, LitData or Energon."
+        ),
+    ],
     caption_key: Annotated[
-        str, typer.Option(help="File extension of captions; '' for images without captions.")
-    ] = "txt",
+        str | None,
+        typer.Option(
+            help="File extension or column of captions; '' for images without captions. Default: txt, or the usual columns."
+        ),
+    ] = None,
     processes: Processes = 2,
     pixel_range: Annotated[
         str, typer.Option(help="As data.pixel_range of the recipe: by_type, percentiles or [LOW, HIGH].")
@@ -167,15 +176,19 @@ def check(
     ] = False,
 ) -> None:
     """Read and decode all samples; report counts, duplicates and broken samples. Exit with code 1 if anything is broken."""
-    from sparo_train.data.sources.remote import find_shards
-    from sparo_train.data.sources.shards import ShardsConfig, record_hash
+    from sparo_train.core.registries import SOURCES
+    from sparo_train.data.sources.detect import source_config
+    from sparo_train.data.sources.shards import record_hash
 
     from ..views.progress import check_facts, check_lines, check_with_bar
 
-    config = ShardsConfig(shards=tuple(shards), caption_key=caption_key)
+    config = source_config(data, caption_key=caption_key)
+    if hash_ and config.kind != "shards":
+        raise ConfigError(f"--hash: applies to shards only, got {config.kind}. Remove it.")
     if json_file and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder does not exist")
-    report = check_with_bar(find_shards(tuple(shards)), config, processes, _pixel_range(pixel_range))
+    storages = SOURCES.get(config.kind).open(config, "", False)
+    report = check_with_bar(storages, config, processes, _pixel_range(pixel_range))
     if hash_:
         for shard in report.shards:
             record_hash(shard.url)

@@ -22,7 +22,7 @@ from sparo_data.check import Report, check
 from sparo_train.core.disk.metrics import straggler
 from sparo_train.core.files import escape_control_chars
 from sparo_train.data.decode.decoding import PixelRange
-from sparo_train.data.sources.base import SourceConfig
+from sparo_train.data.sources.base import SourceConfig, Storage
 
 from .terminal import console, logs_on_terminal
 
@@ -151,11 +151,13 @@ _MAX_KEYS = 5
 _KINDS = ("keys", "images", "captions")
 
 
-def check_with_bar(urls: Sequence[str], config: SourceConfig, processes: int, pixel_range: PixelRange) -> Report:
+def check_with_bar(
+    storages: Sequence[Storage], config: SourceConfig, processes: int, pixel_range: PixelRange
+) -> Report:
     """Run `check` with a bar over shards."""
     with Bar() as bar:
-        task = bar.start_task_named("checking shards", len(urls))
-        return check(urls, config, processes, lambda done: bar.show(task, done, len(urls)), pixel_range)
+        task = bar.start_task_named("checking shards", len(storages))
+        return check(storages, config, processes, lambda done: bar.show(task, done, len(storages)), pixel_range)
 
 
 def check_lines(report: Report) -> list[str]:

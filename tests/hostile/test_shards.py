@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip.tokenizer import SimpleTokenizer
 
-from sparo_data.check import check_shard
+from sparo_data.check import check_storage
 from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.image_text import ClipTokenizer
 from sparo_train.data.examples.samples import MAX_WORD_CHARS, decode_image
 from sparo_train.data.sources.shard_index import load_index
-from sparo_train.data.sources.shards import ShardsConfig
+from sparo_train.data.sources.shards import ShardsConfig, open_shards
 from sparo_train.data.sources.tar import scan, unpack
 from tests.helpers.samples import jpeg, sample
 from tests.hostile.conftest import assert_ends
@@ -89,7 +89,9 @@ def test_a_tar_that_leads_nowhere_ends_and_is_counted(name, among, tmp_path):
     assert read[: len(known) - 1] == known[: len(read)][: len(known) - 1]  # the last one may be where it breaks off
     (tmp_path / "bad.tar").write_bytes(data)
     whole = index.intact and all(isinstance(found, dict) and {"jpg", "txt"} <= found.keys() for found in read)
-    report = check_shard(str(tmp_path / "bad.tar"), ShardsConfig(shards=str(tmp_path / "bad.tar")))
+    report = check_storage(
+        open_shards([str(tmp_path / "bad.tar")], False)[0], ShardsConfig(shards=str(tmp_path / "bad.tar"))
+    )
     assert (whole and len(read) > 0) == (not report.bad and report.damage is None)
     if name == "a size of -1":
         assert_ends(["data", "check", "bad.tar"], 1, ["bad.tar"], cwd=tmp_path)
@@ -153,7 +155,7 @@ def test_one_bad_sample_ends_no_training_and_is_counted_with_its_key(name, home,
             ("a hard link", "a soft link", "a link", "a device")
         )  # no content: there is no such sample
     counted = "skipped a sample" in log
-    report = check_shard(str(folder / "00002.tar"), ShardsConfig(shards=str(folder)))
+    report = check_storage(open_shards([str(folder / "00002.tar")], False)[0], ShardsConfig(shards=str(folder)))
     assert len(report.bad) == counted and all(reason in log for _, reason in report.bad)
     if name == "an escape for a key":
         assert_ends(["data", "check", str(folder)], 1, ["bad image"])

@@ -32,7 +32,7 @@ from sparo_data.emoji_sets import make_emoji
 from sparo_data.fashion_mnist import FASHION, make_fashion_mnist
 from sparo_data.writer import write_shard, write_wds_layout
 from sparo_train.core.errors import DataError
-from sparo_train.data.sources.shards import ShardReader, ShardsConfig
+from sparo_train.data.sources.shards import ShardReader, ShardsConfig, open_shards
 from tests.helpers.processes import sparo
 from tests.helpers.samples import sample
 
@@ -270,7 +270,7 @@ def test_check_counts_duplicates_and_damage(tmp_path):
     cut.write_bytes(cut.read_bytes()[:9000])
     (tmp_path / "d.tar").write_bytes(b"<html>" * 500)
     a, b, c, d = (str(tmp_path / f"{n}.tar") for n in "abcd")
-    report = check([a, b, c, d], ShardsConfig(shards="x"), processes=1)
+    report = check(open_shards([a, b, c, d], False), ShardsConfig(shards="x"), processes=1)
     assert f"e.g. {a}:000000 = {b}:000000" in "\n".join(check_lines(report))
     assert report.reasons() == {"bad image": 1, "missing image": 1, "truncated tar": 1, "unreadable tar": 1}
     assert report.keys.examples == [[(a, "000000"), (b, "000000")]]
@@ -284,7 +284,7 @@ def test_a_key_that_is_not_utf8_is_checked_and_printed(tmp_path):
         info = tarfile.TarInfo("caf\udce9.txt")
         info.size = 1
         tar.addfile(info, io.BytesIO(b"x"))
-    report = check([str(tmp_path / "x.tar")], ShardsConfig(shards="x"), processes=1)
+    report = check(open_shards([str(tmp_path / "x.tar")], False), ShardsConfig(shards="x"), processes=1)
     assert report.shards[0].bad == [("caf\udce9", "missing image")]
     printed = Terminal()
     with printed.capture() as got:

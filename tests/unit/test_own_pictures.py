@@ -17,7 +17,7 @@ from evals.sets.image_files import FolderSet, ImageNetSet
 from evals.sets.open_set import open_images
 from evals.sets.wds import WdsSet
 from evals.sets.wds import open_images as evals_wds
-from sparo_data.check import check_shard
+from sparo_data.check import check_storage
 from sparo_data.convert import convert_csv, convert_folder
 from sparo_data.official.folders import clevr, coco
 from sparo_data.official.published import PublishedConfig, write_published
@@ -26,7 +26,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.samples import decode_image, image_bytes
 from sparo_train.data.sources.base import DataConfig, open_source
 from sparo_train.data.sources.folder import class_order, list_pictures, open_folder
-from sparo_train.data.sources.shards import ShardsConfig
+from sparo_train.data.sources.shards import ShardsConfig, open_shards
 from sparo_train.train.fit import source_lines
 from sparo_train.train.reporting import pixel_statistics
 from tests.helpers.processes import sparo
@@ -253,7 +253,9 @@ def test_pictures_that_no_reader_takes_are_counted_as_they_are_converted(tmp_pat
     assert made.train == 3 and made.refused == {"bad image": 1, "too many pixels": 1}
     done = sparo("data", "convert", str(tmp_path / "in"), str(tmp_path / "line"))
     assert "1 pictures cannot be used (too many pixels)" in done.stderr
-    report = check_shard(str(tmp_path / "out/00000.tar"), ShardsConfig(shards=str(tmp_path / "out")))
+    report = check_storage(
+        open_shards([str(tmp_path / "out/00000.tar")], False)[0], ShardsConfig(shards=str(tmp_path / "out"))
+    )
     assert sorted(reason for _, reason in report.bad) == ["bad image", "too many pixels"]
 
 
@@ -265,7 +267,9 @@ def test_rarer_members_of_shards_are_read_in_training_checks_and_evaluation(tmp_
         Image.new("RGB", (8, 8), (40 * number, 90, 0)).save(buffer, format=kind)
         rows.append((f"{number:03d}", {suffix: buffer.getvalue(), "txt": b"a caption", "cls": b"0"}))
     write_shards(tmp_path / "rare", rows, 8)
-    report = check_shard(str(tmp_path / "rare/00000.tar"), ShardsConfig(shards=str(tmp_path / "rare")))
+    report = check_storage(
+        open_shards([str(tmp_path / "rare/00000.tar")], False)[0], ShardsConfig(shards=str(tmp_path / "rare"))
+    )
     assert not report.bad and report.samples == 4
     assert [image.size for _, image, _ in evals_wds(str(tmp_path / "rare"), "label", "test")] == [(8, 8)] * 4
     with pytest.raises(BadSampleError, match="missing image"):

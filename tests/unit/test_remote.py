@@ -230,8 +230,8 @@ def test_announced_samples_are_requested_together_and_once(server, shards):
     reader = ShardReader()
     reader.index(shards.urls[0])
     server.sent = server.asked = 0
-    reader.read_ahead(shards.urls[0], 8, 24)
-    reader.read_ahead(shards.urls[0], 20, 30)  # some of them will be read twice
+    reader.read_ahead(shards.urls[0], 8, 24, index.offsets)
+    reader.read_ahead(shards.urls[0], 20, 30, index.offsets)  # some of them will be read twice
     numbers = [*range(8, 24), *range(20, 30)]
     random.Random(0).shuffle(numbers)
     assert [reader.read(shards.urls[0], number)[0] for number in numbers] == [f"{number:06d}" for number in numbers]
@@ -257,7 +257,7 @@ def test_a_slow_request_is_made_a_second_time(server, shards, monkeypatch):
     reader.index(shards.urls[0])
     server.trouble = ["silent"]
     start = time.monotonic()
-    reader.read_ahead(shards.urls[0], 0, 4)
+    reader.read_ahead(shards.urls[0], 0, 4, reader.index(shards.urls[0]).offsets)
     assert reader.read(shards.urls[0], 1)[0] == sample(1)[0] and time.monotonic() - start < 10
     server.released.set()
     reader.close()

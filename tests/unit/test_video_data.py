@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.encoders.pixels import MappedPixels
-from sparo_data.check import check_shard
+from sparo_data.check import check_storage
 from sparo_data.episodes import QuantizedArray, Video, boxes_of, episode_fields, quantize
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
@@ -24,7 +24,7 @@ from sparo_data.writer import encode_image, write_shard
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator
 from sparo_train.data.sources.base import open_source
-from sparo_train.data.sources.shards import ShardsConfig
+from sparo_train.data.sources.shards import ShardsConfig, open_shards
 from sparo_train.data.video.episode import Episode, FramesConfig
 from sparo_train.data.video.views import MultiViewScene
 
@@ -234,7 +234,10 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
     write_shard(tmp_path / "v/0.tar", rows)
     write_shard(tmp_path / "m/0.tar", [("0", still), ("1", {**still, "png": b"no"})])
     write_shard(tmp_path / "c/0.tar", [("0", {**still, "txt": b"a cube"}), ("1", still)])
-    found = {name: check_shard(str(tmp_path / name / "0.tar"), ShardsConfig(shards="x")).bad for name in "vmc"}
+    found = {
+        name: check_storage(open_shards([str(tmp_path / name / "0.tar")], False)[0], ShardsConfig(shards="x")).bad
+        for name in "vmc"
+    }
     assert found == {
         "v": [
             ("1", "bad depth"),

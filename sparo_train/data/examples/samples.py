@@ -84,12 +84,12 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
         BadSampleError: there is none, or it is not UTF-8 or only white space.
     """
     if config.captions is None:
-        texts = _texts(fields, config.caption_key)
+        texts = _texts(fields, config, config.caption_key)
         if rng is None or len(texts) == 1:
             return texts[0]
         caption_rng = rng.spawn(1)[0]
     else:
-        texts_by_key = {key: texts for key in config.captions if (texts := _texts_or_empty(fields, key))}
+        texts_by_key = {key: texts for key in config.captions if (texts := _texts_or_empty(fields, config, key))}
         if not texts_by_key:
             raise BadSampleError("missing caption")
         shares = np.array([config.captions[key] for key in texts_by_key])
@@ -108,8 +108,8 @@ def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Ge
 def list_captions(fields: Mapping[str, bytes], config: SourceConfig) -> list[str]:
     """Return all captions that visits of a sample may draw. Raises `BadSampleError` if there is none."""
     if config.captions is None:
-        return _texts(fields, config.caption_key)
-    texts = [text for key, share in config.captions.items() if share for text in _texts_or_empty(fields, key)]
+        return _texts(fields, config, config.caption_key)
+    texts = [text for key, share in config.captions.items() if share for text in _texts_or_empty(fields, config, key)]
     if not texts:
         raise BadSampleError("missing caption")
     return texts
@@ -125,13 +125,13 @@ def missing_caption_keys(source: Source, num_samples: int = 64) -> list[str]:
         shard = bisect_right(begins, at) - 1
         with suppress(BadSampleError):
             _, fields = source.storages[shard].read(at - begins[shard])
-            missing_keys = {key for key in missing_keys if not _texts_or_empty(fields, key)}
+            missing_keys = {key for key in missing_keys if not _texts_or_empty(fields, source.config, key)}
     return sorted(missing_keys)
 
 
-def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
+def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[str]:
     """Return the captions at a key: one, or the non-empty entries of a JSON list. Raises `BadSampleError` if there is none."""
-    member, _, field = key.partition(":")
+    member, field = config.caption_member(key)
     if member not in fields:
         raise _missing("missing caption", fields, [member])
     try:
@@ -150,8 +150,8 @@ def _texts(fields: Mapping[str, bytes], key: str) -> list[str]:
     return texts
 
 
-def _texts_or_empty(fields: Mapping[str, bytes], key: str) -> list[str]:
+def _texts_or_empty(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[str]:
     try:
-        return _texts(fields, key)
+        return _texts(fields, config, key)
     except BadSampleError:
         return []

@@ -21,8 +21,7 @@ from ...core.disk.metrics import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
-from ..sources.base import DataConfig, Source, fingerprint, open_source
-from ..sources.shards import close_reader
+from ..sources.base import DataConfig, Source, close_storages, fingerprint, open_source
 from .ahead import ReadAhead
 from .bad_samples import refuse_broken
 from .batches import Batches
@@ -120,7 +119,7 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         except SparoError as error:
             yield error
         finally:
-            close_reader()
+            close_storages()
 
     def _take(
         self,

@@ -56,6 +56,21 @@ class Storage(ABC):
         return None
 
 
+_closers: list[Callable[[], None]] = []
+
+
+def on_close(close: Callable[[], None]) -> Callable[[], None]:
+    """Register a function that closes the open files of this process's storages of one kind; later reads open them again."""
+    _closers.append(close)
+    return close
+
+
+def close_storages() -> None:
+    """Close the open files of all storages that this process has read from."""
+    for close in _closers:
+        close()
+
+
 class SourceConfig(Frozen):
     """Keys of every source block, whatever its kind (`sparo.sources`)."""
 
@@ -78,6 +93,11 @@ class SourceConfig(Frozen):
     )
     has_captions: ClassVar[bool] = True
 
+    def caption_member(self, key: str) -> tuple[str, str]:
+        """Return the member of a sample that a caption key names, and the field in its JSON, or an empty string."""
+        member, _, name = key.partition(":")
+        return member, name
+
     @field_validator("captions")
     @classmethod
     def _shares(cls, value: dict[str, float] | None) -> dict[str, float] | None:
@@ -95,15 +115,22 @@ class SourceKind(NamedTuple):
     open: Callable[[Any, str, bool], Sequence[Storage]]
 
 
+# The key that locates the data of each kind, which is unique among kinds.
+_LOCATIONS = {
+    "shards": "shards", "folder": "folder", "parquet": "parquet", "dataset": "datasets", "mds": "mds", "litdata": "litdata",
+    "energon": "energon", "table": "table",
+}  # fmt: skip
+
+
 def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Infer the kind of a block from its `shards` or `folder`; resolved recipes of older versions have both, one of them null."""
-    present_keys = [key for key in ("shards", "folder") if block.get(key) is not None]
+    """Infer the kind of a block from the key that locates its data; resolved recipes of older versions have two, one of them null."""
+    present_keys = [key for key in _LOCATIONS if block.get(key) is not None]
     if len(present_keys) != 1:
-        raise ValueError("set exactly one of shards and folder")
-    return {
-        "kind": present_keys[0],
-        **{key: v for key, v in block.items() if v is not None or key not in ("shards", "folder")},
-    }
+        raise ValueError(
+            f"set exactly one of {', '.join(_LOCATIONS)}, got {' and '.join(present_keys) or 'none of them'}"
+        )
+    given = {key: v for key, v in block.items() if v is not None or key not in ("shards", "folder")}
+    return {"kind": _LOCATIONS[present_keys[0]], **given}
 
 
 PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only

@@ -17,7 +17,9 @@ T = TypeVar("T")
 _PAUSES = (1.0, 4.0, 15.0)  # seconds between tries
 _CONNECT, _SILENCE = 20.0, 30.0  # seconds for connecting, and between two packets of an answer
 _WHOLE = 600.0  # seconds for one answer of a few megabytes, which a server that sends byte by byte never completes
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+_EXTRAS = {
+    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "http": "http", "https": "http",
+}  # fmt: skip
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -121,8 +123,13 @@ def remedy(place: str | Path) -> str:
 _MAX_SHARDS = 1_000_000  # limit on shards of one pattern; LAION-5B has 230,000
 
 
-def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str]:
-    """Expand a `shards` value to a sorted list of paths and URLs.
+def find_shards(pattern: str | tuple[str, ...], key: str = "shards", suffix: str = ".tar") -> list[str]:
+    """Expand a folder, glob, brace range or URL, or a list of these, to a list of paths and URLs of files, sorted by folder.
+
+    Args:
+        pattern: the value.
+        key: its dotted key, for errors.
+        suffix: of the files that are used of a folder.
 
     Raises:
         ConfigError: a `pipe:` command, or a pattern without a match; names `key`.
@@ -145,7 +152,7 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards") -> list[str
         except ValueError:  # braceexpand's
             raise ConfigError(f"{key}: {part!r} has an unmatched brace. Write {{00000..00331}}.") from None
         for url in urls:
-            shard_urls += _expand(url, key)
+            shard_urls += _expand(url, key, suffix)
     if not shard_urls:
         raise ConfigError(f"{key}: an empty list. Name at least one folder, glob, brace range or URL.")
     return list(dict.fromkeys(shard_urls))
@@ -164,26 +171,27 @@ def _count(pattern: str) -> int:
     return total * (1 + pattern.count("::"))
 
 
-def _expand(url: str, key: str) -> list[str]:
+def _expand(url: str, key: str, suffix: str) -> list[str]:
     filesystem, path = filesystem_of(url)
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
-    if protocol in ("http://", "https://") and path.endswith(".tar") and not any(c in path for c in "*?["):
+    if protocol in ("http://", "https://") and path.endswith(suffix) and not any(c in path for c in "*?["):
         return [url]  # fsspec treats every error of a web server as a missing file; opening the file reveals the error
-    hits = with_retries(url, lambda: _list(filesystem, path))
+    hits = with_retries(url, lambda: _list(filesystem, path, suffix))
     if hits == [path]:
         return [url]
     if not hits:
-        raise ConfigError(f"{key}: {url!r} matches no shard; {_nearest(url)}")
+        what = "shard" if suffix == ".tar" else f"{suffix} file"
+        raise ConfigError(f"{key}: {url!r} matches no {what}; {_nearest(url, suffix)}")
     return [protocol + str(hit) if protocol else _keep_relative(url, str(hit)) for hit in hits]
 
 
-def _list(filesystem: Any, path: str) -> list[str]:
-    """Return the files that a glob matches, or the tars of a folder, or the file itself; empty if there is none."""
+def _list(filesystem: Any, path: str, suffix: str) -> list[str]:
+    """Return the files that a glob matches, or those of a folder, or the file itself; empty if there is none."""
     if any(c in path for c in "*?[") and not filesystem.exists(path):
         return sorted(filesystem.glob(path))
     if filesystem.isdir(path):
         # List instead of glob, because the folder's own name may contain glob characters.
-        return sorted(str(hit) for hit in filesystem.ls(path, detail=False) if str(hit).endswith(".tar"))
+        return sorted(str(hit) for hit in filesystem.ls(path, detail=False) if str(hit).endswith(suffix))
     return [path] if filesystem.exists(path) else []
 
 
@@ -197,14 +205,16 @@ def _keep_relative(url: str, hit: str) -> str:
         return hit
 
 
-def _nearest(url: str) -> str:
+def _nearest(url: str, suffix: str) -> str:
     folder = Path(url).parent
-    if below := sorted({str(tar.parent) for tar in Path(url).glob("*/*.tar")}):
-        return f"its shards are in {' and '.join(below[:4])}"
+    if below := sorted({str(file.parent) for file in Path(url).glob(f"*/*{suffix}")}):
+        return f"its {'shards' if suffix == '.tar' else 'files'} are in {' and '.join(below[:4])}"
     if made := remedy(url):
         return made.removeprefix("; ")
+    if Path(url).is_dir() and suffix != ".tar":
+        return f"the folder has no {suffix} files"
     if Path(url).is_dir():
         return f"the folder has no .tar files; `sparo data convert {url} OUT` writes shards of its images"
     if "://" in url or not folder.is_dir():
         return f"{folder} is not a folder" if "://" not in url else "check the address and your credentials"
-    return did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == ".tar"][:200])
+    return did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == suffix][:200])

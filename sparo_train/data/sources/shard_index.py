@@ -92,7 +92,20 @@ def _stored_index(url: str, path: str, size: int, cached: Path, modified: float 
             return index
     if cached.exists() and (index := _read_index(cached, size)) is not None:
         return index
-    return _index_on_server(f"{url}{_SUFFIX}", size) if modified is None else None
+    if modified is None:
+        return _index_on_server(f"{url}{_SUFFIX}", size)
+    energon = Path(f"{path}.idx")
+    return _energon_index(energon, size) if energon.is_file() and energon.stat().st_mtime >= modified else None
+
+
+def _energon_index(path: Path, size: int) -> ShardIndex | None:
+    """Return the index that Megatron Energon wrote next to a local shard: uint64 offsets, the last one behind the last sample."""
+    with suppress(OSError, ValueError):
+        if path.stat().st_size <= size + _MAX_EXTRA_BYTES:
+            offsets = np.frombuffer(path.read_bytes(), dtype="<u8").astype(np.int64)
+            if len(offsets) > 1 and offsets[0] >= 0 and offsets[-1] <= size and (np.diff(offsets) > 0).all():
+                return ShardIndex(offsets, True)
+    return None
 
 
 def _index_on_server(url: str, size: int) -> ShardIndex | None:

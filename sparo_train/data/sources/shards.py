@@ -10,6 +10,7 @@ import io
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
-from .base import SourceConfig, SourceKind, Storage
+from .base import SourceConfig, SourceKind, Storage, on_close
 from .ranges import RangeReader
 from .remote import filesystem_of, find_shards, with_retries
 from .shard_index import load_index
@@ -51,7 +52,7 @@ class ShardReader:
         self._indexes: OrderedDict[str, ShardIndex] = OrderedDict()
 
     def read(self, url: str, ordinal: int, index: ShardIndex | None = None) -> tuple[str, dict[str, bytes]]:
-        """Return the key and members of a sample.
+        """Return the key and members of a sample of a tar.
 
         Args:
             url: the shard.
@@ -62,7 +63,17 @@ class ShardReader:
             BadSampleError: these bytes are not the members of one sample.
             DataError: the shard cannot be read, or is shorter than its index says.
         """
-        offsets = (self.index(url) if index is None else index).offsets
+        try:
+            return unpack(self.read_bytes(url, ordinal, (self.index(url) if index is None else index).offsets))
+        except ValueError:
+            raise BadSampleError("damaged tar or stale index") from None
+
+    def read_bytes(self, url: str, ordinal: int, offsets: np.ndarray) -> bytes:
+        """Return the bytes of a sample of any file, which begins at `offsets[ordinal]` and ends at the next offset.
+
+        Raises:
+            DataError: the file cannot be read, or is shorter than the offsets say.
+        """
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         if (stream := self._handle(url)) is None:
             self._request_in_order(url, ordinal, offsets)
@@ -75,14 +86,11 @@ class ShardReader:
             raise DataError(
                 f"{url}: is shorter than its index says, so the file changed after it was indexed. Remove its .idx.npy, then run the same command again."
             )
-        try:
-            return unpack(data)
-        except ValueError:
-            raise BadSampleError("damaged tar or stale index") from None
+        return data
 
-    def read_ahead(self, url: str, first: int, last: int, index: ShardIndex | None = None) -> None:
+    def read_ahead(self, url: str, first: int, last: int, offsets: np.ndarray) -> None:
         """Request samples first..last-1, which will be read soon, from the kernel or from the server."""
-        stream, offsets = self._handle(url), (self.index(url) if index is None else index).offsets
+        stream = self._handle(url)
         if stream is None:
             self._remote().announce(url, offsets[first : last + 1].tolist())
         elif hasattr(os, "posix_fadvise"):
@@ -151,7 +159,7 @@ class Shard(Storage):
         return recorded_hash(self.url)
 
     def read_ahead(self, first: int, last: int) -> None:
-        process_reader().read_ahead(self.url, first, last, self.index)
+        process_reader().read_ahead(self.url, first, last, self.index.offsets)
 
 
 def recorded_hash(url: str) -> str | None:
@@ -196,15 +204,15 @@ def process_reader() -> ShardReader:
     return _readers.setdefault(os.getpid(), ShardReader())
 
 
+@on_close
 def close_reader() -> None:
     """Close this process's open handles; later reads open them again."""
     if reader := _readers.pop(os.getpid(), None):
         reader.close()
 
 
-def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
+def open_shards(urls: Sequence[str], write_index: bool) -> list[Shard]:
     """Return all shards, indexed many at a time."""
-    urls = find_shards(config.shards, f"{key}.shards")
     # Threads, because indexing mostly waits for disks and servers. More of them for a server, because a scan is a
     # sequence of small requests.
     with ThreadPoolExecutor(64 if any("://" in url for url in urls) else 16) as pool:
@@ -213,4 +221,6 @@ def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shar
         ]
 
 
-SOURCE = SourceKind(ShardsConfig, _open_shards)
+SOURCE = SourceKind(
+    ShardsConfig, lambda config, key, write_index: open_shards(find_shards(config.shards, f"{key}.shards"), write_index)
+)

@@ -1,0 +1,128 @@
+"""Conversion of data sets of other libraries to shards, and of any data set to Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.core.files import whole_file
+from sparo_train.data.decode.decoding import open_picture
+from sparo_train.data.examples.samples import image_bytes, list_captions
+from sparo_train.data.sources.base import Source
+
+from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, write_dataset
+from .convert import apply_exif_orientation
+
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}  # others are their format's name
+_ROWS = 256  # of a row group; training reads a row group as a whole
+
+
+def convert_source(source: Source, out: Path, per_shard: int, part: Share | None, test: int) -> ConversionResult:
+    """Convert the images and captions of a source to shards. Unusable samples are counted and skipped.
+
+    A sample has the image, its first caption (`.txt`), and, if there are more captions or other columns, `.json`.
+
+    Args:
+        source: the source.
+        out: folder for the shards.
+        per_shard: samples per shard.
+        part: write only the i-th of n parts; all parts together write the same bytes as one conversion.
+        test: number of images to keep from training, for a retrieval set.
+
+    Raises:
+        DataError: no usable sample, fewer images than the test set needs, or shards in `out` already.
+    """
+    skipped: dict[int, str] = {}
+
+    def samples() -> Iterator[tuple[int, CaptionedImage]]:
+        for number, (storage, ordinal) in enumerate((s, i) for s in source.storages for i in range(len(s))):
+            if not is_in_part(number, per_shard, part):
+                continue
+            try:
+                _, fields = storage.read(ordinal)
+                yield number, _captioned_image(fields, source)
+            except BadSampleError as bad:
+                skipped[number] = str(bad)
+
+    settings: dict[str, object] = {"source": source.storages[0].url, "caption_key": source.config.caption_key}
+    written = write_dataset(samples, out, per_shard, part, test, settings)
+    return written._replace(skipped=dict(Counter(skipped.values())))
+
+
+def _captioned_image(fields: dict[str, bytes], source: Source) -> CaptionedImage:
+    captions = list_captions(fields, source.config)
+    image = image_bytes(fields, source.config.image_keys)
+    extension = _extension(image)
+    sample = apply_exif_orientation(image, extension)
+    return sample._replace(caption=captions[0], captions=tuple(captions), json=fields.get("json", b""))
+
+
+def _extension(image: bytes) -> str:
+    kind = open_picture(image).format or ""
+    return _EXTENSIONS.get(kind, kind.lower())
+
+
+def write_parquet(source: Source, out: Path, per_file: int) -> ConversionResult:
+    """Write a source as Parquet files: columns `key`, `image` (bytes), `caption` (list of text) and `json`.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: the folder has Parquet files already, or there is no usable sample.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ConfigError("--to parquet: needs pyarrow. pip install -e '.[parquet]' in sparo's checkout") from None
+    if any(out.glob("*.parquet")):
+        raise DataError(
+            f"{out}: contains Parquet files already, which would mix with the new ones. Name an empty folder."
+        )
+    schema = pa.schema(
+        [("key", pa.string()), ("image", pa.binary()), ("caption", pa.list_(pa.string())), ("json", pa.string())]
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    skipped: Counter[str] = Counter()
+    rows: list[dict[str, Any]] = []
+    count = files = 0
+
+    def write() -> None:
+        nonlocal files
+        # Images are compressed already, and their statistics would be parts of them.
+        with whole_file(out / f"{files:05d}.parquet") as temporary:
+            table = pa.Table.from_pylist(rows, schema)
+            pq.write_table(table, temporary, row_group_size=_ROWS, compression="none", write_statistics=False)
+        files += 1
+        rows.clear()
+
+    for storage in source.storages:
+        for number in range(len(storage)):
+            try:
+                rows.append(_parquet_row(*storage.read(number), source))
+            except BadSampleError as bad:
+                skipped[str(bad)] += 1
+                continue
+            count += 1
+            if len(rows) == per_file:
+                write()
+    if rows:
+        write()
+    if not count:
+        raise DataError(
+            f"{source.storages[0].url}: has no usable sample, got {dict(skipped)}. Check the data, and the caption key."
+        )
+    return ConversionResult(count, skipped=dict(skipped))
+
+
+def _parquet_row(key: str, fields: dict[str, bytes], source: Source) -> dict[str, Any]:
+    other = fields.get("json", b"").decode("utf-8", "replace")
+    if "cls" in fields:
+        label = fields["cls"].decode("utf-8", "replace").strip()
+        other = other or json.dumps({"label": int(label) if label.isdecimal() else label})
+    captions = list_captions(fields, source.config) if source.config.has_captions and source.config.caption_key else []
+    image = image_bytes(fields, source.config.image_keys)
+    return {"key": key, "image": image, "caption": captions, "json": other or None}

@@ -1,0 +1,50 @@
+"""The kind of a data set, from its files, for commands that are given a path instead of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import DataError
+from ...core.files import read_json
+from ...core.registries import SOURCES
+from .base import SourceConfig, infer_kind
+
+_MAX_INDEX_BYTES = 1 << 28
+
+
+def source_block(places: Sequence[str]) -> dict[str, Any]:
+    """Return the block of `data.sources` that reads these paths or URLs; whatever is not recognised is taken for shards."""
+    first = places[0]
+    several = first if len(places) == 1 else tuple(places)
+    if first.endswith(".parquet"):
+        return {"parquet": several}
+    if first.lower().endswith((".csv", ".tsv")):
+        return {"table": first}
+    path = Path(first)
+    if "://" in first or not path.is_dir() or any(path.glob("*.tar")):
+        return {"shards": several}
+    if (path / ".nv-meta").is_dir():
+        return {"energon": first}
+    if (path / "index.json").is_file():
+        index = read_json(path / "index.json", dict, DataError, _MAX_INDEX_BYTES)
+        return {"litdata": first} if "chunks" in index else {"mds": first}
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return {"dataset": first}
+    for folder in (path, path / "data"):  # the second as on the hub
+        if any(folder.glob("*.parquet")):
+            return {"parquet": str(folder)}
+    return {"shards": several}
+
+
+def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
+    """Return the config of a source at these paths or URLs.
+
+    Args:
+        places: one path or URL, or several files of one kind.
+        keys: further keys of the block; those that are None are left at their default.
+
+    """
+    block = {**source_block(places), **{key: value for key, value in keys.items() if value is not None}}
+    return SOURCES.get(infer_kind(block)["kind"]).config(**block)

@@ -1,0 +1,138 @@
+"""Lightning's LitData, without compression and encryption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.config import field, resumable_field
+from ...core.errors import ConfigError, DataError
+from .base import SourceKind
+from .groups import Group, process_groups
+from .packed import (
+    Decode,
+    PackedField,
+    PackedFile,
+    decode_picture,
+    decode_text,
+    file_below,
+    index_entries,
+    number_decoder,
+    open_packed,
+    read_index,
+    refuse_compression,
+)
+from .ranges import read_range
+from .remote import filesystem_of, with_retries
+from .rows import RowsConfig
+
+
+class LitDataConfig(RowsConfig):
+    """A data set of LitData (litdata.optimize), without compression and encryption."""
+
+    kind: Literal["litdata"] = field("litdata", "Entry of sparo.sources.")
+    litdata: str = resumable_field(..., "Folder or fsspec URL with index.json, as written by litdata.optimize.")
+
+
+_DECODERS: dict[str, Decode] = {
+    "bytes": bytes,
+    "jpeg": bytes,
+    "image": bytes,
+    "pil": decode_picture,
+    "str": decode_text,
+    "text": decode_text,
+    "int": number_decoder("<i8"),
+    "float": number_decoder("<f8"),
+    "bool": lambda data: bool(data[0]),
+}
+_FOOTER = b"LDARW01\0"
+
+
+class LitDataFile(PackedFile, Group):
+    """A file of LitData. If all samples are dictionaries of plain values, their table is empty, and an Arrow file follows it.
+
+    The layout is then: offsets that are all equal, the Arrow file, its length (uint32), and `LDARW01`.
+    """
+
+    decoders = _DECODERS
+
+    def row(self, number: int) -> bytes | Mapping[str, Any]:
+        return process_groups().row(self, number) if self._is_arrow else super().row(number)
+
+    def read_ahead(self, first: int, last: int) -> None:
+        if self._is_arrow:
+            process_groups().announce(self, first, last)
+        else:
+            super().read_ahead(first, last)
+
+    @property
+    def _is_arrow(self) -> bool:
+        return bool(self.offsets[0] == self.offsets[-1])
+
+    @property
+    def row_bytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return -(-self._size // max(1, len(self)))
+
+    def table(self) -> Any:
+        try:
+            import pyarrow as pa
+        except ImportError:
+            raise ConfigError(f"{self.url}: needs pyarrow. pip install -e '.[litdata]' in sparo's checkout") from None
+        data = Path(self.url).read_bytes() if "://" not in self.url else read_range(self.url, 0, self._size)
+        length = int.from_bytes(data[-12:-8], "little")
+        begin = len(data) - 12 - length
+        if data[-8:] != _FOOTER or begin < 0:
+            raise DataError(f"{self.url}: has neither samples nor a table. Copy the data set again.")
+        try:
+            found = pa.ipc.open_file(pa.py_buffer(data).slice(begin, length)).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self.url}: its table is damaged ({error}). Copy the data set again.") from None
+        if len(found) != len(self) or not self._wanted <= set(found.column_names):
+            raise DataError(f"{self.url}: its table differs from index.json. Copy the data set again.")
+        return found.select(sorted(self._wanted))
+
+
+def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[LitDataFile]:
+    """Return the files of a LitData data set, as `index.json` lists them."""
+    index = read_index(config.litdata, f"{key}.litdata", "litdata.optimize")
+    settings = index.get("config")
+    if not isinstance(settings, dict) or settings.get("item_loader") not in (None, "PyTreeLoader"):
+        raise DataError(
+            f"{config.litdata}/index.json: expected samples of Python objects, got {settings and settings.get('item_loader')}."
+        )
+    refuse_compression(config.litdata, settings.get("compression"), "litdata.optimize")
+    if settings.get("encryption"):
+        raise DataError(f"{config.litdata}: is encrypted. Write the data set again without encryption.")
+    kinds = [str(kind).partition(":")[0] for kind in settings.get("data_format") or ()]
+    fields = [PackedField(name, kind) for name, kind in zip(_leaf_names(settings, len(kinds)), kinds, strict=True)]
+    chunks = index_entries(index, "chunks", config.litdata)
+    urls = [file_below(config.litdata, chunk.get("filename")) for chunk in chunks]
+    # Not `chunk_bytes` of the index, which contains the table of offsets in some versions only.
+    with ThreadPoolExecutor(32) as pool:
+        sizes = list(pool.map(_size_of, urls))
+    return [
+        open_packed(LitDataFile, url, chunk.get("chunk_size"), size, fields, config, chunk)
+        for url, chunk, size in zip(urls, chunks, sizes, strict=True)
+    ]
+
+
+def _size_of(url: str) -> int:
+    filesystem, path = filesystem_of(url)
+    return with_retries(url, lambda: filesystem.info(path)["size"])
+
+
+def _leaf_names(settings: Mapping[str, Any], count: int) -> list[str]:
+    """Return a name for each value of a sample: the keys of a dictionary, otherwise positions."""
+    with suppress(ValueError, TypeError, KeyError, IndexError):
+        spec = json.loads(settings["data_spec"])[1]
+        names = json.loads(spec["context"]) if spec["type"] == "builtins.dict" else []
+        if len(names) == count and all(child["type"] is None for child in spec["children_spec"]):
+            return list(map(str, names))
+    return [str(i) for i in range(count)]
+
+
+SOURCE = SourceKind(LitDataConfig, _open_litdata)

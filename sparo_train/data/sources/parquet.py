@@ -1,0 +1,116 @@
+"""Parquet files with image bytes, as img2dataset and the Hugging Face hub write them. A row group is read as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.config import field, resumable_field
+from ...core.errors import BadSampleError, ConfigError, DataError
+from .base import SourceKind
+from .groups import Group, process_groups
+from .remote import filesystem_of, find_shards, with_retries
+from .rows import Columns, RowsConfig, choose_columns, row_members
+
+
+class ParquetConfig(RowsConfig):
+    """Parquet files with a column of image files (bytes, or Hugging Face's struct of bytes and path)."""
+
+    kind: Literal["parquet"] = field("parquet", "Entry of sparo.sources.")
+    parquet: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
+
+
+class RowGroup(Group):
+    """A row group of a Parquet file, which the plan treats as a shard."""
+
+    def __init__(self, url: str, group: int, metadata: Any, columns: Columns):
+        self.url, self._file, self._group, self._length = f"{url}#{group}", url, group, metadata.num_rows
+        self._columns, self._names = columns, list(dict.fromkeys([columns.image, *columns.others.values()]))
+        self.row_bytes = -(-metadata.total_byte_size // max(1, metadata.num_rows))
+        facts = [metadata.num_rows, *(_column_facts(metadata.column(i)) for i in range(metadata.num_columns))]
+        self._digest = hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> tuple[str, dict[str, bytes]]:
+        row = process_groups().row(self, number)
+        try:
+            return f"{Path(self._file).stem}-{self._group:04d}-{number:06d}", row_members(
+                self._columns, row, _folder_of(self._file)
+            )
+        except BadSampleError as bad:
+            bad.key = f"row {number} of group {self._group}"
+            raise
+
+    def digest(self) -> str:
+        return self._digest
+
+    def table(self) -> Any:
+        import pyarrow.parquet as pq
+
+        def read() -> Any:
+            filesystem, path = filesystem_of(self._file)
+            try:
+                with filesystem.open(path, "rb") as stream, pq.ParquetFile(stream) as file:
+                    return file.read_row_group(self._group, columns=self._names, use_threads=False)
+            except Exception as error:
+                raise _unreadable(self._file, error) from None
+
+        return with_retries(self._file, read)
+
+
+def _column_facts(column: Any) -> str:
+    """Return sizes, positions and statistics of a column of a row group, which change with nearly any change of the content."""
+    try:
+        return str(column.to_dict())
+    except ValueError:  # statistics of text that is not UTF-8
+        return f"{column.path_in_schema} {column.data_page_offset} {column.total_compressed_size}"
+
+
+def _folder_of(file: str) -> Path | None:
+    return None if "://" in file else Path(file).parent
+
+
+def _unreadable(url: str, error: Exception) -> Exception:
+    """Return `DataError` for damage that pyarrow found, and any other error itself, because a server may recover."""
+    import pyarrow as pa
+
+    if isinstance(error, pa.ArrowException | UnicodeDecodeError) or (
+        isinstance(error, OSError) and error.errno is None
+    ):
+        first = (str(error).splitlines() or [""])[0][:200]
+        return DataError(f"{url}: is not readable as Parquet ({first}). Copy the file again, or remove it.")
+    return error
+
+
+def _open_file(url: str, config: ParquetConfig) -> list[RowGroup]:
+    """Return the row groups of a file, from its footer."""
+    import pyarrow.parquet as pq
+
+    def footer() -> tuple[Any, list[str]]:
+        filesystem, path = filesystem_of(url)
+        try:
+            with filesystem.open(path, "rb") as stream, pq.ParquetFile(stream) as file:
+                return file.metadata, file.schema_arrow.names
+        except Exception as error:
+            raise _unreadable(url, error) from None
+
+    metadata, names = with_retries(url, footer)
+    columns = choose_columns(names, config, url)
+    return [RowGroup(url, number, metadata.row_group(number), columns) for number in range(metadata.num_row_groups)]
+
+
+def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[RowGroup]:
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise ConfigError(f"{key}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout") from None
+    urls = find_shards(config.parquet, f"{key}.parquet", ".parquet")
+    with ThreadPoolExecutor(32 if any("://" in url for url in urls) else 8) as pool:
+        return [group for groups in pool.map(lambda url: _open_file(url, config), urls) for group in groups]
+
+
+SOURCE = SourceKind(ParquetConfig, _open_parquet)

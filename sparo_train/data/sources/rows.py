@@ -1,0 +1,149 @@
+"""Samples that are rows of a table: columns for the image, for captions, and for anything else, which goes into the sample's JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from ...core.config import field
+from ...core.errors import BadSampleError, DataError, did_you_mean
+from ...core.files import read_bytes
+from .base import SourceConfig
+
+_CAPTION_COLUMNS = (
+    "caption",
+    "text",
+    "txt",
+    "captions",
+    "title",
+    "sentence",
+    "sentences",
+    "alt_text",
+    "TEXT",
+    "CAPTION",
+)
+_NO_CAPTION = "caption"  # default of caption_key, for which the usual names are tried
+
+
+class RowsConfig(SourceConfig):
+    """Keys of sources whose samples are rows."""
+
+    image_keys: tuple[str, ...] = field(
+        ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "pixels", "0"),
+        "Columns of images. The first one that exists is used.",
+    )
+    caption_key: str = field(
+        _NO_CAPTION,
+        "Column of captions. If it has lists, one caption is sampled each time the sample is read. Default: caption, text, txt, captions, "
+        "title or sentence, whichever exists.",
+    )
+    captions: dict[str, float] | None = field(
+        None,
+        "Several caption columns with their probabilities, instead of caption_key. Empty columns pass their probability to the others.",
+        min_length=1,
+        examples=[{"caption": 0.5, "long_caption": 0.5}],
+    )
+
+    def caption_member(self, key: str) -> tuple[str, str]:
+        return "json", key
+
+
+class Columns(NamedTuple):
+    """Columns of a source: the image, and the others by the name that they have in a sample's JSON."""
+
+    image: str
+    member: str  # name of the image among a sample's members, one of `image_keys`
+    others: Mapping[str, str]
+
+
+def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Columns:
+    """Return the columns to read.
+
+    Args:
+        names: the columns that exist.
+        config: the source.
+        where: file or folder, for errors.
+
+    Raises:
+        DataError: no column for the image, or none that a caption key names.
+    """
+    image = next((key for key in config.image_keys if key in names), None)
+    if image is None:
+        raise DataError(
+            f"{where}: no column for the image, got the columns {', '.join(names)}. Name it in image_keys; "
+            f"{did_you_mean(config.image_keys[0], names)}"
+        )
+    others = {name: name for name in names if name != image}
+    if config.captions is None and config.caption_key == _NO_CAPTION and _NO_CAPTION not in names:
+        usual = next((name for name in _CAPTION_COLUMNS if name in others), None)
+        if usual:
+            others = {_NO_CAPTION if name == usual else name: name for name in others}
+    elif config.has_captions:
+        for key in config.captions or (config.caption_key,):
+            if key and key not in others:
+                raise DataError(
+                    f"{where}: no column {key!r} for captions, got the columns {', '.join(names)}. Correct caption_key; "
+                    f"{did_you_mean(key, names)}"
+                )
+    return Columns(image, image, others)
+
+
+def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = None) -> dict[str, bytes]:
+    """Return the members of a sample: the image file, and the other columns as JSON.
+
+    Args:
+        columns: the columns to use.
+        row: values by column.
+        folder: folder that paths of images are relative to; None: paths are not allowed.
+
+    Raises:
+        BadSampleError: there is no image.
+    """
+    values = {name: row[column] for name, column in columns.others.items() if _is_text(row.get(column))}
+    text = json.dumps(values, ensure_ascii=False, default=str)
+    return {
+        columns.member: image_file(row.get(columns.image), folder),
+        "json": text.encode("utf-8", "surrogatepass"),
+    }
+
+
+def _is_text(value: Any) -> bool:
+    return value is not None and not isinstance(value, bytes | bytearray | memoryview)
+
+
+def image_file(value: Any, folder: Path | None = None) -> bytes:
+    """Return an image's encoded bytes: given as bytes, as a path, as both in a dictionary, or as a picture.
+
+    Raises:
+        BadSampleError: there are no bytes, or the path cannot be read.
+    """
+    if isinstance(value, Mapping):
+        found = value.get("bytes")
+        value = found if found is not None else value.get("path")
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Image.Image):
+        return encode_picture(value)
+    if isinstance(value, str) and value and folder is not None:
+        try:
+            return read_bytes(folder / value, DataError)
+        except (DataError, ValueError):  # a path with a null byte
+            raise BadSampleError("unreadable file", detail=os.fspath(folder / value)) from None
+    raise BadSampleError("missing image")
+
+
+def encode_picture(picture: Image.Image) -> bytes:
+    """Encode a picture without loss and without compression where possible, because it is decoded again at once."""
+    buffer = io.BytesIO()
+    plain = picture.mode in ("RGB", "L")
+    try:
+        picture.save(buffer, format="PPM" if plain else "PNG", **({} if plain else {"compress_level": 1}))
+    except (OSError, ValueError):
+        raise BadSampleError("bad image") from None
+    return buffer.getvalue()

@@ -1,0 +1,214 @@
+"""Tables (CSV, TSV) of image paths or URLs with captions, as open_clip's csv data sets."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import shlex
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.config import field, resumable_field
+from ...core.errors import BadSampleError, DataError
+from ...core.files import whole_file
+from .base import SourceKind, Storage
+from .remote import filesystem_of, remedy, with_retries
+from .rows import Columns, RowsConfig, choose_columns, row_members
+
+IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
+_END_MARKER = "\x1e\x1d\x1e"  # a sentinel after the last line, which no table contains
+_PART = 1000
+
+
+class TableConfig(RowsConfig):
+    """A table with one row per image and caption. Paths are relative to the table."""
+
+    kind: Literal["table"] = field("table", "Entry of sparo.sources.")
+    table: str = resumable_field(..., "File whose first line names the columns (.csv, .tsv).")
+    image_keys: tuple[str, ...] = field(
+        (*IMAGE_COLUMNS, "url", "image_url"), "Columns of image paths or URLs. The first one that exists is used."
+    )
+    separator: str | None = field(
+        None, "Column separator. Default: detected in the first line.", min_length=1, max_length=1
+    )
+    url_cache: str | None = resumable_field(
+        None, "Folder that images given by URL are downloaded to when they are first read. Required for URLs."
+    )
+
+
+def read_table(
+    table: Path, choose: Callable[[list[str]], Sequence[str]], image_columns: Iterable[str], separator: str | None
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line that each row ends in, and the cells of the chosen columns, any of them possibly empty.
+
+    Args:
+        table: the file.
+        choose: returns the columns to read, among those of the first line.
+        image_columns: usual names of the image column, by which the separator is detected.
+        separator: between columns; None: tab, comma or semicolon, whichever makes the image column a column.
+
+    Raises:
+        DataError: an empty table, UTF-16, a row with too many columns, or a quote that is never closed.
+        UnicodeDecodeError: the table is not UTF-8.
+    """
+    _refuse_utf16(table)
+    with table.open(newline="", encoding="utf-8-sig") as stream:
+        # A comma within a caption must not determine the separator.
+        delimiter = separator or _detect_delimiter(stream.readline(), image_columns)
+        stream.seek(0)
+        # A quote that is never closed turns everything after it into one caption, including the sentinel.
+        reader = csv.DictReader(itertools.chain(stream, [_END_MARKER]), delimiter=delimiter)
+        if (reader.fieldnames or [_END_MARKER])[0] == _END_MARKER:
+            raise DataError(f"{table}: is empty. Its first line must name the columns.")
+        columns = choose(list(reader.fieldnames or ()))
+        begin = 2
+        try:
+            for row in reader:
+                # A row with more columns than the header has a list here.
+                cells = [cell or "" for cell in row.values() if not isinstance(cell, list)]
+                if cells[0] == _END_MARKER:
+                    return
+                if any(_END_MARKER in cell for cell in cells):
+                    raise csv.Error("a quote is opened and never closed")
+                if None in row:  # DictReader's key for extra columns, which are most likely the rest of a caption
+                    raise DataError(
+                        f"{table}, line {reader.line_num}: has more columns than the header. Quote captions that contain {delimiter!r}."
+                    )
+                yield reader.line_num, [row[column] or "" for column in columns]
+                begin = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(
+                f"{table}, line {begin}: {error}. If a quotation mark has no closing mark, remove it, or write it "
+                'twice ("").'
+            ) from None
+
+
+def _refuse_utf16(table: Path) -> None:
+    """Raise `DataError` for a table in UTF-16, as exported by spreadsheets."""
+    with table.open("rb") as stream:
+        head = stream.read(1024)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
+        quoted = shlex.quote(str(table))
+        raise DataError(f"{table}: is UTF-16, not UTF-8. Convert it with: iconv -f utf-16 -t utf-8 {quoted} > utf8.csv")
+
+
+def _detect_delimiter(header: str, columns: Iterable[str]) -> str:
+    names = {s: {name.strip().strip('"').lower() for name in header.rstrip("\r\n").split(s)} for s in ("\t", ",", ";")}
+    # Decide by the names of the header, because a title may contain any of the three characters.
+    return next((s for s, header_names in names.items() if header_names & set(columns)), ",")
+
+
+class _Cells:
+    """A column as one block of bytes, which forked workers share: Python strings would be copied into each of them."""
+
+    def __init__(self) -> None:
+        self._text, self._ends = bytearray(), array("q", [0])
+
+    def append(self, cell: str) -> None:
+        self._text += cell.encode("utf-8")
+        self._ends.append(len(self._text))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, row: int) -> str:
+        return self._text[self._ends[row] : self._ends[row + 1]].decode("utf-8")
+
+    def part(self, begin: int, end: int) -> _Cells:
+        """Return a copy of some rows."""
+        copy, first = _Cells(), self._ends[begin]
+        copy._text = self._text[first : self._ends[end]]
+        copy._ends = array("q", (at - first for at in self._ends[begin : end + 1]))
+        return copy
+
+    def digest(self, begin: int, end: int) -> bytes:
+        return hashlib.sha256(
+            self._text[self._ends[begin] : self._ends[end]] + self._ends[begin:end].tobytes()
+        ).digest()
+
+
+class TablePart(Storage):
+    """Some rows of a table, which the plan treats as a shard."""
+
+    def __init__(self, table: Path, columns: Columns, cells: dict[str, _Cells], rows: range, url_cache: Path | None):
+        self.url, self._table, self._columns, self._cells = f"{table}#{rows.start // _PART}", table, columns, cells
+        self._rows, self._first, self._url_cache = rows, rows.start, url_cache
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs: these rows instead of the whole table."""
+        cells = {name: c.part(self._rows.start, self._rows.stop) for name, c in self._cells.items()}
+        return {**self.__dict__, "_cells": cells, "_rows": range(len(self))}
+
+    def read(self, number: int) -> tuple[str, dict[str, bytes]]:
+        label, number = self._first + number, self._rows[number]
+        row: dict[str, object] = {name: cells[number] for name, cells in self._cells.items()}
+        place = str(row[self._columns.image]).strip()
+        try:
+            if "://" in place:
+                row[self._columns.image] = self._downloaded(place)
+            return f"{label:09d}", row_members(self._columns, row, self._table.parent)
+        except BadSampleError as bad:
+            bad.key = f"row {label + 1}: {place}"
+            raise
+
+    def digest(self) -> str:
+        begin, end = self._rows.start, self._rows.stop
+        parts = [self._cells[name].digest(begin, end) for name in sorted(self._cells)]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+    def _downloaded(self, url: str) -> bytes:
+        """Return an image from the cache, or from its server. Raises `BadSampleError`."""
+        if self._url_cache is None:
+            raise DataError(f"{self._table}: has images by URL, such as {url}. Name a folder for them in url_cache.")
+        name = hashlib.sha256(url.encode()).hexdigest()
+        file = self._url_cache / name[:2] / name
+        if file.is_file():
+            return file.read_bytes()
+        try:
+            filesystem, path = filesystem_of(url)
+            data = with_retries(url, lambda: filesystem.cat_file(path))
+        except DataError as error:
+            raise BadSampleError("image not downloaded", detail=str(error)[:200]) from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(file) as temporary:
+            temporary.write_bytes(data)
+        return data
+
+
+def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[TablePart]:
+    """Read the table, whose image and caption columns are kept in memory."""
+    table = Path(config.table)
+    if not table.is_file():
+        raise DataError(f"{key}.table: {table} is not a file{remedy(table)}")
+    chosen: list[Columns] = []
+
+    def choose(header: list[str]) -> list[str]:
+        columns = choose_columns(header, config, str(table))
+        captions = [*(config.captions or (config.caption_key,))]
+        columns = columns._replace(others={name: c for name, c in columns.others.items() if name in captions})
+        chosen.append(columns)
+        cells.update({name: _Cells() for name in (columns.image, *columns.others.values())})
+        return list(cells)
+
+    cells: dict[str, _Cells] = {}
+    try:
+        for _, row in read_table(table, choose, config.image_keys, config.separator):
+            for column, cell in zip(cells.values(), row, strict=True):
+                column.append(cell)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{table}: not UTF-8 ({error}). Convert it, e.g. with iconv -f latin1 -t utf-8.") from None
+    (columns,) = chosen
+    rows, cache = len(cells[columns.image]), Path(config.url_cache) if config.url_cache else None
+    return [
+        TablePart(table, columns, cells, range(begin, min(begin + _PART, rows)), cache)
+        for begin in range(0, rows, _PART)
+    ]
+
+
+SOURCE = SourceKind(TableConfig, _open_table)

@@ -1,0 +1,388 @@
+"""Sources of other libraries: Parquet, Hugging Face datasets, MDS, LitData, Energon, and tables."""
+
+import builtins
+import csv
+import importlib.util
+import json
+import os
+import random
+import shutil
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from sparo_train.core.config import resolve
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.data.decode.decoding import TRAINING, decode
+from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
+from sparo_train.data.examples.samples import caption, image_bytes, list_captions
+from sparo_train.data.read.loader import Pipeline
+from sparo_train.data.sources import groups
+from sparo_train.data.sources.base import DataConfig, close_storages, fingerprint, open_source, refuse_changed
+from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
+from tests.helpers.runs import losses
+
+FORMATS = Path(__file__).parents[1] / "data/formats"
+_spec = importlib.util.spec_from_file_location("write_formats", FORMATS / "write.py")
+FIXTURES = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(FIXTURES)
+COUNT = FIXTURES.COUNT
+KINDS = ("parquet", "dataset", "mds", "litdata", "energon", "table")
+
+
+def rows(count=COUNT):
+    return [
+        {
+            "image": {"bytes": FIXTURES.jpeg(i), "path": None},
+            "text": FIXTURES.caption(i),
+            "label": i % 3,
+            "many": [f"a {i}", f"b {i}"],
+        }
+        for i in range(count)
+    ]
+
+
+def write_table(folder, separator=",", count=COUNT):
+    (folder / "img").mkdir(parents=True)
+    with (folder / "t.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream, delimiter=separator)
+        writer.writerow(["filepath", "title", "note"])
+        for i in range(count):
+            (folder / f"img/{i}.jpg").write_bytes(FIXTURES.jpeg(i))
+            writer.writerow([f"img/{i}.jpg", FIXTURES.caption(i), 'a "quoted"\ntext'])
+
+
+def write(kind, folder):
+    """Write or copy a small set; returns its block in a recipe."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows()), folder / "a.parquet", row_group_size=5)
+        return {"parquet": str(folder)}
+    if kind == "dataset":
+        part = datasets.Dataset.from_list(rows()).cast_column("image", datasets.Image())
+        part.save_to_disk(folder / "set")
+        return {"dataset": str(folder / "set")}
+    if kind == "table":
+        write_table(folder)
+        return {"table": str(folder / "t.csv")}
+    shutil.copytree(FORMATS / kind, folder, dirs_exist_ok=True)
+    for index in folder.rglob("*.idx"):
+        os.utime(index)  # a checkout has files in any order
+    return {kind: str(folder)} if kind == "energon" else {kind: str(folder / "plain")}
+
+
+def opened(block, name="a"):
+    return open_source(name, resolve(DataConfig, {"sources": {name: block}}, "x").sources[name])
+
+
+def contents(source):
+    found = [storage.read(number)[1] for storage in source.storages for number in range(len(storage))]
+    return [(image_bytes(fields, source.config.image_keys), list_captions(fields, source.config)) for fields in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_read_as_it_was_written(kind, tmp_path):
+    source = opened(write(kind, tmp_path))
+    count = 8 if kind == "energon" else COUNT
+    assert source.samples == count and source.config.kind == {"dataset": "datasets"}.get(kind, kind)
+    assert contents(source) == [(FIXTURES.jpeg(i), [FIXTURES.caption(i)]) for i in range(count)]
+    for storage in source.storages:
+        keys = [storage.read(number)[0] for number in range(len(storage))]
+        assert len(set(keys)) == len(keys)
+    close_storages()
+
+
+@pytest.mark.parametrize("kind", ["mds", "litdata"])
+def test_raw_pictures_keep_their_pixels(kind):
+    source = opened({kind: str(FORMATS / kind / "raw")})
+    for number, (image, texts) in enumerate(contents(source)):
+        assert np.array_equal(np.asarray(decode(image, TRAINING)), np.asarray(FIXTURES.picture(number)))
+        assert texts == [FIXTURES.caption(number)]
+
+
+def test_values_without_names_are_read_by_number():
+    source = opened({"litdata": str(FORMATS / "litdata/tuple"), "caption_key": "1"})
+    assert contents(source) == [(FIXTURES.jpeg(i), [FIXTURES.caption(i)]) for i in range(COUNT)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_lists_and_several_columns_of_captions(kind, tmp_path):
+    block = write(kind, tmp_path)
+    source = opened({**block, "caption_key": "many"})
+    assert [texts for _, texts in contents(source)] == [[f"a {i}", f"b {i}"] for i in range(COUNT)]
+    both = opened({**block, "captions": {"text": 0.5, "many": 0.5}})
+    _, fields = both.storages[0].read(3)
+    drawn = {caption(fields, both.config, np.random.default_rng(seed)) for seed in range(40)}
+    assert drawn == {FIXTURES.caption(3), "a 3", "b 3"}
+
+
+def test_splits_and_selections_of_datasets(tmp_path):
+    whole = datasets.Dataset.from_list([{"image": FIXTURES.picture(i), "caption": f"{i}"} for i in range(COUNT)])
+    whole = whole.cast_column("image", datasets.Image())
+    datasets.DatasetDict({"train": whole.shuffle(seed=1).select(range(5)), "test": whole}).save_to_disk(tmp_path / "d")
+    source = opened({"dataset": str(tmp_path / "d")})
+    order = [int(texts[0]) for _, texts in contents(source)]
+    assert len(order) == 5 and order != sorted(order)
+    for number, (image, _) in zip(order, contents(source), strict=True):
+        assert np.array_equal(np.asarray(decode(image, TRAINING)), np.asarray(FIXTURES.picture(number)))
+    assert opened({"dataset": str(tmp_path / "d"), "split": "test"}).samples == COUNT
+    with pytest.raises(DataError, match=r"data\.sources\.a\.split: .* has the splits train, test, got 'val'"):
+        opened({"dataset": str(tmp_path / "d"), "split": "val"})
+
+
+def batches(block, count, workers, cursor=None):
+    config = resolve(
+        DataConfig,
+        {"sources": {"a": block}, "workers": workers, "streams": 2, "shuffle_window": 5, "chunk": 2, "hflip": 0.5},
+        "x",
+    )
+    pipeline = Pipeline(config, 4, ImageTextExamples(config, 16, 16, ClipTokenizer(16)), 3)
+    with closing(pipeline.start(cursor)) as started:
+        return list(islice(started, count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_do_not_depend_on_workers_and_resume_exactly(kind, tmp_path):
+    block = write(kind, tmp_path)
+    straight = batches(block, 9, 0)
+    runs = [batches(block, 9, 2), straight[:4] + batches(block, 5, 1, straight[3].cursor)]
+    for run in runs:
+        for one, two in zip(straight, run, strict=True):
+            assert one.cursor == two.cursor and all(torch.equal(one.batch[k], two.batch[k]) for k in one.batch)
+
+
+def change(kind, folder):
+    """Change the content of a set."""
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows()[::-1]), folder / "a.parquet", row_group_size=5)
+    elif kind == "dataset":
+        shutil.rmtree(folder / "set")
+        changed = datasets.Dataset.from_list(rows()[::-1]).cast_column("image", datasets.Image())
+        changed.save_to_disk(folder / "set")
+    elif kind == "table":
+        lines = (folder / "t.csv").read_text()
+        (folder / "t.csv").write_text(lines.replace("caption 3", "caption 4"))
+    elif kind == "energon":
+        split = folder / ".nv-meta/split.yaml"
+        split.write_text(split.read_text().replace("{000..001}", "{000..002}"))
+    else:
+        index = json.loads((folder / "plain/index.json").read_text())
+        key = "shards" if kind == "mds" else "chunks"
+        index[key] = index[key][:-1]
+        (folder / "plain/index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_data_is_noticed_and_moved_data_is_not(kind, tmp_path):
+    block = write(kind, tmp_path / "here")
+    before = fingerprint([opened(block)])
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    (key, value), *_ = block.items()
+    refuse_changed(before, fingerprint([opened({key: value.replace("/here", "/there")})]), "x")
+    change(kind, tmp_path / "here")
+    with pytest.raises(DataError, match="the data changed since this checkpoint"):
+        refuse_changed(before, fingerprint([opened(block)]), "x")
+
+
+def target(kind, folder, number):
+    """The file that variant `number` of the hostile files damages."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".jpg", ".idx"))
+    if kind in ("mds", "litdata"):
+        files = [path for path in files if "/plain/" in str(path)]
+    return files[number % len(files)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_files_end_in_an_error_or_in_bad_samples(kind, tmp_path):
+    block, good = write(kind, tmp_path / "good"), 0
+    for number in range(24):
+        rng = random.Random(number)
+        folder = tmp_path / f"{number}"
+        shutil.copytree(tmp_path / "good", folder)
+        path = target(kind, folder, number)
+        data = bytearray(path.read_bytes())
+        damage = number // 4 % 6
+        if damage == 0:
+            data = data[: rng.randrange(len(data))]
+        elif damage == 1:
+            for _ in range(8):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+        elif damage == 2:
+            data[:64] = rng.randbytes(min(64, len(data)))
+        elif damage == 3:
+            data = bytearray(rng.randbytes(len(data)))
+        elif damage == 4:
+            data = bytearray(b"[" * 5000 + b"9" * 5000) if path.suffix == ".json" else data + data
+        else:
+            data = bytearray(bytes(data).replace(b"1", b"9" * 30).replace(b"2", b"-1"))
+        path.write_bytes(data)
+        try:
+            source = opened({key: value.replace("/good", f"/{number}") for key, value in block.items()})
+            for storage in source.storages:
+                for ordinal in range(min(len(storage), 100)):
+                    try:
+                        _, fields = storage.read(ordinal)
+                        image_bytes(fields, source.config.image_keys)
+                        caption(fields, source.config)
+                        good += 1
+                    except BadSampleError as bad:
+                        assert len(str(bad)) < 60
+        except (DataError, ConfigError) as error:
+            assert str(folder) in str(error) or "data.sources" in str(error), error
+        finally:
+            close_storages()
+    assert good > 20  # of undamaged files beside the damaged one
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"mds": "{F}/mds/zstd"}, "is compressed with zstd"),
+        ({"mds": "{F}/mds"}, "The folder has data sets in plain, raw, zstd"),
+        ({"mds": "{F}/litdata/plain"}, "expected a list shards"),
+        ({"litdata": "{F}/mds/plain"}, "expected samples of Python objects"),
+        (
+            {"litdata": "{F}/litdata/plain", "image_keys": ["picture"]},
+            "no column for the image, got the columns image, cap",
+        ),
+        ({"mds": "{F}/mds/plain", "caption_key": "captoin"}, "did you mean 'caption'"),
+        ({"energon": "{F}/energon", "split": "test"}, "has the splits train, val, got 'test'"),
+        ({"energon": "{F}/mds"}, "energon prepare"),
+        ({"parquet": "{F}/mds/plain"}, "matches no .parquet file; the folder has no .parquet files"),
+        ({"table": "{F}/write.py"}, "no column for the image"),
+        ({"table": "{F}/none.csv"}, "is not a file"),
+        ({"dataset": "{F}/mds/plain"}, "cannot be loaded as split 'train'"),
+        ({"mds": "{F}/mds/plain", "shards": "x"}, "set exactly one of shards, folder, parquet"),
+    ],
+)
+def test_mistakes_are_explained(block, message):
+    block = {k: v.replace("{F}", str(FORMATS)) if isinstance(v, str) else v for k, v in block.items()}
+    with pytest.raises((DataError, ConfigError), match=r"(?s)" + message.replace(".", r"\.")):
+        opened(block)
+
+
+def test_names_in_an_index_cannot_lead_out_of_the_folder(tmp_path):
+    for kind, key in (("mds", "shards"), ("litdata", "chunks")):
+        block = write(kind, tmp_path / kind)
+        path = tmp_path / kind / "plain/index.json"
+        index = json.loads(path.read_text())
+        entry = index[key][0]
+        (entry["raw_data"] if kind == "mds" else entry)["basename" if kind == "mds" else "filename"] = "../../secret"
+        path.write_text(json.dumps(index))
+        with pytest.raises(DataError, match="expected the name of a file in this folder"):
+            opened(block)
+
+
+def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
+    blocks = {kind: write(kind, tmp_path / kind) for kind in ("parquet", "dataset")}
+    real = builtins.__import__
+
+    def refuse(name, *rest):
+        if name.partition(".")[0] in ("pyarrow", "datasets"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for kind, extra in (("parquet", "parquet"), ("dataset", "datasets")):
+        with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{extra}\]'"):
+            opened(blocks[kind])
+
+
+def test_announced_rows_are_decoded_once_per_announcement(tmp_path, monkeypatch):
+    source = opened(write("parquet", tmp_path))
+    tables = []
+    group_type = type(source.storages[0])
+    real = group_type.table
+    monkeypatch.setattr(group_type, "table", lambda self: tables.append(self.url) or real(self))
+    monkeypatch.setattr(groups, "_GROUPS", 1)
+    for storage in source.storages:
+        storage.read_ahead(0, len(storage))
+    order = [(storage, n) for storage in source.storages for n in range(len(storage))]
+    random.Random(0).shuffle(order)
+    for storage, number in order:
+        storage.read(number)
+    assert len(tables) == 3
+    reader = groups.process_groups()
+    assert not reader._waiting and not reader._bytes
+    monkeypatch.setattr(groups, "_AHEAD_BYTES", 0)
+    source.storages[0].read_ahead(0, 5)
+    assert not reader._waiting and source.storages[0].read(2)[1]
+    close_storages()
+
+
+@pytest.mark.parametrize("separator", [",", "\t", ";"])
+def test_tables_of_any_separator(separator, tmp_path):
+    write_table(tmp_path / "t", separator)
+    assert opened({"table": str(tmp_path / "t/t.csv")}).samples == COUNT
+
+
+def test_images_by_url_are_downloaded_once(tmp_path):
+    (tmp_path / "far").mkdir()
+    far = tmp_path / "far/0.jpg"
+    far.write_bytes(FIXTURES.jpeg(0))
+    (tmp_path / "t.tsv").write_text(f"url\tcaption\nfile://{far}\tone\nfile://{tmp_path}/none.jpg\ttwo\n")
+    block = {"table": str(tmp_path / "t.tsv")}
+    with pytest.raises(DataError, match="Name a folder for them in url_cache"):
+        opened(block).storages[0].read(0)
+    (storage,) = opened({**block, "url_cache": str(tmp_path / "cache")}).storages
+    for _ in range(2):
+        assert image_bytes(storage.read(0)[1], ["url"]) == FIXTURES.jpeg(0)
+        far.unlink(missing_ok=True)  # the second time from the cache
+    with pytest.raises(BadSampleError, match="image not downloaded"):
+        storage.read(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_set_is_checked_converted_and_converted_back(kind, tmp_path):
+    ((_, place),) = write(kind, tmp_path / "given").items()
+    checked = sparo("data", "check", place)
+    count = 8 if kind == "energon" else COUNT
+    assert checked.returncode == 0 and f"{count} samples; nothing broken" in checked.stdout, checked.stderr
+    if kind not in ("table", "energon"):
+        place_there = str(tmp_path / "shards")
+        done = sparo("data", "convert", place, place_there)
+        assert done.returncode == 0 and f"{count} samples" in done.stderr, done.stderr
+        shards = opened({"shards": place_there})
+        assert contents(shards) == contents(opened({kind: place}))
+        place = place_there
+    done = sparo("data", "convert", place, str(tmp_path / "back"), "--to", "parquet")
+    assert done.returncode == 0, done.stderr
+    back = opened({"parquet": str(tmp_path / "back")})
+    assert contents(back) == [(FIXTURES.jpeg(i), [FIXTURES.caption(i)]) for i in range(count)]
+    again = sparo("data", "convert", place, str(tmp_path / "back"), "--to", "parquet")
+    assert again.returncode == 2 and "contains Parquet files already" in again.stderr
+
+
+def test_a_converted_set_keeps_lists_of_captions_and_holds_out_images(tmp_path):
+    place = write("parquet", tmp_path)["parquet"]
+    bad = [*rows(), {**rows()[0], "image": {"bytes": b"no image", "path": None}}, {**rows()[1], "many": []}]
+    pq.write_table(pa.Table.from_pylist(bad), tmp_path / "a.parquet")
+    done = sparo("data", "convert", place, str(tmp_path / "out"), "--caption-column", "many", "--test", "3")
+    assert done.returncode == 0 and "left out: 1 samples (missing caption)" in done.stderr, done.stderr
+    assert "left out: 1 samples (bad image)" in done.stderr and "9 samples to train on, 3 images" in done.stderr
+    train = opened({"shards": str(tmp_path / "out/train"), "caption_key": "json:many"})
+    held_out = opened({"shards": str(tmp_path / "out/retrieval/test")}).storages[0].read(0)[1]["txt"].decode()
+    lists = [texts for _, texts in contents(train)]
+    assert len(lists) == 9 and all(len(texts) == 2 for texts in lists)
+    assert held_out.split("\n")[0].startswith("a ") and held_out.split("\n")[1].startswith("b ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_killed_and_resumed(kind, tmp_path):
+    block = write(kind, tmp_path / "set")
+    recipe = tiny_recipe(tmp_path, tmp_path / "runs", steps=6, eval={"tasks": {}})
+    recipe["data"] |= {"sources": {"a": block}, "streams": 2}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    for arguments in (("name=whole",), ("name=cut", "stop_after_steps=4"), ("name=cut", "stop_after_steps=12")):
+        done = sparo("train", str(tmp_path / "r.yaml"), *arguments)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "runs/whole") == losses(tmp_path / "runs/cut") and len(losses(tmp_path / "runs/cut")) == 6
