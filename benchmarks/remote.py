@@ -4,7 +4,8 @@
 
 A web server in another process answers every request after 20 ms. Two workers prepare batches of 64 with crops of 224
 pixels from JPEG files of 256 pixels. The rate is compared with the local disk, and the bytes that the server sent are
-compared with the size of the shards: by the scan of the first start, when they have no index, and per epoch.
+compared with the size of the shards: by the scan of the first start, when they have no index, per epoch, and per epoch
+with a cache (`data.cache`) that an earlier run has filled.
 """
 
 from __future__ import annotations
@@ -61,17 +62,27 @@ def serve(folder: Path) -> None:
     asyncio.run(run())
 
 
-def rate(urls: list[str], batches: int) -> float:
-    """Return images per second after the first batches; without batches, only the indexes are made."""
+def rate(urls: list[str], batches: int, node: str | None = None) -> float:
+    """Return images per second after the first batches; without batches, only the indexes are made.
+
+    Args:
+        urls: the shards.
+        batches: number of batches.
+        node: folder of a cache; None: no cache.
+    """
     import torch
 
     from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
     from sparo_train.data.read.loader import Pipeline
     from sparo_train.data.sources.base import DataConfig
+    from sparo_train.data.sources.cache import CacheConfig
     from sparo_train.data.sources.shards import ShardsConfig
 
     torch.set_num_threads(1)
-    config = DataConfig(sources={"x": ShardsConfig(shards=tuple(urls))}, workers=WORKERS, shuffle_window=256)
+    cache = CacheConfig(path=node, gb=10) if node else None
+    config = DataConfig(
+        sources={"x": ShardsConfig(shards=tuple(urls))}, workers=WORKERS, shuffle_window=256, cache=cache
+    )
     pipeline = Pipeline(config, BATCH, ImageTextExamples(config, 224, 77, ClipTokenizer(77)), 0)
     if not batches:
         return 0.0
@@ -84,9 +95,9 @@ def rate(urls: list[str], batches: int) -> float:
         return batches * BATCH / (time.perf_counter() - begin)
 
 
-def in_process(urls: list[str], batches: int, cache: Path) -> float:
+def in_process(urls: list[str], batches: int, cache: Path, node: Path | None = None) -> float:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
-    command = [sys.executable, __file__, "--measure", json.dumps([urls, batches])]
+    command = [sys.executable, __file__, "--measure", json.dumps([urls, batches, node and str(node)])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return float(done.stdout.split()[-1])
 
@@ -114,7 +125,8 @@ def main() -> None:
             cache = Path(root, "cache")
             in_process(urls, 0, cache)
             scanned = sent()
-            pairs, shares = [], []
+            pairs, shares, cached, cached_shares = [], [], [], []
+            in_process(urls, 96, cache, Path(root, "node"))  # more than an epoch of 64 batches
             for _ in range(rounds):
                 places = [sent()]
                 far = in_process(urls, batches, cache)
@@ -124,10 +136,18 @@ def main() -> None:
                 # The difference of both runs, because each of them also fetches a window that it does not read.
                 extra = places[1] - places[0] - (places[2] - places[1])
                 shares.append(extra / (batches - batches // 4) / BATCH * 4096 / size)
-                pairs.append((far, in_process(paths, batches, cache)))
-            rows = [row("server / disk", pairs, 0.9, "images/s", True)]
+                disk = in_process(paths, batches, cache)
+                pairs.append((far, disk))
+                before = sent()
+                cached.append((in_process(urls, batches, cache, Path(root, "node")), disk))
+                cached_shares.append((sent() - before) / (batches * BATCH / 4096) / size)
+            rows = [
+                row("server / disk", pairs, 0.9, "images/s", True),
+                row("server with a filled cache / disk", cached, None, "images/s", True),
+            ]
             report(f"two workers, {1000 * LATENCY:.0f} ms latency", rows, options.json)
             low, high = min(shares), max(shares)
+            print(f"sent with the cache: {min(cached_shares):.4f} to {max(cached_shares):.4f} in each epoch")
             print(f"sent: {scanned / size:.2f} of the shards by the scan, {low:.3f} to {high:.3f} in each epoch")
         finally:
             server.kill()

@@ -22,6 +22,8 @@ from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
 from ..sources.base import DataConfig, Source, close_storages, fingerprint, open_source
+from ..sources.cache import SampleCache
+from ..sources.shards import use_cache
 from .ahead import ReadAhead
 from .bad_samples import refuse_broken
 from .batches import Batches
@@ -188,6 +190,8 @@ class Pipeline:
         self.rank, self.rows = rank, range(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.config, self.batch_size, self.examples, self.seed = config, batch_size, examples, seed
         self.sources = [open_source(name, source) for name, source in config.sources.items()]
+        if config.cache is not None:
+            use_cache(SampleCache(config.cache), [s for source in self.sources for s in source.storages])
         self.plan = Plan(
             [[len(storage) for storage in s.storages] for s in self.sources],
             [s.config.weight for s in self.sources],

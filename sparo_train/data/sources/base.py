@@ -15,6 +15,7 @@ from ...core.errors import DataError
 from ...core.registries import SOURCES
 from ...core.registry import FromRegistry
 from ..decode.decoding import PixelRange
+from .cache import CacheConfig
 
 
 class Storage(ABC):
@@ -157,6 +158,9 @@ class DataConfig(Frozen):
         le=1 << 31,
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
+    cache: CacheConfig | None = resumable_field(
+        None, "Cache of samples from servers on each node's disk. Default: none."
+    )
     crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
         (0.9, 1.0), "Range of the share of the image area that a random crop covers."
     )

@@ -19,11 +19,10 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
-from .base import Storage
 from .ranges import read_range
 from .remote import filesystem_of, remedy, with_retries
 from .rows import Columns, RowsConfig, choose_columns, encode_picture, row_members
-from .shards import process_reader
+from .shards import RangeStorage, process_reader
 
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SAMPLES = 1 << 26  # of a file, whose table of offsets is read as a whole
@@ -38,7 +37,7 @@ class PackedField(NamedTuple):
     size: int | None = None
 
 
-class PackedFile(Storage):
+class PackedFile(RangeStorage):
     """One file of packed samples; its table of offsets is read with the first sample.
 
     Attributes:
@@ -58,6 +57,9 @@ class PackedFile(Storage):
 
     def digest(self) -> str:
         return self._digest
+
+    def version(self) -> tuple[bytes, int]:
+        return self._digest.encode(), self._size
 
     @property
     def offsets(self) -> np.ndarray:
@@ -91,10 +93,7 @@ class PackedFile(Storage):
 
     def row(self, number: int) -> bytes | Mapping[str, Any]:
         """Return a sample's bytes, or its fields. Raises `DataError` if the file cannot be read."""
-        return process_reader().read_bytes(self.url, number, self.offsets)
-
-    def read_ahead(self, first: int, last: int) -> None:
-        process_reader().read_ahead(self.url, first, last, self.offsets)
+        return process_reader().read_bytes(self.url, number, self.offsets, self.cached())
 
     def unpacked(self, data: bytes) -> dict[str, Any]:
         """Return the fields of a sample that are used. Raises ValueError, IndexError or struct.error if it is damaged."""

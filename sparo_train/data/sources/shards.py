@@ -9,8 +9,9 @@ import hashlib
 import io
 import os
 import re
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
 from .base import SourceConfig, SourceKind, Storage, on_close
+from .cache import CachedFile, SampleCache
 from .ranges import RangeReader
 from .remote import filesystem_of, find_shards, with_retries
 from .shard_index import load_index
@@ -51,24 +53,27 @@ class ShardReader:
         self._last_read, self._in_order = ("", -1), 0
         self._indexes: OrderedDict[str, ShardIndex] = OrderedDict()
 
-    def read(self, url: str, ordinal: int, index: ShardIndex | None = None) -> tuple[str, dict[str, bytes]]:
+    def read(
+        self, url: str, ordinal: int, index: ShardIndex | None = None, cached: CachedFile | None = None
+    ) -> tuple[str, dict[str, bytes]]:
         """Return the key and members of a sample of a tar.
 
         Args:
             url: the shard.
             ordinal: number of the sample in it.
             index: the shard's index; None: load it.
+            cached: the shard in the node's cache, if it is remote and there is one.
 
         Raises:
             BadSampleError: these bytes are not the members of one sample.
             DataError: the shard cannot be read, or is shorter than its index says.
         """
         try:
-            return unpack(self.read_bytes(url, ordinal, (self.index(url) if index is None else index).offsets))
+            return unpack(self.read_bytes(url, ordinal, (self.index(url) if index is None else index).offsets, cached))
         except ValueError:
             raise BadSampleError("damaged tar or stale index") from None
 
-    def read_bytes(self, url: str, ordinal: int, offsets: np.ndarray) -> bytes:
+    def read_bytes(self, url: str, ordinal: int, offsets: np.ndarray, cached: CachedFile | None = None) -> bytes:
         """Return the bytes of a sample of any file, which begins at `offsets[ordinal]` and ends at the next offset.
 
         Raises:
@@ -76,8 +81,12 @@ class ShardReader:
         """
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         if (stream := self._handle(url)) is None:
-            self._request_in_order(url, ordinal, offsets)
-            data = self._remote().read(url, start, end)
+            data = cached.get(ordinal, start, end) if cached else None
+            if data is None:
+                self._request_in_order(url, ordinal, offsets)
+                data = self._remote().read(url, start, end)
+                if cached:
+                    cached.put(ordinal, start, data)
         else:
             data = with_retries(url, lambda: os.pread(stream.fileno(), end - start, start))
         # The file was truncated or replaced by a shorter one after it was indexed, so later samples would be wrong,
@@ -88,11 +97,14 @@ class ShardReader:
             )
         return data
 
-    def read_ahead(self, url: str, first: int, last: int, offsets: np.ndarray) -> None:
+    def read_ahead(
+        self, url: str, first: int, last: int, offsets: np.ndarray, cached: CachedFile | None = None
+    ) -> None:
         """Request samples first..last-1, which will be read soon, from the kernel or from the server."""
         stream = self._handle(url)
         if stream is None:
-            self._remote().announce(url, offsets[first : last + 1].tolist())
+            for begin, end in cached.missing(first, last) if cached else [(first, last)]:
+                self._remote().announce(url, offsets[begin : end + 1].tolist())
         elif hasattr(os, "posix_fadvise"):
             start = int(offsets[first])
             os.posix_fadvise(stream.fileno(), start, int(offsets[last]) - start, os.POSIX_FADV_WILLNEED)
@@ -140,7 +152,44 @@ class ShardReader:
             self._ranges = None
 
 
-class Shard(Storage):
+class RangeStorage(Storage):
+    """Storage whose samples are byte ranges of one file.
+
+    Attributes:
+        cache: the node's cache; None for none.
+    """
+
+    cache: SampleCache | None = None
+    _cached: CachedFile | None = None
+
+    @property
+    @abstractmethod
+    def offsets(self) -> np.ndarray:
+        """Return the first byte of each sample, and the end of the last one."""
+
+    def cached(self) -> CachedFile | None:
+        """Return the file in the node's cache, if it is remote and there is a cache."""
+        if self._cached is None and self.cache is not None and "://" in self.url:
+            self._cached = CachedFile(self.cache, self.url, *self.version())
+        return self._cached
+
+    @abstractmethod
+    def version(self) -> tuple[bytes, int]:
+        """Return bytes that differ for another version of the file, and its size in bytes."""
+
+    def read_ahead(self, first: int, last: int) -> None:
+        process_reader().read_ahead(self.url, first, last, self.offsets, self.cached())
+
+
+def use_cache(cache: SampleCache, storages: Iterable[Storage]) -> None:
+    """Let remote storages use a cache, and make room in it for their samples."""
+    remote = [s for s in storages if isinstance(s, RangeStorage) and "://" in s.url]
+    for storage in remote:
+        storage.cache = cache
+    cache.make_room([file for storage in remote if (file := storage.cached()) is not None])
+
+
+class Shard(RangeStorage):
     """A tar with its index."""
 
     def __init__(self, url: str, index: ShardIndex):
@@ -149,17 +198,21 @@ class Shard(Storage):
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def offsets(self) -> np.ndarray:
+        return self.index.offsets
+
+    def version(self) -> tuple[bytes, int]:
+        return self.index.digest + self.offsets.tobytes(), int(self.offsets[-1]) if len(self) else 0
+
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
-        return process_reader().read(self.url, number, self.index)
+        return process_reader().read(self.url, number, self.index, self.cached())
 
     def sampled_hash(self) -> str:
         return self.index.digest.hex() if any(self.index.digest) else ""
 
     def content_hash(self) -> str | None:
         return recorded_hash(self.url)
-
-    def read_ahead(self, first: int, last: int) -> None:
-        process_reader().read_ahead(self.url, first, last, self.index.offsets)
 
 
 def recorded_hash(url: str) -> str | None:
