@@ -133,19 +133,31 @@ app.command()(convert_verb.convert)
 
 @app.command()
 def index(
-    shards: Annotated[list[str], typer.Argument(help="Folders, globs, brace ranges or URLs.")], part: ShareOption = None
+    shards: Annotated[list[str], typer.Argument(help="Folders, globs, brace ranges or URLs.")],
+    part: ShareOption = None,
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the indexes of all shards to this file instead (.safetensors), for data.sources.NAME.index. Shards that have an "
+            "index are not scanned."
+        ),
+    ] = None,
 ) -> None:
     """Index shards (NAME.tar.idx.npy), so that training starts at once."""
     from sparo_train.data.sources.base import open_source
     from sparo_train.data.sources.remote import find_shards
-    from sparo_train.data.sources.shards import ShardsConfig
+    from sparo_train.data.sources.shards import ShardsConfig, merge_indexes
 
     number, of = parse_part(part) or (0, 1)
     # Alternately, because shards of equal size take equal time.
     own = find_shards(tuple(shards))[number::of]
     if not own:
         return
-    source = open_source(" ".join(shards), ShardsConfig(shards=tuple(own)), write_index=True, block="")
+    if merge is not None and part is not None:
+        raise ConfigError("--merge: needs all shards. Remove --part; first index the shards with --part, then merge.")
+    source = open_source(" ".join(shards), ShardsConfig(shards=tuple(own)), write_index=merge is None, block="")
+    if merge is not None:
+        merge_indexes(merge, source.storages)
     console.print(
         f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} not whole",
     )

@@ -27,7 +27,7 @@ from .packed import (
     refuse_compression,
 )
 from .ranges import read_range
-from .remote import filesystem_of, with_retries
+from .remote import size_of
 from .rows import RowsConfig
 
 
@@ -113,16 +113,11 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
     urls = [file_below(config.litdata, chunk.get("filename")) for chunk in chunks]
     # Not `chunk_bytes` of the index, which contains the table of offsets in some versions only.
     with ThreadPoolExecutor(32) as pool:
-        sizes = list(pool.map(_size_of, urls))
+        sizes = list(pool.map(size_of, urls))
     return [
         open_packed(LitDataFile, url, chunk.get("chunk_size"), size, fields, config, chunk)
         for url, chunk, size in zip(urls, chunks, sizes, strict=True)
     ]
-
-
-def _size_of(url: str) -> int:
-    filesystem, path = filesystem_of(url)
-    return with_retries(url, lambda: filesystem.info(path)["size"])
 
 
 def _leaf_names(settings: Mapping[str, Any], count: int) -> list[str]:

@@ -69,6 +69,17 @@ def with_retries(url: str, work: Callable[[], T]) -> T:
         time.sleep(pause)
 
 
+def size_of(url: str) -> int:
+    """Return the size of a file in bytes. Raises `DataError`."""
+    filesystem, path = filesystem_of(url)
+    size = with_retries(url, lambda: filesystem.info(path)["size"])
+    if size is None:
+        raise DataError(
+            f"{url}: the server does not report the size of this file, which random access needs. Copy the file to a disk."
+        )
+    return size
+
+
 def _is_final(error: Exception) -> bool:
     status = getattr(error, "status", None)  # aiohttp's
     if isinstance(status, int) and 400 <= status < 500:
@@ -136,26 +147,30 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards", suffix: str
     """
     shard_urls: list[str] = []
     for part in (pattern,) if isinstance(pattern, str) else pattern:
-        if part.startswith("pipe:"):
-            raise ConfigError(
-                f"{key}: {part!r} runs a shell command, whose output does not support random access. Use an fsspec URL (s3://, gs://, https://)."
-            )
-        if part.startswith("data:"):
-            raise ConfigError(
-                f"{key}: {part[:40]!r} is a document, not a shard. Name a folder, a glob, a brace range or a URL."
-            )
-        if _count(part) > _MAX_SHARDS:
-            raise ConfigError(f"{key}: {part!r} expands to more than {_MAX_SHARDS} shards. Is a brace range too long?")
-        try:
-            # An existing folder is used literally, even with braces in its name.
-            urls = [part] if "://" not in part and Path(part).exists() else expand_urls(part)
-        except ValueError:  # braceexpand's
-            raise ConfigError(f"{key}: {part!r} has an unmatched brace. Write {{00000..00331}}.") from None
-        for url in urls:
+        # An existing folder is used literally, even with braces in its name.
+        for url in [part] if "://" not in part and Path(part).exists() else expand_braces(part, key):
             shard_urls += _expand(url, key, suffix)
     if not shard_urls:
         raise ConfigError(f"{key}: an empty list. Name at least one folder, glob, brace range or URL.")
     return list(dict.fromkeys(shard_urls))
+
+
+def expand_braces(pattern: str, key: str) -> list[str]:
+    """Expand brace ranges, and lists with `::`, without looking for files. Raises `ConfigError` that names `key`."""
+    if pattern.startswith("pipe:"):
+        raise ConfigError(
+            f"{key}: {pattern!r} runs a shell command, whose output does not support random access. Use an fsspec URL (s3://, gs://, https://)."
+        )
+    if pattern.startswith("data:"):
+        raise ConfigError(
+            f"{key}: {pattern[:40]!r} is a document, not a shard. Name a folder, a glob, a brace range or a URL."
+        )
+    if _count(pattern) > _MAX_SHARDS:
+        raise ConfigError(f"{key}: {pattern!r} expands to more than {_MAX_SHARDS} shards. Is a brace range too long?")
+    try:
+        return expand_urls(pattern)
+    except ValueError:  # braceexpand's
+        raise ConfigError(f"{key}: {pattern!r} has an unmatched brace. Write {{00000..00331}}.") from None
 
 
 def _count(pattern: str) -> int:

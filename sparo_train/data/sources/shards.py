@@ -24,8 +24,9 @@ from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
 from .base import SourceConfig, SourceKind, Storage, on_close
 from .cache import CachedFile, SampleCache
+from .merged_index import MergedShard, read_merged_index, write_merged_index
 from .ranges import RangeReader
-from .remote import filesystem_of, find_shards, with_retries
+from .remote import filesystem_of, find_shards, size_of, with_retries
 from .shard_index import load_index
 from .tar import ShardIndex, unpack
 
@@ -35,6 +36,10 @@ class ShardsConfig(SourceConfig):
 
     kind: Literal["shards"] = field("shards", "Entry of sparo.sources.")
     shards: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
+    index: str | None = resumable_field(
+        None,
+        "File with the indexes of all shards, from sparo data index --merge. Without it, each start asks for the size of each shard.",
+    )
 
 
 _OPEN_SHARDS = 64
@@ -80,6 +85,10 @@ class ShardReader:
             DataError: the file cannot be read, or is shorter than the offsets say.
         """
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
+        if not 0 <= start <= end:
+            raise DataError(
+                f"{url}: its index is damaged, with a sample at bytes {start} to {end}. Index it again with sparo data index."
+            )
         if (stream := self._handle(url)) is None:
             data = cached.get(ordinal, start, end) if cached else None
             if data is None:
@@ -192,8 +201,9 @@ def use_cache(cache: SampleCache, storages: Iterable[Storage]) -> None:
 class Shard(RangeStorage):
     """A tar with its index."""
 
-    def __init__(self, url: str, index: ShardIndex):
+    def __init__(self, url: str, index: ShardIndex, sha256: str | None = None):
         self.url, self.index, self.intact = url, index, index.intact
+        self._sha256 = sha256
 
     def __len__(self) -> int:
         return len(self.index)
@@ -212,7 +222,7 @@ class Shard(RangeStorage):
         return self.index.digest.hex() if any(self.index.digest) else ""
 
     def content_hash(self) -> str | None:
-        return recorded_hash(self.url)
+        return recorded_hash(self.url) if self._sha256 is None else self._sha256 or None
 
 
 def recorded_hash(url: str) -> str | None:
@@ -274,6 +284,20 @@ def open_shards(urls: Sequence[str], write_index: bool) -> list[Shard]:
         ]
 
 
-SOURCE = SourceKind(
-    ShardsConfig, lambda config, key, write_index: open_shards(find_shards(config.shards, f"{key}.shards"), write_index)
-)
+def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
+    if config.index is None:
+        return open_shards(find_shards(config.shards, f"{key}.shards"), write_index)
+    return [Shard(s.url, s.samples, s.sha256) for s in read_merged_index(config.index, config.shards, key)]
+
+
+def merge_indexes(file: Path, shards: Iterable[Storage]) -> None:
+    """Write the indexes of shards, their sizes and recorded hashes to one file."""
+    with ThreadPoolExecutor(64) as pool:
+        own = [shard for shard in shards if isinstance(shard, Shard)]
+        sizes = list(pool.map(lambda shard: size_of(shard.url), own))
+    write_merged_index(
+        file, [MergedShard(s.url, s.index, size, s.content_hash() or "") for s, size in zip(own, sizes, strict=True)]
+    )
+
+
+SOURCE = SourceKind(ShardsConfig, _open_shards)
