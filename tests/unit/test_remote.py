@@ -4,6 +4,8 @@ import io
 import random
 import re
 import shutil
+import socket
+import struct
 import threading
 import time
 from contextlib import closing, suppress
@@ -67,7 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
         first, last = (
             (int(asked[1]), min(int(asked[2]), len(data) - 1)) if asked and server.ranges else (0, len(data) - 1)
         )
-        body = data[first : last + 1]
+        # Servers that lie about lengths: more bytes than asked for, or fewer.
+        body = data[first : last + 1 + {"more": 100, "fewer": -100}.get(trouble, 0)]
         server.sent += 0 if head else len(body)
         self.send_response(206 if asked and server.ranges else 200)
         self.send_header("Content-Length", str(len(body)))
@@ -75,6 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
         self.end_headers()
+        if trouble == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return None
         if trouble == "trickle":
             with suppress(OSError):
                 for byte in body[:40]:
@@ -223,6 +231,24 @@ def test_an_epoch_from_a_server_is_fetched_once_and_equals_the_disks(server, sha
     assert 0.9 * shards.size < server.sent < 1.7 * shards.size
     again = batches(shards.urls, 7, workers, far[2].cursor)  # in the middle of a window
     assert all(map(equal, disk[3:], again))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_passes_over_troubles(server, shards, workers):
+    disk = batches(shards.paths, 12, 0)
+    kinds = ["503", "short", "reset", "429", "fewer", "silent", "500"]
+    server.trouble = [kinds[i // 3 % len(kinds)] if i % 3 == 0 else "" for i in range(60)]
+    assert all(map(equal, disk, batches(shards.urls, 12, workers, prefetch=1)))
+    assert len(server.trouble) < 40
+
+
+@pytest.mark.parametrize(("trouble", "says"), [("more", "byte ranges"), ("fewer", "in 4 tries"), ("503", "in 4 tries")])
+def test_a_server_that_stays_in_trouble_ends_training_with_one_error(server, shards, trouble, says):
+    server.trouble = [""] * 10 + [trouble] * 1000
+    start = time.monotonic()
+    with pytest.raises(DataError, match=rf"{server.at}/0000\d\.tar: .*{says}"):
+        batches(shards.urls, 40, 2, prefetch=1)
+    assert time.monotonic() - start < 60
 
 
 def test_announced_samples_are_requested_together_and_once(server, shards):

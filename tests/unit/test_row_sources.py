@@ -386,3 +386,40 @@ def test_a_run_is_killed_and_resumed(kind, tmp_path):
         done = sparo("train", str(tmp_path / "r.yaml"), *arguments)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "runs/whole") == losses(tmp_path / "runs/cut") and len(losses(tmp_path / "runs/cut")) == 6
+
+
+def test_lists_with_weights_are_a_source_each():
+    def sources(block):
+        return resolve(DataConfig, {"sources": {"m": block}}, "r.yaml").sources
+
+    found = sources({"shards": "a/{0..1}.tar::b.tar", "weight": "1::2.5", "caption_key": "json:text"})
+    assert {name: (s.shards, s.weight, s.caption_key) for name, s in found.items()} == {
+        "m_0": ("a/{0..1}.tar", 1.0, "json:text"),
+        "m_1": ("b.tar", 2.5, "json:text"),
+    }
+    assert sources({"shards": "a::b"})["m"].weight == 1
+    with pytest.raises(ConfigError, match="3 weights for 2 lists"):
+        sources({"shards": "a::b", "weight": "1::2::3"})
+    with pytest.raises(ConfigError, match=r"m_1\.weight: .*got 'x'"):
+        sources({"shards": "a::b", "weight": "1::x"})
+
+
+def test_sources_of_different_kinds_are_mixed_by_weight(tmp_path):
+    blocks = {kind: write(kind, tmp_path / kind) for kind in KINDS}
+    config = resolve(
+        DataConfig,
+        {
+            "sources": {k: {**b, "weight": 2.0 if k == "mds" else 1.0} for k, b in blocks.items()},
+            "streams": 4,
+            "workers": 0,
+        },
+        "x",
+    )
+    pipeline = Pipeline(config, 4, ImageTextExamples(config, 16, 16, ClipTokenizer(16)), 3)
+    plan, counts = pipeline.plan, {}
+    for position in range(plan.epoch_size):
+        ref = plan.at(position % 4, position // 4)
+        counts[pipeline.sources[ref.source].name] = counts.get(pipeline.sources[ref.source].name, 0) + 1
+    assert counts == {k: {"mds": 2 * COUNT, "energon": 8}.get(k, COUNT) for k in KINDS}
+    with closing(pipeline.start()) as started:
+        assert sum(len(b.batch["image"]) for b in islice(started, plan.epoch_size // 4)) == plan.epoch_size

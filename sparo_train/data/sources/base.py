@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from ...core.config import Frozen, between, field, resumable_field
 from ...core.errors import DataError
@@ -76,7 +76,9 @@ class SourceConfig(Frozen):
     """Keys of every source block, whatever its kind (`sparo.sources`)."""
 
     kind: Any = field(..., "Entry of sparo.sources.")  # each entry has a Literal with one name
-    weight: float = field(1.0, "Passes over this source per epoch.", ge=0, le=1e6)
+    weight: float = field(
+        1.0, "Passes over this source per epoch. For shards: A::B, also one for each part, as in 1::2.", ge=0, le=1e6
+    )
     image_keys: tuple[str, ...] = field(
         ("jpg", "jpeg", "png", "webp"), "File extensions of images. The first one that a sample has is used."
     )
@@ -187,6 +189,33 @@ class DataConfig(Frozen):
         0.01, "Largest share of samples that may be unusable before the run stops.", ge=0, le=1
     )
     max_bad_share_min_samples: int = resumable_field(1000, "Samples read before max_bad_share applies.", ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_lists(cls, values: Any) -> Any:
+        """Make a source of each part of `shards: A::B` with `weight: 1::2`, as open_clip's lists with upsampling factors."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("sources"), Mapping):
+            return values
+        sources: dict[str, Any] = {}
+        for name, block in values["sources"].items():
+            weight = block.get("weight") if isinstance(block, Mapping) else None
+            if not isinstance(weight, str) or "::" not in weight:
+                sources[name] = block
+                continue
+            parts, weights = str(block.get("shards")).split("::"), list(map(_number, weight.split("::")))
+            if len(parts) != len(weights):
+                raise ValueError(f"sources.{name}.weight: {len(weights)} weights for {len(parts)} lists of shards")
+            for i, pair in enumerate(zip(parts, weights, strict=True)):
+                sources[f"{name}_{i}"] = {**block, "shards": pair[0], "weight": pair[1]}
+        return {**values, "sources": sources}
+
+
+def _number(text: str) -> Any:
+    """Return the number that a text is; the text itself, which a later check refuses, if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 class DamagedShard(NamedTuple):
