@@ -95,7 +95,7 @@ def check(
     """Read, decode and hash every sample.
 
     Args:
-        storages: the shards, or what the source has instead.
+        storages: of the source, such as shards.
         config: the source.
         processes: number of processes.
         on_progress: called with the number of finished shards.

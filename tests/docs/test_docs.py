@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import timm
 from PIL import Image
@@ -121,7 +123,7 @@ def shortened(command: str) -> str:
 
 
 def write_photos(folder: Path) -> None:
-    """photos.csv and what it names: pictures of noise, each with a caption of its own."""
+    """photos.csv and what it names, pictures of noise with a caption each, and the same as photos.parquet."""
     rng = np.random.default_rng(0)
     (folder / "photos").mkdir()
     lines = ["image,caption"]
@@ -129,6 +131,8 @@ def write_photos(folder: Path) -> None:
         Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(folder / f"photos/{i}.png")
         lines.append(f'photos/{i}.png,"picture {i}, of noise"')
     (folder / "photos.csv").write_text("\n".join(lines))
+    rows = [{"image": (folder / f"photos/{i}.png").read_bytes(), "text": f"picture {i}"} for i in range(420)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "photos.parquet")
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_room_is_made_from_what_no_run_uses(tmp_path):
     now = time.time()
     os.utime(tmp_path / files[0].name, (now - 7200, now - 7200))
     os.utime(tmp_path / files[1].name, (now - 9000, now - 9000))
-    cache.make_room([files[3]])  # it needs a third: the oldest goes, and the second one stays
+    cache.reserve_space([files[3]])  # it needs a third: the oldest goes, and the second one stays
     assert [(tmp_path / file.name).is_dir() for file in files[:3]] == [True, False, True]
     new = SampleCache(CacheConfig(path=str(tmp_path), gb=340_000 / 1e9))
     later = CachedFile(new, "http://x/3.tar", b"", 100_000)
@@ -123,7 +123,7 @@ def test_room_is_made_from_what_no_run_uses(tmp_path):
     assert later.get(0, 0, 90_000) == b"y" * 90_000
     later.put(1, 90_000, b"z" * 90_000)
     assert later.get(1, 90_000, 180_000) is None  # no room is left
-    new.make_room([CachedFile(new, "http://y/0.tar", b"", 300_000)])
+    new.reserve_space([CachedFile(new, "http://y/0.tar", b"", 300_000)])
     assert (tmp_path / files[2].name).is_dir()  # in use within the last hour
 
 

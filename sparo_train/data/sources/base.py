@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import field_validator, model_validator
 
 from ...core.config import Frozen, between, field, resumable_field
-from ...core.errors import DataError
+from ...core.errors import DataError, did_you_mean
 from ...core.registries import SOURCES
 from ...core.registry import FromRegistry
 from ..decode.decoding import PixelRange
@@ -128,6 +128,11 @@ _LOCATIONS = {
 def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     """Infer the kind of a block from the key that locates its data; resolved recipes of older versions have two, one of them null."""
     present_keys = [key for key in _LOCATIONS if block.get(key) is not None]
+    unknown = [key for key in block if key not in SourceConfig.model_fields]
+    if not present_keys and unknown:
+        raise ValueError(
+            f"no key that locates the data, got {', '.join(map(str, unknown))}; {did_you_mean(str(unknown[0]), _LOCATIONS)}"
+        )
     if len(present_keys) != 1:
         raise ValueError(
             f"set exactly one of {', '.join(_LOCATIONS)}, got {' and '.join(present_keys) or 'none of them'}"

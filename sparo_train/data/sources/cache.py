@@ -67,8 +67,8 @@ class SampleCache:
                 f"data.cache.path: {self._root} cannot be written ({error}). Name a folder on a local disk."
             ) from None
 
-    def make_room(self, files: Iterable[CachedFile]) -> None:
-        """Remove what other runs have left, oldest first, as far as these files need the space; and count what is there."""
+    def reserve_space(self, files: Iterable[CachedFile]) -> None:
+        """Remove files of other data sets, oldest first, until these files have space, and count the bytes in use."""
         own = {file.name: file.size for file in files}
         with FileLock(str(self._root / "lock")):
             folders = {path.name: path for path in self._root.iterdir() if path.is_dir()}
@@ -84,7 +84,7 @@ class SampleCache:
             os.pwrite(self._used, sum(sizes.values()).to_bytes(_COUNTER, "little"), 0)
 
     def reserve(self, count: int) -> bool:
-        """Add to the bytes that all processes of the node have stored; False if there is no room for them."""
+        """Add to the number of bytes that all processes of the node have stored; return False if they would exceed the limit."""
         if self._full:
             return False
         with FileLock(str(self._root / "lock")):

@@ -176,12 +176,12 @@ def _map(file: Path, place: str) -> dict[str, np.ndarray]:
                 if header[name]["dtype"] == kind and 0 <= begin <= end <= size - 8 - length:
                     dtype = np.dtype({"I64": "<i8", "U8": "u1"}[kind])
                     tensors[name] = np.frombuffer(content, dtype, (end - begin) // dtype.itemsize, 8 + length + begin)
-    if not _fits(tensors):
+    if not _is_complete(tensors):
         raise wrong
     return tensors
 
 
-def _fits(t: dict[str, np.ndarray]) -> bool:
+def _is_complete(t: dict[str, np.ndarray]) -> bool:
     """Return whether all tensors are there, and their lengths belong together."""
     if len(t) != len(_TENSORS):
         return False

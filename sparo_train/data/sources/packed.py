@@ -20,7 +20,7 @@ from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
 from .ranges import read_range
-from .remote import filesystem_of, remedy, with_retries
+from .remote import filesystem_of, with_retries
 from .rows import Columns, RowsConfig, choose_columns, encode_picture, row_members
 from .shards import RangeStorage, process_reader
 
@@ -140,7 +140,7 @@ def read_index(folder: str, key: str, writer: str) -> dict[str, Any]:
         hint = ""
         with suppress(OSError):
             below = sorted(p.parent.name for p in Path(folder).glob("*/index.json"))
-            hint = f" The folder has data sets in {', '.join(below[:5])}." if below else remedy(folder)
+            hint = f" The folder has data sets in {', '.join(below[:5])}." if below else ""
         raise DataError(f"{key}: {url} does not exist.{hint} Name the folder that {writer} wrote.")
     size = with_retries(url, lambda: filesystem.info(path)["size"]) or 0
     if size > _MAX_INDEX_BYTES:

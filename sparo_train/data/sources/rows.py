@@ -95,7 +95,7 @@ def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Co
 
 
 def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = None) -> dict[str, bytes]:
-    """Return the members of a sample: the image file, and the other columns as JSON.
+    """Return the members of a sample, which are the image file and the other columns as JSON.
 
     Args:
         columns: the columns to use.
@@ -118,7 +118,7 @@ def _is_text(value: Any) -> bool:
 
 
 def image_file(value: Any, folder: Path | None = None) -> bytes:
-    """Return an image's encoded bytes: given as bytes, as a path, as both in a dictionary, or as a picture.
+    """Return the encoded bytes of an image, whose column has bytes, a path, a dictionary of both, or a picture.
 
     Raises:
         BadSampleError: there are no bytes, or the path cannot be read.

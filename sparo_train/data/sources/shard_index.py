@@ -99,7 +99,7 @@ def _stored_index(url: str, path: str, size: int, cached: Path, modified: float 
 
 
 def _energon_index(path: Path, size: int) -> ShardIndex | None:
-    """Return the index that Megatron Energon wrote next to a local shard: uint64 offsets, the last one behind the last sample."""
+    """Return the index that Megatron Energon wrote next to a local shard: uint64 offsets of the samples, and the end of the last one."""
     with suppress(OSError, ValueError):
         if path.stat().st_size <= size + _MAX_EXTRA_BYTES:
             offsets = np.frombuffer(path.read_bytes(), dtype="<u8").astype(np.int64)

@@ -191,11 +191,11 @@ class RangeStorage(Storage):
 
 
 def use_cache(cache: SampleCache, storages: Iterable[Storage]) -> None:
-    """Let remote storages use a cache, and make room in it for their samples."""
+    """Set the cache of remote storages, and remove files of other data sets if their samples need the space."""
     remote = [s for s in storages if isinstance(s, RangeStorage) and "://" in s.url]
     for storage in remote:
         storage.cache = cache
-    cache.make_room([file for storage in remote if (file := storage.cached()) is not None])
+    cache.reserve_space([file for storage in remote if (file := storage.cached()) is not None])
 
 
 class Shard(RangeStorage):

@@ -186,13 +186,13 @@ def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[Table
     table = Path(config.table)
     if not table.is_file():
         raise DataError(f"{key}.table: {table} is not a file{remedy(table)}")
-    chosen: list[Columns] = []
+    found: list[Columns] = []
 
     def choose(header: list[str]) -> list[str]:
         columns = choose_columns(header, config, str(table))
         captions = [*(config.captions or (config.caption_key,))]
         columns = columns._replace(others={name: c for name, c in columns.others.items() if name in captions})
-        chosen.append(columns)
+        found.append(columns)
         cells.update({name: _Cells() for name in (columns.image, *columns.others.values())})
         return list(cells)
 
@@ -203,7 +203,7 @@ def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[Table
                 column.append(cell)
     except UnicodeDecodeError as error:
         raise DataError(f"{table}: not UTF-8 ({error}). Convert it, e.g. with iconv -f latin1 -t utf-8.") from None
-    (columns,) = chosen
+    (columns,) = found
     rows, cache = len(cells[columns.image]), Path(config.url_cache) if config.url_cache else None
     return [
         TablePart(table, columns, cells, range(begin, min(begin + _PART, rows)), cache)
