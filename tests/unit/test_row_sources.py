@@ -377,7 +377,7 @@ def test_a_converted_set_keeps_lists_of_captions_and_holds_out_images(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_killed_and_resumed(kind, tmp_path):
+def test_a_run_is_stopped_and_resumed(kind, tmp_path):
     block = write(kind, tmp_path / "set")
     recipe = tiny_recipe(tmp_path, tmp_path / "runs", steps=6, eval={"tasks": {}})
     recipe["data"] |= {"sources": {"a": block}, "streams": 2}

@@ -58,7 +58,6 @@ class Columns(NamedTuple):
     """Columns of a source: the image, and the others by the name that they have in a sample's JSON."""
 
     image: str
-    member: str  # name of the image among a sample's members, one of `image_keys`
     others: Mapping[str, str]
 
 
@@ -91,7 +90,7 @@ def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Co
                     f"{where}: no column {key!r} for captions, got the columns {', '.join(names)}. Correct caption_key; "
                     f"{did_you_mean(key, names)}"
                 )
-    return Columns(image, image, others)
+    return Columns(image, others)
 
 
 def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = None) -> dict[str, bytes]:
@@ -108,7 +107,7 @@ def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = 
     values = {name: row[column] for name, column in columns.others.items() if _is_text(row.get(column))}
     text = json.dumps(values, ensure_ascii=False, default=str)
     return {
-        columns.member: image_file(row.get(columns.image), folder),
+        columns.image: image_file(row.get(columns.image), folder),
         "json": text.encode("utf-8", "surrogatepass"),
     }
 
