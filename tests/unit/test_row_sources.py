@@ -325,6 +325,14 @@ def test_tables_of_any_separator(separator, tmp_path):
     assert opened({"table": str(tmp_path / "t/t.csv")}).samples == COUNT
 
 
+def test_names_of_columns_in_upper_case(tmp_path):
+    write_table(tmp_path)
+    text = (tmp_path / "t.csv").read_text().replace("filepath,title,note", " FilePath,TITLE,note")
+    (tmp_path / "t.csv").write_text(text)
+    source = opened({"table": str(tmp_path / "t.csv")})
+    assert contents(source) == [(FIXTURES.jpeg(i), [FIXTURES.caption(i)]) for i in range(COUNT)]
+
+
 def test_images_by_url_are_downloaded_once(tmp_path):
     (tmp_path / "far").mkdir()
     far = tmp_path / "far/0.jpg"

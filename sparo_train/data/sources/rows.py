@@ -16,18 +16,7 @@ from ...core.errors import BadSampleError, DataError, did_you_mean
 from ...core.files import read_bytes
 from .base import SourceConfig
 
-_CAPTION_COLUMNS = (
-    "caption",
-    "text",
-    "txt",
-    "captions",
-    "title",
-    "sentence",
-    "sentences",
-    "alt_text",
-    "TEXT",
-    "CAPTION",
-)
+_CAPTION_COLUMNS = ("caption", "text", "txt", "captions", "title", "sentence", "sentences", "alt_text")
 _NO_CAPTION = "caption"  # default of caption_key, for which the usual names are tried
 
 
@@ -58,6 +47,7 @@ class Columns(NamedTuple):
     """Columns of a source: the image, and the others by the name that they have in a sample's JSON."""
 
     image: str
+    member: str  # name of the image among a sample's members, one of `image_keys`
     others: Mapping[str, str]
 
 
@@ -72,15 +62,15 @@ def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Co
     Raises:
         DataError: no column for the image, or none that a caption key names.
     """
-    image = next((key for key in config.image_keys if key in names), None)
-    if image is None:
+    member, image = _first(config.image_keys, names)
+    if not image:
         raise DataError(
             f"{where}: no column for the image, got the columns {', '.join(names)}. Name it in image_keys; "
             f"{did_you_mean(config.image_keys[0], names)}"
         )
     others = {name: name for name in names if name != image}
     if config.captions is None and config.caption_key == _NO_CAPTION and _NO_CAPTION not in names:
-        usual = next((name for name in _CAPTION_COLUMNS if name in others), None)
+        _, usual = _first(_CAPTION_COLUMNS, list(others))
         if usual:
             others = {_NO_CAPTION if name == usual else name: name for name in others}
     elif config.has_captions:
@@ -90,7 +80,14 @@ def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Co
                     f"{where}: no column {key!r} for captions, got the columns {', '.join(names)}. Correct caption_key; "
                     f"{did_you_mean(key, names)}"
                 )
-    return Columns(image, others)
+    return Columns(image, member, others)
+
+
+def _first(keys: Sequence[str], names: Sequence[str]) -> tuple[str, str]:
+    """Return the first of the keys that is a column, and the column; without one, upper case and surrounding spaces are ignored."""
+    plain = {name.strip().lower(): name for name in reversed(names)}
+    found = next(((key, key) for key in keys if key in names), None)
+    return found or next(((key, plain[key]) for key in keys if key in plain), ("", ""))
 
 
 def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = None) -> dict[str, bytes]:
@@ -107,7 +104,7 @@ def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = 
     values = {name: row[column] for name, column in columns.others.items() if _is_text(row.get(column))}
     text = json.dumps(values, ensure_ascii=False, default=str)
     return {
-        columns.image: image_file(row.get(columns.image), folder),
+        columns.member: image_file(row.get(columns.image), folder),
         "json": text.encode("utf-8", "surrogatepass"),
     }
 
