@@ -53,6 +53,9 @@ def convert(
         bool,
         typer.Option("--skip-missing", help="Skip and count rows of a table whose image is missing."),
     ] = False,
+    split: Annotated[
+        str | None, typer.Option(help="Split of Hugging Face datasets or Energon. Default: train.")
+    ] = None,
     to: Annotated[
         Literal["shards", "parquet"], typer.Option(help="Format to write. parquet reads any data set, and shards.")
     ] = "shards",
@@ -107,7 +110,7 @@ def convert(
         "--videos": videos,
     }
     folder_options = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
-            "--skip-missing": skip_missing, "--template": template != _TEMPLATE}  # fmt: skip
+            "--skip-missing": skip_missing, "--template": template != _TEMPLATE, "--split": split}  # fmt: skip
     for name, user_input in (folder_options if kind is not None else published_options).items():
         if user_input:
             applies_to = "folders and tables" if kind is not None else "--as NAME"
@@ -128,14 +131,10 @@ def convert(
         user_input |= {"scenes": _parse_scene_range(scenes), "per_shard": per_shard, "videos": videos}
         _convert_published(source, folder, kind, user_input)
         return
+    table_options = {"--separator": separator, "--template": template != _TEMPLATE, "--skip-missing": skip_missing}
+    keys = {"image_keys": image_column and [image_column], "caption_key": caption_column, "split": split}
     converted = _convert_other(
-        place,
-        folder,
-        {"image_keys": image_column and [image_column], "caption_key": caption_column},
-        to,
-        per_shard,
-        own,
-        test,
+        place, folder, keys, to, per_shard, own, test, [n for n, given in table_options.items() if given]
     )
     if converted is not None:
         _print_summary(folder, converted, own is None, to)
@@ -160,7 +159,14 @@ def convert(
 
 
 def _convert_other(
-    place: str, folder: Path, keys: dict[str, Any], to: str, per_shard: int, part: tuple[int, int] | None, test: int
+    place: str,
+    folder: Path,
+    keys: dict[str, Any],
+    to: str,
+    per_shard: int,
+    part: tuple[int, int] | None,
+    test: int,
+    table_options: list[str],
 ) -> ConversionResult | None:
     """Convert a data set of another library, or anything to Parquet; None if it is an image folder, a table or shards."""
     from sparo_data.convert_source import convert_source, write_parquet
@@ -170,9 +176,13 @@ def _convert_other(
     kind = next(iter(source_block([place])))
     if to == "shards" and kind in ("shards", "table"):
         return None
+    if table_options:
+        raise ConfigError(
+            f"{table_options[0]}: applies to folders and tables that become shards only, got {kind}. Remove it."
+        )
     if to == "parquet" and (part is not None or test):
         raise ConfigError("--to parquet: writes the whole data set. Remove --test and --part.")
-    source = open_source(place, source_config([place], **keys), block="")
+    source = open_source("", source_config([place], **keys), block="")
     if to == "parquet":
         return write_parquet(source, folder, per_shard)
     return convert_source(source, folder, per_shard, part, test)

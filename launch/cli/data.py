@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, DataError
 
 from ..views.terminal import console, out
 from . import convert_verb
@@ -178,6 +178,9 @@ def check(
             help="File extension or column of captions; '' for images without captions. Default: txt, or the usual columns."
         ),
     ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Split of Hugging Face datasets or Energon. Default: train.")
+    ] = None,
     processes: Processes = 2,
     pixel_range: Annotated[
         str, typer.Option(help="As data.pixel_range of the recipe: by_type, percentiles or [LOW, HIGH].")
@@ -194,12 +197,14 @@ def check(
 
     from ..views.progress import check_facts, check_lines, check_with_bar
 
-    config = source_config(data, caption_key=caption_key)
+    config = source_config(data, caption_key=caption_key, split=split)
     if hash_ and config.kind != "shards":
         raise ConfigError(f"--hash: applies to shards only, got {config.kind}. Remove it.")
     if json_file and not json_file.parent.is_dir():
         raise ConfigError(f"--json {json_file}: the folder does not exist")
     storages = SOURCES.get(config.kind).open(config, "", False)
+    if not storages:
+        raise DataError(f"{data[0]}: has no samples")
     report = check_with_bar(storages, config, processes, _pixel_range(pixel_range))
     if hash_:
         for shard in report.shards:

@@ -431,3 +431,65 @@ def test_sources_of_different_kinds_are_mixed_by_weight(tmp_path):
     assert counts == {k: {"mds": 2 * COUNT, "energon": 8}.get(k, COUNT) for k in KINDS}
     with closing(pipeline.start()) as started:
         assert sum(len(b.batch["image"]) for b in islice(started, plan.epoch_size // 4)) == plan.epoch_size
+
+
+def test_tables_that_would_lose_rows_are_refused(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(FIXTURES.jpeg(0))
+    (tmp_path / "q.csv").write_text('image,caption\na.jpg,one\na.jpg,"two inch\na.jpg,three\na.jpg,"four\na.jpg,five\n')
+    with pytest.raises(DataError, match=r"q\.csv, line 3: a quotation mark makes several rows one cell"):
+        opened({"table": str(tmp_path / "q.csv")})
+    (tmp_path / "m.csv").write_text('image,caption\na.jpg,"one, with\na second line, of text"\n')
+    assert [texts for _, texts in contents(opened({"table": str(tmp_path / "m.csv")}))] == [
+        ["one, with\na second line, of text"]
+    ]
+    (tmp_path / "d.csv").write_text("image,caption,caption\na.jpg,one,two\n")
+    with pytest.raises(DataError, match="has 2 columns 'caption'"):
+        opened({"table": str(tmp_path / "d.csv")})
+    (tmp_path / "e.csv").write_text("image,caption\n")
+    done = sparo("data", "check", str(tmp_path / "e.csv"))
+    assert done.returncode == 2 and "e.csv: has no samples" in done.stderr
+
+
+def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
+    one, two = (write_table(tmp_path / name) or str(tmp_path / name / "t.csv") for name in "ab")
+    for places in ((one, two), (one, str(FORMATS / "mds/plain"))):
+        done = sparo("data", "check", *places)
+        assert done.returncode == 2 and "expected one data set" in done.stderr
+    several = datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_list(rows()[:n]).cast_column("image", datasets.Image())
+            for name, n in (("train", 7), ("test", 5))
+        }
+    )
+    several.save_to_disk(tmp_path / "dict")
+    assert "5 samples" in sparo("data", "check", str(tmp_path / "dict"), "--split", "test").stdout
+    several["train"].save_to_disk(tmp_path / "plain")
+    with pytest.raises(DataError, match="is one data set without splits, got 'test'"):
+        opened({"dataset": str(tmp_path / "plain"), "split": "test"})
+    (tmp_path / "hub").mkdir()
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        pq.write_table(pa.Table.from_pylist(rows()), tmp_path / f"hub/{name}.parquet")
+    with pytest.raises(
+        ConfigError, match=r"contains the splits test, train\. Name the files of one, as in .*hub/train-\*\.parquet"
+    ):
+        opened({"parquet": str(tmp_path / "hub")})
+    assert opened({"parquet": str(tmp_path / "hub/train-*.parquet")}).samples == 2 * COUNT
+    done = sparo("data", "convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--skip-missing")
+    assert done.returncode == 2 and "--skip-missing: applies to folders and tables" in done.stderr
+    with pytest.raises(ConfigError, match="m_1: is also the name of part 1 of m"):
+        resolve(DataConfig, {"sources": {"m": {"shards": "a::b", "weight": "1::2"}, "m_1": {"shards": "c"}}}, "x")
+    with pytest.raises(ConfigError, match="several weights apply to shards: A::B only"):
+        resolve(DataConfig, {"sources": {"m": {"parquet": "a::b", "weight": "1::2"}}}, "x")
+
+
+def test_values_that_are_no_caption_and_other_images(tmp_path):
+    odd = [{**row, "label": i, "depth": {"bytes": b"\x89PNG", "path": None}} for i, row in enumerate(rows())]
+    table = pa.Table.from_pylist(odd)
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for part in (table.slice(0, 0), table):  # an empty row group, as some writers make them
+            writer.write_table(part)
+    source = opened({"parquet": str(tmp_path / "a.parquet"), "caption_key": "label"})
+    _, fields = source.storages[0].read(0)
+    assert source.samples == COUNT and "depth" not in json.loads(fields["json"])
+    with pytest.raises(BadSampleError, match="a caption that is not text: int"):
+        list_captions(fields, source.config)

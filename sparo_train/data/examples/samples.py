@@ -142,6 +142,8 @@ def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[
         raise BadSampleError("bad text") from None
     except (KeyError, TypeError):
         raise BadSampleError("missing caption") from None
+    if not isinstance(text, str | list | None):
+        raise BadSampleError(f"a caption that is not text: {type(text).__name__}")
     texts = [
         one.strip() for one in (text if isinstance(text, list) else [text]) if isinstance(one, str) and one.strip()
     ]

@@ -207,10 +207,14 @@ class DataConfig(Frozen):
             if not isinstance(weight, str) or "::" not in weight:
                 sources[name] = block
                 continue
-            parts, weights = str(block.get("shards")).split("::"), list(map(_number, weight.split("::")))
+            if not isinstance(block.get("shards"), str):
+                raise ValueError(f"sources.{name}.weight: several weights apply to shards: A::B only, got {weight}")
+            parts, weights = block["shards"].split("::"), list(map(_number, weight.split("::")))
             if len(parts) != len(weights):
                 raise ValueError(f"sources.{name}.weight: {len(weights)} weights for {len(parts)} lists of shards")
             for i, pair in enumerate(zip(parts, weights, strict=True)):
+                if f"{name}_{i}" in values["sources"]:
+                    raise ValueError(f"sources.{name}_{i}: is also the name of part {i} of {name}. Rename it.")
                 sources[f"{name}_{i}"] = {**block, "shards": pair[0], "weight": pair[1]}
         return {**values, "sources": sources}
 
@@ -256,6 +260,11 @@ class Source(NamedTuple):
         ]
 
 
+def dotted(key: str, name: str) -> str:
+    """Return the dotted key of a source's own key, for errors; without a recipe, the name alone."""
+    return f"{key}.{name}" if key else name
+
+
 def open_source(name: str, config: SourceConfig, write_index: bool = False, block: str = "data.sources") -> Source:
     """Find and index the storages of a source.
 
@@ -272,7 +281,9 @@ def open_source(name: str, config: SourceConfig, write_index: bool = False, bloc
     if not source.samples:
         first = source.storages[0].url if source.storages else config.kind
         why = "".join(f" ({damage.reason})" for damage in source.broken()[:1])
-        raise DataError(f"{key}: {len(source.storages)} shard(s) without a complete sample; first: {first}{why}")
+        raise DataError(
+            f"{key or config.kind}: {len(source.storages)} shard(s) without a complete sample; first: {first}{why}"
+        )
     return source
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import DataError
+from ...core.errors import ConfigError, DataError
 from ...core.files import read_json
 from ...core.registries import SOURCES
 from .base import SourceConfig, infer_kind
@@ -15,16 +15,28 @@ _MAX_INDEX_BYTES = 1 << 28
 
 
 def source_block(places: Sequence[str]) -> dict[str, Any]:
-    """Return the block of `data.sources` that reads these paths or URLs; whatever is not recognised is taken for shards."""
-    first = places[0]
-    several = first if len(places) == 1 else tuple(places)
+    """Return the block of `data.sources` that reads these paths or URLs; whatever is not recognised is taken for shards.
+
+    Raises:
+        ConfigError: several places that one source cannot read together.
+    """
+    (kind, first), *others = (next(iter(_block(place).items())) for place in places)
+    if not others:
+        return {kind: first}
+    if kind not in ("shards", "parquet") or any(other != kind for other, _ in others):
+        kinds = ", ".join(f"{place} ({next(iter(_block(place)))})" for place in places[:4])
+        raise ConfigError(f"{kinds}: expected one data set, or shards or Parquet files only. Give one at a time.")
+    return {kind: (first, *(place for _, place in others))}
+
+
+def _block(first: str) -> dict[str, str]:
     if first.endswith(".parquet"):
-        return {"parquet": several}
+        return {"parquet": first}
     if first.lower().endswith((".csv", ".tsv")):
         return {"table": first}
     path = Path(first)
     if "://" in first or not path.is_dir() or any(path.glob("*.tar")):
-        return {"shards": several}
+        return {"shards": first}
     if (path / ".nv-meta").is_dir():
         return {"energon": first}
     if (path / "index.json").is_file():
@@ -35,7 +47,7 @@ def source_block(places: Sequence[str]) -> dict[str, Any]:
     for folder in (path, path / "data"):  # the second as on the hub
         if any(folder.glob("*.parquet")):
             return {"parquet": str(folder)}
-    return {"shards": several}
+    return {"shards": first}
 
 
 def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ...core.config import field, resumable_field
 from ...core.errors import DataError
 from ...core.recipe.recipe_yaml import parse_yaml
-from .base import SourceConfig, SourceKind
+from .base import SourceConfig, SourceKind, dotted
 from .ranges import read_range
 from .remote import filesystem_of, find_shards, with_retries
 from .shards import Shard, open_shards
@@ -29,7 +29,7 @@ def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Sh
     filesystem, path = filesystem_of(file)
     if not with_retries(file, lambda: filesystem.exists(path)):
         raise DataError(
-            f"{key}.energon: {file} does not exist. Run `energon prepare {folder}`, or use shards instead of energon."
+            f"{dotted(key, 'energon')}: {file} does not exist. Run `energon prepare {folder}`, or use shards instead of energon."
         )
     size = with_retries(file, lambda: filesystem.info(path)["size"]) or 0
     if size > _MAX_BYTES:
@@ -38,19 +38,23 @@ def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Sh
     splits = content.get("split_parts") if isinstance(content, dict) else None
     if not isinstance(splits, dict) or not isinstance(splits.get(config.split), list):
         names = ", ".join(map(str, splits)) if isinstance(splits, dict) else "none"
-        raise DataError(f"{key}.split: {file} has the splits {names}, got {config.split!r}. Name one of them.")
+        raise DataError(
+            f"{dotted(key, 'split')}: {file} has the splits {names}, got {config.split!r}. Name one of them."
+        )
     shards, excluded = splits[config.split], content.get("exclude") or []
     if not all(
         isinstance(name, str) and ".." not in name.split("/") and "://" not in name for name in [*shards, *excluded]
     ):
         raise DataError(f"{file}: expected names of shards in this folder, got {str(shards)[:100]}.")
-    urls = find_shards(tuple(f"{folder}/{name.lstrip('/')}" for name in shards), f"{key}.energon") if shards else []
+    urls = (
+        find_shards(tuple(f"{folder}/{name.lstrip('/')}" for name in shards), dotted(key, "energon")) if shards else []
+    )
     # Whole shards can be excluded; energon can also exclude single samples, as SHARD/KEY.
     if single := [name for name in excluded if not name.endswith(".tar")]:
         raise DataError(
             f"{file}: excludes single samples, such as {single[0]}, which sparo does not support. Exclude whole shards."
         )
-    left_out = {url for name in excluded for url in find_shards(f"{folder}/{name}", f"{key}.energon")}
+    left_out = {url for name in excluded for url in find_shards(f"{folder}/{name}", dotted(key, "energon"))}
     return open_shards([url for url in urls if url not in left_out], write_index)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from .base import SourceKind, Storage
+from .base import SourceKind, Storage, dotted
 from .rows import Columns, RowsConfig, choose_columns, row_members
 
 _PART = 1000
@@ -22,7 +22,7 @@ class HfDatasetConfig(RowsConfig):
     dataset: str = resumable_field(
         ..., "Folder of Dataset.save_to_disk or DatasetDict.save_to_disk, or a name on the hub (nlphuji/flickr30k)."
     )
-    split: str = field("train", "Split, as in datasets.load_dataset, such as train or train[:10%].")
+    split: str = field("train", "Split. For a name on the hub, also a slice, such as train[:10%].")
     config_name: str | None = field(None, "Configuration of a data set on the hub that has several.")
     revision: str | None = field(None, "Commit or tag of a data set on the hub.")
 
@@ -62,15 +62,19 @@ def _load(config: HfDatasetConfig, key: str) -> Any:
     except Exception as error:  # the library raises errors of many others
         first = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise DataError(
-            f"{key}.dataset: {config.dataset} cannot be loaded as split {config.split!r} ({first}). Give a folder of save_to_disk, or a "
+            f"{dotted(key, 'dataset')}: {config.dataset} cannot be loaded as split {config.split!r} ({first}). Give a folder of save_to_disk, or a "
             "name on the hub that load_dataset can load here."
         ) from None
     if isinstance(found, Mapping):
         if config.split not in found:
             raise DataError(
-                f"{key}.split: {config.dataset} has the splits {', '.join(map(str, found))}, got {config.split!r}. Name one of them."
+                f"{dotted(key, 'split')}: {config.dataset} has the splits {', '.join(map(str, found))}, got {config.split!r}. Name one of them."
             )
         return found[config.split]
+    if config.split != "train":
+        raise DataError(
+            f"{dotted(key, 'split')}: {config.dataset} is one data set without splits, got {config.split!r}. Remove split."
+        )
     return found
 
 
@@ -79,10 +83,10 @@ def _open_dataset(config: HfDatasetConfig, key: str, _write_index: bool) -> list
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{key}: Hugging Face data sets need datasets. pip install -e '.[datasets]' in sparo's checkout"
+            f"{key or 'datasets'}: Hugging Face data sets need datasets. pip install -e '.[datasets]' in sparo's checkout"
         ) from None
     dataset = _load(config, key)
-    columns = choose_columns(dataset.column_names, config, f"{key}.dataset: {config.dataset}")
+    columns = choose_columns(dataset.column_names, config, f"{dotted(key, 'dataset')}: {config.dataset}")
     digest = hashlib.sha256(f"{dataset._fingerprint} {dataset.features}".encode()).hexdigest()[:16]
     for name, feature in dataset.features.items():
         # Encoded bytes instead of pictures: sparo decodes them itself.

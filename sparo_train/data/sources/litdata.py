@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import ConfigError, DataError
-from .base import SourceKind
+from .base import SourceKind, dotted
 from .groups import Group, process_groups
 from .packed import (
     Decode,
@@ -98,7 +98,7 @@ class LitDataFile(PackedFile, Group):
 
 def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[LitDataFile]:
     """Return the files of a LitData data set, as `index.json` lists them."""
-    index = read_index(config.litdata, f"{key}.litdata", "litdata.optimize")
+    index = read_index(config.litdata, dotted(key, "litdata"), "litdata.optimize")
     settings = index.get("config")
     if not isinstance(settings, dict) or settings.get("item_loader") not in (None, "PyTreeLoader"):
         raise DataError(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from .base import SourceKind
+from .base import SourceKind, dotted
 from .groups import Group, process_groups
 from .remote import filesystem_of, find_shards, with_retries
 from .rows import Columns, RowsConfig, choose_columns, row_members
+
+_SPLIT = re.compile(r"(train|training|test|validation|valid|val|dev)[-_.]")  # of file names on the hub
 
 
 class ParquetConfig(RowsConfig):
@@ -38,7 +41,8 @@ class RowGroup(Group):
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
         row = process_groups().row(self, number)
         try:
-            return f"{Path(self._file).stem}-{self._group:04d}-{number:06d}", row_members(
+            file = Path(self._file)
+            return f"{file.parent.name}/{file.stem}-{self._group:04d}-{number:06d}", row_members(
                 self._columns, row, _folder_of(self._file)
             )
         except BadSampleError as bad:
@@ -100,15 +104,22 @@ def _open_file(url: str, config: ParquetConfig) -> list[RowGroup]:
 
     metadata, names = with_retries(url, footer)
     columns = choose_columns(names, config, url)
-    return [RowGroup(url, number, metadata.row_group(number), columns) for number in range(metadata.num_row_groups)]
+    groups = ((number, metadata.row_group(number)) for number in range(metadata.num_row_groups))
+    return [RowGroup(url, number, group, columns) for number, group in groups if group.num_rows]
 
 
 def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[RowGroup]:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise ConfigError(f"{key}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout") from None
-    urls = find_shards(config.parquet, f"{key}.parquet", ".parquet")
+        raise ConfigError(f"{key or 'parquet'}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout") from None
+    urls = find_shards(config.parquet, dotted(key, "parquet"), ".parquet")
+    splits = {m[1] for url in urls if (m := _SPLIT.match(url.rpartition("/")[2]))}
+    if len(splits) > 1 and isinstance(config.parquet, str) and not re.search(r"[*?{]|\.parquet$", config.parquet):
+        raise ConfigError(
+            f"{dotted(key, 'parquet')}: {config.parquet} contains the splits {', '.join(sorted(splits))}. Name the files of one, as in "
+            f"{config.parquet}/{max(splits)}-*.parquet."
+        )
     with ThreadPoolExecutor(32 if any("://" in url for url in urls) else 8) as pool:
         return [group for groups in pool.map(lambda url: _open_file(url, config), urls) for group in groups]
 

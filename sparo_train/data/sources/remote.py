@@ -197,7 +197,7 @@ def _expand(url: str, key: str, suffix: str) -> list[str]:
     if not hits:
         what = "shard" if suffix == ".tar" else f"{suffix} file"
         raise ConfigError(f"{key}: {url!r} matches no {what}; {_nearest(url, suffix)}")
-    return [protocol + str(hit) if protocol else _keep_relative(url, str(hit)) for hit in hits]
+    return [protocol + str(hit).removeprefix(protocol) if protocol else _keep_relative(url, str(hit)) for hit in hits]
 
 
 def _list(filesystem: Any, path: str, suffix: str) -> list[str]:

@@ -110,6 +110,9 @@ def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = 
 
 
 def _is_text(value: Any) -> bool:
+    """Return whether a value contains no bytes, such as those of another image."""
+    if isinstance(value, Mapping):
+        return all(map(_is_text, value.values()))
     return value is not None and not isinstance(value, bytes | bytearray | memoryview)
 
 

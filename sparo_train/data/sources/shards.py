@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import re
 from abc import abstractmethod
@@ -22,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
-from .base import SourceConfig, SourceKind, Storage, on_close
+from .base import SourceConfig, SourceKind, Storage, dotted, on_close
 from .cache import CachedFile, SampleCache
 from .merged_index import MergedShard, read_merged_index, write_merged_index
 from .ranges import RangeReader
@@ -42,6 +43,7 @@ class ShardsConfig(SourceConfig):
     )
 
 
+logger = logging.getLogger(__name__)
 _OPEN_SHARDS = 64
 _SEQUENTIAL, _AT_ONCE = 3, 64  # samples that were read in order, after which the next ones are requested together
 
@@ -193,6 +195,8 @@ class RangeStorage(Storage):
 def use_cache(cache: SampleCache, storages: Iterable[Storage]) -> None:
     """Set the cache of remote storages, and remove files of other data sets if their samples need the space."""
     remote = [s for s in storages if isinstance(s, RangeStorage) and "://" in s.url]
+    if not remote:
+        logger.warning("data.cache: is not used, because no shards, MDS or LitData of this run are on a server")
     for storage in remote:
         storage.cache = cache
     cache.reserve_space([file for storage in remote if (file := storage.cached()) is not None])
@@ -286,7 +290,7 @@ def open_shards(urls: Sequence[str], write_index: bool) -> list[Shard]:
 
 def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
     if config.index is None:
-        return open_shards(find_shards(config.shards, f"{key}.shards"), write_index)
+        return open_shards(find_shards(config.shards, dotted(key, "shards")), write_index)
     return [Shard(s.url, s.samples, s.sha256) for s in read_merged_index(config.index, config.shards, key)]
 
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import whole_file
-from .base import SourceKind, Storage
+from ..decode.decoding import suffixes
+from .base import SourceKind, Storage, dotted
 from .remote import filesystem_of, remedy, with_retries
 from .rows import Columns, RowsConfig, choose_columns, row_members
 
@@ -63,7 +64,11 @@ def read_table(
         reader = csv.DictReader(itertools.chain(stream, [_END_MARKER]), delimiter=delimiter)
         if (reader.fieldnames or [_END_MARKER])[0] == _END_MARKER:
             raise DataError(f"{table}: is empty. Its first line must name the columns.")
-        columns = choose(list(reader.fieldnames or ()))
+        header = list(reader.fieldnames or ())
+        columns = choose(header)
+        for column in columns:
+            if header.count(column) > 1:
+                raise DataError(f"{table}: has {header.count(column)} columns {column!r}. Rename all but one of them.")
         begin = 2
         try:
             for row in reader:
@@ -77,13 +82,25 @@ def read_table(
                     raise DataError(
                         f"{table}, line {reader.line_num}: has more columns than the header. Quote captions that contain {delimiter!r}."
                     )
-                yield reader.line_num, [row[column] or "" for column in columns]
+                cells = [row[column] or "" for column in columns]
+                if any(
+                    _swallowed(line, delimiter, header, columns[0]) for cell in cells for line in cell.split("\n")[1:]
+                ):
+                    raise csv.Error("a quotation mark makes several rows one cell")
+                yield reader.line_num, cells
                 begin = reader.line_num + 1
         except csv.Error as error:
             raise DataError(
                 f"{table}, line {begin}: {error}. If a quotation mark has no closing mark, remove it, or write it "
                 'twice ("").'
             ) from None
+
+
+def _swallowed(line: str, delimiter: str, header: list[str], image_column: str) -> bool:
+    """Return whether a line inside a cell is a row of its own, with an image in its place."""
+    cells = line.split(delimiter)
+    place = header.index(image_column)
+    return len(cells) >= len(header) and Path(cells[place].strip().strip('"')).suffix.lower() in suffixes()
 
 
 def _refuse_utf16(table: Path) -> None:
@@ -184,8 +201,12 @@ class TablePart(Storage):
 def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[TablePart]:
     """Read the table, whose image and caption columns are kept in memory."""
     table = Path(config.table)
+    if "://" in config.table:
+        raise DataError(
+            f"{dotted(key, 'table')}: expected a file on a disk, got {config.table}. Copy it; its images may be URLs."
+        )
     if not table.is_file():
-        raise DataError(f"{key}.table: {table} is not a file{remedy(table)}")
+        raise DataError(f"{dotted(key, 'table')}: {table} is not a file{remedy(table)}")
     found: list[Columns] = []
 
     def choose(header: list[str]) -> list[str]:
