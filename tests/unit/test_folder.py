@@ -71,7 +71,7 @@ def test_mistakes(folder, tmp_path, shards):
         open_source("a", FolderConfig(folder=str(tmp_path / "empty")))
     both = dino_recipe(shards, tmp_path)
     both["data"]["sources"]["a"]["folder"] = str(folder)
-    with pytest.raises(ConfigError, match="set exactly one of shards and folder"):
+    with pytest.raises(ConfigError, match=r"set exactly one of shards, folder, .*got shards and folder"):
         resolve(RunConfig, both, "x")
     pairs = tiny_recipe(shards, tmp_path)
     pairs["data"]["sources"]["a"] = {"folder": str(folder)}

@@ -112,7 +112,9 @@ def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[R
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise ConfigError(f"{key or 'parquet'}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout") from None
+        raise ConfigError(
+            f"{key or 'parquet'}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout"
+        ) from None
     urls = find_shards(config.parquet, dotted(key, "parquet"), ".parquet")
     splits = {m[1] for url in urls if (m := _SPLIT.match(url.rpartition("/")[2]))}
     if len(splits) > 1 and isinstance(config.parquet, str) and not re.search(r"[*?{]|\.parquet$", config.parquet):

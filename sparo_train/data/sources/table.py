@@ -97,7 +97,7 @@ def read_table(
 
 
 def _swallowed(line: str, delimiter: str, header: list[str], image_column: str) -> bool:
-    """Return whether a line inside a cell is a row of its own, with an image in its place."""
+    """Return whether a line inside a cell looks like another row: with all columns, and an image where the image column is."""
     cells = line.split(delimiter)
     place = header.index(image_column)
     return len(cells) >= len(header) and Path(cells[place].strip().strip('"')).suffix.lower() in suffixes()
