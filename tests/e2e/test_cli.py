@@ -102,7 +102,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["export", "{root}/runs/cli", "--layout", "x"], "--layout: 'x'; known: dino, open_clip, sparo-clip"),
         (
             ["data", "convert", "{root}/recipe.yaml", "{root}/out"],
-            "cannot be converted. Name an image folder or a .csv or .tsv file, or pass --as NAME",
+            "cannot be converted. Name an image folder, a .csv or .tsv file or a data set, or pass --as NAME",
         ),
         (["data", "check", "{root}/sharts"], "did you mean 'shards'?"),
     ],
