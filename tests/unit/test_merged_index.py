@@ -106,3 +106,23 @@ def test_damaged_merged_indexes_end_in_an_error(folder):
         except (DataError, ConfigError) as error:
             assert Path(path).name in str(error) or ".tar" in str(error), error
     assert read > 5
+
+
+def test_an_index_elsewhere_finds_its_shards(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file, shards in (
+        ("other/place/all.safetensors", "set"),
+        ("all.safetensors", "set"),
+        ("set/x.safetensors", str(folder)),
+    ):
+        done = sparo("data", "index", shards, "--merge", file, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert keys(opened("set", file)) == keys(opened(str(folder), str(tmp_path / file))) == keys(opened("set"))
+
+
+def test_a_home_that_cannot_be_written_is_explained(folder, server, tmp_path, monkeypatch):  # noqa: F811
+    server.files["/all.safetensors"] = (folder / "all.safetensors").read_bytes()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="Set XDG_CACHE_HOME"):
+        opened(f"{server.at}/00000.tar", f"{server.at}/all.safetensors")

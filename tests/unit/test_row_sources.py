@@ -3,6 +3,7 @@
 import builtins
 import csv
 import importlib.util
+import io
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from sparo_train.data.sources.base import DataConfig, close_storages, fingerprin
 from tests.helpers.processes import sparo
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.runs import losses
+from tests.unit.test_remote import server  # noqa: F401  a fixture
 
 FORMATS = Path(__file__).parents[1] / "data/formats"
 _spec = importlib.util.spec_from_file_location("write_formats", FORMATS / "write.py")
@@ -493,3 +495,20 @@ def test_values_that_are_no_caption_and_other_images(tmp_path):
     assert source.samples == COUNT and "depth" not in json.loads(fields["json"])
     with pytest.raises(BadSampleError, match="a caption that is not text: int"):
         list_captions(fields, source.config)
+
+
+def test_row_groups_on_a_server_are_fetched_once(server):  # noqa: F811
+    content = io.BytesIO()
+    noise = np.random.default_rng(0)
+    columns = [{"image": noise.bytes(9000), "caption": f"{i}", "other": noise.bytes(50)} for i in range(600)]
+    pq.write_table(pa.Table.from_pylist(columns), content, row_group_size=200, compression="none")
+    server.files["/a.parquet"] = content.getvalue()
+    source = opened({"parquet": f"{server.at}/a.parquet"})
+    for storage in source.storages:
+        storage.read_ahead(0, 100)
+        storage.read_ahead(100, 200)
+        assert [storage.read(n)[1]["image"] for n in range(200)] == [
+            columns[int(json.loads(storage.read(n)[1]["json"])["caption"])]["image"] for n in range(200)
+        ]
+    close_storages()
+    assert server.sent < 1.05 * len(content.getvalue())

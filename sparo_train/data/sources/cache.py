@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -138,7 +139,7 @@ class CachedFile:
 
     def __init__(self, cache: SampleCache, url: str, version: bytes, size: int):
         self.name = hashlib.sha256(url.encode(errors="surrogateescape") + b"\n" + version).hexdigest()[:32]
-        self.size, self._cache, self._touched = size, cache, 0.0
+        self.size, self._cache, self._touched = size, cache, -math.inf
 
     def get(self, number: int, start: int, end: int) -> bytes | None:
         """Return a sample, the bytes [`start`, `end`) of the file; None if it is absent or damaged."""

@@ -45,9 +45,9 @@ class MergedShard(NamedTuple):
 
 
 def write_merged_index(file: Path, shards: Sequence[MergedShard]) -> None:
-    """Write the indexes of shards to one file; names are stored relative to its folder if they are below it."""
-    folder = f"{file.parent.as_posix()}/"
-    names = [s.url.removeprefix(folder).encode(errors="surrogateescape") for s in shards]
+    """Write the indexes of shards to one file. Names are relative to its folder if the shards are below it, otherwise absolute."""
+    folder = _absolute(str(file.parent)).rstrip("/") + "/"
+    names = [_absolute(s.url).removeprefix(folder).encode(errors="surrogateescape") for s in shards]
     offsets = [np.asarray(s.samples.offsets, dtype=np.int64) for s in shards]
     tensors = {
         "offsets": np.concatenate(offsets) if offsets else np.zeros(0, dtype=np.int64),
@@ -147,11 +147,16 @@ def _local_copy(place: str) -> Path:
     info = with_retries(place, lambda: filesystem.info(path))
     version = f"{place}\n{info.get('size')}\n{info.get('ETag', info.get('mtime', ''))}"
     copy = cache_folder() / "index" / f"{hashlib.sha256(version.encode()).hexdigest()[:32]}.safetensors"
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{copy}.lock"):
-        if not copy.exists():
-            with whole_file(copy) as temporary:
-                with_retries(place, lambda: filesystem.get_file(path, str(temporary)))
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{copy}.lock"):
+            if not copy.exists():
+                with whole_file(copy) as temporary:
+                    with_retries(place, lambda: filesystem.get_file(path, str(temporary)))
+    except OSError as error:
+        raise DataError(
+            f"{place}: cannot be copied to {copy.parent} ({error}). Set XDG_CACHE_HOME to a folder with space."
+        ) from None
     return copy
 
 

@@ -56,9 +56,10 @@ class RowGroup(Group):
         import pyarrow.parquet as pq
 
         def read() -> Any:
+            # Without the read-ahead of fsspec, which fetches blocks of 5 MB that belong to other columns and groups.
             filesystem, path = filesystem_of(self._file)
             try:
-                with filesystem.open(path, "rb") as stream, pq.ParquetFile(stream) as file:
+                with filesystem.open(path, "rb", cache_type="none") as stream, pq.ParquetFile(stream) as file:
                     return file.read_row_group(self._group, columns=self._names, use_threads=False)
             except Exception as error:
                 raise _unreadable(self._file, error) from None
@@ -97,7 +98,7 @@ def _open_file(url: str, config: ParquetConfig) -> list[RowGroup]:
     def footer() -> tuple[Any, list[str]]:
         filesystem, path = filesystem_of(url)
         try:
-            with filesystem.open(path, "rb") as stream, pq.ParquetFile(stream) as file:
+            with filesystem.open(path, "rb", cache_type="none") as stream, pq.ParquetFile(stream) as file:
                 return file.metadata, file.schema_arrow.names
         except Exception as error:
             raise _unreadable(url, error) from None

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
+from xxhash import xxh3_128_digest
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
@@ -217,7 +218,8 @@ class Shard(RangeStorage):
         return self.index.offsets
 
     def version(self) -> tuple[bytes, int]:
-        return self.index.digest + self.offsets.tobytes(), int(self.offsets[-1]) if len(self) else 0
+        # xxh3, because the offsets of hundreds of millions of samples are gigabytes.
+        return self.index.digest + xxh3_128_digest(self.offsets.data), int(self.offsets[-1]) if len(self) else 0
 
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
         return process_reader().read(self.url, number, self.index, self.cached())
