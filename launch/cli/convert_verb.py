@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -97,8 +98,7 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a folder or table of images with captions, a data set of another library, or a published set, to shards or Parquet."""
-    source = Path(place)
-    own, per_shard = parse_part(part), per_shard or (100 if videos else 1000)
+    source, own, per_shard = Path(place), parse_part(part), per_shard or (100 if videos else 1000)
     published_options = {
         "--limit": limit,
         "--scenes": scenes,
@@ -109,16 +109,13 @@ def convert(
         "--far": far is not None,
         "--videos": videos,
     }
-    folder_options = {"--image-column": image_column, "--caption-column": caption_column, "--separator": separator,
-            "--skip-missing": skip_missing, "--template": template != _TEMPLATE, "--split": split}  # fmt: skip
-    for name, user_input in (folder_options if kind is not None else published_options).items():
-        if user_input:
-            applies_to = "folders and tables" if kind is not None else "--as NAME"
-            raise ConfigError(f"{name}: applies to {applies_to} only. Remove it.")
+    file_options = {"--separator": separator, "--skip-missing": skip_missing, "--template": template != _TEMPLATE}
+    column_options = {"--image-column": image_column, "--caption-column": caption_column, "--split": split}
     if own is not None and (kind is not None or test):
         what = "published sets are" if kind is not None else "with --test, the set is"
         raise ConfigError(f"--part: {what} converted as a whole. Remove it.")
     if kind is not None:
+        _refuse_options({**column_options, **file_options, "--to": to != "shards"}, "folders and tables")
         user_input = {
             "test": test,
             "limit": limit,
@@ -131,34 +128,48 @@ def convert(
         user_input |= {"scenes": _parse_scene_range(scenes), "per_shard": per_shard, "videos": videos}
         _convert_published(source, folder, kind, user_input)
         return
-    table_options = {"--separator": separator, "--template": template != _TEMPLATE, "--skip-missing": skip_missing}
-    keys = {"image_keys": image_column and [image_column], "caption_key": caption_column, "split": split}
-    converted = _convert_other(
-        place, folder, keys, to, per_shard, own, test, [n for n, given in table_options.items() if given]
-    )
-    if converted is not None:
-        _print_summary(folder, converted, own is None, to)
-        return
+    _refuse_options(published_options, "--as NAME")
     from sparo_data.convert import convert_csv, convert_folder
+    from sparo_train.data.sources.detect import source_block
 
-    if source.is_dir():
+    data_set = next(iter(source_block([place])))
+    if to == "parquet" or data_set not in ("shards", "table"):
+        _refuse_options(file_options, "folders and tables that become shards")
+        keys = {"image_keys": image_column and (image_column,), "caption_key": caption_column, "split": split}
+        converted = _convert_data_set(place, folder, keys, to, per_shard, own, test)
+    elif source.is_dir():
+        _refuse_options({"--split": split}, "Hugging Face datasets and Energon")
         converted = convert_folder(source, folder, template, per_shard, own, test)
-    elif source.suffix.lower() in (".csv", ".tsv"):
+    elif data_set == "table":
+        _refuse_options({"--split": split}, "Hugging Face datasets and Energon")
         converted = convert_csv(
             source, folder, image_column, caption_column, separator, per_shard, own, test, skip_missing
         )
-    elif source.suffix == ".tar" or source.name.endswith((".tar.gz", ".tgz")):
-        raise ConfigError(f"{source}: is a shard already. Train with data.sources='{{mine: {{shards: {source}}}}}'.")
-    elif source.suffix == ".gz":
-        raise ConfigError(f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}")
     else:
-        raise ConfigError(
-            f"{source}: cannot be converted. Name an image folder, a .csv or .tsv file or a data set, or pass --as NAME for a published set."
-        )
-    _print_summary(folder, converted, own is None)
+        raise ConfigError(_no_conversion(source))
+    _print_summary(folder, converted, own is None, to)
 
 
-def _convert_other(
+def _refuse_options(options: Mapping[str, object], applies_to: str) -> None:
+    """Raise `ConfigError` for the first option that was given."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name}: applies to {applies_to} only. Remove it.")
+
+
+def _no_conversion(source: Path) -> str:
+    """Return the message for a file that is not converted."""
+    if source.suffix == ".tar" or source.name.endswith((".tar.gz", ".tgz")):
+        return f"{source}: is a shard already. Train with data.sources='{{mine: {{shards: {source}}}}}'."
+    if source.suffix == ".gz":
+        return f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}"
+    return (
+        f"{source}: cannot be converted. Name an image folder, a .csv or .tsv file or a data set, or pass --as NAME for a "
+        "published set."
+    )
+
+
+def _convert_data_set(
     place: str,
     folder: Path,
     keys: dict[str, Any],
@@ -166,23 +177,15 @@ def _convert_other(
     per_shard: int,
     part: tuple[int, int] | None,
     test: int,
-    table_options: list[str],
-) -> ConversionResult | None:
-    """Convert a data set of another library, or anything to Parquet; None if it is an image folder, a table or shards."""
+) -> ConversionResult:
+    """Convert a data set of another library to shards, or any data set to Parquet."""
     from sparo_data.convert_source import convert_source, write_parquet
     from sparo_train.data.sources.base import open_source
-    from sparo_train.data.sources.detect import source_block, source_config
+    from sparo_train.data.sources.detect import source_config
 
-    kind = next(iter(source_block([place])))
-    if to == "shards" and kind in ("shards", "table"):
-        return None
-    if table_options:
-        raise ConfigError(
-            f"{table_options[0]}: applies to folders and tables that become shards only, got {kind}. Remove it."
-        )
     if to == "parquet" and (part is not None or test):
         raise ConfigError("--to parquet: writes the whole data set. Remove --test and --part.")
-    source = open_source("", source_config([place], **keys), block="")
+    source = open_source("", source_config([place], all_columns=True, **keys), block="")
     if to == "parquet":
         return write_parquet(source, folder, per_shard)
     return convert_source(source, folder, per_shard, part, test)

@@ -478,6 +478,13 @@ def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
     assert opened({"parquet": str(tmp_path / "hub/train-*.parquet")}).samples == 2 * COUNT
     done = sparo("data", "convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--skip-missing")
     assert done.returncode == 2 and "--skip-missing: applies to folders and tables" in done.stderr
+    for arguments, says in (
+        (("data", "check", one, "--split", "test"), "table has no split, got 'test'"),
+        (("data", "convert", one, str(tmp_path / "o"), "--split", "test"), "--split: applies to Hugging Face"),
+        (("data", "convert", one, str(tmp_path / "o"), "--as", "coco", "--to", "parquet"), "--to: applies to"),
+    ):
+        done = sparo(*arguments)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
     with pytest.raises(ConfigError, match="m_1: is also the name of part 1 of m"):
         resolve(DataConfig, {"sources": {"m": {"shards": "a::b", "weight": "1::2"}, "m_1": {"shards": "c"}}}, "x")
     with pytest.raises(ConfigError, match="several weights apply to shards: A::B only"):
@@ -492,7 +499,9 @@ def test_values_that_are_no_caption_and_other_images(tmp_path):
             writer.write_table(part)
     source = opened({"parquet": str(tmp_path / "a.parquet"), "caption_key": "label"})
     _, fields = source.storages[0].read(0)
-    assert source.samples == COUNT and "depth" not in json.loads(fields["json"])
+    assert source.samples == COUNT and json.loads(fields["json"]) == {"label": 0}
+    every = opened({"parquet": str(tmp_path / "a.parquet"), "all_columns": True})
+    assert json.loads(every.storages[0].read(0)[1]["json"]).keys() == {"caption", "label", "many"}  # without `depth`
     with pytest.raises(BadSampleError, match="a caption that is not text: int"):
         list_captions(fields, source.config)
 

@@ -55,8 +55,18 @@ def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
 
     Args:
         places: one path or URL, or several files of one kind.
-        keys: further keys of the block; those that are None are left at their default.
+        keys: further keys of the block; those that are None are left at their default. `all_columns` is set only where there
+            are columns.
 
+    Raises:
+        ConfigError: a key does not apply to this kind.
     """
-    block = {**source_block(places), **{key: value for key, value in keys.items() if value is not None}}
-    return SOURCES.get(infer_kind(block)["kind"]).config(**block)
+    block = source_block(places)
+    config = SOURCES.get(infer_kind(block)["kind"]).config
+    for key, value in keys.items():
+        if value is None or (key == "all_columns" and key not in config.model_fields):
+            continue
+        if key not in config.model_fields:
+            raise ConfigError(f"{places[0]}: {next(iter(block))} has no {key}, got {value!r}. Remove it.")
+        block[key] = value
+    return config(**block)

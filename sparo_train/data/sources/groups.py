@@ -39,8 +39,8 @@ class GroupReader:
     """
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[str, Any] = OrderedDict()  # used by the thread only
-        self._waiting = defaultdict[tuple[str, int], deque[Future[dict[int, dict[str, Any] | BadSampleError]]]](deque)
+        self._tables: OrderedDict[Group, Any] = OrderedDict()  # used by the thread only
+        self._waiting = defaultdict[tuple[Group, int], deque[Future[dict[int, dict[str, Any] | BadSampleError]]]](deque)
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups")
 
@@ -52,7 +52,7 @@ class GroupReader:
         request = self._thread.submit(self._take, group, first, end)
         self._bytes += size
         for number in range(first, end):
-            self._waiting[group.url, number].append(request)
+            self._waiting[group, number].append(request)
 
     def row(self, group: Group, number: int) -> dict[str, Any]:
         """Return a row.
@@ -61,11 +61,11 @@ class GroupReader:
             BadSampleError: it contains text that is not UTF-8.
             DataError: its group cannot be read.
         """
-        if (group.url, number) in self._waiting:
-            requests = self._waiting[group.url, number]
+        if (group, number) in self._waiting:
+            requests = self._waiting[group, number]
             request = requests.popleft()
             if not requests:
-                del self._waiting[group.url, number]
+                del self._waiting[group, number]
             self._bytes -= group.row_bytes
         else:
             request = self._thread.submit(self._take, group, number, number + 1)
@@ -75,12 +75,12 @@ class GroupReader:
         return row
 
     def _take(self, group: Group, first: int, end: int) -> dict[int, dict[str, Any] | BadSampleError]:
-        if group.url not in self._tables:
-            self._tables[group.url] = group.table()
+        if group not in self._tables:
+            self._tables[group] = group.table()
             while len(self._tables) > _GROUPS:
                 self._tables.popitem(last=False)
-        self._tables.move_to_end(group.url)
-        part = self._tables[group.url].slice(first, end - first)
+        self._tables.move_to_end(group)
+        part = self._tables[group].slice(first, end - first)
         try:
             return dict(enumerate(part.to_pylist(), first))
         except ValueError:  # text that is not UTF-8, in one row or more

@@ -39,6 +39,10 @@ class RowsConfig(SourceConfig):
         examples=[{"caption": 0.5, "long_caption": 0.5}],
     )
 
+    all_columns: bool = field(
+        False, "Read all columns, into the sample's JSON, for methods that use more than the image and its caption."
+    )
+
     def caption_member(self, key: str) -> tuple[str, str]:
         return "json", key
 
@@ -51,7 +55,7 @@ class Columns(NamedTuple):
     others: Mapping[str, str]
 
 
-def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Columns:
+def choose_columns(names: Sequence[str], config: RowsConfig, where: str) -> Columns:
     """Return the columns to read.
 
     Args:
@@ -80,6 +84,9 @@ def choose_columns(names: Sequence[str], config: SourceConfig, where: str) -> Co
                     f"{where}: no column {key!r} for captions, got the columns {', '.join(names)}. Correct caption_key; "
                     f"{did_you_mean(key, names)}"
                 )
+    if not config.all_columns:
+        wanted = config.captions or (config.caption_key,)
+        others = {name: column for name, column in others.items() if name in wanted}
     return Columns(image, member, others)
 
 

@@ -211,8 +211,6 @@ def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[Table
 
     def choose(header: list[str]) -> list[str]:
         columns = choose_columns(header, config, str(table))
-        captions = [*(config.captions or (config.caption_key,))]
-        columns = columns._replace(others={name: c for name, c in columns.others.items() if name in captions})
         found.append(columns)
         cells.update({name: _Cells() for name in (columns.image, *columns.others.values())})
         return list(cells)
