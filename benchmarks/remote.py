@@ -74,8 +74,8 @@ def rate(urls: list[str], batches: int, node: str | None = None) -> float:
 
     from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
     from sparo_train.data.read.loader import Pipeline
+    from sparo_train.data.servers.cache import CacheConfig
     from sparo_train.data.sources.base import DataConfig
-    from sparo_train.data.sources.cache import CacheConfig
     from sparo_train.data.sources.shards import ShardsConfig
 
     torch.set_num_threads(1)

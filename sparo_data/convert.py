@@ -11,8 +11,8 @@ from evals.sets.base import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
 from sparo_train.core.files import escape_control_chars
 from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
+from sparo_train.data.rows.table import IMAGE_COLUMNS, read_table
 from sparo_train.data.sources.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
-from sparo_train.data.sources.table import IMAGE_COLUMNS, read_table
 
 from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, write_dataset
 

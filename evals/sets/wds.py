@@ -22,9 +22,9 @@ from PIL import Image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_text
 from sparo_train.data.examples.samples import image_bytes
+from sparo_train.data.servers.remote import filesystem_of, remedy, with_retries
 from sparo_train.data.sources.base import SourceConfig, Storage, open_source
 from sparo_train.data.sources.folder import FolderConfig, FolderPart, refuse_splits
-from sparo_train.data.sources.remote import filesystem_of, remedy, with_retries
 from sparo_train.data.sources.shards import Shard, ShardsConfig
 
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, sha256, sizes_of

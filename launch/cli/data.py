@@ -144,8 +144,8 @@ def index(
     ] = None,
 ) -> None:
     """Index shards (NAME.tar.idx.npy), so that training starts at once."""
+    from sparo_train.data.servers.remote import find_shards
     from sparo_train.data.sources.base import open_source
-    from sparo_train.data.sources.remote import find_shards
     from sparo_train.data.sources.shards import ShardsConfig, merge_indexes
 
     number, of = parse_part(part) or (0, 1)

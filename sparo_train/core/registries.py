@@ -110,12 +110,12 @@ SOURCES = Registry(
     {
         "shards": "sparo_train.data.sources.shards:SOURCE",
         "folder": "sparo_train.data.sources.folder:SOURCE",
-        "parquet": "sparo_train.data.sources.parquet:SOURCE",
-        "datasets": "sparo_train.data.sources.hf_datasets:SOURCE",
-        "mds": "sparo_train.data.sources.mds:SOURCE",
-        "litdata": "sparo_train.data.sources.litdata:SOURCE",
+        "parquet": "sparo_train.data.rows.parquet:SOURCE",
+        "datasets": "sparo_train.data.rows.hf_datasets:SOURCE",
+        "mds": "sparo_train.data.rows.mds:SOURCE",
+        "litdata": "sparo_train.data.rows.litdata:SOURCE",
         "energon": "sparo_train.data.sources.energon:SOURCE",
-        "table": "sparo_train.data.sources.table:SOURCE",
+        "table": "sparo_train.data.rows.table:SOURCE",
     },
     ("config", "open"),
 )

@@ -21,7 +21,7 @@ from launch.jobs.sweep import expand
 from launch.recipes import recipe
 from object_centric.encoders.frozen import FrozenConfig
 from sparo_train.core.errors import CheckpointError, ConfigError
-from sparo_train.data.sources.remote import remedy
+from sparo_train.data.servers.remote import remedy
 from sparo_train.train.dry_run import dry_run
 from sparo_train.train.run_config import load_run
 from tests.helpers.forking import install

@@ -29,7 +29,7 @@ from launch.cli.process import call
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, SparoError
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
-from sparo_train.data.sources import remote
+from sparo_train.data.servers import remote
 from sparo_train.data.sources.base import DataConfig, open_source
 from sparo_train.data.sources.shard_index import load_index
 from sparo_train.data.sources.shards import ShardReader, ShardsConfig

@@ -18,7 +18,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
-from sparo_train.data.sources.remote import find_shards
+from sparo_train.data.servers.remote import find_shards
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged
 from tests.helpers.recipes import tiny_recipe

@@ -9,7 +9,7 @@ import pytest
 
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
-from sparo_train.data.sources import remote
+from sparo_train.data.servers import remote
 from sparo_train.data.sources.base import close_storages, fingerprint, open_source
 from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.processes import sparo

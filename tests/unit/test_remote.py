@@ -24,9 +24,9 @@ from sparo_data.writer import write_shard, write_shards
 from sparo_train.core.errors import DataError
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.sources import ranges, remote
+from sparo_train.data.servers import ranges, remote
+from sparo_train.data.servers.remote import find_shards
 from sparo_train.data.sources.base import DataConfig, fingerprint, open_source
-from sparo_train.data.sources.remote import find_shards
 from sparo_train.data.sources.shard_index import load_index
 from sparo_train.data.sources.shards import ShardReader, ShardsConfig, close_reader
 from tests.helpers.processes import sparo

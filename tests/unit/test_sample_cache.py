@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.sources import cache as cache_module
+from sparo_train.data.servers import cache as cache_module
+from sparo_train.data.servers.cache import CacheConfig, CachedFile, SampleCache
 from sparo_train.data.sources.base import close_storages
-from sparo_train.data.sources.cache import CacheConfig, CachedFile, SampleCache
 from tests.unit.test_remote import batches, server, shards  # noqa: F401  fixtures
 
 
@@ -63,7 +63,8 @@ def test_the_limit_is_kept_and_the_rest_is_read_from_the_server(server, shards, 
     for _ in range(2):
         server.sent = 0
         assert all(map(equal, disk, batches(shards.urls, 10, 2, **keys)))
-    assert 0.3 * shards.size < server.sent < 1.2 * shards.size
+    # Windows that are announced early belong to the next epoch.
+    assert 0.3 * shards.size < server.sent < 1.7 * shards.size
     on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "node").rglob("data"))
     assert on_disk < 0.4 * shards.size + 120 * 2 * 4096  # the borders of samples are not those of blocks
 

@@ -21,8 +21,8 @@ from ...core.disk.metrics import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
+from ..servers.cache import SampleCache
 from ..sources.base import DataConfig, Source, close_storages, fingerprint, open_source
-from ..sources.cache import SampleCache
 from ..sources.shards import use_cache
 from .ahead import ReadAhead
 from .bad_samples import refuse_broken

@@ -15,7 +15,7 @@ from ...core.errors import DataError, did_you_mean
 from ...core.registries import SOURCES
 from ...core.registry import FromRegistry
 from ..decode.decoding import PixelRange
-from .cache import CacheConfig
+from ..servers.cache import CacheConfig
 
 
 class Storage(ABC):

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from ...core.config import field, resumable_field
 from ...core.errors import DataError
 from ...core.recipe.recipe_yaml import parse_yaml
+from ..servers.ranges import read_range
+from ..servers.remote import filesystem_of, find_shards, with_retries
 from .base import SourceConfig, SourceKind, dotted
-from .ranges import read_range
-from .remote import filesystem_of, find_shards, with_retries
 from .shards import Shard, open_shards
 
 _MAX_BYTES = 1 << 26

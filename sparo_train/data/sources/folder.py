@@ -25,8 +25,8 @@ from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_bytes
 from ..decode.decoding import suffixes
+from ..servers.remote import remedy
 from .base import SourceConfig, SourceKind, Storage
-from .remote import remedy
 
 _PART = 1000
 # Captions, annotations, and files of file managers, which do not count as skipped images.

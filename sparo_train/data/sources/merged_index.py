@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.files import cache_folder, whole_file
-from .remote import expand_braces, filesystem_of, with_retries
+from ..servers.remote import expand_braces, filesystem_of, with_retries
 from .tar import ShardIndex
 
 _LAYOUT = "sparo merged index 1"

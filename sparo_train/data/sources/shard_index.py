@@ -18,8 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ...core.errors import DataError
 from ...core.files import cache_folder
-from .ranges import RemoteHeaders, read_range
-from .remote import filesystem_of, with_retries
+from ..servers.ranges import RemoteHeaders, read_range
+from ..servers.remote import filesystem_of, with_retries
 from .tar import ShardIndex, scan
 
 _COMPRESSED = {

@@ -24,11 +24,11 @@ from xxhash import xxh3_128_digest
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
+from ..servers.cache import CachedFile, SampleCache
+from ..servers.ranges import RangeReader
+from ..servers.remote import filesystem_of, find_shards, size_of, with_retries
 from .base import SourceConfig, SourceKind, Storage, dotted, on_close
-from .cache import CachedFile, SampleCache
 from .merged_index import MergedShard, read_merged_index, write_merged_index
-from .ranges import RangeReader
-from .remote import filesystem_of, find_shards, size_of, with_retries
 from .shard_index import load_index
 from .tar import ShardIndex, unpack
 

@@ -15,9 +15,9 @@ from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import whole_file
 from ..decode.decoding import suffixes
-from .base import SourceKind, Storage, dotted
-from .remote import filesystem_of, remedy, with_retries
-from .rows import Columns, RowsConfig, choose_columns, row_members
+from ..servers.remote import filesystem_of, remedy, with_retries
+from ..sources.base import SourceKind, Storage, dotted
+from .columns import Columns, RowsConfig, choose_columns, row_members
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 _END_MARKER = "\x1e\x1d\x1e"  # a sentinel after the last line, which no table contains

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ...core.errors import BadSampleError
-from .base import Storage, on_close
+from ..sources.base import Storage, on_close
 
 _GROUPS = 2  # decoded groups that a process keeps
 _AHEAD_BYTES = 1 << 30  # limit of a process on announced rows that were not read yet

@@ -19,10 +19,10 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
-from .ranges import read_range
-from .remote import filesystem_of, with_retries
-from .rows import Columns, RowsConfig, choose_columns, encode_picture, row_members
-from .shards import RangeStorage, process_reader
+from ..servers.ranges import read_range
+from ..servers.remote import filesystem_of, with_retries
+from ..sources.shards import RangeStorage, process_reader
+from .columns import Columns, RowsConfig, choose_columns, encode_picture, row_members
 
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SAMPLES = 1 << 26  # of a file, whose table of offsets is read as a whole

@@ -14,7 +14,7 @@ from PIL import Image
 from ...core.config import field
 from ...core.errors import BadSampleError, DataError, did_you_mean
 from ...core.files import read_bytes
-from .base import SourceConfig
+from ..sources.base import SourceConfig
 
 _CAPTION_COLUMNS = ("caption", "text", "txt", "captions", "title", "sentence", "sentences", "alt_text")
 _NO_CAPTION = "caption"  # default of caption_key, for which the usual names are tried

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from .base import SourceKind, dotted
+from ..servers.remote import filesystem_of, find_shards, with_retries
+from ..sources.base import SourceKind, dotted
+from .columns import Columns, RowsConfig, choose_columns, row_members
 from .groups import Group, process_groups
-from .remote import filesystem_of, find_shards, with_retries
-from .rows import Columns, RowsConfig, choose_columns, row_members
 
 _SPLIT = re.compile(r"(train|training|test|validation|valid|val|dev)[-_.]")  # of file names on the hub
 

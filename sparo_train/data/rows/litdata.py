@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import ConfigError, DataError
-from .base import SourceKind, dotted
+from ..servers.ranges import read_range
+from ..servers.remote import size_of
+from ..sources.base import SourceKind, dotted
+from .columns import RowsConfig
 from .groups import Group, process_groups
 from .packed import (
     Decode,
@@ -26,9 +29,6 @@ from .packed import (
     read_index,
     refuse_compression,
 )
-from .ranges import read_range
-from .remote import size_of
-from .rows import RowsConfig
 
 
 class LitDataConfig(RowsConfig):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from .base import SourceKind, Storage, dotted
-from .rows import Columns, RowsConfig, choose_columns, row_members
+from ..sources.base import SourceKind, Storage, dotted
+from .columns import Columns, RowsConfig, choose_columns, row_members
 
 _PART = 1000
 

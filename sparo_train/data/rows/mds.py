@@ -8,7 +8,8 @@ from typing import Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import DataError
-from .base import SourceKind, dotted
+from ..sources.base import SourceKind, dotted
+from .columns import RowsConfig
 from .packed import (
     Decode,
     PackedField,
@@ -22,7 +23,6 @@ from .packed import (
     read_index,
     refuse_compression,
 )
-from .rows import RowsConfig
 
 
 class MdsConfig(RowsConfig):

@@ -1,0 +1,1 @@
+"""Formats whose samples are rows with columns."""

@@ -1,0 +1,1 @@
+"""Files on servers: addresses, byte ranges, and the node's cache."""
