@@ -20,7 +20,7 @@ from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
 from sparo_train.data.read.loader import Examples
 from sparo_train.data.sources.base import Source, fingerprint, open_source
-from sparo_train.data.sources.shards import ShardsConfig
+from sparo_train.data.sources.detect import source_config
 
 from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder
@@ -35,7 +35,9 @@ class LossTaskConfig(TaskConfig):
 
     task: Literal["validation_loss"] = field("validation_loss", "Entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
-        ..., "Held-out samples, written like data.sources.NAME.shards.", examples=["data/movi_small/clips/test"]
+        ...,
+        "Held-out samples, written like data.sources.NAME.shards, or the path of a data set in another format of data.sources.",
+        examples=["data/movi_small/clips/test"],
     )
     frames: int | None = field(
         None, "Frames of a clip, instead of objective.frames.count.", gt=0, le=100_000, examples=[12]
@@ -45,8 +47,9 @@ class LossTaskConfig(TaskConfig):
 
 
 def open_held_out(task: LossTaskConfig) -> Source:
-    """Open its shards. Raises `DataError` or `ConfigError` if they are missing."""
-    return open_source("validation_loss", ShardsConfig(shards=task.shards), block="")
+    """Open its samples. Raises `DataError` or `ConfigError` if they are missing."""
+    places = (task.shards,) if isinstance(task.shards, str) else task.shards
+    return open_source("validation_loss", source_config(places), block="")
 
 
 def _check(task: LossTaskConfig) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from evals.suite.loss_task import LossTaskConfig, open_held_out
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.decode.decoding import TRAINING, decode
@@ -285,3 +286,10 @@ def test_row_groups_on_a_server_are_fetched_once(server):  # noqa: F811
         ]
     close_storages()
     assert server.sent < 1.05 * len(content.getvalue())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_samples_can_have_any_format(kind, tmp_path):
+    ((_, place),) = write(kind, tmp_path).items()
+    source = open_held_out(LossTaskConfig(shards=place))
+    assert source.samples == (8 if kind == "energon" else COUNT) and contents(source)[3][0] == FIXTURES.jpeg(3)
