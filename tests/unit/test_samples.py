@@ -31,7 +31,7 @@ from tests.helpers.samples import jpeg
     [
         ("json:say", {"json": b"{"}, "bad text"),
         ("json:say", {"json": b"{}"}, "missing caption"),
-        ("json:say", {"json": b'{"say": 3}'}, "missing caption"),
+        ("json:say", {"json": b'{"say": 3}'}, "a caption that is not text: int"),
         ("txt", {"txt": b"\xff"}, "bad text"),
     ],
 )

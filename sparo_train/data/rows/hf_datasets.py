@@ -20,11 +20,13 @@ class HfDatasetConfig(RowsConfig):
 
     kind: Literal["datasets"] = field("datasets", "Entry of sparo.sources.")
     dataset: str = resumable_field(
-        ..., "Folder of Dataset.save_to_disk or DatasetDict.save_to_disk, or a name on the hub (nlphuji/flickr30k)."
+        ...,
+        "Folder of Dataset.save_to_disk or DatasetDict.save_to_disk, or a name on the hub (nlphuji/flickr30k).",
+        examples=["nlphuji/flickr30k"],
     )
     split: str = field("train", "Split. For a name on the hub, also a slice, such as train[:10%].")
-    config_name: str | None = field(None, "Configuration of a data set on the hub that has several.")
-    revision: str | None = field(None, "Commit or tag of a data set on the hub.")
+    config_name: str | None = field(None, "Configuration of a data set on the hub that has several.", examples=["en"])
+    revision: str | None = field(None, "Commit or tag of a data set on the hub.", examples=["v1.0"])
 
 
 class DatasetPart(Storage):

@@ -35,7 +35,9 @@ class LitDataConfig(RowsConfig):
     """A data set of LitData (litdata.optimize), without compression and encryption."""
 
     kind: Literal["litdata"] = field("litdata", "Entry of sparo.sources.")
-    litdata: str = resumable_field(..., "Folder or fsspec URL with index.json, as written by litdata.optimize.")
+    litdata: str = resumable_field(
+        ..., "Folder or fsspec URL with index.json, as written by litdata.optimize.", examples=["data/litdata"]
+    )
 
 
 _DECODERS: dict[str, Decode] = {

@@ -29,7 +29,9 @@ class MdsConfig(RowsConfig):
     """A data set of MosaicML Streaming (MDS), without compression."""
 
     kind: Literal["mds"] = field("mds", "Entry of sparo.sources.")
-    mds: str = resumable_field(..., "Folder or fsspec URL with index.json, as written by streaming.MDSWriter.")
+    mds: str = resumable_field(
+        ..., "Folder or fsspec URL with index.json, as written by streaming.MDSWriter.", examples=["data/mds"]
+    )
 
 
 _DECODERS: dict[str, Decode] = {

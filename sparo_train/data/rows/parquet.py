@@ -22,7 +22,9 @@ class ParquetConfig(RowsConfig):
     """Parquet files with a column of image files (bytes, or Hugging Face's struct of bytes and path)."""
 
     kind: Literal["parquet"] = field("parquet", "Entry of sparo.sources.")
-    parquet: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
+    parquet: str | tuple[str, ...] = resumable_field(
+        ..., "Folder, glob, brace range, fsspec URL, or a list of these.", examples=["data/{00000..00099}.parquet"]
+    )
 
 
 class RowGroup(Group):

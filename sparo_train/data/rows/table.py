@@ -28,15 +28,17 @@ class TableConfig(RowsConfig):
     """A table with one row per image and caption. Paths are relative to the table."""
 
     kind: Literal["table"] = field("table", "Entry of sparo.sources.")
-    table: str = resumable_field(..., "File whose first line names the columns (.csv, .tsv).")
+    table: str = resumable_field(..., "File whose first line names the columns (.csv, .tsv).", examples=["photos.csv"])
     image_keys: tuple[str, ...] = field(
         (*IMAGE_COLUMNS, "url", "image_url"), "Columns of image paths or URLs. The first one that exists is used."
     )
     separator: str | None = field(
-        None, "Column separator. Default: detected in the first line.", min_length=1, max_length=1
+        None, "Column separator. Default: detected in the first line.", examples=[";"], min_length=1, max_length=1
     )
     url_cache: str | None = resumable_field(
-        None, "Folder that images given by URL are downloaded to when they are first read. Required for URLs."
+        None,
+        "Folder that images given by URL are downloaded to when they are first read. Required for URLs.",
+        examples=["downloads"],
     )
 
 

@@ -36,9 +36,11 @@ class CacheConfig(Frozen):
     """Cache of samples that are read from servers."""
 
     path: str = field(
-        ..., "Folder on a local disk of each node, such as $SLURM_TMPDIR/sparo. Several runs can share it."
+        ...,
+        "Folder on a local disk of each node, such as $SLURM_TMPDIR/sparo. Several runs can share it.",
+        examples=["/tmp/sparo"],
     )
-    gb: float = field(..., "Largest size on the disk, in GB (10^9 bytes).", gt=0, le=1e9)
+    gb: float = field(..., "Largest size on the disk, in GB (10^9 bytes).", examples=[500], gt=0, le=1e9)
 
 
 class SampleCache:

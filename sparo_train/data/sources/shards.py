@@ -41,6 +41,7 @@ class ShardsConfig(SourceConfig):
     index: str | None = resumable_field(
         None,
         "File with the indexes of all shards, from sparo data index --merge. Without it, each start asks for the size of each shard.",
+        examples=["data/index.safetensors"],
     )
 
 
