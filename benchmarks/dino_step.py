@@ -23,7 +23,8 @@ from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.sparo import Sparo
 from sparo_train.models.vit_config import DROP_RANGE
-from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
+from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.dino_config import DinoObjectiveConfig
 
 OUT, GLOBALS, LOCALS = 65536, 2, 8
 

@@ -22,7 +22,8 @@ from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.vit_config import VitConfig
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
-from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
+from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.dino_config import DinoObjectiveConfig
 from sparo_train.train.meter import FlopCounter, utilisation
 
 

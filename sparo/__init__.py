@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from launch.recipes import load_run as load_recipe  # noqa: F401
     from sparo_train.core.config import field as field
     from sparo_train.core.contracts import CoupledObjective as CoupledObjective
-    from sparo_train.core.contracts import Follow as Follow
     from sparo_train.core.contracts import Loss as Loss
     from sparo_train.core.contracts import Objective as Objective
     from sparo_train.core.contracts import ParamGroups as ParamGroups
+    from sparo_train.core.ema import Follow as Follow
     from sparo_train.engine.optim import OptimConfig as OptimConfig
     from sparo_train.models.clip_config import ClipConfig as ClipConfig
     from sparo_train.models.clip_model import Clip as Clip
@@ -67,7 +67,7 @@ _SOURCES = {
     "CoupledObjective": "sparo_train.core.contracts:CoupledObjective",
     "EvalOptions": "evals.suite.evaluate:EvalOptions",
     "FeatureStore": "evals.feature_store.features:FeatureStore",
-    "Follow": "sparo_train.core.contracts:Follow",
+    "Follow": "sparo_train.core.ema:Follow",
     "Loss": "sparo_train.core.contracts:Loss",
     "MaskedEncoder": "evals.encoders.selection:MaskedEncoder",
     "Method": "sparo_train.objectives.method:Method",

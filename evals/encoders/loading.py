@@ -146,6 +146,8 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     else:
         if colon and scheme.isidentifier() and not path.exists():
             CHECKPOINTS.get(scheme, "checkpoint")  # the error lists the valid ones
+        if (path / "config.json").is_file():
+            raise CheckpointError(f"{path}: is a folder of transformers. Write hf:{path}.")
         raise CheckpointError(
             f"{path}: not a run folder, checkpoint folder, exported folder, DeepSpeed folder, or weight file"
         )

@@ -125,6 +125,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     ):
         super().__init__(model, mean, std, label)
         self.image_size, self.token_width = model.config.image_size, model.embed_dim
+        self.prefix_tokens = model.prefix
         # Crop as in eval_knn.py and eval_linear.py.
         self.transform = MappedPixels(self.image_size, round(self.image_size * 256 / 224), rgb_first=True)
         self.slots = model.config.slots
@@ -154,8 +155,8 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         return self.model.slots(self.normalised(self.stacked(pixels)), need_attention=True)
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
-        # Without the class token, which has no position in the image.
-        return self.model.intermediate(normalised, 1)[0][:, 1:]
+        # Without the class token and registers, which have no position in the image.
+        return self.model.intermediate(normalised, 1)[0][:, self.model.prefix :]
 
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:

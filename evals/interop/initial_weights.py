@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -19,7 +19,7 @@ from sparo_train.core.errors import CheckpointError, did_you_mean
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
 from sparo_train.models.timm_tower import TimmTower
-from sparo_train.models.weight_files.state_dicts import split_state
+from sparo_train.models.weight_files.state_dicts import read_raw, split_state
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import StartConfig
@@ -28,6 +28,8 @@ from ..encoders.encoder import Encoder
 from ..encoders.foreign import BackboneEncoder, timm_state
 from ..encoders.loading import load_encoder, read_run, refuse_absent, run_weights
 from .tower_names import Normalisation, named_as_ours, refuse_other_pixels, refuse_unlike, tower_weights
+
+T = TypeVar("T")
 
 _PREFIXES = ("visual.trunk.", "trunk.", "")
 
@@ -146,7 +148,9 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     weights = _weights(start.checkpoint, method, objective)
     refuse_non_finite(weights, f"start_from.checkpoint={start.checkpoint}")
     own = objective.state_dict()
-    missing = _unless([name for name in own if name not in weights], start.allow_missing)
+    # What no encoder has may be missing as a whole only.
+    new = [p for p in objective.not_in_encoders if not any(fnmatchcase(name, p) for name in weights)]
+    missing = _unless([name for name in own if name not in weights], (*start.allow_missing, *new))
     unused = _unless([name for name in weights if name not in own], start.allow_unused)
     problems = [f"has no {_few(missing)} (patterns in start_from.allow_missing accept that)"] if missing else []
     problems += (
@@ -161,7 +165,9 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     problems += [] if shared else ["has no tensor of the run, so everything would start at random"]
     followers = {id(average) for average, _ in objective.ema_pairs()}
     still = [
-        n for n, p in objective.named_parameters() if n not in shared and not p.requires_grad and id(p) not in followers
+        name
+        for name, p in objective.named_parameters()
+        if name not in shared and not p.requires_grad and id(p) not in followers and not _is_constant(p)
     ]
     problems += (
         [f"has no {_few(still)}, which is frozen here and would keep its random initialization"] if still else []
@@ -177,7 +183,9 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
 
 
 def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str, Tensor]:
-    path, origin = Path(checkpoint), f"start_from.checkpoint={checkpoint}"
+    """Return a checkpoint's weights under the objective's names."""
+    (place, part), origin = split_state(checkpoint), f"start_from.checkpoint={checkpoint}"
+    path = Path(place)
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         config, step = read_run(path)
         if doubt := checkpoint_warnings(path, step):
@@ -188,13 +196,27 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
             # Only names and shapes of the other run are needed, which need no memory.
             with torch.device("meta"):
                 refuse_unlike(origin, build_objective(config), objective)
-            return objective.adapt_to_resolution(run_weights(step))
+            return _with_origin(origin, lambda: objective.adapt_to_resolution(run_weights(step)))
+    file = _with_origin(origin, lambda: objective.weights_of_file(read_raw(path), part)) if path.is_file() else None
+    if file is not None:
+        pixels = Normalisation(tuple(file.mean), tuple(file.std))
+        refuse_other_pixels(origin, pixels, Normalisation.of(objective))
+        return file.weights
     with torch.random.fork_rng(devices=[]):  # building the other model uses random numbers of this one's generator
         encoder = load_encoder(checkpoint)
     source_model = _source_of(encoder)
+    state = named_as_ours(source_model.state_dict(), origin)
+    weights = _with_origin(origin, lambda: objective.remap_encoder_weights(state, source_model))
     refuse_unlike(origin, source_model, objective)
     refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
-    return objective.remap_encoder_weights(named_as_ours(source_model.state_dict(), origin))
+    return weights
+
+
+def _with_origin(origin: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except CheckpointError as error:
+        raise CheckpointError(f"{origin}: {error}") from None
 
 
 def _source_of(encoder: Encoder) -> nn.Module:
@@ -278,6 +300,11 @@ def _tower_of(model: nn.Module, part: str) -> nn.Module:
 
 def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _is_constant(p: Tensor) -> bool:
+    """Return whether all values of a parameter are equal, so that its initial value is not random."""
+    return bool((p == p.flatten()[0]).all())
 
 
 def _shape_mismatches(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .disk.metrics import Sample
 from .disk.pieces import CheckpointReader, Pieces
-from .ema import update_ema
+from .ema import Follow, update_ema
 
 Batch = Mapping[str, Tensor]
 APPLIED = torch.tensor(True)  # for `Objective.after_step` if the host already knows that the step was applied
@@ -105,19 +105,12 @@ class ParamGroups:
     norm_groups: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Follow:
-    """Declaration that a module is a moving average of another one (an EMA teacher, averaged weights).
+class FileWeights(NamedTuple):
+    """Weights of a file under an objective's names, and the normalization of pixels that they were trained with."""
 
-    Attributes:
-        source: name of the module that is averaged.
-        decay: name of a method `(progress) -> float` that returns the share of itself that the average keeps.
-        buffers: copy persistent buffers; False if the average updates its own.
-    """
-
-    source: str
-    decay: str
-    buffers: bool = True
+    weights: Mapping[str, Tensor]
+    mean: Sequence[float]
+    std: Sequence[float]
 
 
 class Objective(nn.Module, ABC):
@@ -135,6 +128,8 @@ class Objective(nn.Module, ABC):
     exact_inputs: ClassVar[bool] = False
     # True if `engine.compile: auto` compiles it: only methods whose steps were measured on a GPU.
     compile_by_default: ClassVar[bool] = False
+    # Patterns of parameters and buffers that no encoder has (such as a head); `start_from` leaves them as initialized.
+    not_in_encoders: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def forward(self, batch: Batch, progress: Progress) -> Loss:
@@ -148,9 +143,18 @@ class Objective(nn.Module, ABC):
         """Return the modules that an engine compiles one by one. Default: those of `shard_units`."""
         return self.shard_units()
 
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rename the weights of an encoder, which `start_from` loads, to their names in this objective. Default: unchanged."""
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
+        """Rename the weights of an encoder's module, which `start_from` loads, to their names here. Default: unchanged."""
         return dict(weights)
+
+    def weights_of_file(self, content: Any, key: str | None) -> FileWeights | None:
+        """Return the weights in a file of another program under their names here, or None for files that it cannot read. Default: None.
+
+        Args:
+            content: the file's content.
+            key: the part of the file that was asked for (`FILE?state=KEY`).
+        """
+        return None
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adapt the weights of a run of this method to this image size. Default: unchanged."""

@@ -6,9 +6,26 @@ case the average must not change.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Declaration that a module is a moving average of another one (an EMA teacher, averaged weights).
+
+    Attributes:
+        source: name of the module that is averaged.
+        decay: name of a method `(progress) -> float` that returns the share of itself that the average keeps.
+        buffers: copy persistent buffers; False if the average updates its own.
+    """
+
+    source: str
+    decay: str
+    buffers: bool = True
 
 
 def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Configuration of DINO's image backbone: a ViT by its official name, and its readout."""
+"""Configuration of DINO's image backbone: a ViT by its official name, the variants of DINOv2 and DINOv3, and its readout."""
 
 from __future__ import annotations
 
@@ -15,22 +15,34 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)  # of pixels in 0..1
 IMAGENET_STD = (0.229, 0.224, 0.225)
 DROP_RANGE = 1 << 24  # upper bound of the integers that decide dropped paths; fp32 can represent all of them
 
-# Width, depth and heads by the official DINO names; the patch size is a separate key.
+# Width, depth and heads by the official names of DINO, DINOv2 and DINOv3; the patch size is a separate key.
 ARCHS: dict[str, dict[str, Any]] = {
     "vit_tiny": {"width": 192, "depth": 12, "heads": 3},
     "vit_small": {"width": 384, "depth": 12, "heads": 6},
     "vit_base": {"width": 768, "depth": 12, "heads": 12},
+    "vit_large": {"width": 1024, "depth": 24, "heads": 16},
+    "vit_huge2": {"width": 1280, "depth": 32, "heads": 20},
+    "vit_giant2": {"width": 1536, "depth": 40, "heads": 24},
+    "vit_7b": {"width": 4096, "depth": 40, "heads": 32},
 }
 
 
 class VitConfig(Frozen):
-    """A ViT with CLS token and learned positions. `arch` fills width, depth and heads; keys that are given as well take precedence."""
+    """A ViT with CLS token. `arch` fills width, depth and heads; keys that are given as well take precedence.
+
+    The defaults are DINO's. DINOv2 has `layer_scale: 1.0e-5`, and with registers `registers: 4, interpolate_offset: 0,
+    interpolate_antialias: true`; DINOv3 also has `positions: rope, norm_eps: 1.0e-5`.
+    """
 
     fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
 
-    arch: str | None = field(None, "Sizes by the backbone's official name: vit_tiny, vit_small or vit_base.")
+    arch: str | None = field(
+        None,
+        "Sizes by the backbone's official name: vit_tiny, vit_small, vit_base, vit_large, vit_huge2, vit_giant2 or vit_7b.",
+    )
     image_size: int = field(224, "Side of a (global) crop in pixels.", gt=0, le=16384)
     patch_size: int = field(16, "Patch side in pixels. Must divide image_size.", gt=0)
+    bands: int = field(3, "Channels of an image.", gt=0, le=1024)
     width: int = field(384, "Token width.", gt=0, le=65536)
     depth: int = field(12, "Transformer blocks, including the one that a readout replaces.", gt=0, le=1000)
     heads: int = field(6, "Attention heads.", gt=0)
@@ -41,6 +53,25 @@ class VitConfig(Frozen):
         ge=0,
         lt=1,
     )
+    drop_path_uniform: bool = field(False, "Use the rate of drop_path in all blocks, as DINOv2 does.")
+    registers: int = field(0, "Register tokens, between the class token and the patches.", ge=0, le=1000)
+    layer_scale: float | None = field(
+        None, "Initial factor of each residual branch, learned per channel. Default: no factor.", examples=[1e-5], gt=0
+    )
+    ffn_layer: Literal["mlp", "swiglu"] = field("mlp", "MLP of a block, or the gated one of large models.")
+    positions: Literal["learned", "rope"] = field(
+        "learned", "Learned position embeddings, or DINOv3's rotary ones, which have no parameters."
+    )
+    rope_base: float = field(100.0, "Base of the rotary periods.", gt=1)
+    norm_eps: float = field(1e-6, "Epsilon of the layer norms.", gt=0, lt=1)
+    pre_norm: bool = field(
+        False, "Norm the tokens before the first block, after patches without bias, as in CLIP's image towers."
+    )
+    quick_gelu: bool = field(False, "Use OpenAI's approximation of GELU, as in CLIP's original models.")
+    interpolate_offset: float = field(
+        0.1, "Patches that are added to the grid size when learned positions are interpolated.", ge=0, lt=1
+    )
+    interpolate_antialias: bool = field(False, "Use antialiasing when learned positions are interpolated.")
     weight_init: Literal["official", "xavier"] = field(
         "official",
         "official: normal distribution with standard deviation 0.02. xavier: Xavier-uniform, which trains narrow models better.",
@@ -71,6 +102,10 @@ class VitConfig(Frozen):
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        if self.positions == "rope" and self.width // self.heads % 4:
+            raise ValueError(
+                f"positions=rope: needs a multiple of 4 channels per head, got width {self.width} and {self.heads} heads"
+            )
         if self.blocks < 1:
             raise ValueError(f"readout.replace_last_block needs a depth of at least two (depth={self.depth})")
         return self

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.contracts import Batch, CoupledObjective, Follow, Footprint, Loss, ParamGroups, Progress
+from ..core.contracts import Batch, CoupledObjective, Footprint, Loss, ParamGroups, Progress
+from ..core.ema import Follow
 from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamples
 from ..data.examples.image_transforms import normalise
@@ -151,7 +152,7 @@ class ClipObjective(CoupledObjective):
         towers = (self.model.visual, self.model.text)
         return [*(block for tower in towers for block in tower.resblocks), *readouts(self.model)]
 
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
         """Rename the weights of a CLIP model; positions for images of another size are interpolated as in open_clip."""
         # `after_step` fills it, so it is neither trained nor exchanged.
         fitted = self.model.adapt_to_resolution(weights)
@@ -160,7 +161,7 @@ class ClipObjective(CoupledObjective):
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the average if the run has one, because the average was scored."""
-        return self.remap_encoder_weights(scored_weights(weights))
+        return self.remap_encoder_weights(scored_weights(weights), self.model)
 
     def param_groups(self) -> ParamGroups:
         default, towers = super().param_groups(), {"visual": self.model.visual, "text": self.model.text}

@@ -3,149 +3,35 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ..core.config import Frozen, between, field
-from ..core.contracts import Batch, Follow, Footprint, Loss, Objective, ParamGroups, Progress
+from ..core.contracts import Batch, FileWeights, Footprint, Loss, Objective, ParamGroups, Progress
 from ..core.distributed import sum_over_ranks
-from ..core.ema import update_mean
+from ..core.ema import Follow, update_mean
 from ..core.errors import DataError
+from ..core.registries import READOUTS
 from ..core.schedules import cosine, linear
 from ..data.examples.image_transforms import normalise
-from ..data.examples.multi_crop import CropExamples, CropsConfig
+from ..data.examples.multi_crop import CropExamples
 from ..data.sources.base import PAIR_KEYS, DataConfig
+from ..models.dino_head import DinoNet
 from ..models.readout import readouts
-from ..models.vit import DinoHeadConfig, DinoNet
-from ..models.vit_config import DROP_RANGE, IMAGENET_MEAN, IMAGENET_STD, VitConfig
+from ..models.vit import Vit
+from ..models.vit_config import DROP_RANGE, VitConfig
+from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_training
+from ..models.weight_files.vit_fit import fit_vit
+from .dino_config import DinoObjectiveConfig
+from .dino_loss import distillation
 from .method import Method
 
-
-class Distilled(NamedTuple):
-    """Result of the distillation loss.
-
-    Attributes:
-        loss: 0-d, with graph.
-        entropy: mean entropy of the teacher's targets, in nats.
-        kl: mean divergence of the student from the teacher.
-    """
-
-    loss: Tensor
-    entropy: Tensor
-    kl: Tensor
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        teachers, batch, _ = targets.shape
-        crops = len(student) // batch
-        # All teachers are targets of local crops, so their sum is computed once.
-        total = targets.sum(0) if crops > teachers else None
-        pairs = teachers * (crops - 1)
-        gradient = torch.empty_like(student)
-        loss = targets.new_zeros(())
-        for v, (logits, out) in enumerate(
-            zip(student.view(crops, batch, -1), gradient.view(crops, batch, -1), strict=True)
-        ):
-            count, target = teachers, total
-            if v < teachers:  # a crop is not its own target
-                # With two teachers, the other one is exactly the sum without itself.
-                count, target = teachers - 1, targets.sum(0) - targets[v] if teachers > 2 else targets[1 - v]
-            assert target is not None
-            scaled = logits.to(targets.dtype) / temperature
-            top = scaled.logsumexp(-1, keepdim=True)
-            loss = loss + count * top.sum() - (target * scaled).sum()
-            # Write into the copy of the logits: softmax, target and scale without a fourth tensor.
-            out.copy_(scaled.sub_(top).exp_().mul_(count).sub_(target).div_(temperature * pairs * batch))
-        ctx.save_for_backward(gradient)
-        return loss / (pairs * batch)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0].to(gradient.dtype), None, None
-
-
-def distillation(
-    student: Tensor, teacher: Tensor, center: Tensor, teachers: int, student_temp: float, teacher_temp: float
-) -> Distilled:
-    """Compute DINO's loss of a batch.
-
-    Args:
-        student: logits (V * B, K), crop after crop, the global ones first.
-        teacher: logits (teachers * B, K) of the global crops; they get no gradient.
-        center: (1, K), fp32.
-        teachers: number of global crops (two in DINO).
-        student_temp, teacher_temp: temperatures of the softmaxes.
-
-    Returns:
-        The mean over the batch and the `teachers * (V - 1)` pairs of different crops, computed in fp32 (fp64 stays).
-    """
-    with torch.no_grad(), torch.autocast(student.device.type, enabled=False):
-        # Center before sharpening, as published, so that the temperature does not scale the centre's noise.
-        scaled = (teacher.to(center.dtype) - center) / teacher_temp
-        logs = scaled.log_softmax(-1)
-        targets = logs.exp()
-        entropy = -(targets * logs).sum(-1).mean()
-    with torch.autocast(student.device.type, enabled=False):
-        loss = _CrossEntropy.apply(student, targets.unflatten(0, (teachers, -1)), student_temp)
-    assert isinstance(loss, Tensor)
-    return Distilled(loss, entropy, loss.detach() - entropy)
-
-
-class CollapseConfig(Frozen):
-    """Thresholds of collapse warnings, as shares of log(out_dim)."""
-
-    entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
-        (0.005, 0.999), "Warn if the teacher's entropy, as a share of its maximum, is outside of this range."
-    )
-    kl: float = field(0.001, "Warn if the KL divergence between two views is below this.", ge=0)
-
-
-class DinoObjectiveConfig(Frozen):
-    """Options of `main_dino.py` under their names; an epoch has `samples_per_epoch` (or the data's size) / batch size steps, rounded down."""
-
-    kind: Literal["dino"] = field("dino", "Entry of sparo.methods.")
-    model: VitConfig = field(VitConfig(), "Backbone of student and teacher.")
-    head: DinoHeadConfig = field(DinoHeadConfig(), "Projection head on which the loss is computed.")
-    crops: CropsConfig = field(CropsConfig(), "Augmented views of an image.")
-    mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
-        IMAGENET_MEAN, "Mean of red, green and blue that is subtracted from pixels in 0..1."
-    )
-    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
-        IMAGENET_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
-    )
-    momentum_teacher: float = field(
-        0.996, "Initial momentum of the teacher's moving average. A cosine raises it to 1.", ge=0, le=1
-    )
-    center_momentum: float = field(0.9, "Momentum of the center of the teacher's outputs.", ge=0, le=1)
-    student_temp: float = field(0.1, "Temperature of the student's softmax.", gt=0)
-    teacher_temp: float = field(0.04, "Temperature of the teacher's softmax after the temperature warm-up.", gt=0)
-    warmup_teacher_temp: float = field(
-        0.04, "Temperature of the teacher's softmax at the start of the temperature warm-up.", gt=0
-    )
-    warmup_teacher_temp_epochs: int = field(0, "Epochs of linear warm-up of the teacher's temperature.", ge=0)
-    freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
-    decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
-    clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
-    collapse: CollapseConfig = field(CollapseConfig(), "Thresholds of the warning that representations collapse.")
-
-    @model_validator(mode="after")
-    def _crops(self) -> DinoObjectiveConfig:
-        if self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
-            raise ValueError(
-                f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
-            )
-        return self
+logger = logging.getLogger(__name__)
 
 
 class DinoObjective(Objective):
@@ -159,6 +45,14 @@ class DinoObjective(Objective):
     # The teacher's heads update their own buffers.
     follows: ClassVar[Mapping[str, Follow]] = {"teacher": Follow("student", "momentum", buffers=False)}
     compile_by_default: ClassVar[bool] = True
+    not_in_encoders: ClassVar[tuple[str, ...]] = (
+        "center",
+        *(
+            f"{net}.{part}"
+            for net in ("student", "teacher")
+            for part in ("head.*", *(f"backbone.{kind}.*" for kind in READOUTS.names()))
+        ),
+    )
 
     mean: Tensor
     std: Tensor
@@ -264,9 +158,38 @@ class DinoObjective(Objective):
     def compile_units(self) -> Sequence[nn.Module]:
         return [*self.shard_units(), *readouts(self)]
 
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Load a backbone into both student and teacher."""
-        return {f"{net}.backbone.{name}": value for net in ("student", "teacher") for name, value in weights.items()}
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
+        """Load a backbone of any supported program into both student and teacher, resized to this model."""
+        return self._resized(weights, source.config if isinstance(source, Vit) else None)
+
+    def _resized(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
+        fitted = fit_vit(weights, self.config.model, theirs)
+        for line in fitted.resized:
+            logger.info(f"start_from: resized {line}")
+        if fitted.unused:
+            logger.info(f"start_from: the readout replaces {fitted.unused[0].rpartition('.')[0]} and later blocks")
+        return {f"{net}.backbone.{name}": t for net in ("student", "teacher") for name, t in fitted.weights.items()}
+
+    def weights_of_file(self, content: Any, key: str | None) -> FileWeights | None:
+        """Return student, teacher and centre of a training of the official code, or a backbone for both.
+
+        The number of heads is the run's, because files do not contain it.
+        """
+        if not is_dino(content):
+            return None
+        file = read_dino(content, "the file", key)
+        training = read_dino_training(content) if key is None else None
+        weights = self._resized(file.backbone, file.config) if training is None else self.adapt_to_resolution(training)
+        return FileWeights(weights, *file.normalisation)
+
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Resize the backbones of another run's weights to this model's image, patch and bands."""
+        fitted = {name: t for name, t in weights.items() if ".backbone." not in name}
+        for net in ("student", "teacher"):
+            own = f"{net}.backbone."
+            backbone = {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}
+            fitted |= {f"{own}{name}": t for name, t in fit_vit(backbone, self.config.model).weights.items()}
+        return fitted
 
     def param_groups(self) -> ParamGroups:
         """Return the official rule: no weight decay for biases and vectors; class token and positions are decayed."""

@@ -18,7 +18,8 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.objectives.clip_config import EmaConfig
-from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig
+from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.dino_config import DinoObjectiveConfig
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.ranks import run_ranks

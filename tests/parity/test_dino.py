@@ -8,9 +8,12 @@ from torch.nn import functional as F
 from sparo_train.core.contracts import Progress
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig, learning_rate, weight_decay
-from sparo_train.models.vit import DinoHead, DinoHeadConfig, Vit
+from sparo_train.models.dino_head import DinoHead, DinoHeadConfig
+from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import DROP_RANGE, VitConfig
-from sparo_train.objectives.dino import DinoObjective, DinoObjectiveConfig, distillation
+from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.dino_config import DinoObjectiveConfig
+from sparo_train.objectives.dino_loss import distillation
 from tests.parity import official_dino as official
 
 CLS, SPARO = {"kind": "cls"}, {"kind": "sparo", "slots": 6, "slot_width": 8, "head_width": 8}
@@ -186,8 +189,8 @@ def test_the_last_block_for_cls_alone_is_exact():
     model = Vit(config().model).double()
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     drop = torch.randint(0, DROP_RANGE, (3, 6))
-    tokens = model._run(model.embed(x), drop)
-    assert torch.allclose(model(x, drop), model.norm(tokens)[:, 0], rtol=1e-12, atol=1e-13)
+    encoding, _ = model.with_patches(x, drop)
+    assert torch.allclose(model(x, drop), encoding, rtol=1e-12, atol=1e-13)
 
 
 def test_every_open_choice_about_sparo_changes_the_encoding():
@@ -224,7 +227,7 @@ def test_probe_features_and_attention_are_the_official_ones():
 class Told(nn.Module):
     """In place of a block: keeps what it is told to scale its branches with."""
 
-    def forward(self, x, scale, cls_only):
+    def forward(self, x, scale, cls_only, rotary):
         self.scale = scale
         return x
 
@@ -238,7 +241,7 @@ def test_drop_path_drops_whole_samples_at_the_official_rates():
     assert not torch.allclose(model(x, dropped), model(x, kept))
     numbers = torch.randint(0, DROP_RANGE, (4000, 6), generator=torch.Generator().manual_seed(0))
     model.blocks = nn.ModuleList(Told() for _ in range(3))
-    model._run(torch.zeros(4000, 1, 1), numbers)
+    model(torch.zeros(4000, 3, 8, 8), numbers)
     scales = torch.cat([block.scale for block in model.blocks], dim=1)
     assert torch.allclose((scales == 0).float().mean(0), model.drop_rates, atol=0.04)
     assert torch.allclose(scales.mean(0), torch.ones(6), atol=0.08)

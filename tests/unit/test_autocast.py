@@ -11,7 +11,7 @@ from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive
-from sparo_train.objectives.dino import distillation
+from sparo_train.objectives.dino_loss import distillation
 from tests.unit.test_scene_drawing import decoder
 from tests.unit.test_scene_drawing import given as made_rays
 

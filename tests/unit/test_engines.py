@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from sparo_train.core.config import resolve
-from sparo_train.core.contracts import Follow, Loss, Objective, Progress
+from sparo_train.core.contracts import Loss, Objective, Progress
+from sparo_train.core.ema import Follow
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.registries import ENGINES
 from sparo_train.core.world import World

@@ -1,4 +1,4 @@
-"""Official DINO checkpoints, read and written.
+"""Official DINO checkpoints, read and written, and backbones of DINOv2 and DINOv3, read.
 
 The official trainer writes `student` (`module.backbone.*`, `module.head.*`), `teacher` (`backbone.*`, `head.*`),
 `optimizer`, `epoch`, `dino_loss` and `args`, an argparse.Namespace. Released backbones are flat state dicts.
@@ -16,15 +16,10 @@ from torch import Tensor
 from ...core.config import resolve
 from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.files import whole_file
-from ...core.registries import READOUTS
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .description import CONFIG_KEY, infer_readout, parse_mean_std
+from .description import CONFIG_KEY, parse_mean_std
 from .state_dicts import state_of, strip_wrapper_prefixes
-
-_HEADS = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCHS.values()}
-_DINOV2 = ("mask_token", "register_tokens", "blocks.0.ls1.gamma")  # parameter names that DINO's models do not have
-_HEAD_NAMES = ("head.", "dino_head.", "ibot_head.")
-_DINOV2_SIZES = {384: "small", 768: "base", 1024: "large", 1536: "giant"}
+from .vit_names import backbone_name, infer_vit, official_vit_names
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -45,26 +40,29 @@ def is_dino(raw: Any) -> bool:
     if "teacher" in raw or "student" in raw:
         return True
     try:
-        names = {_backbone_name(name) for name in state_of(raw, "")}
+        state = state_of(raw, "")
     except CheckpointError:
         return False
-    return "cls_token" in names and "head.weight" not in names
+    # A classifier is read as timm's model of its name, because files do not say which of timm's variants it is.
+    names = {backbone_name(name) for name in state}
+    return bool(names & {"cls_token", "embeddings.cls_token"}) and "head.weight" not in names
 
 
 def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> DinoFile:
     """Return the backbone in a file's content: the teacher's by default, or that of `key`.
 
     Raises:
-        CheckpointError: the backbone is missing, or it is DINOv2's.
+        CheckpointError: the backbone is missing.
         ConfigError: its description of the model is invalid.
     """
     # DINO evaluates and releases the teacher.
     key = "teacher" if key is None and "teacher" in raw else key
-    state = {_backbone_name(name): value for name, value in state_of(raw, origin, key).items()}
-    backbone = {name: value for name, value in state.items() if not name.startswith(_HEAD_NAMES)}
+    state = state_of(raw, origin, key)
+    backbone = official_vit_names(state)
     if "cls_token" not in backbone:
         raise CheckpointError(f"{origin}: holds no ViT backbone (no cls_token), got {', '.join(list(state)[:4])}, …")
-    _refuse_dinov2(backbone, origin)
+    # Only iBOT's loss reads it.
+    backbone.pop("mask_token", None)
     described = raw.get(CONFIG_KEY)
     config = (
         None if described is None else resolve(VitConfig, described["model"], f"{origin}: {CONFIG_KEY}", stored=True)
@@ -75,51 +73,47 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
     return DinoFile(backbone, config, pixels, origin)
 
 
+def read_dino_training(content: Any) -> dict[str, Tensor] | None:
+    """Return `student.*`, `teacher.*` and `center` of a training checkpoint of the official code; None for another file."""
+    if not isinstance(content, Mapping) or not {"student", "teacher", "dino_loss"} <= content.keys():
+        return None
+    weights: dict[str, Tensor] = {}
+    for net in ("student", "teacher"):
+        state = {strip_wrapper_prefixes(name): value for name, value in content[net].items()}
+        backbone = {n: t for n, t in state.items() if n.startswith("backbone.")}
+        if not backbone or len(backbone) == len(state):  # without a head, it cannot be continued
+            return None
+        weights |= {f"{net}.backbone.{n}": t for n, t in official_vit_names(backbone).items()}
+        weights |= {f"{net}.{n}": t for n, t in state.items() if n.startswith("head.")}
+    return {**weights, "center": content["dino_loss"]["center"]}
+
+
 def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]:
     """Return the model that a file's weights belong to, and the assumptions made.
 
     Args:
         file: the weights.
-        name: `vit_tiny`, `vit_small` or `vit_base`; default: from the file's own description, otherwise from shapes,
+        name: an official name such as `vit_small`; default: from the file's own description, otherwise from shapes,
             with the official number of heads for the width.
 
     Raises:
-        CheckpointError: the width is not that of a named model, and no name was given.
+        CheckpointError: no published model has this width, and no name was given.
         ConfigError: an unknown name.
     """
     if file.config is not None and name is None:
         return file.config, ""
     if name is not None and name not in ARCHS:
         raise ConfigError(f"--model {name}: {did_you_mean(name, ARCHS)}")
-    weights = file.backbone
-    patch = weights["patch_embed.proj.weight"].shape[-1]
-    width = weights["cls_token"].shape[-1]
-    blocks = 1 + max((int(n.split(".")[1]) for n in weights if n.startswith("blocks.")), default=-1)
-    depth = blocks + bool(infer_readout(weights, "", 1))  # a readout may have replaced a block
-    heads = ARCHS[name]["heads"] if name else _HEADS.get((width, blocks), _HEADS.get((width, depth)))
-    if heads is None:
-        raise CheckpointError(
-            f"{file.origin}: shapes do not show the number of heads, got width {width} with {blocks} blocks. Name the model (--model)."
-        )
-    tree: dict[str, Any] = {
-        "image_size": patch * round((weights["pos_embed"].shape[1] - 1) ** 0.5),
-        "patch_size": patch,
-        "width": width,
-        "depth": blocks,
-        "heads": heads,
-        "mlp_ratio": weights["blocks.0.mlp.fc1.weight"].shape[0] / width,
-        "readout": {"kind": "cls"},
-    }
-    note = (
-        f"{file.origin}: taken for a backbone of DINO, told from the shapes: ViT {width}x{blocks} with patches of {patch} and {heads} "
-        "heads (for one of timm's write timm:NAME@FILE)"
-    )
-    if readout := infer_readout(weights, "", 1):
-        readout.pop("embed_dim", None)  # a backbone's width
-        replaced = READOUTS.get(readout["kind"]).model_validate(readout).placement.replaced
-        tree |= {"depth": blocks + replaced, "readout": readout}
-        note += f", {readout['kind'].upper()} in place of {replaced} more block(s), behind `norm`"
-    return VitConfig.model_validate(tree), note
+    tree = infer_vit(file.backbone, file.origin, ARCHS[name]["heads"] if name else None)
+    note = f"{file.origin}: inferred from shapes: ViT {tree['width']}x{tree['depth']} with patches of {tree['patch_size']} and {tree['heads']} heads"
+    options = [
+        f"{key} {tree[key]}" for key in ("bands", "registers", "ffn_layer", "positions", "pre_norm") if key in tree
+    ]
+    note += "".join(f", {option}" for option in options)
+    config = VitConfig.model_validate(tree)
+    if config.readout.kind != "cls":
+        note += f", {config.readout.kind.upper()} in place of {config.readout.placement.replaced} block(s)"
+    return config, f"{note} (for a model of timm: timm:NAME@FILE)"
 
 
 def write_dino(
@@ -149,24 +143,6 @@ def write_dino(
     with whole_file(path) as temporary, temporary.open("wb") as stream:
         torch.save(content, stream)
     return path
-
-
-def _backbone_name(name: str) -> str:
-    name = strip_wrapper_prefixes(name)
-    while name.startswith("backbone."):
-        name = strip_wrapper_prefixes(name.removeprefix("backbone."))
-    return name
-
-
-def _refuse_dinov2(backbone: Mapping[str, Tensor], origin: str) -> None:
-    if not (odd := [name for name in _DINOV2 if name in backbone]):
-        return
-    size = _DINOV2_SIZES.get(backbone["cls_token"].shape[-1], "SIZE")
-    registers = "_reg4" if "register_tokens" in backbone else ""
-    raise CheckpointError(
-        f"{origin}: is a DINOv2 backbone (it contains {', '.join(odd)}), which can be loaded only as a timm "
-        f"model. Write timm:vit_{size}_patch14{registers}_dinov2@{origin}"
-    )
 
 
 def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

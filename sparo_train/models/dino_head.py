@@ -1,0 +1,104 @@
+"""DINO's projection head, and the network of backbone and head."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.config import Frozen, field
+from ..core.distributed import sum_over_ranks
+from .vit import Vit
+from .vit_blocks import init_linears
+from .vit_config import VitConfig
+
+
+class DinoHeadConfig(Frozen):
+    """The official head."""
+
+    out_dim: int = field(65536, "Number of prototypes.", gt=1)
+    hidden_dim: int = field(2048, "Width of the MLP.", gt=0)
+    bottleneck_dim: int = field(256, "Width in which outputs are compared with prototypes.", gt=0)
+    nlayers: int = field(3, "Linear layers of the MLP.", ge=1)
+    use_bn: bool = field(False, "Batch normalization over the global batch in the MLP.")
+    norm_last_layer: bool = field(True, "Keep the norm of every prototype at one.")
+    weight_init: Literal["official", "xavier"] = field(
+        "official", "Initialization of the MLP; options as for the backbone."
+    )
+
+
+class PrototypeLayer(nn.Module):
+    """Linear layer without bias under weight norm: `weight_g * weight_v / |weight_v|`, applied to unit vectors.
+
+    The names are those of `nn.utils.weight_norm`, which official checkpoints have and torch deprecates.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int, norm_one: bool):
+        super().__init__()
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=not norm_one)
+        self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
+
+    # torch's own kernel, as in weight_norm, without its deprecated hooks.
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch._weight_norm(self.weight_v, self.weight_g, 0))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class GlobalBatchNorm(nn.BatchNorm1d):
+    """Batch norm over the batches of all ranks, on any backend (torch's SyncBatchNorm supports GPUs only)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        # Sums of squares in 16 bits would overflow for wide batches.
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        # One exchange for sums, squares and counts instead of three.
+        sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
+        mean, square = sums[:-1].view(2, -1) / sums[-1]
+        var = square - mean.square()
+        with torch.no_grad():
+            keep, count = 1 - (self.momentum or 0.1), sums[-1]
+            # Running statistics use the unbiased variance, the batch itself the biased one, as in torch.
+            for running_stat, batch_stat in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
+                running_stat.mul_(keep).add_(batch_stat, alpha=1 - keep)  # type: ignore[union-attr]
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        return (self.weight * (x - mean) * (var + self.eps).rsqrt() + self.bias).to(input.dtype)
+
+
+class DinoHead(nn.Module):
+    """Head that maps encodings (B, in_dim) to logits (B, out_dim): MLP, unit norm, prototypes."""
+
+    def __init__(self, in_dim: int, config: DinoHeadConfig):
+        super().__init__()
+        widths = [in_dim, *[config.hidden_dim] * (config.nlayers - 1), config.bottleneck_dim]
+        layers: list[nn.Module] = []
+        for number, (of, to) in enumerate(itertools.pairwise(widths)):
+            layers.append(nn.Linear(of, to))
+            nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
+            if number < config.nlayers - 1:
+                layers += [GlobalBatchNorm(to), nn.GELU()] if config.use_bn else [nn.GELU()]
+        self.mlp = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+        init_linears(self.mlp, config.weight_init)
+        self.last_layer = PrototypeLayer(config.bottleneck_dim, config.out_dim, config.norm_last_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mlp(x)
+        # Prototypes are compared by angle; the official head normalises here, too.
+        return self.last_layer(F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1))
+
+
+class DinoNet(nn.Module):
+    """A student or a teacher, which runs `backbone` once per resolution and `head` once."""
+
+    def __init__(self, model: VitConfig, head: DinoHeadConfig):
+        super().__init__()
+        self.backbone = Vit(model)
+        self.head = DinoHead(model.out_width, head)
+
+    def forward(self, crops: Sequence[Tensor], drops: Sequence[Tensor | None]) -> Tensor:
+        """Return logits (sum of B_i, out_dim) for crops by resolution, each (B_i, 3, H_i, W_i), in the same order."""
+        # One head over all crops, so that its batch norm covers them together, as published.
+        return self.head(torch.cat([self.backbone(x, drop) for x, drop in zip(crops, drops, strict=True)]))

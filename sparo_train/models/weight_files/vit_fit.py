@@ -1,0 +1,108 @@
+"""A backbone's weights adapted to a `Vit` of another image size, patch size, number of bands or readout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers.patch_embed import resample_patch_embed
+from torch import Tensor
+
+from ...core.errors import CheckpointError
+from ...core.recipe.config_keys import value_text
+from ..vit_blocks import interpolate_positions
+from ..vit_config import VitConfig
+from .vit_names import infer_vit, official_vit_names
+
+# Keys that change what the same weights compute, in the order in which an error suggests them.
+_FUNCTION = ("width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "pre_norm")
+
+
+class FittedVit(NamedTuple):
+    """Weights under a `Vit`'s names and in its shapes, with what was resized and what is not used."""
+
+    weights: dict[str, Tensor]
+    resized: list[str]
+    unused: list[str]
+
+
+def fit_vit(
+    state: Mapping[str, Tensor], config: VitConfig, theirs: VitConfig | None = None, block: str = "objective.model"
+) -> FittedVit:
+    """Return a backbone's weights for the model of `config`.
+
+    Positions are interpolated as the backbone's own code does for images of another size. Patch embeddings are resampled
+    so that a resized patch has the same embedding (Beyer et al. 2023, FlexiViT, Sec. 3.4); other bands get the mean
+    over the backbone's bands. Blocks that a readout replaces are not used.
+
+    Args:
+        state: weights under the names of any supported program.
+        config: the model that they are for.
+        theirs: the model that they belong to; None: inferred from names and shapes.
+        block: dotted key of `config`, for errors.
+
+    Raises:
+        CheckpointError: not a ViT's weights, or those of a model that computes something else; with the keys to set.
+    """
+    weights = official_vit_names(state)
+    weights.pop("mask_token", None)  # read by iBOT's loss only
+    inferred = theirs or VitConfig.model_validate(infer_vit(weights, "the checkpoint", config.heads))
+    _refuse_other_model(inferred, config, block)
+    unused = [name for name in weights if _block_number(name) >= config.blocks]
+    weights = {name: value for name, value in weights.items() if name not in unused}
+    resized: list[str] = []
+    _fit_patches(weights, config, resized)
+    if "pos_embed" in weights and config.positions == "learned":
+        table, side = weights["pos_embed"], config.image_size // config.patch_size
+        weights["pos_embed"] = interpolate_positions(
+            table, (side, side), inferred.interpolate_offset, inferred.interpolate_antialias
+        )
+        if table.shape != weights["pos_embed"].shape:
+            resized.append(f"positions from {table.shape[1] - 1} to {side * side} patches")
+    return FittedVit(weights, resized, unused)
+
+
+def _block_number(name: str) -> int:
+    match = re.match(r"blocks\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def _refuse_other_model(theirs: VitConfig, config: VitConfig, block: str) -> None:
+    pairs = {key: (getattr(theirs, key), getattr(config, key)) for key in _FUNCTION}
+    changes: dict[str, Any] = {key: pair[0] for key, pair in pairs.items() if _differs(key, *pair)}
+    # A readout on top of all blocks of the backbone, or in place of its last one.
+    if theirs.readout.kind == "cls" and config.blocks in (
+        theirs.depth,
+        theirs.depth - config.readout.placement.replaced,
+    ):
+        changes.pop("depth", None)
+    if theirs.readout.kind not in ("cls", config.readout.kind):
+        changes["readout.kind"] = theirs.readout.kind
+    if theirs.positions == "rope" and "positions" not in changes and theirs.norm_eps != config.norm_eps:
+        changes["norm_eps"] = theirs.norm_eps
+    if changes:
+        words = " ".join(f"{block}.{key}={value_text(value)}" for key, value in changes.items())
+        raise CheckpointError(f"is another model than {block}. Set {words}.")
+
+
+def _differs(key: str, one: Any, other: Any) -> bool:
+    if key == "layer_scale":  # its value is only initial
+        return (one is None) != (other is None)
+    if key == "mlp_ratio":  # inferred from a rounded width
+        return abs(one - other) > 1e-2
+    return one != other
+
+
+def _fit_patches(weights: dict[str, Tensor], config: VitConfig, resized: list[str]) -> None:
+    kernel, side, bands = weights["patch_embed.proj.weight"], config.patch_size, config.bands
+    if kernel.shape[-1] != side:
+        resized.append(f"patch embedding from {kernel.shape[-1]} to {side} pixels")
+        kernel = resample_patch_embed(kernel, [side, side])
+    if kernel.shape[1] != bands:
+        resized.append(f"patch embedding from {kernel.shape[1]} to {bands} bands")
+        # The sum over bands stays, so a grey image has the same embedding whatever its number of bands.
+        mean = kernel.float().sum(1, keepdim=True) / bands
+        kernel = mean.expand(-1, bands, -1, -1).to(kernel.dtype)
+    weights["patch_embed.proj.weight"] = torch.as_tensor(kernel).contiguous()

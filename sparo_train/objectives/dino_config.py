@@ -1,0 +1,58 @@
+"""Configuration of DINO's objective."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import model_validator
+
+from ..core.config import Frozen, between, field
+from ..data.examples.multi_crop import CropsConfig
+from ..models.dino_head import DinoHeadConfig
+from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
+
+
+class CollapseConfig(Frozen):
+    """Thresholds of collapse warnings, as shares of log(out_dim)."""
+
+    entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
+        (0.005, 0.999), "Warn if the teacher's entropy, as a share of its maximum, is outside of this range."
+    )
+    kl: float = field(0.001, "Warn if the KL divergence between two views is below this.", ge=0)
+
+
+class DinoObjectiveConfig(Frozen):
+    """Options of `main_dino.py` under their names; an epoch has `samples_per_epoch` (or the data's size) / batch size steps, rounded down."""
+
+    kind: Literal["dino"] = field("dino", "Entry of sparo.methods.")
+    model: VitConfig = field(VitConfig(), "Backbone of student and teacher.")
+    head: DinoHeadConfig = field(DinoHeadConfig(), "Projection head on which the loss is computed.")
+    crops: CropsConfig = field(CropsConfig(), "Augmented views of an image.")
+    mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
+        IMAGENET_MEAN, "Mean of red, green and blue that is subtracted from pixels in 0..1."
+    )
+    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
+        IMAGENET_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
+    )
+    momentum_teacher: float = field(
+        0.996, "Initial momentum of the teacher's moving average. A cosine raises it to 1.", ge=0, le=1
+    )
+    center_momentum: float = field(0.9, "Momentum of the center of the teacher's outputs.", ge=0, le=1)
+    student_temp: float = field(0.1, "Temperature of the student's softmax.", gt=0)
+    teacher_temp: float = field(0.04, "Temperature of the teacher's softmax after the temperature warm-up.", gt=0)
+    warmup_teacher_temp: float = field(
+        0.04, "Temperature of the teacher's softmax at the start of the temperature warm-up.", gt=0
+    )
+    warmup_teacher_temp_epochs: int = field(0, "Epochs of linear warm-up of the teacher's temperature.", ge=0)
+    freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
+    decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
+    clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
+    collapse: CollapseConfig = field(CollapseConfig(), "Thresholds of the warning that representations collapse.")
+
+    @model_validator(mode="after")
+    def _crops(self) -> DinoObjectiveConfig:
+        if self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
+            raise ValueError(
+                f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
+            )
+        return self

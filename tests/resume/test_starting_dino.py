@@ -1,0 +1,154 @@
+"""Where a DINO run begins: backbones of other programs, another size, and trainings of the official code."""
+
+import open_clip
+import pytest
+import timm
+import torch
+from timm.layers.patch_embed import resample_patch_embed
+
+from evals.interop.exporting import export_run
+from launch.commands.train import train
+from sparo_train.core.config import resolve
+from sparo_train.core.disk import checkpoint_store as store
+from sparo_train.core.errors import CheckpointError
+from sparo_train.core.recipe.layers import override
+from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import VitConfig
+from sparo_train.models.weight_files.vit_names import official_vit_names
+from sparo_train.train.run_config import RunConfig
+from tests.helpers.logs import logged
+from tests.helpers.recipes import dino_recipe
+
+CLS = "objective.model.readout={kind: cls}"
+STILL = ("steps=1", "optim.lr=1e-12", "optim.warmup_steps=0", "optim.min_lr=0", "objective.momentum_teacher=1")
+
+
+@pytest.fixture
+def recipe(shards, tmp_path):
+    def run(*words):
+        return resolve(RunConfig, override(dino_recipe(shards, tmp_path), [*STILL, *words], RunConfig), "x")
+
+    return run
+
+
+def backbone(path, **changes):
+    torch.manual_seed(1)
+    config = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, **changes}
+    model = Vit(VitConfig.model_validate(config))
+    torch.save(model.state_dict(), path)
+    return model.state_dict()
+
+
+def taken(out, step=1):
+    """The teacher's backbone after a step that changes nothing."""
+    weights = store.read_part(out / f"checkpoints/step-{step:08d}", "model")
+    own = "teacher.backbone."
+    return {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}
+
+
+# Three blocks of width 32 are of no published model, so the number of heads is not in the file: tests use 192 wide ones.
+WIDE = ("objective.model.width=192", "objective.model.heads=3")
+wide = {"width": 192, "heads": 3}
+
+
+def test_a_backbone_starts_student_and_teacher_at_default_settings(recipe, tmp_path):
+    weights = backbone(tmp_path / "dino_deitsmall.pth", **wide)
+    out = tmp_path / "dino"
+    with logged() as messages:
+        train(recipe(CLS, *WIDE, f"start_from={tmp_path}/dino_deitsmall.pth"))
+    found = taken(out)
+    assert found.keys() == weights.keys()
+    assert all(torch.allclose(found[name], t, atol=1e-6) for name, t in weights.items())
+    assert any("start_from: loaded" in text and "keep their initial values" in text for text in messages)
+
+
+def test_a_readout_takes_the_last_blocks_place(recipe, tmp_path):
+    weights = backbone(tmp_path / "dino.pth", **wide)
+    with logged() as messages:
+        train(recipe(*WIDE, f"start_from={tmp_path}/dino.pth"))
+    found = taken(tmp_path / "dino")
+    shared = [name for name in found if not name.startswith("sparo.")]
+    assert all(torch.allclose(found[name], weights[name], atol=1e-6) for name in shared)
+    assert not any(name.startswith("blocks.2.") for name in found)
+    assert any("the readout replaces blocks.2" in text for text in messages)
+
+
+def test_another_size_patch_and_number_of_registers(recipe, tmp_path):
+    weights = backbone(tmp_path / "b.pth", **wide, image_size=48, patch_size=12)
+    with logged() as messages:
+        train(recipe(CLS, *WIDE, f"start_from={tmp_path}/b.pth"))
+    found = taken(tmp_path / "dino")
+    expected = resample_patch_embed(weights["patch_embed.proj.weight"], [8, 8])
+    assert torch.allclose(found["patch_embed.proj.weight"], expected, atol=1e-6)
+    assert any("resized patch embedding from 12 to 8 pixels" in text for text in messages)
+    # Positions at another size are what the backbone itself computes for an image of that size.
+    weights = backbone(tmp_path / "large.pth", **wide, image_size=64)
+    train(recipe(CLS, *WIDE, "name=resized", f"start_from={tmp_path}/large.pth"))
+    model = Vit(VitConfig.model_validate({"image_size": 64, "patch_size": 8, "depth": 3, **wide}))
+    model.load_state_dict(weights)
+    assert torch.allclose(taken(tmp_path / "resized")["pos_embed"], model.positions(4, 4), atol=1e-6)
+    backbone(tmp_path / "reg.pth", **wide, registers=4, layer_scale=1e-5)
+    with pytest.raises(
+        CheckpointError,
+        match=r"is another model than objective\.model\. Set objective\.model\.registers=4 objective\.model\.layer_scale=1.0e-05",
+    ):
+        train(recipe(CLS, *WIDE, "name=reg", f"start_from={tmp_path}/reg.pth"))
+    keys = ("objective.model.registers=4", "objective.model.layer_scale=1.0e-05")
+    train(recipe(CLS, *WIDE, *keys, "name=reg", f"start_from={tmp_path}/reg.pth"))
+    with pytest.raises(CheckpointError, match=r"Set objective\.model\.depth=3"):
+        train(recipe(CLS, *WIDE, "objective.model.depth=2", "name=d", f"start_from={tmp_path}/large.pth"))
+
+
+def test_backbones_of_timm_transformers_and_clip(recipe, tmp_path):
+    keys = ("objective.model.image_size=28", "objective.model.patch_size=14", "objective.crops.local_size=14")
+    sizes = {"img_size": 28, "depth": 3, "embed_dim": 192, "num_heads": 3, "num_classes": 0}
+    model = timm.create_model("vit_small_patch14_reg4_dinov2", **sizes)
+    torch.save(model.state_dict(), tmp_path / "timm.pth")
+    dinov2 = ("objective.model.registers=4", "objective.model.layer_scale=1e-5")
+    train(recipe(CLS, *WIDE, *keys, *dinov2, f"start_from={tmp_path}/timm.pth"))
+    expected, found = official_vit_names(model.state_dict()), taken(tmp_path / "dino")
+    assert all(torch.allclose(found[name], t, atol=1e-6) for name, t in expected.items())
+
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Dinov2Config(
+        hidden_size=192, num_hidden_layers=3, num_attention_heads=3, image_size=28, patch_size=14
+    )
+    transformers.Dinov2Model(config).save_pretrained(tmp_path / "dinov2")
+    processor = transformers.BitImageProcessor(
+        crop_size={"height": 28, "width": 28}, size={"shortest_edge": 32},
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
+    processor.save_pretrained(tmp_path / "dinov2")
+    train(recipe(CLS, *WIDE, *keys, dinov2[1], "name=hf", f"start_from=hf:{tmp_path}/dinov2"))
+    with pytest.raises(CheckpointError, match=r"is a folder of transformers\. Write hf:"):
+        train(recipe(CLS, *WIDE, *keys, dinov2[1], "name=plain", f"start_from={tmp_path}/dinov2"))
+
+    cfg = open_clip.get_model_config("ViT-B-32")
+    cfg["vision_cfg"] |= {"width": 192, "layers": 3, "head_width": 64, "image_size": 64}
+    cfg["text_cfg"] |= {"width": 64, "layers": 1, "heads": 1}
+    clip = open_clip.CustomTextCLIP(**cfg)
+    named = official_vit_names(clip.state_dict())
+    torch.save(named, tmp_path / "clip.pth")
+    pixels = ("objective.model.pre_norm=true", "objective.model.norm_eps=1e-5")
+    train(recipe(CLS, *WIDE, *pixels, "name=clip", f"start_from={tmp_path}/clip.pth"))
+
+
+def test_a_training_continues_with_head_and_centre(recipe, tmp_path):
+    train(recipe("steps=3", "name=first", "optim.lr=1e-3", "objective.momentum_teacher=0.9"))
+    exported = export_run(tmp_path / "first", None, "dino")
+    train(recipe("name=second", f"start_from={exported}", "objective.center_momentum=1"))
+    first = store.read_part(tmp_path / "first/checkpoints/step-00000003", "model")
+    second = store.read_part(tmp_path / "second/checkpoints/step-00000001", "model")
+    assert first.keys() == second.keys()
+    assert all(torch.allclose(t, second[name], atol=1e-6) for name, t in first.items())
+    with pytest.raises(
+        CheckpointError, match=r"student\.head\.last_layer\.weight_v is \(64, 16\), but the run's is \(32, 16\)"
+    ):
+        train(recipe("name=third", f"start_from={exported}", "objective.head.out_dim=32"))
+    train(recipe("name=third", f"start_from={exported}?state=teacher", "objective.head.out_dim=32"))
+
+
+def test_another_resolution_of_a_run(recipe, tmp_path):
+    train(recipe("name=low"))
+    train(recipe("name=high", "objective.model.image_size=64", f"start_from={tmp_path}/low"))
+    assert taken(tmp_path / "high")["pos_embed"].shape == (1, 65, 32)
