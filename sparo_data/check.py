@@ -12,7 +12,8 @@ import numpy as np
 
 from sparo_train.core.errors import BadSampleError
 from sparo_train.data.decode.decoding import PixelRange, notes, open_picture
-from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, decode_image, image_bytes
+from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, image_bytes
+from sparo_train.data.examples.survey import ImageFacts, Measures, Survey, image_facts, summarize
 from sparo_train.data.sources.base import SourceConfig, Storage, close_storages
 from sparo_train.data.video.episode import Episode, is_episode
 from sparo_train.data.video.views import MultiViewScene, is_scene
@@ -29,7 +30,7 @@ class ShardReport(NamedTuple):
 
     Attributes:
         bad: (key, reason) of unusable samples.
-        keys, images, captions: 64-bit hashes, 0 if absent.
+        keys, images, captions, looks: 64-bit hashes, 0 if absent; images of the same look are similar.
         notes: number of usable images that are unusual, by property.
         details: causes of unusable samples, by key.
     """
@@ -41,6 +42,8 @@ class ShardReport(NamedTuple):
     keys: np.ndarray
     images: np.ndarray
     captions: np.ndarray
+    looks: np.ndarray
+    measures: Measures
     notes: Mapping[str, int] = {}
     details: Mapping[str, str] = {}
 
@@ -66,6 +69,7 @@ class Report(NamedTuple):
     keys: Duplicates
     images: Duplicates
     captions: Duplicates
+    looks: Duplicates
 
     @property
     def samples(self) -> int:
@@ -77,6 +81,10 @@ class Report(NamedTuple):
         for shard in self.shards:
             counts.update(shard.notes)
         return dict(counts.most_common())
+
+    def survey(self) -> Survey | None:
+        """Return formats, sizes and colours of the usable images; None for videos and scenes."""
+        return summarize(shard.measures for shard in self.shards)
 
     def reasons(self) -> dict[str, int]:
         """Count unusable samples by reason, and incomplete shards."""
@@ -108,7 +116,7 @@ def check(
             shards.append(shard)
             if on_progress:
                 on_progress(len(shards))
-    duplicates = [_duplicates(shards, storages, name) for name in ("keys", "images", "captions")]
+    duplicates = [_duplicates(shards, storages, name) for name in ("keys", "images", "captions", "looks")]
     close_storages()
     return Report(shards, *duplicates)
 
@@ -119,7 +127,8 @@ def check_storage(storage: Storage, config: SourceConfig, pixel_range: PixelRang
     captioned: bool | None = None
     note_counts: Counter[str] = Counter()
     details: dict[str, str] = {}
-    hashes = np.zeros((3, len(storage)), dtype=np.uint64)
+    hashes = np.zeros((4, len(storage)), dtype=np.uint64)
+    measures = Measures()
     for ordinal in range(len(storage)):
         key = f"number {ordinal}"
         try:
@@ -129,8 +138,11 @@ def check_storage(storage: Storage, config: SourceConfig, pixel_range: PixelRang
             captioned = (
                 _needs_caption(fields, config) if captioned is None else captioned
             )  # judged by the shard's first sample
-            text, data = _check_sample(fields, config, captioned, note_counts, pixel_range)
+            text, data, facts = _check_sample(fields, config, captioned, note_counts, pixel_range)
             hashes[1, ordinal] = _hash(data)
+            if facts is not None:
+                measures.add(facts)
+                hashes[3, ordinal] = facts.look
             if text is not None:
                 hashes[2, ordinal] = _hash(text.encode("utf-8", "surrogatepass"))
         except BadSampleError as problem:
@@ -138,13 +150,25 @@ def check_storage(storage: Storage, config: SourceConfig, pixel_range: PixelRang
             if problem.detail:
                 details[key] = problem.detail
     close_storages()
-    keys, images, captions = hashes
-    return ShardReport(storage.url, len(storage), storage.intact, bad, keys, images, captions, note_counts, details)
+    keys, images, captions, looks = hashes
+    return ShardReport(
+        storage.url,
+        len(storage),
+        storage.intact,
+        bad,
+        keys,
+        images,
+        captions,
+        looks,
+        measures.packed(),
+        note_counts,
+        details,
+    )
 
 
 def _needs_caption(fields: Mapping[str, bytes], config: SourceConfig) -> bool:
     """Return whether samples like this one are used for their captions, rather than for labels, masks or objects."""
-    if not config.caption_key:
+    if not config.caption_key or not config.has_captions:
         return False
     keys = [config.caption_key, *(config.captions or ())]
     labelled = {"cls", "mask.png"} & fields.keys() or is_scene(fields) or b'"objects"' in fields.get("json", b"")
@@ -157,7 +181,7 @@ def _check_sample(
     captioned: bool,
     note_counts: Counter[str],
     pixel_range: PixelRange,
-) -> tuple[str | None, bytes]:
+) -> tuple[str | None, bytes, ImageFacts | None]:
     """Check a sample's caption, if it needs one, and its image, or all frames of a video or a scene with several cameras.
 
     Raises:
@@ -174,14 +198,14 @@ def _check_sample(
             episode.check_structure()
             for t in range(len(episode)):
                 episode.check(t)
-        return None, b"".join(data for name, data in fields.items() if name != "json")
+        return None, b"".join(data for name, data in fields.items() if name != "json"), None
     text = caption(fields, config) if captioned else None
     data = image_bytes(fields, config.image_keys)
     if text is not None and _LONG.search(text):
         _refuse_long(text)
-    decode_image(data, pixel_range=pixel_range)
+    facts = image_facts(data, pixel_range)
     note_counts.update(notes(open_picture(data)))
-    return text, data
+    return text, data, facts
 
 
 def _refuse_long(text: str) -> None:

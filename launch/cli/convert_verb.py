@@ -133,7 +133,7 @@ def convert(
     from sparo_train.data.sources.detect import source_block
 
     data_set = next(iter(source_block([place])))
-    if to == "parquet" or data_set not in ("shards", "table"):
+    if to == "parquet" or data_set not in ("shards", "table", "folder"):
         _refuse_options(file_options, "folders and tables that become shards")
         keys = {"image_keys": image_column and (image_column,), "caption_key": caption_column, "split": split}
         converted = _convert_data_set(place, folder, keys, to, per_shard, own, test)

@@ -168,8 +168,8 @@ def check(
     data: Annotated[
         list[str],
         typer.Argument(
-            help="Shards (folders, globs, brace ranges or URLs), or a data set of another format: Parquet files, .csv, .tsv, or a folder "
-            "of Hugging Face datasets, MDS, LitData or Energon."
+            help="Shards (folders, globs, brace ranges or URLs), a folder of images, or a data set of another format: Parquet files, .csv, "
+            ".tsv, or a folder of Hugging Face datasets, MDS, LitData or Energon."
         ),
     ],
     caption_key: Annotated[
@@ -190,9 +190,10 @@ def check(
         bool, typer.Option("--hash", help="Also write SHARD.sha256, so that a run recognises changed data.")
     ] = False,
 ) -> None:
-    """Read and decode all samples; report counts, duplicates and broken samples. Exit with code 1 if anything is broken."""
+    """Read and decode all samples; report formats, sizes, colours, duplicates and broken samples. Exit with code 1 if anything is broken."""
     from sparo_train.core.registries import SOURCES
     from sparo_train.data.sources.detect import source_config
+    from sparo_train.data.sources.folder import left_out_text
     from sparo_train.data.sources.shards import record_hash
 
     from ..views.progress import check_facts, check_lines, check_with_bar
@@ -209,7 +210,10 @@ def check(
     if hash_:
         for shard in report.shards:
             record_hash(shard.url)
-    for line in check_lines(report):
+    lines = check_lines(report)
+    if left_out := getattr(storages[0], "left_out", None):
+        lines.append(f"skipped files: {left_out_text(left_out)}")
+    for line in lines:
         out.print(line, soft_wrap=True)  # a truncated or wrapped name cannot be copied
     if json_file:
         json_file.write_text(json.dumps(check_facts(report), indent=1), encoding="utf-8", errors="surrogateescape")

@@ -70,7 +70,9 @@ def train(
     overrides, options = split_options(words or [])
     refuse_keys_as_options(options)
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
-    name, runs = expand(recipe, overrides, seeds)
+    name, runs = expand(recipe, overrides, seeds, "gpu" if launch_options.cluster.gpus_per_node else "cpu")
+    for choice in runs[0].choices:
+        console.print(choice.text, soft_wrap=True)
     if dry_run:
         _print_plan(launch_options, plan_train(runs, launch_options, sweep_folder(runs, name)))
         return

@@ -80,7 +80,9 @@ def train(
         from ..recipes import find_recipe
         from ..views.sizes import resolved_lines
 
-        for line in resolved_lines(config, origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)):
+        found = origins(find_recipe(recipe), normalize_overrides(overrides), RunConfig)
+        chosen = {tuple(choice.key.split(".")): f"auto: {choice.reason}" for choice in config.choices}
+        for line in resolved_lines(config, {**chosen, **found}):
             out.print(line, soft_wrap=True)
         return
     if dry_run:

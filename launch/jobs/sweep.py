@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sparo_train.core.config import Frozen, field, invalid_keys, resolve
 from sparo_train.core.errors import ConfigError
@@ -40,7 +40,9 @@ class SweepFile(Frozen):
     runs: dict[str, SweepRun] = field(..., "Runs by name.", min_length=1)
 
 
-def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> tuple[str, list[RunConfig]]:
+def expand(
+    recipe: Path, overrides: Sequence[str], seeds: int | None = None, machine: Literal["cpu", "gpu"] | None = None
+) -> tuple[str, list[RunConfig]]:
     """Return the sweep's name, and all its runs as resolved recipes with their own names.
 
     There is one for every run of a sweep file, every combination of the lists in `overrides`, and every seed.
@@ -49,20 +51,21 @@ def expand(recipe: Path, overrides: Sequence[str], seeds: int | None = None) -> 
         recipe: a recipe, or a sweep file.
         overrides: of the command line; they take precedence.
         seeds: number of runs each, with the recipe's seed, the next, …; None: only the recipe's, without a suffix.
+        machine: where the runs train, for recipes with `auto: here`; None: on this machine.
 
     Raises:
         ConfigError: a recipe that does not resolve, two runs with one name, or more runs than an array may have.
     """
     tree = load_recipe(recipe)
     if not is_sweep(tree):
-        return _expand_recipe(recipe, overrides, seeds)
+        return _expand_recipe(recipe, overrides, seeds, machine)
     sweep, configs = resolve(SweepFile, tree, str(recipe)), list[RunConfig]()
     for name, run in sweep.runs.items():
         if (run_recipe := run.recipe or sweep.recipe) is None:
             raise ConfigError(f"{recipe}: runs.{name}.recipe: is required, because the file names no common recipe")
         # Later overrides take precedence: the sweep's, the run's, then the command line's.
         run_overrides = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
-        configs += _expand_recipe(_find_recipe(recipe.parent, run_recipe), run_overrides, seeds)[1]
+        configs += _expand_recipe(_find_recipe(recipe.parent, run_recipe), run_overrides, seeds, machine)[1]
     if len(configs) > _MOST:
         raise ConfigError(f"{len(configs)} runs: more than {_MOST} in one array. Remove runs from {recipe}.")
     _refuse_duplicates(configs)
@@ -88,7 +91,11 @@ def record_sweep(folder: Path, names: Sequence[str]) -> None:
     write_whole(path, json.dumps({"runs": list(dict.fromkeys([*before, *names]))}, indent=1) + "\n")
 
 
-def _expand_recipe(recipe: Path, overrides: Sequence[str], seeds: int | None) -> tuple[str, list[RunConfig]]:
+def _expand_recipe(
+    recipe: Path, overrides: Sequence[str], seeds: int | None, machine: str | None
+) -> tuple[str, list[RunConfig]]:
+    if machine is not None and load_recipe(recipe).get("auto") == "here":
+        overrides = [f"auto={machine}", *overrides]
     axes: dict[str, list[Any]] = {}
     fixed: list[str] = []
     for text in overrides:

@@ -22,6 +22,7 @@ from sparo_data.check import Report, check
 from sparo_train.core.disk.metrics import straggler
 from sparo_train.core.files import escape_control_chars
 from sparo_train.data.decode.decoding import PixelRange
+from sparo_train.data.examples.survey import Survey
 from sparo_train.data.sources.base import SourceConfig, Storage
 
 from .terminal import console, logs_on_terminal
@@ -148,7 +149,7 @@ class ProgressView:
 
 
 _MAX_KEYS = 5
-_KINDS = ("keys", "images", "captions")
+_KINDS = ("keys", "images", "captions", "looks")
 
 
 def check_with_bar(
@@ -186,10 +187,23 @@ def check_facts(report: Report) -> dict[str, Any]:
         "samples": report.samples,
         "broken": report.reasons(),
         "notes": report.notes(),
+        "survey": None if (seen := report.survey()) is None else seen._asdict(),
         "duplicates": {name: getattr(report, name)._asdict() for name in _KINDS},
         "bad": {s.url: [list(pair) for pair in s.bad] for s in report.shards if s.bad},
         "damaged": {s.url: s.damage for s in report.shards if s.damage},
     }
+
+
+def _survey_lines(seen: Survey) -> list[str]:
+    """Return formats, sizes and colours, the last as keys of a recipe."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in seen.kinds.items())
+    sizes = "; ".join(
+        f"{what} {low} to {high} (5 %: {p5}, median {p50}, 95 %: {p95})"
+        for what, (low, p5, p50, p95, high) in (("width", seen.widths), ("height", seen.heights))
+    )
+    gray = f"; {seen.gray:.0%} of images are gray" if seen.gray else ""
+    mean, std = (str(list(values)).replace(" ", "") for values in (seen.mean, seen.std))
+    return [f"formats: {kinds}", f"pixels: {sizes}", f"colours: objective.mean={mean} objective.std={std}{gray}"]
 
 
 def _totals(report: Report) -> list[str]:
@@ -197,11 +211,16 @@ def _totals(report: Report) -> list[str]:
     lines = [f"{len(report.shards)} shards, {report.samples} samples; {broken}"]
     if notes := report.notes():
         lines.append("usable, but unusual: " + ", ".join(f"{n} {note}" for note, n in notes.items()))
+    if (seen := report.survey()) is not None:
+        lines += _survey_lines(seen)
     for name in _KINDS:
         duplicates = getattr(report, name)
+        if name == "looks" and duplicates.copies <= report.images.copies:
+            continue
         example = duplicates.examples[0] if duplicates.examples else []
         examples_text = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
-        lines.append(f"duplicate {name}: {duplicates.copies}{examples_text}")
+        what = "similar images, duplicates included" if name == "looks" else f"duplicate {name}"
+        lines.append(f"{what}: {duplicates.copies}{examples_text}")
     # The most common mistake, with its remedy.
     if report.samples and report.reasons().get("missing caption") == report.samples:
         lines.append("no sample has a caption; for images only, use --caption-key ''")

@@ -222,7 +222,7 @@ class Slate(Objective):
             },
         )
 
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
         """Load the tower of a model of another method, whatever its decoder."""
         # Names are equal in all slot models; the loader reports names that this one lacks.
         return {f"model.{name}": value for name, value in weights.items()}

@@ -130,7 +130,7 @@ class SlotAutoencoder(Objective):
         total = squared_error.mean() if self.config.loss == "mean" else squared_error.flatten(1).sum(1).mean()
         return Loss(total, {"mse": squared_error.detach().mean(), **mask_statistics(decoded.masks)})
 
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
         """Load the tower of a model of another method, whatever its decoder."""
         return {f"model.{name}": value for name, value in weights.items()}
 

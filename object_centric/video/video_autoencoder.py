@@ -190,7 +190,7 @@ class VideoAutoencoder(Objective):
         planes = {"flow": lambda flow: flow.to(torch.float32) / 255, "depth": lambda depth: depth}
         return torch.cat([planes[name](batch[name]).flatten(0, 1) for name in target_planes(self.config.model)], 1)
 
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
         """Load the tower of a model of another method, whatever its decoder."""
         return {f"model.{name}": value for name, value in weights.items()}
 

@@ -148,12 +148,7 @@ class Objective(nn.Module, ABC):
         return dict(weights)
 
     def weights_of_file(self, content: Any, key: str | None) -> FileWeights | None:
-        """Return the weights in a file of another program under their names here, or None for files that it cannot read. Default: None.
-
-        Args:
-            content: the file's content.
-            key: the part of the file that was asked for (`FILE?state=KEY`).
-        """
+        """Return the weights in another program's file, or in its part `key` (`FILE?state=KEY`); None if it cannot read it. Default: None."""
         return None
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -99,7 +99,8 @@ class Vit(VisionTransformer):
         """Return the encoding, and the patches after `norm`, (B, patches, d).
 
         Args:
-            x, drop: as in `forward`.
+            x: pixels.
+            drop: see `forward`.
             masks: (B, patches) bool: patches that `mask_token` replaces; None: no patch.
         """
         x = self._run(x, drop, masks=masks)

@@ -27,6 +27,7 @@ from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE, VitConfig
 from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_training
 from ..models.weight_files.vit_fit import fit_vit
+from .dino_choices import choose
 from .dino_config import DinoObjectiveConfig
 from .dino_loss import distillation
 from .method import Method
@@ -252,4 +253,4 @@ def _rules(run: Any) -> None:
         )
 
 
-METHOD = Method(DinoObjectiveConfig, DinoObjective, _examples, _rules, exports=("dino",))
+METHOD = Method(DinoObjectiveConfig, DinoObjective, _examples, _rules, exports=("dino",), choose=choose)

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.config import Frozen
 from ..core.contracts import Objective
+from ..core.recipe.config_keys import value_text
+from ..data.examples.survey import Survey
 from ..data.read.loader import Examples
 from ..data.sources.base import DataConfig
 
 
 def no_rules(run: Any) -> None:
     """Accept any combination of blocks."""
+
+
+class Choice(NamedTuple):
+    """Value that a method chooses for a key that the recipe leaves open."""
+
+    key: str
+    value: Any
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"auto: {self.key}={value_text(self.value)} ({self.reason})"
+
+
+class Situation(NamedTuple):
+    """Facts from which the choices of a recipe with `auto` follow.
+
+    Attributes:
+        recipe: the keys that the recipe sets.
+        images: number of training images.
+        survey: formats, sizes and colours of some of them; None if none can be read.
+        gpu: train on a GPU.
+    """
+
+    recipe: Mapping[str, Any]
+    images: int
+    survey: Survey | None
+    gpu: bool
 
 
 @dataclass(frozen=True)
@@ -31,6 +61,7 @@ class Method:
         exports: entries of `sparo.exports` that write its runs, the default first.
         loss_keys: dotted keys of its block that must be equal for the losses of two runs to be comparable; None: all
             except `model`.
+        choose: chooses keys for recipes with `auto`; None: the method supports no such recipes.
     """
 
     config: type[Frozen]
@@ -39,3 +70,4 @@ class Method:
     rules: Callable[[Any], None] = no_rules
     exports: tuple[str, ...] = ()
     loss_keys: tuple[str, ...] | None = None
+    choose: Callable[[Situation], Sequence[Choice]] | None = None

@@ -225,6 +225,8 @@ def _log_start(run: Run, newest: Path | None) -> None:
     # A resumed run logs where it continues instead.
     if not any(run.rundir.checkpoints.glob("step-*")):
         ranks_text = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+        for choice in config.choices:
+            logger.info(choice.text)
         logger.info(f"{run.total_steps} steps of {config.batch_size} samples{ranks_text} -> {run.rundir.path}")
     for line in source_lines(run.pipeline.sources, run.total_steps * config.batch_size):
         logger.info(line)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, field, resolve, resumable_field
 from ..core.errors import ConfigError
+from ..core.files import nearest
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
 from ..core.registries import ENGINES, METHODS, OPTIMIZERS, TASKS
 from ..core.registry import FromRegistry, Registry
 from ..data.sources.base import DataConfig
+from ..data.sources.detect import source_block
 from ..engine.optim import AdamWConfig, OptimConfig
+from ..objectives.method import Choice
+from .choices import with_choices
 
 TaskConfig = Annotated[Any, FromRegistry(TASKS, key="task")]  # one entry of `eval.tasks`
+
+
+def _source_at(place: str) -> dict[str, Any]:
+    """Return the source that `data=PLACE` stands for. Raises `ConfigError` if a path without wildcards does not exist."""
+    path = Path(place)
+    if not path.exists() and not any(mark in place for mark in ("://", "::", "*", "{", "[")):
+        raise ConfigError(f"data={place}: no such file or folder; {nearest(path)}")
+    return source_block([place])
 
 
 class CheckpointConfig(Frozen):
@@ -110,6 +124,11 @@ class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` gives the length of training."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
+    # What a text on the command line stands for: `data=FOLDER`, `init=FILE`.
+    short_forms: ClassVar[Mapping[str, Callable[[str], tuple[tuple[str, ...], Any]]]] = {
+        "data": lambda place: (("data", "sources"), {"images": _source_at(place)}),
+        "init": lambda place: (("start_from",), place),
+    }
 
     name: str = resumable_field(..., "Name of the run folder.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     out: str = resumable_field("runs", "Parent folder of run folders.")
@@ -152,6 +171,11 @@ class RunConfig(Frozen):
     freeze: tuple[str, ...] = field(
         (), "Patterns of parameters that are not trained, as in [model.text.*]. CLIP's towers also have a key `freeze`."
     )
+    auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
+        "off",
+        "Choose keys that the recipe does not set from the data and the initial weights, with a size for this machine (here), for CPUs or "
+        "for a GPU. sparo train --print shows the choices.",
+    )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="Training method: an entry of sparo.methods."
     )
@@ -169,6 +193,11 @@ class RunConfig(Frozen):
     )
     log: LogConfig = resumable_field(LogConfig(), "Metrics, pictures and profiles.")
     eval: EvalConfig = resumable_field(EvalConfig(), "Evaluation tasks and when they run.")
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """Return what `auto` chose when the recipe was loaded."""
+        return ()
 
     @model_validator(mode="after")
     def _check_length(self) -> RunConfig:
@@ -228,9 +257,15 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
             f"{path}: is a sweep of {len(tree['runs'])} runs. Train them with `sparo launch train {path} --cluster local`."
         )
     tree = override(tree, overrides or [], RunConfig)
+    choices: list[Choice] = []
+    stored = Path(path).name == "config.yaml" and (Path(path).parent / "environment.json").is_file()
+    if tree.get("auto", "off") != "off" and not stored:
+        tree, choices = with_choices(tree)
     # Default to the file's name, so that two recipes in one folder do not share a run.
     tree.setdefault("name", Path(path).stem)
     origin = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     # The recipe of a run folder may have the key names of the version that wrote it.
-    stored = Path(path).name == "config.yaml" and (Path(path).parent / "environment.json").is_file()
-    return resolve(RunConfig, tree, origin, stored)
+    config = resolve(RunConfig, tree, origin, stored)
+    # Not a field: two recipes with the same keys are equal, however their values came about.
+    config.__dict__["choices"] = tuple(choices)
+    return config

@@ -26,6 +26,7 @@ from sparo_train.train.dry_run import dry_run
 from sparo_train.train.run_config import load_run
 from tests.helpers.forking import install
 from tests.helpers.processes import THREADS, start_sparo
+from tests.helpers.samples import image_folder
 from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +216,7 @@ def test_benchmark_commands_run(command, tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    image_folder(tmp_path / "data/images")  # the sizes of own_images follow from images
     config = load_run(path)
     if path.parent.name in ("slots", "video") and config.objective.model.encoder.kind == "frozen":
         weights = config.objective.model.encoder.checkpoint.partition("@")[2]
@@ -298,6 +300,7 @@ def places_of(tree):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_a_hint_names_what_makes_the_recipes_own_data(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    image_folder(tmp_path / "data/images")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     hints = {hint for place in places_of(load_run(path).model_dump(mode="json")) if (hint := remedy(place))}
     for hint in hints:

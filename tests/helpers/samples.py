@@ -46,3 +46,12 @@ def eval_sets(root: Path) -> dict[str, dict[str, str]]:
         "ret": {"task": "retrieval", "root": str(root / "ret")},
         "pairs": {"task": "pairs", "root": str(root / "pairs")},
     }
+
+
+def image_folder(folder: Path, count: int = 24, classes: int = 2) -> Path:
+    """Write images of several sizes in class folders; return the folder."""
+    for i in range(count):
+        path = folder / f"class{i % classes}" / f"{i:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(i, (60 + i, 50 + i)))
+    return folder

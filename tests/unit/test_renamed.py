@@ -22,6 +22,7 @@ from sparo_train.core.recipe.renamed import RENAMED, RENAMED_PARAMETERS, paramet
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig, load_run
 from tests.helpers.recipes import tiny_recipe
+from tests.helpers.samples import image_folder
 
 RECIPES = [
     path
@@ -49,12 +50,12 @@ def with_old_names(shape, tree, used):
     }
 
 
-def test_stored_recipes_load_with_old_names_and_new_recipes_are_refused():
-    replaced = set()
+def test_stored_recipes_load_with_old_names_and_new_recipes_are_refused(tmp_path):
+    replaced, words = set(), [f"data={image_folder(tmp_path)}"]
     for path in RECIPES:
         if is_sweep(load_recipe(path)):
             continue
-        config = load_run(path)
+        config = load_run(path, words if path.stem == "own_images" else None)
         used = set()
         old = with_old_names(RunConfig, config.model_dump(mode="json"), used)
         replaced |= used

@@ -117,7 +117,10 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
         raise ConfigError(f"{text}: no such option; {remedy}")
     if not equals or not all(keys):
         raise ConfigError(f"override {text!r}: expected key.path=value, as in optim.lr=1e-3.")
-    return Assignment(text, keys, parse_yaml(value, f"override {text!r}"), text.startswith("+"))
+    parsed = parse_yaml(value, f"override {text!r}")
+    if len(keys) == 1 and isinstance(parsed, str) and (written := getattr(model, "short_forms", {}).get(keys[0])):
+        keys, parsed = written(parsed)
+    return Assignment(text, keys, parsed, text.startswith("+"))
 
 
 def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | None = None) -> Tree:
@@ -127,7 +130,8 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     from that of the old kind. `+a.b=value` adds to the value. `a.b=null` removes an entry from a mapping of named
     blocks. One of the model's `alternatives` (`epochs=3`) drops the alternatives in the recipe; if the command line
     gives two of them, resolving the recipe fails. A name that fills other keys (`objective.model.arch=vit_base`) drops
-    those keys in the recipe, which would otherwise win over the name.
+    those keys in the recipe, which would otherwise win over the name. The model's `short_forms` (`data=FOLDER`) are
+    replaced by the keys that they stand for.
 
     Args:
         tree: the recipe.

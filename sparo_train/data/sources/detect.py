@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError, DataError
 from ...core.files import read_json
 from ...core.registries import SOURCES
+from ..decode.decoding import suffixes
 from .base import SourceConfig, infer_kind
 
 _MAX_INDEX_BYTES = 1 << 28
+_MAX_ENTRIES = 1000  # files that are looked at in a folder
 
 
 def source_block(places: Sequence[str]) -> dict[str, Any]:
@@ -47,7 +50,19 @@ def _block(first: str) -> dict[str, str]:
     for folder in (path, path / "data"):  # the second as on the hub
         if any(folder.glob("*.parquet")):
             return {"parquet": str(folder)}
+    if _has_pictures(path):
+        return {"folder": first}
     return {"shards": first}
+
+
+def _has_pictures(folder: Path) -> bool:
+    """Return whether a folder, or one of its first folders, has image files."""
+    below = (entry for entry in sorted(folder.iterdir())[:_MAX_ENTRIES])
+    for entry in below:
+        files = [entry] if entry.is_file() else islice(entry.rglob("*"), _MAX_ENTRIES)
+        if any(file.suffix.lower() in suffixes() and not file.name.startswith(".") for file in files):
+            return True
+    return False
 
 
 def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:

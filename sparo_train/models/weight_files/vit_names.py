@@ -116,7 +116,7 @@ def _renamed(name: str, rules: _Rules) -> str:
 def _zero_key_bias(named: dict[str, Tensor], prefix: str) -> None:
     """Set the bias of keys to zero if the file has a mask of it, whose values are NaN where the bias does not exist."""
     bias = named.get(f"{prefix}bias")
-    if bias is not None and not bias.isfinite().all():
+    if bias is not None and not bias.is_meta and not bias.isfinite().all():
         query, _, value = bias.chunk(3)
         named[f"{prefix}bias"] = torch.cat([query, torch.zeros_like(query), value])
 

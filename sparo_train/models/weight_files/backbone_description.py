@@ -1,0 +1,79 @@
+"""The model of a backbone's file, without loading it: its config and its normalization of pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from timm.data.config import resolve_model_data_config
+
+from ...core.config import resolve
+from ...core.errors import CheckpointError, did_you_mean
+from ...core.files import read_json, read_text
+from ...core.recipe.recipe_yaml import parse_yaml
+from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
+from .dino_files import is_dino, read_dino, vit_config
+from .state_dicts import read_raw, split_state
+from .vit_names import infer_vit, official_vit_names
+
+
+class BackboneDescription(NamedTuple):
+    """Config of a backbone, and the normalization that it was trained with."""
+
+    config: VitConfig
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def describe_backbone(place: str) -> BackboneDescription | None:
+    """Return the model of initial weights: a file, `hf:FOLDER`, `timm:NAME`, `timm:NAME@FILE`, or a run; None if it is none of DINO's kind.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its number of heads is unknown.
+    """
+    scheme, _, rest = place.partition(":")
+    if scheme == "timm":
+        return _of_timm(rest.partition("@")[0])
+    if scheme == "hf":
+        return _of_transformers(Path(rest))
+    file, key = split_state(place)
+    path = Path(file)
+    run = path.parent.parent if (path / "meta.json").is_file() else path
+    if (run / "config.yaml").is_file():
+        objective = parse_yaml(read_text(run / "config.yaml", CheckpointError), place).get("objective", {})
+        if objective.get("kind") != "dino":
+            return None
+        config = resolve(VitConfig, objective["model"], f"{place}: objective.model", stored=True)
+        return BackboneDescription(config, tuple(objective["mean"]), tuple(objective["std"]))
+    if not path.is_file():
+        return None
+    content = read_raw(path)
+    if not is_dino(content):
+        return None
+    found = read_dino(content, place, key)
+    return BackboneDescription(vit_config(found)[0], *found.normalisation)
+
+
+def _of_timm(name: str) -> BackboneDescription:
+    if not timm.is_model(name):
+        raise CheckpointError(f"timm:{name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
+    with torch.device("meta"):
+        model: Any = timm.create_model(name, pretrained=False, num_classes=0)
+    pixels = resolve_model_data_config(model)
+    heads = model.blocks[0].attn.num_heads if hasattr(model, "blocks") else None
+    tree = infer_vit(official_vit_names(model.state_dict()), f"timm:{name}", heads)
+    return BackboneDescription(VitConfig.model_validate(tree), tuple(pixels["mean"]), tuple(pixels["std"]))
+
+
+def _of_transformers(folder: Path) -> BackboneDescription | None:
+    if not (folder / "model.safetensors").is_file():
+        return None  # a name of the hub
+    config = read_json(folder / "config.json", dict, CheckpointError)
+    weights = official_vit_names(read_raw(folder / "model.safetensors"))
+    tree = infer_vit(weights, f"hf:{folder}", config.get("num_attention_heads"))
+    processor = folder / "preprocessor_config.json"
+    pixels = read_json(processor, dict, CheckpointError) if processor.is_file() else {}
+    mean, std = pixels.get("image_mean", IMAGENET_MEAN), pixels.get("image_std", IMAGENET_STD)
+    return BackboneDescription(VitConfig.model_validate(tree), tuple(mean), tuple(std))
