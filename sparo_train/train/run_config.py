@@ -267,5 +267,5 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     # The recipe of a run folder may have the key names of the version that wrote it.
     config = resolve(RunConfig, tree, origin, stored)
     # Not a field: two recipes with the same keys are equal, however their values came about.
-    config.__dict__["choices"] = tuple(choices)
+    vars(config)["choices"] = tuple(choices)
     return config
