@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,15 +90,63 @@ class DinoHead(nn.Module):
         return self.last_layer(F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1))
 
 
+class Views(NamedTuple):
+    """Outputs for the crops of a batch.
+
+    Attributes:
+        logits: (sum of B_i, out_dim), in the order of the crops.
+        encodings: (B_0, D) of the first group of crops, the global ones.
+        patch_logits: (B * M, out_dim) of the masked patches, image after image; None without masks.
+    """
+
+    logits: Tensor
+    encodings: Tensor
+    patch_logits: Tensor | None
+
+
 class DinoNet(nn.Module):
-    """A student or a teacher, which runs `backbone` once per resolution and `head` once."""
+    """A student or a teacher, which runs `backbone` once per resolution and `head` once.
 
-    def __init__(self, model: VitConfig, head: DinoHeadConfig):
+    Args:
+        model, head: configs of backbone and head.
+        mask_token: have the parameter that replaces masked patches.
+        patch_head: have a second head, for masked patches.
+    """
+
+    def __init__(self, model: VitConfig, head: DinoHeadConfig, mask_token: bool = False, patch_head: bool = False):
         super().__init__()
-        self.backbone = Vit(model)
+        self.backbone = Vit(model, mask_token)
         self.head = DinoHead(model.out_width, head)
+        self.patch_head = DinoHead(model.width, head) if patch_head else None
 
-    def forward(self, crops: Sequence[Tensor], drops: Sequence[Tensor | None]) -> Tensor:
-        """Return logits (sum of B_i, out_dim) for crops by resolution, each (B_i, 3, H_i, W_i), in the same order."""
+    def forward(
+        self,
+        crops: Sequence[Tensor],
+        drops: Sequence[Tensor | None],
+        masks: Tensor | None = None,
+        masked: Tensor | None = None,
+    ) -> Views:
+        """Return the outputs for crops by resolution, each (B_i, C, H_i, W_i), the global ones first.
+
+        Args:
+            crops: pixels.
+            drops: see `Vit.forward`.
+            masks: (B_0, patches) bool, patches of the global crops that the backbone does not see; None: it sees all.
+            masked: (B, M) positions among the patches of all global crops of an image, whose logits are returned.
+        """
+        patches = None
+        encodings = []
+        for number, (x, drop) in enumerate(zip(crops, drops, strict=True)):
+            if number == 0 and masked is not None:
+                encoding, patches = self.backbone.with_patches(x, drop, masks)
+            else:
+                encoding = self.backbone(x, drop)
+            encodings.append(encoding)
         # One head over all crops, so that its batch norm covers them together, as published.
-        return self.head(torch.cat([self.backbone(x, drop) for x, drop in zip(crops, drops, strict=True)]))
+        logits = self.head(torch.cat(encodings))
+        if patches is None or masked is None:
+            return Views(logits, encodings[0], None)
+        of_image = patches.unflatten(0, (-1, len(masked))).transpose(0, 1).flatten(1, 2)
+        places = masked.clamp(max=of_image.shape[1] - 1).long()[..., None].expand(-1, -1, of_image.shape[2])
+        head = self.head if self.patch_head is None else self.patch_head
+        return Views(logits, encodings[0], head(of_image.gather(1, places).flatten(0, 1)))

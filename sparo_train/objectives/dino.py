@@ -19,17 +19,18 @@ from ..core.errors import DataError
 from ..core.registries import READOUTS
 from ..core.schedules import cosine, linear
 from ..data.examples.image_transforms import normalise
+from ..data.examples.masking import Masking
 from ..data.examples.multi_crop import CropExamples
 from ..data.sources.base import PAIR_KEYS, DataConfig
-from ..models.dino_head import DinoNet
+from ..models.dino_head import DinoNet, Views
 from ..models.readout import readouts
 from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE, VitConfig
 from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_training
-from ..models.weight_files.vit_fit import fit_vit
+from ..models.weight_files.vit_fit import FittedVit, fit_vit
 from .dino_choices import choose
 from .dino_config import DinoObjectiveConfig
-from .dino_loss import distillation
+from .dino_loss import Targets, centered_targets, distillation, koleo, masked_distillation, sinkhorn_targets
 from .method import Method
 
 logger = logging.getLogger(__name__)
@@ -48,31 +49,38 @@ class DinoObjective(Objective):
     compile_by_default: ClassVar[bool] = True
     not_in_encoders: ClassVar[tuple[str, ...]] = (
         "center",
+        "patch_center",
         *(
             f"{net}.{part}"
             for net in ("student", "teacher")
-            for part in ("head.*", *(f"backbone.{kind}.*" for kind in READOUTS.names()))
+            for part in (
+                "head.*",
+                "patch_head.*",
+                "backbone.mask_token",
+                *(f"backbone.{kind}.*" for kind in READOUTS.names()),
+            )
         ),
     )
 
     mean: Tensor
     std: Tensor
     center: Tensor
-    _logit_sums: Tensor
+    patch_center: Tensor
 
     def __init__(self, config: DinoObjectiveConfig):
         super().__init__()
         self.config = config
-        self.student = DinoNet(config.model, config.head)
+        self.student = DinoNet(config.model, config.head, config.ibot is not None, config.patch_head)
         # Without gradients from the start, so that neither the optimizer nor the gradient exchange includes it.
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.register_buffer("center", torch.zeros(1, config.head.out_dim))
-        self.register_buffer(
-            "_logit_sums", torch.zeros(config.head.out_dim + 1), persistent=False
-        )  # sum of logits, and rows
+        # The centre of the encodings' logits, and that of the masked patches'.
+        for name in ("center", *(("patch_center",) if config.ibot else ())):
+            self.register_buffer(name, torch.zeros(1, config.head.out_dim))
+            # The sum of logits, and their number.
+            self.register_buffer(f"_{name}_sums", torch.zeros(config.head.out_dim + 1), persistent=False)
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
-        self._step = -1  # progress that `_logit_sums` belongs to
+        self._step = -1  # progress that the sums belong to
 
     def pixels(self, image: Tensor) -> Tensor:
         """Convert (…, 3, H, W) uint8 to normalised fp32, with the arithmetic of torchvision's ToTensor + Normalize."""
@@ -90,20 +98,62 @@ class DinoObjective(Objective):
         drops: list[Tensor | None] = [None] * len(crops)
         if "drop" in batch:
             drops = [_by_crop(batch["drop"][:, :teachers]), _by_crop(batch["drop"][:, teachers:])]
+        masked = batch.get("masked")
+        masks = None if masked is None else _masks(masked, teachers, self._patches)
         # Only the two global crops, because targets must describe the whole image.
         with torch.no_grad():
-            targets = self.teacher(crops[:1], [None])
-        logits = self.student(crops, drops[: len(crops)])
-        result = distillation(logits, targets, self.center, teachers, c.student_temp, self.teacher_temp(progress))
-        self._add_logits(targets, progress.step)
-        return Loss(
-            result.loss,
-            {
-                "teacher_entropy": result.entropy,
-                "teacher_kl": result.kl,
-                "center_norm": self.center.norm(),
-            },
-        )
+            theirs: Views = self.teacher(crops[:1], [None], None, masked)
+        views: Views = self.student(crops, drops[: len(crops)], masks, masked)
+        self._begin_sums(progress.step)
+        result = distillation(views.logits, self._targets("center", theirs.logits, progress), teachers, c.student_temp)
+        metrics = {"teacher_entropy": result.entropy, "teacher_kl": result.kl, "center_norm": self.center.norm()}
+        total = result.loss
+        if masked is not None:
+            metrics["ibot_loss"] = self._ibot(views, theirs, masked, teachers, progress)
+            assert c.ibot is not None
+            total = total + c.ibot.weight * metrics["ibot_loss"]
+        if c.koleo:
+            # Within each kind of crop, because two crops of an image should be close.
+            metrics["koleo_loss"] = torch.stack([koleo(x) for x in views.encodings.chunk(teachers)]).sum()
+            total = total + c.koleo * metrics["koleo_loss"]
+        if total is not result.loss:
+            metrics["dino_loss"] = result.loss
+        return Loss(total, {name: value.detach() for name, value in metrics.items()})
+
+    def _ibot(self, views: Views, theirs: Views, masked: Tensor, teachers: int, progress: Progress) -> Tensor:
+        """Return iBOT's loss, as DINOv2 computes it: the mean over the masked patches of a crop, then over all global crops."""
+        assert views.patch_logits is not None and theirs.patch_logits is not None
+        valid = masked < teachers * self._patches
+        targets = self._targets("patch_center", theirs.patch_logits, progress, valid.flatten())
+        shares = valid.to(targets.values.dtype)
+        weights = (shares / shares.sum(1, keepdim=True).clamp(min=1)).flatten() / (teachers * len(masked))
+        return masked_distillation(views.patch_logits, targets, weights, self.config.student_temp)
+
+    def _targets(self, name: str, logits: Tensor, progress: Progress, valid: Tensor | None = None) -> Targets:
+        """Return the teacher's targets, and add its logits to the sums of the next centre."""
+        temperature = self.teacher_temp(progress)
+        if self.config.centering == "sinkhorn_knopp":
+            return sinkhorn_targets(logits, temperature, valid)
+        targets = centered_targets(logits, self.get_buffer(name), temperature, valid)
+        sums = self.get_buffer(f"_{name}_sums")
+        with torch.no_grad():
+            kept = logits if valid is None else logits * valid[:, None]
+            sums[:-1] += kept.sum(0, dtype=sums.dtype)
+            sums[-1] += len(logits) if valid is None else valid.sum()
+        return targets
+
+    @property
+    def _patches(self) -> int:
+        """Return the number of patches of a global crop."""
+        return (self.config.model.image_size // self.config.model.patch_size) ** 2
+
+    def _begin_sums(self, step: int) -> None:
+        # Micro-batches of one step add up; the next step begins at zero.
+        if step != self._step:  # a skipped step leaves its rows behind
+            for name in ("center", "patch_center"):
+                if hasattr(self, name):
+                    self.get_buffer(f"_{name}_sums").zero_()
+            self._step = step
 
     def teacher_temp(self, progress: Progress) -> float:
         """Return the teacher's temperature, which rises by epoch from `warmup_teacher_temp` to `teacher_temp`."""
@@ -116,20 +166,14 @@ class DinoObjective(Objective):
         return cosine(self.config.momentum_teacher, 1.0, progress.step, progress.total_steps)
 
     @torch.no_grad()
-    def _add_logits(self, targets: Tensor, step: int) -> None:
-        # Micro-batches of one step add up; the next step begins at zero.
-        if step != self._step:  # a skipped step leaves its rows behind
-            self._logit_sums.zero_()
-            self._step = step
-        self._logit_sums[:-1] += targets.sum(0, dtype=self._logit_sums.dtype)
-        self._logit_sums[-1] += len(targets)
-
-    @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
         """Update the teacher from the student, and the center from the mean of the teacher's logits of this step (Eq. 4)."""
-        # Sums and counts, because ranks may hold different numbers of rows.
-        sums = sum_over_ranks(self._logit_sums)
-        update_mean(self.center, (sums[:-1] / sums[-1])[None], self.config.center_momentum, applied)
+        for name in ("center", "patch_center") if self.config.centering == "mean" else ():
+            if hasattr(self, name):
+                # Sums and counts, because ranks may hold different numbers of rows.
+                sums = sum_over_ranks(self.get_buffer(f"_{name}_sums"))
+                mean = (sums[:-1] / sums[-1].clamp(min=1))[None]
+                update_mean(self.get_buffer(name), mean, self.config.center_momentum, applied)
         self._step = -1
         super().after_step(progress, applied)
 
@@ -137,7 +181,8 @@ class DinoObjective(Objective):
         """Return the prototypes during the first `freeze_last_layer` epochs."""
         frozen = progress.epoch < self.config.freeze_last_layer
         # Early prototypes follow random features; freezing them prevents a collapse (Caron et al., App.).
-        return list(self.student.head.last_layer.parameters()) if frozen else []
+        heads = [head for head in (self.student.head, self.student.patch_head) if head is not None]
+        return [p for head in heads for p in head.last_layer.parameters()] if frozen else []
 
     def check_health(self, facts: Mapping[str, float]) -> str | None:
         """Return a message if the representation has collapsed to the same output for every image, uniform or one-hot."""
@@ -164,7 +209,7 @@ class DinoObjective(Objective):
         return self._resized(weights, source.config if isinstance(source, Vit) else None)
 
     def _resized(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
-        fitted = fit_vit(weights, self.config.model, theirs)
+        fitted = self._fit(weights, theirs)
         for line in fitted.resized:
             logger.info(f"start_from: resized {line}")
         if fitted.unused:
@@ -183,13 +228,16 @@ class DinoObjective(Objective):
         weights = self._resized(file.backbone, file.config) if training is None else self.adapt_to_resolution(training)
         return FileWeights(weights, *file.normalisation)
 
+    def _fit(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> FittedVit:
+        return fit_vit(weights, self.config.model, theirs, mask_token=self.config.ibot is not None)
+
     def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Resize the backbones of another run's weights to this model's image, patch and bands."""
         fitted = {name: t for name, t in weights.items() if ".backbone." not in name}
         for net in ("student", "teacher"):
             own = f"{net}.backbone."
             backbone = {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}
-            fitted |= {f"{own}{name}": t for name, t in fit_vit(backbone, self.config.model).weights.items()}
+            fitted |= {f"{own}{name}": t for name, t in self._fit(backbone, None).weights.items()}
         return fitted
 
     def param_groups(self) -> ParamGroups:
@@ -201,14 +249,14 @@ class DinoObjective(Objective):
             no_decay=no_decay if self.config.decay_queries else no_decay | queries,
             unclipped=set() if self.config.clip_queries else queries,
             layer_ids=self._layer_ids(),
-            norm_groups={"backbone": self.student.backbone, "head": self.student.head},
+            norm_groups={name: part for name, part in self.student.named_children() if part is not None},
         )
 
     def _layer_ids(self) -> Mapping[str, int]:
         backbone, found = self.student.backbone, {}
         for name, _ in backbone.named_parameters():
             first, _, rest = name.partition(".")
-            stem = first in ("cls_token", "pos_embed", "patch_embed")
+            stem = first in ("cls_token", "pos_embed", "patch_embed", "register_tokens", "mask_token", "norm_pre")
             layer = 0 if stem else 1 + int(rest.split(".")[0]) if first == "blocks" else len(backbone.blocks) + 1
             found[f"student.backbone.{name}"] = len(backbone.blocks) + 1 - layer
         return found
@@ -222,12 +270,21 @@ class DinoObjective(Objective):
             tokens,
             [((2 * large + crops.local_crops_number * small) * m.width, m.blocks)],
             m.out_width,
-            4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views),  # twice the targets, logits and their gradient
+            # Twice the targets, logits and their gradient.
+            4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views + 4 * self.config.most_masked),
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         # The teacher has no backward, so it needs no recomputation.
         self.student.backbone.set_grad_checkpointing(enable)
+
+
+def _masks(masked: Tensor, crops: int, patches: int) -> Tensor:
+    """Return (crops * B, patches) bool, crop after crop, for the masked positions (B, M) among all patches of an image."""
+    # One more column takes the positions that only fill a row.
+    masks = masked.new_zeros(len(masked), crops * patches + 1, dtype=torch.bool)
+    masks.scatter_(1, masked.long(), torch.ones_like(masked, dtype=torch.bool))
+    return _by_crop(masks[:, :-1].unflatten(1, (crops, patches)))
 
 
 def _by_crop(x: Tensor) -> Tensor:
@@ -237,7 +294,10 @@ def _by_crop(x: Tensor) -> Tensor:
 
 def _examples(config: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
     model = config.model
-    return CropExamples(data, config.crops, model.image_size, 2 * model.blocks if model.drop_path else 0, DROP_RANGE)
+    paths = 2 * model.blocks if model.drop_path else 0
+    grid = model.image_size // model.patch_size
+    masking = None if config.ibot is None else Masking(grid, config.ibot.mask_ratio, config.most_masked)
+    return CropExamples(data, config.crops, model.image_size, paths, DROP_RANGE, masking)
 
 
 def _rules(run: Any) -> None:
@@ -246,11 +306,18 @@ def _rules(run: Any) -> None:
             raise ValueError(
                 f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use objective.crops."
             )
-    if run.objective.head.use_bn and run.micro_batch_size is not None:
-        raise ValueError(
-            "micro_batch_size: objective.head.use_bn couples the samples of a batch, so the batch cannot be "
-            "split. Remove micro_batch_size or objective.head.use_bn."
-        )
+    objective = run.objective
+    coupling = {
+        "head.use_bn": objective.head.use_bn,
+        "koleo": objective.koleo > 0,
+        "centering": objective.centering == "sinkhorn_knopp",
+    }
+    for key, couples in coupling.items():
+        if couples and run.micro_batch_size is not None:
+            raise ValueError(
+                f"micro_batch_size: objective.{key} couples the samples of a batch, so the batch cannot be split. Remove "
+                f"micro_batch_size or objective.{key}."
+            )
 
 
 METHOD = Method(DinoObjectiveConfig, DinoObjective, _examples, _rules, exports=("dino",), choose=choose)

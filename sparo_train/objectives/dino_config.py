@@ -21,6 +21,18 @@ class CollapseConfig(Frozen):
     kl: float = field(0.001, "Warn if the KL divergence between two views is below this.", ge=0)
 
 
+class IbotConfig(Frozen):
+    """iBOT's loss (Zhou et al. 2022) on masked patches of one global crop of each image, as in DINOv2."""
+
+    weight: float = field(1.0, "Weight of the loss.", gt=0)
+    mask_ratio: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
+        (0.1, 0.5), "Range of the share of the patches that are masked."
+    )
+    separate_head: bool | None = field(
+        None, "Use a second head for patches. Default: only if encodings and patches have different widths."
+    )
+
+
 class DinoObjectiveConfig(Frozen):
     """Options of `main_dino.py` under their names; an epoch has `samples_per_epoch` (or the data's size) / batch size steps, rounded down."""
 
@@ -45,6 +57,13 @@ class DinoObjectiveConfig(Frozen):
     )
     warmup_teacher_temp_epochs: int = field(0, "Epochs of linear warm-up of the teacher's temperature.", ge=0)
     freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
+    centering: Literal["mean", "sinkhorn_knopp"] = field(
+        "mean", "Subtract the moving mean of the teacher's outputs, or normalise prototypes over the global batch."
+    )
+    ibot: IbotConfig | None = field(None, "Loss on masked patches. Default: none.")
+    koleo: float = field(
+        0.0, "Weight of the KoLeo loss, which spreads the encodings of a batch. DINOv2 uses 0.1.", ge=0
+    )
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
     clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
     collapse: CollapseConfig = field(CollapseConfig(), "Thresholds of the warning that representations collapse.")
@@ -55,4 +74,24 @@ class DinoObjectiveConfig(Frozen):
             raise ValueError(
                 f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
             )
+        if self.ibot and self.ibot.separate_head is False and self.model.out_width != self.model.width:
+            raise ValueError(
+                f"ibot.separate_head=false: needs encodings of the same width as patches, got {self.model.out_width} and "
+                f"{self.model.width}. Remove it."
+            )
         return self
+
+    @property
+    def patch_head(self) -> bool:
+        """Return whether masked patches have a head of their own."""
+        if self.ibot is None:
+            return False
+        return (
+            self.ibot.separate_head if self.ibot.separate_head is not None else self.model.out_width != self.model.width
+        )
+
+    @property
+    def most_masked(self) -> int:
+        """Return the largest number of masked patches of an image; 0 without iBOT."""
+        patches = (self.model.image_size // self.model.patch_size) ** 2
+        return 0 if self.ibot is None else max(1, round(self.ibot.mask_ratio[1] * patches))

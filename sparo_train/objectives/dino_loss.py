@@ -1,4 +1,4 @@
-"""Losses of DINO."""
+"""Losses of DINO and DINOv2: targets, distillation of views and of masked patches, KoLeo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ..core.distributed import gather_rows, sum_over_ranks
 
 
 class Distilled(NamedTuple):
@@ -56,28 +59,104 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient * grad_outputs[0].to(gradient.dtype), None, None
 
 
-def distillation(
-    student: Tensor, teacher: Tensor, center: Tensor, teachers: int, student_temp: float, teacher_temp: float
-) -> Distilled:
+class Targets(NamedTuple):
+    """The teacher's distributions over prototypes (N, K), without graph, and their mean entropy in nats."""
+
+    values: Tensor
+    entropy: Tensor
+
+
+def centered_targets(teacher: Tensor, center: Tensor, temperature: float, valid: Tensor | None = None) -> Targets:
+    """Return softmax((teacher - center) / temperature) of logits (N, K) (Caron et al. 2021, Eq. 4).
+
+    Args:
+        teacher: logits.
+        center: (1, K), fp32; the result has its type.
+        temperature: of the softmax.
+        valid: (N,) bool, rows that count in the entropy; None: all.
+    """
+    with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
+        # Center before sharpening, as published, so that the temperature does not scale the centre's noise.
+        scaled = (teacher.to(center.dtype) - center) / temperature
+        logs = scaled.log_softmax(-1)
+        targets = logs.exp()
+        return Targets(targets, _mean(-(targets * logs).sum(-1), valid))
+
+
+def sinkhorn_targets(teacher: Tensor, temperature: float, valid: Tensor | None = None, iterations: int = 3) -> Targets:
+    """Return targets in which all prototypes have the same share of the global batch (Caron et al. 2020; DINOv2's centering).
+
+    Args:
+        teacher: logits (N, K) of this rank; they are normalised over the rows of all ranks.
+        temperature: of the softmax.
+        valid: (N,) bool, rows that count; None: all.
+        iterations: alternating normalisations of prototypes and rows.
+    """
+    with torch.no_grad(), torch.autocast(teacher.device.type, enabled=False):
+        precise = torch.promote_types(teacher.dtype, torch.float32)
+        shares = (teacher.to(precise) / temperature).exp()
+        if valid is not None:
+            shares = shares * valid[:, None]
+        rows, prototypes = shares.new_ones(len(shares)) if valid is None else valid.to(precise), shares.shape[1]
+        # One exchange for the number of rows and the sum.
+        count, total = sum_over_ranks(torch.stack([rows.sum(), shares.sum()]))
+        shares = shares / total
+        for _ in range(iterations):
+            shares = shares / (sum_over_ranks(shares.sum(0)) * prototypes)
+            # Rows that do not count are zero and stay it.
+            shares = shares / (shares.sum(1, keepdim=True).clamp(min=torch.finfo(precise).tiny) * count)
+        shares = shares * count
+        return Targets(shares, _mean(-torch.xlogy(shares, shares).sum(-1), valid))
+
+
+def distillation(student: Tensor, targets: Targets, teachers: int, student_temp: float) -> Distilled:
     """Compute DINO's loss of a batch.
 
     Args:
         student: logits (V * B, K), crop after crop, the global ones first.
-        teacher: logits (teachers * B, K) of the global crops; they get no gradient.
-        center: (1, K), fp32.
+        targets: the teacher's (teachers * B, K) for the global crops.
         teachers: number of global crops (two in DINO).
-        student_temp, teacher_temp: temperatures of the softmaxes.
+        student_temp: temperature of the softmax.
 
     Returns:
         The mean over the batch and the `teachers * (V - 1)` pairs of different crops, computed in fp32 (fp64 stays).
     """
-    with torch.no_grad(), torch.autocast(student.device.type, enabled=False):
-        # Center before sharpening, as published, so that the temperature does not scale the centre's noise.
-        scaled = (teacher.to(center.dtype) - center) / teacher_temp
-        logs = scaled.log_softmax(-1)
-        targets = logs.exp()
-        entropy = -(targets * logs).sum(-1).mean()
     with torch.autocast(student.device.type, enabled=False):
-        loss = _CrossEntropy.apply(student, targets.unflatten(0, (teachers, -1)), student_temp)
+        loss = _CrossEntropy.apply(student, targets.values.unflatten(0, (teachers, -1)), student_temp)
     assert isinstance(loss, Tensor)
-    return Distilled(loss, entropy, loss.detach() - entropy)
+    return Distilled(loss, targets.entropy, loss.detach() - targets.entropy)
+
+
+def masked_distillation(student: Tensor, targets: Targets, weights: Tensor, student_temp: float) -> Tensor:
+    """Return iBOT's loss (Zhou et al. 2022, Eq. 2): the weighted sum of the cross-entropies of masked patches, 0-d.
+
+    Args:
+        student: logits (N, K) of masked patches.
+        targets: the teacher's for the same patches, which it sees.
+        weights: (N,), zero for rows that only fill the batch.
+        student_temp: temperature of the softmax.
+    """
+    with torch.autocast(student.device.type, enabled=False):
+        logs = (student.to(targets.values.dtype) / student_temp).log_softmax(-1)
+        return -((targets.values * logs).sum(-1) * weights).sum()
+
+
+def koleo(x: Tensor) -> Tensor:
+    """Return the KoLeo loss (Sablayrolles et al. 2019; DINOv2), 0-d: minus the mean log distance of each row to the nearest one.
+
+    Args:
+        x: encodings (B, D) of this rank, which are normalised here. Nearest rows are searched in those of all ranks.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        own = F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-8)
+        every, first = gather_rows(own)
+        with torch.no_grad():
+            similarity = own @ every.T
+            similarity.diagonal(first).fill_(-1)
+            nearest = similarity.argmax(1)
+        # As torch's pairwise distance, which adds epsilon to the difference.
+        return -((own - every[nearest] + 1e-8).norm(dim=-1) + 1e-8).log().mean()
+
+
+def _mean(values: Tensor, valid: Tensor | None) -> Tensor:
+    return values.mean() if valid is None else (values * valid).sum() / valid.sum().clamp(min=1)

@@ -168,6 +168,6 @@ def test_dinos_teacher_keeps_the_statistics_of_its_own_batches(monkeypatch):
     assert own[name].eq(1).all()
     for known in (True, False):
         monkeypatch.setattr(ema, "_host_can_read", lambda applied, known=known: known)
-        objective._logit_sums[-1] = 1.0  # a teacher's row, whose mean the center follows
+        objective._center_sums[-1] = 1.0  # a teacher's row, whose mean the center follows
         objective.after_step(Progress(0, 10, 0), torch.tensor(True))
         assert own[name].eq(1).all() and theirs[name].eq(2).all()

@@ -13,7 +13,7 @@ from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import DROP_RANGE, VitConfig
 from sparo_train.objectives.dino import DinoObjective
 from sparo_train.objectives.dino_config import DinoObjectiveConfig
-from sparo_train.objectives.dino_loss import distillation
+from sparo_train.objectives.dino_loss import centered_targets, distillation
 from tests.parity import official_dino as official
 
 CLS, SPARO = {"kind": "cls"}, {"kind": "sparo", "slots": 6, "slot_width": 8, "head_width": 8}
@@ -122,7 +122,7 @@ def test_the_loss_equals_the_sum_over_pairs_and_so_does_its_gradient(teachers):
     crops, rows, out = 5, 3, 11
     student = torch.randn(crops * rows, out, dtype=torch.float64, requires_grad=True)
     teacher, center = torch.randn(teachers * rows, out, dtype=torch.float64), torch.randn(1, out, dtype=torch.float64)
-    found = distillation(student, teacher, center, teachers, 0.1, 0.04)
+    found = distillation(student, centered_targets(teacher, center, 0.04), teachers, 0.1)
     targets = F.softmax((teacher - center) / 0.04, -1).chunk(teachers)
     outputs = [s.log_softmax(-1) for s in (student / 0.1).chunk(crops)]
     pairs = [-(q * outputs[v]).sum(-1).mean() for i, q in enumerate(targets) for v in range(crops) if v != i]

@@ -11,7 +11,7 @@ from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive
-from sparo_train.objectives.dino_loss import distillation
+from sparo_train.objectives.dino_loss import centered_targets, distillation
 from tests.unit.test_scene_drawing import decoder
 from tests.unit.test_scene_drawing import given as made_rays
 
@@ -67,7 +67,7 @@ def binding():
 
 def self_distillation():
     student, teacher, center = torch.randn(12, 8, requires_grad=True), torch.randn(6, 8), torch.zeros(1, 8)
-    return lambda: distillation(student, teacher, center, 2, 0.1, 0.04).loss, [student]
+    return lambda: distillation(student, centered_targets(teacher, center, 0.04), 2, 0.1).loss, [student]
 
 
 def transport(rounds):

@@ -16,6 +16,7 @@ from ...core.disk.metrics import Sample
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..sources.base import DataConfig, Source
 from .image_transforms import Picture, flip, random_resized_crop_box, resized_crop, size_of
+from .masking import Masking
 from .samples import decode_for_training, image_bytes
 
 Pixels = np.ndarray
@@ -157,11 +158,19 @@ class CropExamples(Examples):
         image_size: pixels per side of the global crops.
         paths: residual branches for which drop path draws (2 * blocks); 0: no drop path.
         drop_range: exclusive upper bound of the random integers.
+        masking: masks of the global crops, for `masked` (B, most) int32; None: no masks.
     """
 
     def __init__(
-        self, config: DataConfig, crops: CropsConfig, image_size: int, paths: int = 0, drop_range: int = 1 << 24
+        self,
+        config: DataConfig,
+        crops: CropsConfig,
+        image_size: int,
+        paths: int = 0,
+        drop_range: int = 1 << 24,
+        masking: Masking | None = None,
     ):
+        self.masking = masking
         self.config, self.crops, self.image_size = config, crops, image_size
         self.paths, self.drop_range = paths, drop_range
 
@@ -180,6 +189,8 @@ class CropExamples(Examples):
         if self.paths:
             # From the sample's stream, so that dropped paths do not depend on the rank that reads the sample.
             example["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
+        if self.masking is not None:
+            example["masked"] = self.masking.draw(rng)
         on_stage("augment")
         return example
 

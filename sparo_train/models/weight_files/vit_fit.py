@@ -29,7 +29,11 @@ class FittedVit(NamedTuple):
 
 
 def fit_vit(
-    state: Mapping[str, Tensor], config: VitConfig, theirs: VitConfig | None = None, block: str = "objective.model"
+    state: Mapping[str, Tensor],
+    config: VitConfig,
+    theirs: VitConfig | None = None,
+    mask_token: bool = False,
+    block: str = "objective.model",
 ) -> FittedVit:
     """Return a backbone's weights for the model of `config`.
 
@@ -41,13 +45,15 @@ def fit_vit(
         state: weights under the names of any supported program.
         config: the model that they are for.
         theirs: the model that they belong to; None: inferred from names and shapes.
+        mask_token: keep the parameter that only iBOT's loss reads.
         block: dotted key of `config`, for errors.
 
     Raises:
         CheckpointError: not a ViT's weights, or those of a model that computes something else; with the keys to set.
     """
     weights = official_vit_names(state)
-    weights.pop("mask_token", None)  # read by iBOT's loss only
+    if not mask_token:
+        weights.pop("mask_token", None)
     inferred = theirs or VitConfig.model_validate(infer_vit(weights, "the checkpoint", config.heads))
     _refuse_other_model(inferred, config, block)
     unused = [name for name in weights if _block_number(name) >= config.blocks]

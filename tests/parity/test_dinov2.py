@@ -1,0 +1,216 @@
+"""DINOv2's terms against a literal restatement: masked patches, Sinkhorn-Knopp, KoLeo; alone and together, on one and two ranks."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from sparo_train.core.contracts import Progress
+from sparo_train.core.errors import ConfigError
+from sparo_train.data.examples.masking import Masking, rectangles
+from sparo_train.objectives.dino import DinoObjective
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import dino_recipe
+from tests.helpers.runs import assert_bit_equal, losses_of, run
+from tests.parity.test_dino import CLS, SPARO, batch, config
+
+GRID, MOST = 4, 8  # 32 pixels in patches of 8; half of 16
+IBOT = {"ibot": {"mask_ratio": [0.1, 0.5]}}
+TERMS = [
+    {"centering": "sinkhorn_knopp"},
+    {"koleo": 0.1},
+    IBOT,
+    {"ibot": {"separate_head": True, "weight": 0.5}},
+    {**IBOT, "koleo": 0.1, "centering": "sinkhorn_knopp"},
+]
+_ids = ["sinkhorn", "koleo", "ibot", "ibot-head", "all"]
+
+
+def made(readout, terms):
+    torch.manual_seed(0)
+    objective = DinoObjective(config(readout, **terms)).double()
+    with torch.no_grad():  # a mask token of zeros would hide where it goes
+        for net in (objective.student, objective.teacher):
+            if hasattr(net.backbone, "mask_token"):
+                net.backbone.mask_token.copy_(torch.linspace(-1, 1, 24))
+    return objective
+
+
+def data(number, size=4, masked=True):
+    found = batch(number, size)
+    if masked:
+        rng = np.random.default_rng(number)
+        masking = Masking(GRID, (0.1, 0.5), MOST)
+        found["masked"] = torch.from_numpy(np.stack([masking.draw(rng) for _ in range(size)]))
+    return found
+
+
+class Dinov2:
+    """Teacher, student, centres: the equations, one image and one patch after the other."""
+
+    def __init__(self, objective):
+        self.config = objective.config
+        self.student, self.teacher = copy.deepcopy(objective.student), copy.deepcopy(objective.teacher)
+        self.centers = {False: torch.zeros(48, dtype=torch.float64), True: torch.zeros(48, dtype=torch.float64)}
+        self.pixels = objective.pixels
+
+    def tokens(self, net, image, hidden=()):
+        """One image through one net: the encoding and the patches after the last norm."""
+        vit = net.backbone
+        x = vit.patch_embed.proj(image[None]).flatten(2).transpose(1, 2)
+        rows = [vit.mask_token[0] if i in hidden else x[0, i] for i in range(x.shape[1])]
+        x = torch.cat([vit.cls_token, torch.stack(rows)[None]], dim=1)
+        x = x + vit.positions(image.shape[-2] // 8, image.shape[-1] // 8)
+        for block in vit.blocks:
+            x = x + block.attn(block.norm1(x))
+            x = x + block.mlp(block.norm2(x))
+        encoding = vit.norm(x)[:, 0] if vit.read_by is None else vit.sparo.plain(vit.norm(x)).flat()
+        return encoding[0], vit.norm(x)[0, 1:]
+
+    def targets(self, logits, temperature, patch):
+        if self.config.centering == "mean":
+            return [((row - self.centers[patch]) / temperature).softmax(-1).detach() for row in logits]
+        q = torch.stack([(row / temperature).exp() for row in logits]).detach().T
+        q /= q.sum()
+        prototypes, samples = q.shape
+        for _ in range(3):
+            q /= q.sum(dim=1, keepdim=True)
+            q /= prototypes
+            q /= q.sum(dim=0, keepdim=True)
+            q /= samples
+        return list((q * samples).T)
+
+    def loss(self, batch, epoch):
+        c, temperature = self.config, 0.02 + 0.02 * min(epoch, 1)
+        images = [self.pixels(batch["global_crops"]).double(), self.pixels(batch["local_crops"]).double()]
+        size = len(images[0])
+        hidden = {(b, v): [] for b in range(size) for v in range(2)}
+        for b, row in enumerate(batch.get("masked", torch.zeros(size, 0))):
+            for place in row.tolist():
+                if place < 2 * GRID**2:
+                    hidden[b, int(place) // GRID**2].append(int(place) % GRID**2)
+        theirs = {(b, v): self.tokens(self.teacher, images[0][b, v]) for v in range(2) for b in range(size)}
+        ours = {(b, v): self.tokens(self.student, images[0][b, v], hidden[b, v]) for v in range(2) for b in range(size)}
+        small = [self.tokens(self.student, images[1][b, v])[0] for v in range(3) for b in range(size)]
+        student = [
+            self.student.head(e[None])[0] for e in [*(ours[b, v][0] for v in range(2) for b in range(size)), *small]
+        ]
+        teacher = [self.teacher.head(theirs[b, v][0][None])[0] for v in range(2) for b in range(size)]
+        targets = self.targets(teacher, temperature, False)
+        terms = [
+            -(targets[t * size + b] * F.log_softmax(student[v * size + b] / 0.1, -1)).sum()
+            for t in range(2) for v in range(5) for b in range(size) if v != t
+        ]  # fmt: skip
+        total = sum(terms) / len(terms)
+        if c.ibot is not None:
+            heads = [net.patch_head or net.head for net in (self.student, self.teacher)]
+            places = [(b, v, p) for b in range(size) for v in range(2) for p in hidden[b, v]]
+            patches = [heads[1](theirs[b, v][1][p][None])[0] for b, v, p in places]
+            wanted = self.targets(patches, temperature, True)
+            for (b, v, p), target in zip(places, wanted, strict=True):
+                logits = heads[0](ours[b, v][1][p][None])[0]
+                term = -(target * F.log_softmax(logits / 0.1, -1)).sum()
+                total = total + c.ibot.weight * term / len(hidden[b, v]) / (2 * size)
+            self.patches = torch.stack(patches).detach().mean(0)
+        for v in range(2) if c.koleo else ():
+            x = torch.stack([F.normalize(ours[b, v][0], dim=-1) for b in range(size)])
+            for b in range(size):
+                nearest = max((o for o in range(size) if o != b), key=lambda o, b=b, x=x: float(x[b] @ x[o]))
+                distance = F.pairwise_distance(x[b][None], x[nearest][None], eps=1e-8)[0]
+                total = total - c.koleo * (distance + 1e-8).log() / size
+        self.rows = torch.stack(teacher).detach().mean(0)
+        return total
+
+    @torch.no_grad()
+    def follow(self, momentum):
+        for q, k in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            k.mul_(momentum).add_((1 - momentum) * q)
+        if self.config.centering == "mean":
+            self.centers[False] = 0.9 * self.centers[False] + 0.1 * self.rows
+            if self.config.ibot is not None:
+                self.centers[True] = 0.9 * self.centers[True] + 0.1 * self.patches
+
+
+@pytest.mark.parametrize("readout", [CLS, SPARO], ids=["cls", "sparo"])
+@pytest.mark.parametrize("terms", TERMS, ids=_ids)
+def test_five_updates_equal_the_equations(readout, terms):
+    objective = made(readout, terms)
+    theirs = Dinov2(objective)
+    optimizers = [
+        torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.05)
+        for net in (objective.student, theirs.student)
+    ]
+    for step in range(5):
+        progress, found = Progress(step, 12, 0, 2), data(step, masked="ibot" in terms)
+        losses = [objective(found, progress).total, theirs.loss(found, progress.epoch)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-9)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        objective.after_step(progress, torch.tensor(True))
+        theirs.follow(objective.momentum(progress))
+    for net in ("student", "teacher"):
+        for name, value in getattr(theirs, net).state_dict().items():
+            assert torch.allclose(getattr(objective, net).state_dict()[name], value, atol=1e-5, rtol=0), (net, name)
+    if objective.config.centering == "mean":
+        assert torch.allclose(objective.center[0], theirs.centers[False], atol=1e-9)
+
+
+def _gradients(ranks, terms):
+    objective = made(SPARO, terms)
+    rows = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
+    found = {key: value[rows] for key, value in data(3, masked="ibot" in terms).items()}
+    loss = objective(found, Progress(0, 10, 0))
+    loss.total.backward()
+    objective.after_step(Progress(0, 10, 0), torch.tensor(True))
+    gradients = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
+    return loss.total.item(), gradients, {n: b for n, b in objective.named_buffers() if "center" in n}
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=_ids)
+def test_two_ranks_compute_what_one_does(terms):
+    ((loss, gradients, centers),) = run_ranks(1, _gradients, terms)
+    both = run_ranks(2, _gradients, terms)
+    assert sum(rank[0] for rank in both) / 2 == pytest.approx(loss, abs=1e-9)
+    for name, value in gradients.items():
+        assert torch.allclose((both[0][1][name] + both[1][1][name]) / 2, value, atol=1e-9), name
+    for name, value in centers.items():
+        if not name.startswith("_"):
+            assert torch.allclose(both[0][2][name], value, atol=1e-9), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(grid=st.integers(2, 20), low=st.floats(0, 0.6), span=st.floats(0, 0.4), seed=st.integers(0, 1 << 20))
+def test_masks_have_the_wanted_number_of_patches_of_one_crop(grid, low, span, seed):
+    ratio, patches = (low, low + span), grid * grid
+    masking = Masking(grid, ratio, max(1, round(ratio[1] * patches)))
+    rng = np.random.default_rng(seed)
+    places = masking.draw(rng)
+    kept = places[places < 2 * patches]
+    assert (
+        len(places) == masking.most and len(set(kept.tolist())) == len(kept) and len({p // patches for p in kept}) == 1
+    )
+    assert max(1, math.floor(low * patches)) <= len(kept) <= masking.most
+    count = int(rng.integers(0, patches + 1))
+    assert rectangles(grid, count, rng).sum() == count
+
+
+def test_a_run_resumes_bit_identically(shards, tmp_path):
+    terms = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp"}
+    tree = dino_recipe(shards, tmp_path / "straight", steps=6)
+    tree["objective"] |= terms
+    straight = run(tree)
+    stopped = dino_recipe(shards, tmp_path / "stopped", steps=6)
+    stopped["objective"] |= terms
+    run({**stopped, "stop_after_steps": 3})
+    run(stopped)
+    assert losses_of(straight.folder) == losses_of(tmp_path / "stopped/dino")
+    assert_bit_equal(straight.folder, tmp_path / "stopped/dino", 6)
+    with pytest.raises(ConfigError, match=r"objective\.koleo couples the samples of a batch"):
+        run({**stopped, "micro_batch_size": 2})
