@@ -117,14 +117,12 @@ class Objective(nn.Module, ABC):
     """Training method: its modules, its loss, and updates after a step. It does not depend on ranks or engines.
 
     Only `forward` is required. Three declarations cover most methods: `follows` (averages of weights), `param_groups`
-    (parameters that the optimizer treats differently) and `shard_units` (modules that engines compile and shard one by
-    one).
+    (parameters that the optimizer treats differently) and `shard_units` (modules that engines compile and shard).
     """
 
     # Averages by module name, updated after every applied step. Names whose module is None are ignored.
     follows: ClassVar[Mapping[str, Follow]] = {}
-    # True if modules take inputs that need more than 16 bits (positions, poses): an engine with 16-bit weights then
-    # does not cast inputs.
+    # True if inputs need more than 16 bits (positions, poses), so engines with 16-bit weights do not cast them.
     exact_inputs: ClassVar[bool] = False
     # True if `engine.compile: auto` compiles it: only methods whose steps were measured on a GPU.
     compile_by_default: ClassVar[bool] = False
@@ -192,8 +190,12 @@ class Objective(nn.Module, ABC):
         """Return the parameters that this step must not change, not even by weight decay."""
         return []
 
+    def log_metrics(self) -> Mapping[str, float | Tensor]:
+        """Return metrics of the last batch that are too slow for every step; called at log steps only. Default: none."""
+        return {}
+
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        """Return a message if these averaged metrics show a problem, otherwise None."""
+        """Return a message if these averaged metrics show a problem, otherwise None. Raise `CollapseError` to end the run."""
         return None
 
     def footprint(self, batch: int, world_batch: int) -> Footprint | None:

@@ -68,6 +68,12 @@ class TrainingError(SparoError):
     exit_code = 3
 
 
+class CollapseError(TrainingError):
+    """Representation that has collapsed, in a run that is to end then."""
+
+    exit_code = 4
+
+
 class LostRankError(TrainingError):
     """Another rank died or does not answer; every remaining rank reports it."""
 

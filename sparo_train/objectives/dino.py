@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from ..core.contracts import Batch, FileWeights, Footprint, Loss, Objective, ParamGroups, Progress
 from ..core.distributed import sum_over_ranks
 from ..core.ema import Follow, update_mean
-from ..core.errors import DataError
+from ..core.errors import CollapseError, DataError
 from ..core.registries import READOUTS
 from ..core.schedules import cosine, linear
 from ..data.examples.image_transforms import normalise
@@ -30,6 +29,7 @@ from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_train
 from ..models.weight_files.vit_fit import FittedVit, fit_vit
 from .dino_choices import choose
 from .dino_config import DinoObjectiveConfig
+from .dino_health import LastBatch, collapse_message, slow_metrics
 from .dino_loss import Targets, centered_targets, distillation, koleo, masked_distillation, sinkhorn_targets
 from .method import Method
 
@@ -80,6 +80,7 @@ class DinoObjective(Objective):
             self.register_buffer(f"_{name}_sums", torch.zeros(config.head.out_dim + 1), persistent=False)
         self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
+        self._last: LastBatch | None = None
         self._step = -1  # progress that the sums belong to
 
     def pixels(self, image: Tensor) -> Tensor:
@@ -105,8 +106,14 @@ class DinoObjective(Objective):
             theirs: Views = self.teacher(crops[:1], [None], None, masked)
         views: Views = self.student(crops, drops[: len(crops)], masks, masked)
         self._begin_sums(progress.step)
-        result = distillation(views.logits, self._targets("center", theirs.logits, progress), teachers, c.student_temp)
-        metrics = {"teacher_entropy": result.entropy, "teacher_kl": result.kl, "center_norm": self.center.norm()}
+        targets = self._targets("center", theirs.logits, progress)
+        result = distillation(views.logits, targets, teachers, c.student_temp)
+        metrics = {
+            "teacher_entropy": result.entropy,
+            "teacher_kl": result.kl,
+            "center_norm": self.center.norm(),
+        }
+        self._last = LastBatch(theirs.encodings, targets.values, progress.step / progress.total_steps)
         total = result.loss
         if masked is not None:
             metrics["ibot_loss"] = self._ibot(views, theirs, masked, teachers, progress)
@@ -184,18 +191,20 @@ class DinoObjective(Objective):
         heads = [head for head in (self.student.head, self.student.patch_head) if head is not None]
         return [p for head in heads for p in head.last_layer.parameters()] if frozen else []
 
+    def log_metrics(self) -> Mapping[str, float | Tensor]:
+        """Return statistics of the teacher's encodings and targets of the last (micro-)batch of this rank."""
+        return {} if self._last is None else slow_metrics(self._last)
+
     def check_health(self, facts: Mapping[str, float]) -> str | None:
-        """Return a message if the representation has collapsed to the same output for every image, uniform or one-hot."""
-        limits, most = self.config.collapse, math.log(self.config.head.out_dim)
-        entropy, kl = facts["teacher_entropy"] / most, facts["teacher_kl"] / most
-        low, high = limits.entropy
-        if low <= entropy <= high and kl >= limits.kl:
-            return None
-        return (
-            f"the representation collapses: teacher entropy {entropy:.4f} and KL {kl:.5f} of log(out_dim), outside "
-            f"{low}..{high} or below {limits.kl} (objective.collapse); a lower optim.lr, a lower objective.teacher_temp (uniform "
-            "outputs) or a higher one (one-hot), a larger batch, or a clip_grad_norm help"
-        )
+        """Return a message if the representation has collapsed to the same output for every image, uniform or one-hot.
+
+        Raises:
+            CollapseError: the same, with `collapse.action=stop`.
+        """
+        message = collapse_message(self.config.collapse, self.config.head.out_dim, facts)
+        if message is not None and self.config.collapse.action == "stop":
+            raise CollapseError(f"{message}. Change one of them, or set objective.collapse.action=warn.")
+        return message
 
     def shard_units(self) -> Sequence[nn.Module]:
         # The teacher's blocks first, because its forward comes first and FSDP2 prefetches in this order.

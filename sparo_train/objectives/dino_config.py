@@ -13,12 +13,18 @@ from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 
 
 class CollapseConfig(Frozen):
-    """Thresholds of collapse warnings, as shares of log(out_dim)."""
+    """Thresholds for a collapse of representations, and what happens then. Entropy and KL are shares of log(out_dim)."""
 
     entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
         (0.005, 0.999), "Warn if the teacher's entropy, as a share of its maximum, is outside of this range."
     )
     kl: float = field(0.001, "Warn if the KL divergence between two views is below this.", ge=0)
+    rankme: float = field(
+        1.5, "Warn if the effective rank of the encodings (RankMe) is below this after the first 5 % of the run.", ge=1
+    )
+    action: Literal["warn", "stop"] = field(
+        "warn", "warn: log a warning once. stop: end the run with exit code 4, without another checkpoint."
+    )
 
 
 class IbotConfig(Frozen):
@@ -66,7 +72,7 @@ class DinoObjectiveConfig(Frozen):
     )
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
     clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
-    collapse: CollapseConfig = field(CollapseConfig(), "Thresholds of the warning that representations collapse.")
+    collapse: CollapseConfig = field(CollapseConfig(), "When representations count as collapsed.")
 
     @model_validator(mode="after")
     def _crops(self) -> DinoObjectiveConfig:
@@ -83,7 +89,7 @@ class DinoObjectiveConfig(Frozen):
 
     @property
     def patch_head(self) -> bool:
-        """Return whether masked patches have a head of their own."""
+        """Return whether masked patches have a separate head."""
         if self.ibot is None:
             return False
         return (

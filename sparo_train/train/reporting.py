@@ -15,7 +15,7 @@ from ..core.contracts import Batch, DataPipeline, Engine, Loss, Objective, StepR
 from ..core.disk.metrics import MetricsLog, read
 from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
-from ..core.errors import StoppedError
+from ..core.errors import CollapseError, StoppedError
 from ..core.world import World
 from .meter import FlopCounter, Meter, MetricExchange, RunClock, average_over_ranks, memory, utilisation
 from .run_config import LogConfig, ProfileConfig
@@ -60,7 +60,7 @@ class Reporter:
         self, step: int, total_steps: int, loss: Loss, report: StepReport, batch: Batch, objective: Objective
     ) -> dict[str, Any]:
         """Log the metrics of a step, equal on every rank; the host waits for the device here."""
-        own = self._numbers(loss.metrics) | {"loss": float(loss.total)}
+        own = self._numbers({**loss.metrics, **objective.log_metrics()}) | {"loss": float(loss.total)}
         # After the float() above, because only then has the device finished the timed work.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
@@ -131,6 +131,8 @@ class Reporter:
         """Log a health problem of the objective once until it is over; `alarm` in the metrics is 1 while it lasts."""
         try:
             problem = objective.check_health(facts)
+        except CollapseError:
+            raise  # on all ranks, because the facts are averages
         except Exception as error:  # errors of a plug-in's objective must not end the run while it is only reporting
             problem = f"its alarm failed ({type(error).__name__}: {error})"
         if problem is not None and not self._unhealthy:

@@ -10,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from launch.commands.train import train
 from sparo_train.core.contracts import Progress
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.examples.masking import Masking, rectangles
 from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.dino_config import CollapseConfig
+from sparo_train.objectives.dino_health import collapse_message, prototypes_used, rankme, spread
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import dino_recipe
-from tests.helpers.runs import assert_bit_equal, losses_of, run
+from tests.helpers.runs import assert_bit_equal, run
 from tests.parity.test_dino import CLS, SPARO, batch, config
 
 GRID, MOST = 4, 8  # 32 pixels in patches of 8; half of 16
@@ -205,12 +208,33 @@ def test_a_run_resumes_bit_identically(shards, tmp_path):
     terms = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp"}
     tree = dino_recipe(shards, tmp_path / "straight", steps=6)
     tree["objective"] |= terms
-    straight = run(tree)
+    train(straight := run(tree))
     stopped = dino_recipe(shards, tmp_path / "stopped", steps=6)
     stopped["objective"] |= terms
-    run({**stopped, "stop_after_steps": 3})
-    run(stopped)
-    assert losses_of(straight.folder) == losses_of(tmp_path / "stopped/dino")
+    train(run({**stopped, "stop_after_steps": 3}))
+    train(run(stopped))
+
     assert_bit_equal(straight.folder, tmp_path / "stopped/dino", 6)
     with pytest.raises(ConfigError, match=r"objective\.koleo couples the samples of a batch"):
         run({**stopped, "micro_batch_size": 2})
+
+
+def test_collapses_of_every_kind_are_told_apart():
+    torch.manual_seed(0)
+    limits, healthy = CollapseConfig(), torch.randn(64, 32)
+    assert rankme(healthy) > 20 and 0.9 < spread(healthy) < 1.1
+    # One direction: RankMe is one, and no encoding differs in direction.
+    line = torch.rand(64, 1) @ torch.randn(1, 32)
+    assert rankme(line) == pytest.approx(1, abs=0.01) and spread(line) == pytest.approx(0, abs=1e-3)
+    singular = torch.linalg.svdvals(healthy)
+    shares = singular / singular.sum() + 1e-7
+    assert rankme(healthy).item() == pytest.approx(math.exp(-(shares * shares.log()).sum()), rel=1e-4)
+    used = torch.eye(8)[torch.arange(64) % 4]
+    assert prototypes_used(used) == pytest.approx(4, rel=1e-5)
+    facts = {"teacher_entropy": 2.0, "teacher_kl": 0.5, "rankme": 10.0, "done": 0.5}
+    cases = {"teacher_entropy": (0.0, math.log(1024)), "teacher_kl": (0.0,), "rankme": (1.0,)}
+    assert collapse_message(limits, 1024, facts) is None
+    for name, values in cases.items():
+        for value in values:
+            assert "collapses" in (collapse_message(limits, 1024, {**facts, name: value}) or ""), (name, value)
+    assert collapse_message(limits, 1024, {**facts, "rankme": 1.0, "done": 0.01}) is None  # a new network

@@ -10,7 +10,7 @@ import pytest
 from launch.commands.train import train
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.disk import metrics
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import CollapseError, ConfigError
 from tests.helpers.processes import sparo, start_sparo
 from tests.helpers.recipes import dino_recipe
 from tests.helpers.runs import assert_bit_equal, goes_on_across_engines, kill_behind, losses_of, run
@@ -71,8 +71,17 @@ def test_a_collapse_is_warned_of_once_and_recorded(shards, tmp_path, capsys):
     assert said.count("the representation collapses") == 1 and "objective.collapse" in said
     records = metrics.read(config.folder / "metrics.jsonl", "train")
     assert [r.get("alarm") for r in records] == [1.0] * 6
+    tree["objective"]["collapse"] = {"action": "stop"}
+    tree["name"] = "stopped"
+    with pytest.raises(
+        CollapseError, match=r"teacher entropy 1\.0000 of log\(out_dim\), outside .*action=warn"
+    ) as ended:
+        train(run(tree))
+    assert ended.value.exit_code == 4
     healthy = run(dino_recipe(shards, tmp_path / "healthy", steps=6))
     train(healthy)
+    record = metrics.read(healthy.folder / "metrics.jsonl", "train")[-1]
+    assert 1 < record["rankme"] <= 8 and 0 < record["feature_std"] < 1 and 1 <= record["prototypes_used"] <= 64
     assert not any("alarm" in r for r in metrics.read(healthy.folder / "metrics.jsonl", "train"))
 
 
