@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from evals.encoders.loading import load_encoder as load_encoder
     from evals.encoders.selection import MaskedEncoder as MaskedEncoder
     from evals.feature_store.features import FeatureStore as FeatureStore
+    from evals.interop.backbone_exports import load_readout as load_readout
     from evals.report.results_file import read_records as read_records
     from evals.sets.task_config import SetTaskConfig as SetTaskConfig
     from evals.sets.wds import WdsSet as WdsSet

@@ -155,17 +155,23 @@ class Export:
 
     Args:
         write: writes weights to a path and returns the files that it wrote.
-        name: file name in RUN/export; empty: the folder itself.
+        name: name in RUN/export; empty: the folder itself.
         use: Python that loads the export, for the model card; PLACE stands for the path. Empty: the card names no
             program.
         methods: methods whose runs it can write, in addition to those that name it in their `exports`, for a layout
             that a package adds to a method of another package.
+        folder: `name` is a folder.
     """
 
     write: Callable[[TrainedWeights, Path], Path]
     name: str = ""
     use: str = ""
     methods: tuple[str, ...] = ()
+    folder: bool = False
+
+    @property
+    def is_folder(self) -> bool:
+        return self.folder or not self.name
 
 
 def export_run(
@@ -179,8 +185,8 @@ def export_run(
     Args:
         run: the run or checkpoint.
         to: path of the export; None: in the run folder.
-        layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP, `dino` (one .pth file with
-            student, teacher and centre) for DINO, or a plug-in's; None: the method's default.
+        layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP; `dino` (one .pth file with
+            student, teacher and centre), `timm`, `transformers` (folders) or `torch` (a .pt2 program) for DINO; or a plug-in's; None: the method's default.
         average: `last:N`: export the mean of the newest N checkpoints instead.
 
     Raises:
@@ -270,9 +276,9 @@ def export_weights(trained: TrainedWeights, home: Path, to: Path | None = None, 
     if name not in fitting and kind not in export.methods:
         raise ConfigError(f"--layout {name!r}: runs of objective {kind} support {' or '.join(fitting) or 'no layout'}")
     place = to or home / export.name
-    if not export.name and place.is_file():
+    if export.is_folder and place.is_file():
         raise ConfigError(f"--out {place}: is a file, but layout {name} writes a folder. Name another path.")
-    if export.name and place.is_dir():
+    if not export.is_folder and place.is_dir():
         raise ConfigError(f"--out {place}: is a folder, but layout {name} writes a file. Name {place / export.name}.")
     return export.write(trained, place)
 

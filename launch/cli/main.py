@@ -164,7 +164,8 @@ def export(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Format: open_clip (a folder, loaded with local-dir:FOLDER), sparo-clip (a .pt file), or dino (a .pth file, for DINO runs)."
+            help="Format: open_clip (a folder, loaded with local-dir:FOLDER) or sparo-clip (a .pt file); for DINO runs: dino (a .pth file), timm, "
+            "transformers (folders) or torch (a .pt2 program that needs torch only)."
         ),
     ] = None,
     average: Annotated[
@@ -176,7 +177,7 @@ def export(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="With --hub: create the repository as private.")] = False,
 ) -> None:
-    """Export the newest weights of a run for open_clip, sparo-clip or the official DINO code, with a model card."""
+    """Export the newest weights of a run for another program, with a model card."""
     from evals.interop.exporting import export_run
 
     # Before the export, so that a wrong option is reported before half an hour of writing.

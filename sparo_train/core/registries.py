@@ -202,6 +202,9 @@ EXPORTS = Registry(
         "open_clip": "evals.interop.exporting:OPEN_CLIP",
         "sparo-clip": "evals.interop.exporting:SPARO_CLIP",
         "dino": "evals.interop.exporting:DINO",
+        "timm": "evals.interop.backbone_exports:TIMM",
+        "transformers": "evals.interop.transformers_export:TRANSFORMERS",
+        "torch": "evals.interop.backbone_exports:TORCH",
     },
     ("write", "use"),
 )

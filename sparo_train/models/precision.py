@@ -13,7 +13,7 @@ from torch.nn import functional as F
 def patchify(x: Tensor, patch: int) -> Tensor:
     """Cut (B, C, H, W) into (B, H//patch * W//patch, C * patch * patch), in the order of a convolution's weight; a remainder is cut off."""
     rows, columns = x.shape[-2] // patch, x.shape[-1] // patch
-    x = x[..., : rows * patch, : columns * patch].reshape(len(x), x.shape[1], rows, patch, columns, patch)
+    x = x[..., : rows * patch, : columns * patch].reshape(x.shape[0], x.shape[1], rows, patch, columns, patch)
     # Channel before row and column, as in the memory of a convolution's weight.
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 

@@ -89,11 +89,11 @@ class Vit(VisionTransformer):
         if self.read_by is not None:
             # Flat and not normalised, because DINO's head is an MLP over all values (App. C.2).
             return self.slots(x, drop).flat()
-        return self.norm(self._run(x, drop, cls_only=True))[:, 0]
+        return self.norm(self.hidden(x, drop, cls_only=True))[:, 0]
 
     def slots(self, x: Tensor, drop: Tensor | None = None, need_attention: bool = False) -> Slots:
         """Return slots (B, L, V) with attention (B, L, N) over CLS and patches (only patches if `attend_cls` is false); needs a readout."""
-        return self._read(self._run(x, drop), need_attention)
+        return self._read(self.hidden(x, drop), need_attention)
 
     def with_patches(self, x: Tensor, drop: Tensor | None = None, masks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the encoding, and the patches after `norm`, (B, patches, d).
@@ -103,10 +103,28 @@ class Vit(VisionTransformer):
             drop: see `forward`.
             masks: (B, patches) bool: patches that `mask_token` replaces; None: no patch.
         """
-        x = self._run(x, drop, masks=masks)
+        x = self.hidden(x, drop, masks=masks)
         normed = self.norm(x)
         encoding = normed[:, 0] if self.read_by is None else self._read(x, False).flat()
         return encoding, normed[:, self.prefix :]
+
+    def hidden(self, x: Tensor, drop: Tensor | None, cls_only: bool = False, masks: Tensor | None = None) -> Tensor:
+        """Return the tokens after the last block, before any norm, for pixels; with `cls_only` only the first one."""
+        rotary, x = self.rotary(x), self.embed(x, masks)
+        scales = None
+        if drop is not None:
+            rates: Tensor = self.drop_rates  # type: ignore[assignment]
+            # Scale kept paths up, so that their mean equals the value in evaluation.
+            scales = ((drop >= rates * DROP_RANGE) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
+        for number, block in enumerate(self.blocks):
+            scale = None if scales is None else scales[:, number]
+            last = cls_only and number == len(self.blocks) - 1
+            # Recomputing without a graph would only cost time.
+            if self.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, scale, last, rotary, use_reentrant=False)  # type: ignore[assignment]
+            else:
+                x = block(x, scale, last, rotary)
+        return x
 
     def intermediate(self, x: Tensor, n: int) -> list[Tensor]:
         """Return all tokens of the last `n` blocks, each after `norm`, like the official `get_intermediate_layers`."""
@@ -151,12 +169,12 @@ class Vit(VisionTransformer):
         tokens = F.linear(patchify(x, self.patch), proj.weight.flatten(1), proj.bias)
         if masks is not None:
             tokens = torch.where(masks[..., None], self.mask_token.to(tokens.dtype), tokens)
-        start = self.cls_token.expand(len(x), -1, -1).to(tokens.dtype)  # type: ignore[union-attr]
+        start = self.cls_token.expand(x.shape[0], -1, -1).to(tokens.dtype)  # type: ignore[union-attr]
         tokens = torch.cat([start, tokens], dim=1)
         if self.pos_embed is not None:
             tokens = tokens + self.positions(rows, columns).to(tokens.dtype)
         if self.config.registers:
-            registers = self.register_tokens.expand(len(x), -1, -1).to(tokens.dtype)
+            registers = self.register_tokens.expand(x.shape[0], -1, -1).to(tokens.dtype)
             tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
         return self.norm_pre(tokens)
 
@@ -187,24 +205,6 @@ class Vit(VisionTransformer):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.checkpointed = enable
-
-    def _run(self, x: Tensor, drop: Tensor | None, cls_only: bool = False, masks: Tensor | None = None) -> Tensor:
-        """Return the last block's tokens for pixels; with `cls_only` only the first one."""
-        rotary, x = self.rotary(x), self.embed(x, masks)
-        scales = None
-        if drop is not None:
-            rates: Tensor = self.drop_rates  # type: ignore[assignment]
-            # Scale kept paths up, so that their mean equals the value in evaluation.
-            scales = ((drop >= rates * DROP_RANGE) / (1 - rates)).to(x.dtype).unflatten(1, (-1, 2))
-        for number, block in enumerate(self.blocks):
-            scale = None if scales is None else scales[:, number]
-            last = cls_only and number == len(self.blocks) - 1
-            # Recomputing without a graph would only cost time.
-            if self.checkpointed and torch.is_grad_enabled():
-                x = checkpoint(block, x, scale, last, rotary, use_reentrant=False)  # type: ignore[assignment]
-            else:
-                x = block(x, scale, last, rotary)
-        return x
 
     def _read(self, x: Tensor, need_attention: bool) -> Slots:
         assert self.read_by is not None

@@ -116,6 +116,12 @@ class VitConfig(Frozen):
         return self.depth - self.readout.placement.replaced
 
     @property
+    def mlp_width(self) -> int:
+        """Return the hidden width of a block's MLP; of a gated one, that of each half."""
+        hidden = int(self.width * self.mlp_ratio)
+        return (int(hidden * 2 / 3) + 7) // 8 * 8 if self.ffn_layer == "swiglu" else hidden
+
+    @property
     def out_width(self) -> int:
         """Return the number of values in one encoding."""
         slots, slot_width = self.readout.shape(self.width)

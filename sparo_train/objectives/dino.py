@@ -329,4 +329,11 @@ def _rules(run: Any) -> None:
             )
 
 
-METHOD = Method(DinoObjectiveConfig, DinoObjective, _examples, _rules, exports=("dino",), choose=choose)
+METHOD = Method(
+    DinoObjectiveConfig,
+    DinoObjective,
+    _examples,
+    _rules,
+    exports=("dino", "timm", "transformers", "torch"),
+    choose=choose,
+)

@@ -1,0 +1,224 @@
+"""Exports of DINO's backbone: a folder for timm, the readout next to it, and a program for torch without sparo."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sparo_train.core.config import resolve
+from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.files import read_json, whole_file, write_whole
+from sparo_train.models.readout import ReadOut, Slots, read_slots
+from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import VitConfig
+
+from .exporting import Export, TrainedWeights
+
+_READOUT, _READOUT_CONFIG = "readout.safetensors", "readout.json"
+_TIMM_LOAD = """import timm
+
+model = timm.create_model("local-dir:PLACE", pretrained=True)
+tokens = model.forward_features(pixels)  # (n, prefix + patches, width), normalized; the class token first"""
+_TORCH_LOAD = """import torch
+
+model = torch.export.load("PLACE").module()
+encoding, patches, attention = model(pixels)  # uint8 (n, 3, S, S); attention is empty without slots"""
+
+
+def backbone_weights(trained: TrainedWeights) -> tuple[VitConfig, dict[str, Tensor]]:
+    """Return the config and the weights of the teacher's backbone, which DINO scores and releases."""
+    own = "teacher.backbone."
+    weights = {name.removeprefix(own): t for name, t in trained.weights.items() if name.startswith(own)}
+    weights.pop("mask_token", None)
+    return trained.objective.model, weights
+
+
+def _timm(trained: TrainedWeights, folder: Path) -> Path:
+    config, weights = backbone_weights(trained)
+    arch, args = _timm_model(config)
+    trunk = {name: t for name, t in weights.items() if not name.startswith(f"{config.readout.kind}.")}
+    pretrained_cfg = {
+        "input_size": [config.bands, config.image_size, config.image_size],
+        "mean": list(trained.objective.mean),
+        "std": list(trained.objective.std),
+        "interpolation": "bicubic",
+        "crop_pct": 224 / 256,
+        "num_classes": 0,
+    }
+    content = {"architecture": arch, "num_classes": 0, "num_features": config.width, "global_pool": "token"}
+    content |= {"model_args": args, "pretrained_cfg": pretrained_cfg}
+    write_folder(folder, content, _timm_names(trunk, config), config, weights)
+    return folder
+
+
+def _timm_model(config: VitConfig) -> tuple[str, dict[str, Any]]:
+    """Return timm's architecture and its arguments. Raises `ConfigError` if timm has no such model."""
+    args: dict[str, Any] = {
+        "img_size": config.image_size,
+        "patch_size": config.patch_size,
+        "in_chans": config.bands,
+        "embed_dim": config.width,
+        "depth": config.blocks,
+        "num_heads": config.heads,
+        "mlp_ratio": config.mlp_ratio,
+        "init_values": config.layer_scale,
+    }
+    args = {key: value for key, value in args.items() if value is not None}
+    if config.positions == "rope":
+        gated = {"swiglu_mlp": True, "mlp_ratio": config.mlp_width / config.width, "swiglu_align_to": 8}
+        more = gated if config.ffn_layer == "swiglu" else {}
+        arch, eps = "vit_small_patch16_dinov3_qkvb", 1e-5
+        args |= {"num_reg_tokens": config.registers, "rope_temperature": config.rope_base, **more}
+    elif config.pre_norm:
+        arch, eps = ("vit_base_patch16_clip_quickgelu_224" if config.quick_gelu else "vit_base_patch16_clip_224"), 1e-5
+    elif config.ffn_layer == "swiglu":
+        # timm counts both halves of the gated layer.
+        arch, eps = "vit_giant_patch14_dinov2", 1e-6
+        args |= {
+            "mlp_ratio": 2 * config.mlp_width / config.width,
+            "reg_tokens": config.registers,
+            "no_embed_class": config.registers > 0,
+        }
+    else:
+        arch, eps = "vit_base_patch16_224", 1e-6
+        args |= {"reg_tokens": config.registers, "no_embed_class": config.registers > 0}
+    if config.norm_eps != eps:
+        raise ConfigError(
+            f"--layout timm: timm's {arch} has layer norms with epsilon {eps:g}, got norm_eps={config.norm_eps:g}. Use --layout torch or dino."
+        )
+    return arch, args
+
+
+def _timm_names(weights: Mapping[str, Tensor], config: VitConfig) -> dict[str, Tensor]:
+    rope = config.positions == "rope"
+    rules = [(r"register_tokens", "reg_token")]
+    if rope:
+        rules += [(r"ls(1|2)\.gamma", r"gamma_\1")]
+    elif config.ffn_layer == "swiglu":
+        rules += [(r"mlp\.w12\.", "mlp.fc1."), (r"mlp\.w3\.", "mlp.fc2.")]
+    state: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        new = name
+        for old, replacement in rules:
+            new = re.sub(old, replacement, new)
+        if rope and new.endswith("attn.qkv.bias"):
+            query, _, own = value.chunk(3)
+            state[new.replace("qkv.bias", "q_bias")], state[new.replace("qkv.bias", "v_bias")] = query, own
+        elif rope and ".mlp.w12." in new:
+            state[new.replace("w12", "fc1_g")], state[new.replace("w12", "fc1_x")] = value.chunk(2)
+        else:
+            state[new.replace("mlp.w3.", "mlp.fc2.") if rope else new] = value
+    if config.registers and not rope:  # timm adds no position to the class token of these models
+        positions = state["pos_embed"]
+        state["cls_token"], state["pos_embed"] = state["cls_token"] + positions[:, :1], positions[:, 1:]
+    return state
+
+
+def write_folder(
+    folder: Path,
+    content: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    config: VitConfig,
+    weights: Mapping[str, Tensor],
+) -> None:
+    """Write a folder of another library, and the readout, which other libraries do not have, next to the backbone.
+
+    Args:
+        folder: the folder.
+        content: the library's config.json.
+        state: weights under the library's names.
+        config, weights: the model, and its weights under our names.
+
+    Raises:
+        ConfigError: the readout reads tokens before the last norm, which other libraries do not return.
+    """
+    own = f"{config.readout.kind}."
+    readout = {name.removeprefix(own): t.contiguous().clone() for name, t in weights.items() if name.startswith(own)}
+    if readout and config.readout.placement.norm != "tokens":
+        raise ConfigError(
+            "--layout: the readout reads tokens before the last norm, which this layout does not return. Use --layout torch or dino."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.json", json.dumps(content, indent=2) + "\n")
+    _save(folder / "model.safetensors", state, {"format": "pt"})
+    if readout:
+        _save(folder / _READOUT, readout)
+        write_whole(folder / _READOUT_CONFIG, config.model_dump_json(indent=2) + "\n")
+
+
+def _save(path: Path, state: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    with whole_file(path) as temporary:
+        save_file({name: t.contiguous().clone() for name, t in state.items()}, temporary, metadata=metadata)
+
+
+def load_readout(folder: str | Path) -> ReadOut:
+    """Return the readout of an export of layout `timm` or `transformers`; it maps normed tokens (B, N, d) to slots.
+
+    Args:
+        folder: the exported folder.
+
+    Raises:
+        CheckpointError: the folder has no readout.
+    """
+    place = Path(folder)
+    if not (place / _READOUT).is_file():
+        raise CheckpointError(f"{place}: has no readout ({_READOUT}). Export a run with a readout.")
+    config = resolve(
+        VitConfig, read_json(place / _READOUT_CONFIG, dict, CheckpointError), str(place / _READOUT_CONFIG), stored=True
+    )
+    readout = config.readout.build(config.width, None, config.width).image
+    assert readout is not None
+    readout.load_state_dict(load_file(place / _READOUT))
+    return readout.eval()
+
+
+class _Program(nn.Module):
+    """Backbone with its normalization, for `torch.export`."""
+
+    def __init__(self, vit: Vit, mean: Tensor, std: Tensor):
+        super().__init__()
+        self.vit = vit
+        self.register_buffer("mean", mean.view(-1, 1, 1))
+        self.register_buffer("std", std.view(-1, 1, 1))
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return encoding (n, D), normed patches (n, P, d), and the slots' attention (n, L, N), for uint8 pixels."""
+        x = (pixels.float() / 255 - self.get_buffer("mean")) / self.get_buffer("std")
+        vit, hidden = self.vit, self.vit.hidden(x, None)
+        normed = vit.norm(hidden)
+        patches = normed[:, vit.prefix :]
+        if vit.read_by is None:
+            return normed[:, 0], patches, normed.new_zeros(normed.shape[0], 0, 0)
+        slots = read_slots(self._readout, vit.place, vit.norm, hidden, None, True, vit.prefix)  # pyright: ignore[reportArgumentType]
+        assert slots.attention is not None
+        return slots.flat(), patches, slots.attention
+
+    def _readout(self, tokens: Tensor, keep: Tensor | None, need_attention: bool) -> Slots:
+        # The plain form, because the fast one has a gradient of its own, which cannot be exported.
+        module: Any = self.vit.get_submodule(self.vit.read_by or "")
+        plain = getattr(module, "plain", None)
+        return module(tokens, keep, need_attention=need_attention) if plain is None else plain(tokens, keep)
+
+
+def _torch(trained: TrainedWeights, path: Path) -> Path:
+    config, weights = backbone_weights(trained)
+    vit = Vit(config)
+    vit.load_state_dict(weights)
+    program = _Program(vit.eval(), torch.tensor(trained.objective.mean), torch.tensor(trained.objective.std)).eval()
+    example = torch.zeros(2, config.bands, config.image_size, config.image_size, dtype=torch.uint8)
+    with torch.no_grad():
+        exported = torch.export.export(program, (example,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
+    with whole_file(path) as temporary, temporary.open("wb") as stream:
+        torch.export.save(exported, stream)
+    return path
+
+
+TIMM = Export(_timm, "timm", _TIMM_LOAD, folder=True)
+TORCH = Export(_torch, "backbone.pt2", _TORCH_LOAD)
