@@ -55,7 +55,8 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
 def _open_from_layout(config: LabelledTaskConfig, split: str) -> EvalSet:
     """Return the images of one side, as the set `split` of the task's layout."""
     place = getattr(config, split)
-    eval_set = open_set(SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split), "label")
+    own = SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split, columns=config.columns)
+    eval_set = open_set(own, "label")
     if eval_set.kind != "label":
         raise DataError(f"{split}: {place} has several labels per image, but task {config.task} needs one")
     return eval_set

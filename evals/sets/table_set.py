@@ -10,6 +10,7 @@ from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 from sparo_train.core.files import parse_json, read_text
+from sparo_train.data.sources.folder import class_order
 
 from .base import FactKind, Layout, Pair, sha256
 from .image_files import FileSet
@@ -36,22 +37,49 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     path = root / columns.file
     text = read_text(path, DataError)
     make_facts = _FACTS[kind]
+    rows = [_Row(row, f"{path}: row {number + 1}") for number, row in enumerate(_rows(text, path))]
+    classes = _class_names(rows, columns.label) if kind == "label" and columns.label is not None else []
     images: dict[str, Any] = {}
-    for number, row in enumerate(_rows(text, path)):
-        values = _Row(row, f"{path}: row {number + 1}")
+    groups: dict[str, str] = {}
+    for number, values in enumerate(rows):
         if columns.split is not None and values.fill(f"{{{columns.split}}}") != split:
             continue
         names = [values.fill(template) for template in columns.images]
         key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
+        values.classes = classes
         for name, fact in zip(names, make_facts(columns, values, key), strict=True):
+            if columns.group is not None:
+                groups[name] = values.fill(f"{{{columns.group}}}")
             if kind != "pairs" and name in images:
                 raise DataError(f"{values.where}: repeats the image {name!r} of an earlier row. List each image once.")
             images.setdefault(name, []).append(fact)
     # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]
-    table_set = FileSet(root, list(images), facts, kind, sha256(text).encode())
+    table_set = TableSet(root, list(images), facts, kind, sha256(text).encode())
+    table_set.classes, table_set.groups = classes, [groups[name] for name in images] if groups else None
     table_set.images_per_row = len(columns.images)
     return table_set
+
+
+class TableSet(FileSet):
+    """Images of a table.
+
+    Attributes:
+        classes: names of the classes, in the order of their numbers; empty if the table has numbers.
+        groups: group of each image; None without a column of groups.
+    """
+
+    classes: Sequence[str] = ()
+    groups: list[str] | None = None
+
+    def own_classnames(self) -> list[str]:
+        return list(self.classes)
+
+
+def _class_names(rows: Sequence[_Row], label: str) -> list[str]:
+    """Return the classes of all rows, whatever their split, in the order of `class_order`; empty if all are numbers."""
+    texts = {row.fill(label) for row in rows}
+    return [] if all(text.isdecimal() for text in texts) else class_order(texts)
 
 
 class _Row:
@@ -59,6 +87,7 @@ class _Row:
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
+        self.classes: Sequence[str] = ()
 
     def fill(self, template: str) -> str:
         """Return the template with the row's values. Raises `DataError` for a column that the row lacks."""
@@ -74,9 +103,9 @@ class _Row:
 
     def label(self, template: str) -> int:
         text = self.fill(template)
-        if not text.isdecimal():
-            raise DataError(f"{self.where}: expected a class number from 0, got {text!r}")
-        return int(text)
+        if not text.strip():
+            raise DataError(f"{self.where}: has no class. Fill in the column, or remove the row.")
+        return self.classes.index(text) if self.classes else int(text)
 
 
 def _plain(value: Any) -> str:

@@ -26,10 +26,15 @@ class TableColumns(Frozen):
     false_captions: tuple[str, ...] = field(
         (), "Captions that are not true of the image, for task pairs.", strict=False, examples=[["{wrong}"]]
     )
-    label: str | None = field(None, "Column with the number of the class.", examples=["{label}"])
+    label: str | None = field(None, "Column with the class: its number from 0, or its name.", examples=["{label}"])
     kind: str = field("", "Kind of a row. Scores are also reported per kind.", examples=["{tag}"])
     split: str | None = field(
         None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]
+    )
+    group: str | None = field(
+        None,
+        "Column with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other.",
+        examples=["patient"],
     )
     key: str | None = field(None, "Column with the name of a row. Default: its number.", examples=["id"])
 
@@ -90,6 +95,7 @@ class LabelledTaskConfig(TaskConfig):
         "`train`, its split test from `test`.",
         examples=["wds"],
     )
+    columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")
     resize: int | None = field(
         None, "Shorter side before the center crop. Default: the encoder's own.", gt=0, examples=[256]
     )

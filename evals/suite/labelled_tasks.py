@@ -53,6 +53,9 @@ class KnnTaskConfig(LabelledTaskConfig):
         min_length=1,
     )
     temperature: float = field(0.07, "Temperature of a vote's weight, exp(cosine / temperature).", gt=0)
+    balanced: bool = field(
+        False, "Divide votes by the size of their class in the training set, for classes of very different sizes."
+    )
 
 
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
@@ -125,7 +128,11 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
         raise ConfigError(f"k={list(task.k)}: exceeds the {len(bank)} images of {task.train}. Use a smaller k.")
     queries, k = test.in_memory().to(encoder.device), max(ks)
     # Queries stay in memory and the bank is streamed, because it may not fit.
-    neighbours = knn.nearest(queries, share.blocks(knn.block_of(encoder.device)[1]), k, first)
+    facts = learned_on(bank_set, test_set, task.resize)
+    # An image that is in both sets would vote for itself, and images of one patient or slide for each other.
+    same = bool(facts.pop("scored_on_training", False))
+    groups = _groups(bank_set, test_set, same)
+    neighbours = knn.nearest(queries, share.blocks(knn.block_of(encoder.device)[1]), k, first, groups=groups)
     # Every rank searched its share of the bank; the best of all ranks are the result.
     neighbours = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in neighbours))), k)
     neighbours = knn.Nearest(*(t.to(encoder.device) for t in neighbours))
@@ -133,8 +140,23 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     # A test class without training images counts as an error, and needs no index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
-    result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline)
-    return attach_data_info(result, test, test_set, learned_on(bank_set, test_set, task.resize))
+    result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline, task.balanced)
+    if groups is not None:
+        facts["left_out_neighbours"] = "the image itself" if _group_names(test_set) is None else "images of its group"
+    return attach_data_info(result, test, test_set, facts)
+
+
+def _groups(bank: EvalSet, test: EvalSet, same: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return numbers of the groups of test images and of the bank's, whose members do not vote for each other; None if all vote."""
+    names = [_group_names(test), _group_names(bank)]
+    if names[0] is not None and names[1] is not None:
+        numbers = {name: i for i, name in enumerate(dict.fromkeys([*names[0], *names[1]]))}
+        return torch.tensor([numbers[n] for n in names[0]]), torch.tensor([numbers[n] for n in names[1]])
+    return (torch.arange(len(test)), torch.arange(len(bank))) if same else None
+
+
+def _group_names(source: EvalSet) -> list[str] | None:
+    return getattr(source, "groups", None)
 
 
 def check_labelled(task: LabelledTaskConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ def nearest(
     k: int,
     first_row: int = 0,
     block: tuple[int, int] | None = None,
+    groups: tuple[Tensor, Tensor] | None = None,
 ) -> Nearest:
     """Return the k rows of `bank` with the largest cosine to each query.
 
@@ -45,6 +46,8 @@ def nearest(
             once, block by block.
         k: at most n are returned.
         first_row: the number of the bank's first row, if it is part of a larger one.
+        groups: numbers of the groups of queries (m,) and of all rows of the bank; a row of the query's own group has the
+            similarity -inf. None: every row counts.
         block: queries and rows whose similarities are stored at once; None: a size that suits the device.
     """
     block = block or block_of(queries.device)
@@ -60,6 +63,10 @@ def nearest(
                 if buffer.numel() < len(q) * len(rows):
                     buffer = buffer.new_empty(len(q) * len(rows))
                 product = torch.mm(q, rows.T, out=buffer[: len(q) * len(rows)].view(len(q), len(rows)))
+                if groups is not None:
+                    asked = groups[0][number * block[0] : number * block[0] + len(q)]
+                    of_rows = groups[1][first_row : first_row + len(rows)]
+                    product.masked_fill_(asked.to(q.device)[:, None] == of_rows.to(q.device), -torch.inf)
                 best, before = best_of(product, k, first_row), nearest_parts[number]
                 nearest_parts[number] = best if before is None else merge([before, best], k)
             first_row += len(rows)
@@ -131,13 +138,24 @@ def _maxima(table: Tensor, size: int, groups: int) -> Tensor:
     return table.T.unflatten(0, (size, groups)).amax(dim=0).T.contiguous()
 
 
-def predictions(neighbours: Nearest, labels: Tensor, classes: int, k: int, temperature: float, top: int = 5) -> Tensor:
-    """Return classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class."""
+def predictions(
+    neighbours: Nearest,
+    labels: Tensor,
+    classes: int,
+    k: int,
+    temperature: float,
+    top: int = 5,
+    class_weights: Tensor | None = None,
+) -> Tensor:
+    """Return classes by the summed weights exp(similarity / T) of the k nearest, best first: (m, top); ties go to the lower class.
+
+    Votes are multiplied by `class_weights` (classes,) if given.
+    """
     k = min(k, neighbours.row.shape[1])
     # In parts, because sorted votes of all queries for all classes would dominate the time.
     part = block_of(neighbours.row.device)[0]
     best = [
-        _voted(similarity, row, labels, classes, temperature)[:, : min(top, classes)].clone()
+        _voted(similarity, row, labels, classes, temperature, class_weights)[:, : min(top, classes)].clone()
         for similarity, row in zip(
             neighbours.similarity[:, :k].split(part), neighbours.row[:, :k].split(part), strict=True
         )
@@ -145,9 +163,13 @@ def predictions(neighbours: Nearest, labels: Tensor, classes: int, k: int, tempe
     return torch.cat(best)
 
 
-def _voted(similarity: Tensor, row: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
+def _voted(
+    similarity: Tensor, row: Tensor, labels: Tensor, classes: int, temperature: float, class_weights: Tensor | None
+) -> Tensor:
     """Return all classes for some queries, best first."""
     weights = (similarity / temperature).exp()
+    if class_weights is not None:
+        weights = weights * class_weights[labels[row]]
     # Sum at the labels' positions, because a table of one-hot labels would be larger by the number of classes.
     votes = weights.new_zeros(len(weights), classes).scatter_add_(1, labels[row], weights)
     return votes.sort(dim=1, descending=True, stable=True).indices
@@ -161,6 +183,7 @@ def score(
     ks: Sequence[int],
     temperature: float,
     headline: int,
+    balanced: bool = False,
 ) -> Result:
     """Score acc1 and acc5 per k of queries with `labels` (m,), whose neighbours are in a bank with `bank_labels` (n,).
 
@@ -168,12 +191,15 @@ def score(
 
     `mean_per_class_recall` is that of k = `headline`. `counts["same_encoding"]` is the number of queries that have the
     same encoding as a row of the bank, which reveals a test set that overlaps the training set. As in eval_knn.py, acc5
-    counts the best min(5, k) classes.
+    counts the best min(5, k) classes. With `balanced`, a vote is divided by the number of images of its class in the bank.
     """
     metrics, predicted, labels = {}, {}, labels.cpu()
     bank_labels = bank_labels.to(neighbours.row.device)
+    weights = None
+    if balanced:  # a class with few images in the bank has as many votes in all as any other
+        weights = 1 / torch.bincount(bank_labels, minlength=classes).clamp(min=1).to(neighbours.similarity.dtype)
     for k in ks:
-        best = predictions(neighbours, bank_labels, classes, k, temperature).cpu()
+        best = predictions(neighbours, bank_labels, classes, k, temperature, class_weights=weights).cpu()
         predicted[f"predicted_k{k}"], right = best.numpy(), best == labels[:, None]
         metrics[f"acc1_k{k}"] = right[:, 0].double().mean().item()
         if classes > 5:
@@ -184,7 +210,8 @@ def score(
     predicted["right"] = right.numpy()
     hits = torch.bincount(labels, weights=right.double(), minlength=classes)
     metrics["mean_per_class_recall"], intervals["mean_per_class_recall"] = class_recall(hits, labels)
-    options = {"temperature": temperature, "normalised": "the encoding as a whole"}
+    options: dict[str, Any] = {"temperature": temperature, "normalised": "the encoding as a whole"}
+    options |= {"balanced": True} if balanced else {}
     counts = {
         "largest_class": int(torch.bincount(labels).max()),
         "same_encoding": int((neighbours.similarity[:, 0] > 1 - _SAME_ENCODING_TOLERANCE).sum()),

@@ -109,7 +109,11 @@ class Result(NamedTuple):
             )
         if self.options.get("scored_on_training"):
             notes.append("the scored images are the training images")
-        elif count := self.counts.get("same_encoding"):
+        if left_out := self.options.get("left_out_neighbours"):
+            notes.append(
+                f"{left_out} did not vote, because the test images would otherwise find themselves or their group"
+            )
+        if (count := self.counts.get("same_encoding")) and not self.options.get("scored_on_training"):
             notes.append(
                 f"{count} of {self.n} images have the same encoding as a training image: the sets overlap, or the encoder maps different images to one encoding"
             )

@@ -260,7 +260,7 @@ def test_test_images_in_the_training_set_are_reported(sets, tmp_path):
     def remarks(**places):
         return " ".join(run_knn(scoring(encoder()), KnnTaskConfig(task="knn", k=(1,), workers=0, **places)).remarks())
 
-    same = "the scored images are the training images"
+    same = "the image itself did not vote"
     assert same in remarks(train=sets["train"], test=sets["train"])
     assert same not in remarks(**sets)
     # Other pictures under the same names and of the same sizes have the same identity.
@@ -306,3 +306,45 @@ def test_files_skipped_in_training_mark_a_score_too():
     odd = Result("knn", 20, "acc1", {"acc1": 0.5}, 0.5, options=options)
     assert odd.odd() == odd.remarks()[0] and "2 file(s) skipped, not" in odd.odd()
     assert "4 file(s) skipped in training, not readable as images: 1 .mov, 3 .heic" in odd.odd()
+
+
+def test_images_of_a_group_do_not_vote_and_classes_may_be_balanced():
+    torch.manual_seed(0)
+    bank, labels = torch.randn(60, 8), torch.arange(60) % 3
+    labels[:40] = 0
+    groups = torch.arange(60) // 5
+    for block in ((7, 11), (64, 64)):
+        found = knn.nearest(bank, bank, 9, block=block, groups=(groups, groups))
+        similarity = F.normalize(bank, dim=-1) @ F.normalize(bank, dim=-1).T
+        similarity[groups[:, None] == groups] = -torch.inf
+        expected = similarity.sort(dim=1, descending=True, stable=True)
+        assert torch.equal(found.row, expected.indices[:, :9])
+    found = knn.nearest(bank, bank, 9, groups=(torch.arange(60), torch.arange(60)))
+    votes = torch.zeros(60, 3)
+    for query in range(60):
+        for similarity, row in zip(found.similarity[query], found.row[query], strict=True):
+            label = int(labels[row])
+            votes[query, label] += float((similarity / 0.07).exp()) / int((labels == label).sum())
+    result = knn.score(found, labels, labels, 3, (9,), 0.07, 9, balanced=True)
+    assert (result.predictions["predicted_k9"][:, 0] == votes.argmax(1).numpy()).all()
+    plain = knn.score(found, labels, labels, 3, (9,), 0.07, 9)
+    assert (plain.predictions["predicted_k9"] != result.predictions["predicted_k9"]).any()
+
+
+def test_a_table_with_names_of_classes_and_patients(tmp_path):
+    lines = ["file,diagnosis,patient"]
+    for i in range(12):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i // 2))  # two pictures of each patient, which are equal
+        lines.append(f"{i}.jpg,{('healthy', 'tumour')[i // 2 % 2]},p{i // 2}")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    columns = {"file": "labels.csv", "images": ["{file}"], "label": "{diagnosis}"}
+    keys = {"task": "knn", "layout": "table", "train": str(tmp_path), "test": str(tmp_path), "k": (1,), "workers": 0}
+    alone = run_knn(scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": columns}))
+    assert alone.metrics["acc1_k1"] == 1 and "the image itself did not vote" in " ".join(alone.remarks())
+    grouped = run_knn(
+        scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient"}})
+    )
+    assert grouped.metrics["acc1_k1"] < 1 and "images of its group" in " ".join(grouped.remarks())
+    (tmp_path / "labels.csv").write_text("file,diagnosis\n0.jpg,\n1.jpg,a")
+    with pytest.raises(DataError, match=r"labels\.csv: row 1: has no class"):
+        run_knn(scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": columns}))
