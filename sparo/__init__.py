@@ -95,6 +95,7 @@ _SOURCES = {
     "image_crop": "evals.slots.overlay:image_crop",
     "informative_slots": "evals.slots.attend:informative_slots",
     "load_encoder": "evals.encoders.loading:load_encoder",
+    "load_readout": "evals.interop.backbone_exports:load_readout",
     "load_recipe": "launch.recipes:load_run",
     "make_scenes": "launch.commands.making:make_scenes",
     "normalize_slots": "sparo_train.models.readout:normalize_slots",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from sparo_train.data.examples.image_text import ClipTokenizer
@@ -115,6 +116,24 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, ConditionedEncoder):
         return self.model.text.slots(tokens, need_attention=True)  # type: ignore[operator, return-value]
 
 
+class ImageDescription(NamedTuple):
+    """Everything that a DINO backbone computes for n images; patches are in rows of the image.
+
+    Attributes:
+        encoding: (n, D), as scored: the class token after `norm`, or the flat slots.
+        cls: (n, d), class token after `norm`.
+        patches: (n, P, d), after `norm`.
+        slots: (n, L, V); None without a readout.
+        attention: (n, L, P), each slot's attention to patches; None without a readout.
+    """
+
+    encoding: Tensor
+    cls: Tensor
+    patches: Tensor
+    slots: Tensor | None
+    attention: Tensor | None
+
+
 class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     """Encoder of a DINO backbone; encodings are not normalised (CLS after `norm`, or flat slots)."""
 
@@ -148,6 +167,20 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         """Return the input of DINO's linear probe, see `Vit.probe_features`; (n, 3, S, S) uint8 -> fp32 (n, width)."""
         with self.autocast():
             return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
+
+    @torch.inference_mode()
+    def describe(self, images: Sequence[Image.Image]) -> ImageDescription:
+        """Return encoding, class token, patches, slots and their attention of images of any size."""
+        x = self.normalised(self.stacked([self.transform(image) for image in images]))
+        with self.autocast():
+            tokens = self.model.intermediate(x, 1)[0].float()
+            slots = None if self.model.read_by is None else self.model.slots(x, need_attention=True)
+        cls, patches = tokens[:, 0], tokens[:, self.model.prefix :]
+        if slots is None:
+            return ImageDescription(cls, cls, patches, None, None)
+        assert slots.attention is not None
+        attention = slots.attention[..., -patches.shape[1] :].float()
+        return ImageDescription(slots.flat().float(), cls, patches, slots.values.float(), attention)
 
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:

@@ -201,7 +201,7 @@ class _Program(nn.Module):
         return slots.flat(), patches, slots.attention
 
     def _readout(self, tokens: Tensor, keep: Tensor | None, need_attention: bool) -> Slots:
-        # The plain form, because the fast one has a gradient of its own, which cannot be exported.
+        # The plain form, because the custom gradient of the fast one cannot be exported.
         module: Any = self.vit.get_submodule(self.vit.read_by or "")
         plain = getattr(module, "plain", None)
         return module(tokens, keep, need_attention=need_attention) if plain is None else plain(tokens, keep)

@@ -54,7 +54,7 @@ class KnnTaskConfig(LabelledTaskConfig):
     )
     temperature: float = field(0.07, "Temperature of a vote's weight, exp(cosine / temperature).", gt=0)
     balanced: bool = field(
-        False, "Divide votes by the size of their class in the training set, for classes of very different sizes."
+        False, "Divide votes by the number of training images of their class, so that all classes have the same weight."
     )
 
 

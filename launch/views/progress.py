@@ -187,22 +187,22 @@ def check_facts(report: Report) -> dict[str, Any]:
         "samples": report.samples,
         "broken": report.reasons(),
         "notes": report.notes(),
-        "survey": None if (seen := report.survey()) is None else seen._asdict(),
+        "survey": None if (survey := report.survey()) is None else survey._asdict(),
         "duplicates": {name: getattr(report, name)._asdict() for name in _KINDS},
         "bad": {s.url: [list(pair) for pair in s.bad] for s in report.shards if s.bad},
         "damaged": {s.url: s.damage for s in report.shards if s.damage},
     }
 
 
-def _survey_lines(seen: Survey) -> list[str]:
+def _survey_lines(survey: Survey) -> list[str]:
     """Return formats, sizes and colours, the last as keys of a recipe."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in seen.kinds.items())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in survey.kinds.items())
     sizes = "; ".join(
         f"{what} {low} to {high} (5 %: {p5}, median {p50}, 95 %: {p95})"
-        for what, (low, p5, p50, p95, high) in (("width", seen.widths), ("height", seen.heights))
+        for what, (low, p5, p50, p95, high) in (("width", survey.widths), ("height", survey.heights))
     )
-    gray = f"; {seen.gray:.0%} of images are gray" if seen.gray else ""
-    mean, std = (str(list(values)).replace(" ", "") for values in (seen.mean, seen.std))
+    gray = f"; {survey.gray:.0%} of images are gray" if survey.gray else ""
+    mean, std = (str(list(values)).replace(" ", "") for values in (survey.mean, survey.std))
     return [f"formats: {kinds}", f"pixels: {sizes}", f"colours: objective.mean={mean} objective.std={std}{gray}"]
 
 
@@ -211,8 +211,8 @@ def _totals(report: Report) -> list[str]:
     lines = [f"{len(report.shards)} shards, {report.samples} samples; {broken}"]
     if notes := report.notes():
         lines.append("usable, but unusual: " + ", ".join(f"{n} {note}" for note, n in notes.items()))
-    if (seen := report.survey()) is not None:
-        lines += _survey_lines(seen)
+    if (survey := report.survey()) is not None:
+        lines += _survey_lines(survey)
     for name in _KINDS:
         duplicates = getattr(report, name)
         if name == "looks" and duplicates.copies <= report.images.copies:

@@ -215,11 +215,11 @@ class DinoObjective(Objective):
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
         """Load a backbone of any supported program into both student and teacher, resized to this model."""
-        return self._resized(weights, source.config if isinstance(source, Vit) else None)
+        return self._backbone_pair(weights, source.config if isinstance(source, Vit) else None)
 
-    def _resized(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
+    def _backbone_pair(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
         fitted = self._fit(weights, theirs)
-        for line in fitted.resized:
+        for line in fitted.size_changes:
             logger.info(f"start_from: resized {line}")
         if fitted.unused:
             logger.info(f"start_from: the readout replaces {fitted.unused[0].rpartition('.')[0]} and later blocks")
@@ -234,7 +234,9 @@ class DinoObjective(Objective):
             return None
         file = read_dino(content, "the file", key)
         training = read_dino_training(content) if key is None else None
-        weights = self._resized(file.backbone, file.config) if training is None else self.adapt_to_resolution(training)
+        weights = (
+            self._backbone_pair(file.backbone, file.config) if training is None else self.adapt_to_resolution(training)
+        )
         return FileWeights(weights, *file.normalisation)
 
     def _fit(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> FittedVit:

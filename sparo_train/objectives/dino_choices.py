@@ -44,18 +44,18 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     median = situation.survey.sides[2] if situation.survey else 224
     largest = 224 if situation.gpu else 64
     usual = 16 if median >= 96 and situation.gpu else 8 if median >= 48 else 4
-    patch = _given(recipe, "objective.model.patch_size", start.config.patch_size if start else usual)
-    side = _given(recipe, "objective.model.image_size", max(2, min(median, largest) // patch) * patch)
+    patch = _recipe_value(recipe, "objective.model.patch_size", start.config.patch_size if start else usual)
+    side = _recipe_value(recipe, "objective.model.image_size", max(2, min(median, largest) // patch) * patch)
     most = 256 if situation.gpu else 64
-    batch = _given(recipe, "batch_size", max(8, min(most, 1 << max(0, (images // 4).bit_length() - 1))))
+    batch = _recipe_value(recipe, "batch_size", max(8, min(most, 1 << max(0, (images // 4).bit_length() - 1))))
     low, high = (10_000, 250_000) if situation.gpu else (1_000, 4_000)
     steps = min(max(100 * images // batch, low), high)
     if start is not None:
         steps = steps * 3 // 10
-    epochs = _given(recipe, "epochs", None)
+    epochs = _recipe_value(recipe, "epochs", None)
     if epochs is not None:
         steps = int(epochs * images) // batch
-    return _Plan(patch, side, batch, max(1, _given(recipe, "steps", steps)))
+    return _Plan(patch, side, batch, max(1, _recipe_value(recipe, "steps", steps)))
 
 
 def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan) -> Iterator[Choice]:
@@ -71,7 +71,7 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
                 yield Choice(f"objective.model.{key}", value, "of the initial weights")
         yield Choice("objective.mean", list(start.mean), "of the initial weights")
         yield Choice("objective.std", list(start.std), "of the initial weights")
-    elif _given(situation.recipe, "objective.model.arch", None) is None:
+    elif _recipe_value(situation.recipe, "objective.model.arch", None) is None:
         if situation.gpu:
             yield Choice("objective.model.arch", "vit_base" if situation.images >= _LARGE else "vit_small", images)
         else:
@@ -79,7 +79,7 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
     if start is None and survey is not None:
         yield Choice("objective.mean", list(survey.mean), f"of {survey.images} images")
         yield Choice("objective.std", list(survey.std), f"of {survey.images} images")
-    if _given(situation.recipe, "objective.model.readout.kind", "cls") == "sparo":
+    if _recipe_value(situation.recipe, "objective.model.readout.kind", "cls") == "sparo":
         for key in ("slots", "slot_width", "head_width"):
             yield Choice(f"objective.model.readout.{key}", 64 if situation.gpu else 32, machine)
     prototypes = 1024 if situation.images < 10_000 else 8192 if situation.images < 100_000 else 65536
@@ -125,7 +125,7 @@ def _views(situation: Situation, start: BackboneDescription | None, plan: _Plan)
     yield Choice("engine.precision", "bf16" if situation.gpu else "fp32", "on a GPU" if situation.gpu else "on CPUs")
 
 
-def _given(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:
+def _recipe_value(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:
     value: Any = recipe
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

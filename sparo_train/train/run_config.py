@@ -124,7 +124,7 @@ class RunConfig(Frozen):
     """A whole recipe. Exactly one of `steps`, `epochs`, `samples` gives the length of training."""
 
     alternatives: ClassVar[tuple[str, ...]] = ("steps", "epochs", "samples")
-    # What a text on the command line stands for: `data=FOLDER`, `init=FILE`.
+    # Short forms on the command line: `data=FOLDER`, `init=FILE`.
     short_forms: ClassVar[Mapping[str, Callable[[str], tuple[tuple[str, ...], Any]]]] = {
         "data": lambda place: (("data", "sources"), {"images": _source_at(place)}),
         "init": lambda place: (("start_from",), place),

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import timm
+import torch
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -22,6 +23,7 @@ from launch.recipes import recipe
 from object_centric.encoders.frozen import FrozenConfig
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.data.servers.remote import remedy
+from sparo_train.models.weight_files.vit_names import official_vit_names
 from sparo_train.train.dry_run import dry_run
 from sparo_train.train.run_config import load_run
 from tests.helpers.forking import install
@@ -136,6 +138,23 @@ def write_photos(folder: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / "photos.parquet")
 
 
+def write_slides(folder: Path) -> None:
+    """slides/ with images of several kinds and labels.csv, a backbone of DINOv2 with two blocks, and the page's probe.yaml."""
+    slides, lines = folder / "slides", ["image,diagnosis,patient"]
+    (slides / "a").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        side, suffix = int(rng.integers(60, 120)), ("tif", "png", "jpg")[(i - 1) % 3]
+        pixels = np.kron(rng.integers(0, 255, (4, 4, 3)), np.ones((side // 4, side // 4, 1))).astype(np.uint8)
+        Image.fromarray(pixels).save(slides / f"a/{i:04d}.{suffix}")
+        lines.append(f"a/{i:04d}.{suffix},{('healthy', 'tumour')[i % 2]},p{i // 4}")
+    (slides / "labels.csv").write_text("\n".join(lines))
+    model = timm.create_model("vit_small_patch14_reg4_dinov2", num_classes=0, img_size=56, depth=2)
+    torch.save(official_vit_names(model.state_dict()), folder / "dinov2_vits14_reg4_pretrain.pth")
+    page = (ROOT / "docs/guides/dino_own_images.md").read_text(encoding="utf-8")
+    (folder / "probe.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+
+
 @pytest.fixture
 def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     """A folder like a checkout, with a `sparo` on the path that is forked, not started, and an npm that delivers the small packages."""
@@ -161,6 +180,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     folder.mkdir()
     write_idx_files(folder / "fashion")
     write_photos(folder)
+    write_slides(folder)
     (folder / "two_rows.yaml").write_text(TWO_ROWS)
     for name in ("configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)

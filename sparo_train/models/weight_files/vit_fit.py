@@ -16,15 +16,15 @@ from ..vit_blocks import interpolate_positions
 from ..vit_config import VitConfig
 from .vit_names import infer_vit, official_vit_names
 
-# Keys that change what the same weights compute, in the order in which an error suggests them.
+# Keys on which the function of the weights depends, in the order in which an error suggests them.
 _FUNCTION = ("width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "pre_norm")
 
 
 class FittedVit(NamedTuple):
-    """Weights under a `Vit`'s names and in its shapes, with what was resized and what is not used."""
+    """Weights under a `Vit`'s names and in its shapes, the changes of size, and names that are not used."""
 
     weights: dict[str, Tensor]
-    resized: list[str]
+    size_changes: list[str]
     unused: list[str]
 
 
@@ -58,16 +58,16 @@ def fit_vit(
     _refuse_other_model(inferred, config, block)
     unused = [name for name in weights if _block_number(name) >= config.blocks]
     weights = {name: value for name, value in weights.items() if name not in unused}
-    resized: list[str] = []
-    _fit_patches(weights, config, resized)
+    size_changes: list[str] = []
+    _fit_patches(weights, config, size_changes)
     if "pos_embed" in weights and config.positions == "learned":
         table, side = weights["pos_embed"], config.image_size // config.patch_size
         weights["pos_embed"] = interpolate_positions(
             table, (side, side), inferred.interpolate_offset, inferred.interpolate_antialias
         )
         if table.shape != weights["pos_embed"].shape:
-            resized.append(f"positions from {table.shape[1] - 1} to {side * side} patches")
-    return FittedVit(weights, resized, unused)
+            size_changes.append(f"positions from {table.shape[1] - 1} to {side * side} patches")
+    return FittedVit(weights, size_changes, unused)
 
 
 def _block_number(name: str) -> int:
@@ -101,13 +101,13 @@ def _differs(key: str, one: Any, other: Any) -> bool:
     return one != other
 
 
-def _fit_patches(weights: dict[str, Tensor], config: VitConfig, resized: list[str]) -> None:
+def _fit_patches(weights: dict[str, Tensor], config: VitConfig, size_changes: list[str]) -> None:
     kernel, side, bands = weights["patch_embed.proj.weight"], config.patch_size, config.bands
     if kernel.shape[-1] != side:
-        resized.append(f"patch embedding from {kernel.shape[-1]} to {side} pixels")
+        size_changes.append(f"patch embedding from {kernel.shape[-1]} to {side} pixels")
         kernel = resample_patch_embed(kernel, [side, side])
     if kernel.shape[1] != bands:
-        resized.append(f"patch embedding from {kernel.shape[1]} to {bands} bands")
+        size_changes.append(f"patch embedding from {kernel.shape[1]} to {bands} bands")
         # The sum over bands stays, so a grey image has the same embedding whatever its number of bands.
         mean = kernel.float().sum(1, keepdim=True) / bands
         kernel = mean.expand(-1, bands, -1, -1).to(kernel.dtype)
