@@ -35,7 +35,9 @@ class IbotConfig(Frozen):
         (0.1, 0.5), "Range of the share of the patches that are masked."
     )
     separate_head: bool | None = field(
-        None, "Use a second head for patches. Default: only if encodings and patches have different widths."
+        None,
+        "Use a second head for patches. Default: only if encodings and patches have different widths.",
+        examples=[True],
     )
 
 

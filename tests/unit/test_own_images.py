@@ -116,7 +116,8 @@ def test_a_folder_of_mixed_files_is_checked(tmp_path):
             folder / f"a/{i}.{suffix}"
         )
     Image.fromarray(np.random.default_rng(9).integers(0, 65535, (30, 40)).astype(np.uint16)).save(folder / "a/deep.tif")
-    picture = Image.open(folder / "a/0.png")
+    blocks = np.kron(np.random.default_rng(7).integers(0, 255, (6, 7, 3)), np.ones((5, 6, 1))).astype(np.uint8)
+    (picture := Image.fromarray(blocks)).save(folder / "a/0.png")
     picture.resize((80, 60), Image.Resampling.BICUBIC).save(folder / "a/larger.png")  # similar, not equal
     (folder / "a/broken.jpg").write_bytes(jpeg(1)[:200])
     (folder / "a/notes.doc").write_bytes(b"x")
