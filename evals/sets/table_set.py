@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -29,7 +30,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         raise ConfigError(
             "layout=table: needs the key `columns`, which names the table's columns of images and captions"
         )
-    if columns.split is None and split != config.split:
+    if columns.split is None and columns.test_share is None and split != config.split:
         raise ConfigError(
             f"columns.split: missing, but task {config.task} needs the rows of {split!r}. Name the column."
         )
@@ -42,9 +43,9 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     images: dict[str, Any] = {}
     groups: dict[str, str] = {}
     for number, values in enumerate(rows):
-        if columns.split is not None and values.fill(f"{{{columns.split}}}") != split:
-            continue
         names = [values.fill(template) for template in columns.images]
+        if not _is_of_split(columns, values, names[0], split):
+            continue
         key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
         values.classes = classes
         for name, fact in zip(names, make_facts(columns, values, key), strict=True):
@@ -74,6 +75,17 @@ class TableSet(FileSet):
 
     def own_classnames(self) -> list[str]:
         return list(self.classes)
+
+
+def _is_of_split(columns: TableColumns, values: _Row, image: str, split: str) -> bool:
+    """Return whether a row belongs to a split: by its column, or by a hash of its group, so that a group is in one split only."""
+    if columns.split is not None:
+        return values.fill(f"{{{columns.split}}}") == split
+    if columns.test_share is None:
+        return True
+    unit = image if columns.group is None else values.fill(f"{{{columns.group}}}")
+    number = int.from_bytes(hashlib.blake2b(unit.encode(), digest_size=8).digest(), "big")
+    return (number < columns.test_share * 2**64) == (split == "test")
 
 
 def _class_names(rows: Sequence[_Row], label: str) -> list[str]:

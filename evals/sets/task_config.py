@@ -31,6 +31,14 @@ class TableColumns(Frozen):
     split: str | None = field(
         None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]
     )
+    test_share: float | None = field(
+        None,
+        "Without a column of splits: share of the groups (without groups: of the images) whose rows are the split test; the others are "
+        "train. A group is never in both.",
+        gt=0,
+        lt=1,
+        examples=[0.2],
+    )
     group: str | None = field(
         None,
         "Column with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other.",
@@ -44,6 +52,8 @@ class TableColumns(Frozen):
             raise ValueError(
                 f"columns.false_captions: expected one per caption ({len(self.captions)}), got {len(self.false_captions)}"
             )
+        if self.split is not None and self.test_share is not None:
+            raise ValueError("columns.test_share: cannot be combined with columns.split. Remove one of them.")
         return self
 
 

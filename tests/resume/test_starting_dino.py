@@ -95,6 +95,8 @@ def test_another_size_patch_and_number_of_registers(recipe, tmp_path):
         train(recipe(CLS, *WIDE, "name=reg", f"start_from={tmp_path}/reg.pth"))
     keys = ("objective.model.registers=4", "objective.model.layer_scale=1.0e-05")
     train(recipe(CLS, *WIDE, *keys, "name=reg", f"start_from={tmp_path}/reg.pth"))
+    with pytest.raises(CheckpointError, match=r"Set objective\.model\.heads=3"):  # 64 channels per head, as published
+        train(recipe(CLS, *WIDE, *keys, "objective.model.heads=4", "name=h", f"start_from={tmp_path}/reg.pth"))
     with pytest.raises(CheckpointError, match=r"Set objective\.model\.depth=3"):
         train(recipe(CLS, *WIDE, "objective.model.depth=2", "name=d", f"start_from={tmp_path}/large.pth"))
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from evals.encoders.sparo_encoders import DinoEncoder
 from evals.feature_store.features import FeatureStore
+from evals.sets.open_set import open_labelled
 from evals.sets.wds import open_images
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.linear_probe import LinearTaskConfig, run_linear
@@ -345,6 +346,12 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
         scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient"}})
     )
     assert grouped.metrics["acc1_k1"] < 1 and "images of its group" in " ".join(grouped.remarks())
+    # A share of the patients as test set: no patient is on both sides, and every image is on one.
+    parts = open_labelled(
+        KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient", "test_share": 0.4}})
+    )
+    train, test = (set(part.groups) for part in parts)
+    assert train and test and not train & test and sum(map(len, parts)) == 12
     (tmp_path / "labels.csv").write_text("file,diagnosis\n0.jpg,\n1.jpg,a")
     with pytest.raises(DataError, match=r"labels\.csv: row 1: has no class"):
         run_knn(scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": columns}))

@@ -14,7 +14,7 @@ from ...core.errors import CheckpointError
 from ...core.recipe.config_keys import value_text
 from ..vit_blocks import interpolate_positions
 from ..vit_config import VitConfig
-from .vit_names import infer_vit, official_vit_names
+from .vit_names import infer_vit, official_vit_names, published_heads
 
 # Keys on which the function of the weights depends, in the order in which an error suggests them.
 _FUNCTION = ("width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "pre_norm")
@@ -54,8 +54,10 @@ def fit_vit(
     weights = official_vit_names(state)
     if not mask_token:
         weights.pop("mask_token", None)
-    inferred = theirs or VitConfig.model_validate(infer_vit(weights, "the checkpoint", config.heads))
-    _refuse_other_model(inferred, config, block)
+    if theirs is None:
+        heads = published_heads(weights, config.depth) if "cls_token" in weights else None
+        theirs = VitConfig.model_validate(infer_vit(weights, "the checkpoint", heads or config.heads))
+    _refuse_other_model(theirs, config, block)
     unused = [name for name in weights if _block_number(name) >= config.blocks]
     weights = {name: value for name, value in weights.items() if name not in unused}
     size_changes: list[str] = []
@@ -63,7 +65,7 @@ def fit_vit(
     if "pos_embed" in weights and config.positions == "learned":
         table, side = weights["pos_embed"], config.image_size // config.patch_size
         weights["pos_embed"] = interpolate_positions(
-            table, (side, side), inferred.interpolate_offset, inferred.interpolate_antialias
+            table, (side, side), theirs.interpolate_offset, theirs.interpolate_antialias
         )
         if table.shape != weights["pos_embed"].shape:
             size_changes.append(f"positions from {table.shape[1] - 1} to {side * side} patches")

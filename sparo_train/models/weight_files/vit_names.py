@@ -207,12 +207,12 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
         readout.pop("embed_dim", None)  # a backbone's width
         tree["readout"] = readout
         tree["depth"] += READOUTS.get(readout["kind"]).model_validate(readout).placement.replaced
-    known = _HEADS_BY_SIZE.get((width, blocks), _HEADS_BY_SIZE.get((width, tree["depth"])))
-    if heads is None and known is None and (width % _HEAD_WIDTH or not _is_published(weights)):
+    known = heads or published_heads(weights, tree["depth"])
+    if known is None:
         raise CheckpointError(
             f"{origin}: shapes do not show the number of heads, got width {width} with {blocks} blocks. Name the model (--model)."
         )
-    tree["heads"] = heads or known or width // _HEAD_WIDTH
+    tree["heads"] = known
     options = {
         "bands": (kernel.shape[1], 3),
         "registers": (0 if registers is None else registers.shape[1], 0),
@@ -227,6 +227,18 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
     return {**tree, **{key: value for key, (value, default) in options.items() if value != default}}
 
 
-def _is_published(weights: Mapping[str, Tensor]) -> bool:
-    """Return whether weights have a part that only models with 64 channels per head have: DINOv2's and DINOv3's, and CLIP's."""
-    return any(name in weights for name in ("blocks.0.ls1.gamma", "register_tokens", "norm_pre.weight"))
+def published_heads(weights: Mapping[str, Tensor], depth: int | None = None) -> int | None:
+    """Return the number of heads of the published model of these sizes, which shapes do not show; None if there is none.
+
+    Args:
+        weights: from `official_vit_names`.
+        depth: number of blocks, with those that a readout replaced.
+    """
+    width = weights["cls_token"].shape[-1]
+    blocks = 1 + max((int(n.split(".")[1]) for n in weights if n.startswith("blocks.")), default=-1)
+    for size in ((width, blocks), (width, depth)):
+        if size in _HEADS_BY_SIZE:
+            return _HEADS_BY_SIZE[size]
+    # Parts that only models with 64 channels per head have: DINOv2's and DINOv3's, and CLIP's.
+    marks = ("blocks.0.ls1.gamma", "register_tokens", "norm_pre.weight")
+    return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 and any(name in weights for name in marks) else None
