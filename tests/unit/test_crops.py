@@ -7,7 +7,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torchvision.transforms import functional as F
 
 from sparo_train.data.examples import multi_crop as augment
-from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig, crop, multi_crop
+from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig, crop, multi_crop, stain
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.sources.base import DataConfig
 from sparo_train.data.sources.shards import ShardsConfig
@@ -122,3 +122,28 @@ def test_a_batch_does_not_depend_on_ranks_or_workers(shards):
         }
         for key, value in batch.items():
             assert torch.equal(value, torch.cat([half[step][key] for half in halves])), key
+
+
+def test_orientation_and_stain_of_histology():
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    # Without a change, the stain basis and back is the identity up to rounding.
+    assert np.abs(stain(pixels, 0.0, rng).astype(int) - pixels).max() <= 1
+    changed = stain(pixels, 0.05, np.random.default_rng(1)).astype(int)
+    assert 0 < np.abs(changed - pixels).mean() < 40
+    # Literally, pixel by pixel: optical densities, amounts of the three stains, and back.
+    draws = np.random.default_rng(1)
+    scale, shift = draws.uniform(0.95, 1.05, 3), draws.uniform(-0.05, 0.05, 3)
+    basis = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
+    for row, column in ((0, 0), (3, 17), (23, 5)):
+        density = np.array([-np.log((v + 1) / 256) for v in pixels[row, column].astype(float)])
+        amounts = np.linalg.solve(basis.T, density) * scale + shift
+        expected = np.clip(np.rint(256 * np.exp(-(basis.T @ amounts)) - 1), 0, 255)
+        assert np.abs(changed[row, column] - expected).max() <= 1
+    plain = {"hflip": 0.0, "jitter_prob": 0.0, "gray_prob": 0.0, "blur_probs": (0.0, 0.0, 0.0), "solarize_prob": 0.0}
+    whole = CropsConfig(global_crops_scale=(1.0, 1.0), **plain)
+    base = crop(pixels, 24, 0, whole, np.random.default_rng(2))
+    flipped = crop(pixels, 24, 0, whole.model_copy(update={"vflip": 1.0}), np.random.default_rng(2))
+    assert (flipped == base[::-1]).all()
+    turned = crop(pixels, 24, 0, whole.model_copy(update={"rotate90": 1.0}), np.random.default_rng(2))
+    assert any((turned == np.rot90(base, k)).all() for k in (1, 2, 3)) and not (turned == base).all()

@@ -22,6 +22,9 @@ from .samples import decode_for_training, image_bytes
 Pixels = np.ndarray
 
 _LEVELS = np.arange(256)
+# Optical density of red, green and blue per amount of hematoxylin, eosin and DAB.
+_STAINS = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
+_STAINS_INVERSE = np.linalg.inv(_STAINS)
 _INVERTED = np.where(_LEVELS < 128, _LEVELS, 255 - _LEVELS).astype(np.uint8)  # PIL's default threshold of solarize
 
 
@@ -65,6 +68,17 @@ def blur(x: Pixels, radius: tuple[float, float], rng: np.random.Generator) -> Pi
     return cv2.GaussianBlur(x, (0, 0), float(rng.uniform(*radius)))
 
 
+def stain(x: Pixels, strength: float, rng: np.random.Generator) -> Pixels:
+    """Change the amounts of hematoxylin, eosin and DAB (Tellez et al. 2018): each is scaled by 1 ± strength and shifted by ± strength.
+
+    Amounts are optical densities in the basis of Ruifrok and Johnston (2001).
+    """
+    scale, shift = rng.uniform(1 - strength, 1 + strength, 3), rng.uniform(-strength, strength, 3)
+    amounts = -np.log((x.reshape(-1, 3) + 1.0) / 256) @ _STAINS_INVERSE
+    pixels = 256 * np.exp(-(amounts * scale + shift) @ _STAINS) - 1
+    return np.clip(np.rint(pixels), 0, 255).astype(np.uint8).reshape(x.shape)
+
+
 def solarize(x: Pixels) -> Pixels:
     """Invert levels from 128 on."""
     return cv2.LUT(x, _INVERTED)
@@ -96,6 +110,21 @@ class CropsConfig(Frozen):
         (0.05, 0.4), "Range of the share of the image area that a local crop covers."
     )
     hflip: float = field(0.5, "Probability of a horizontal flip, per crop.", ge=0, le=1)
+    vflip: float = field(
+        0.0, "Probability of a vertical flip, per crop, for images without an upright position.", ge=0, le=1
+    )
+    rotate90: float = field(
+        0.0,
+        "Probability of a rotation by 90, 180 or 270 degrees, per crop, for images without an upright position.",
+        ge=0,
+        le=1,
+    )
+    stain: float = field(
+        0.0,
+        "Strength of the stain jitter of histology (hematoxylin, eosin, DAB), applied to each crop. 0: none.",
+        ge=0,
+        le=1,
+    )
     jitter: Annotated[tuple[float, float, float, float], AfterValidator(_jitter)] = field(
         (0.4, 0.4, 0.2, 0.1), "Strength of the colour jitter: brightness, contrast, saturation, hue."
     )
@@ -120,6 +149,13 @@ def crop(picture: Picture, size: int, number: int, config: CropsConfig, rng: np.
     )
     if rng.random() < c.hflip:
         pixels = flip(pixels)
+    # Drawn only if they are used, so that runs without them have the same random numbers as before these keys existed.
+    if c.vflip and rng.random() < c.vflip:
+        pixels = np.ascontiguousarray(pixels[::-1])
+    if c.rotate90 and rng.random() < c.rotate90:
+        pixels = np.ascontiguousarray(np.rot90(pixels, int(rng.integers(1, 4))))
+    if c.stain:
+        pixels = stain(pixels, c.stain, rng)
     if rng.random() < c.jitter_prob:
         pixels = jitter(pixels, c.jitter, rng)
     if rng.random() < c.gray_prob:
