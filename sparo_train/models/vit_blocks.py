@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import Block
@@ -79,8 +80,12 @@ def rotation(rows: int, columns: int, head_width: int, base: float, device: torc
     return Rotation(angles.sin(), angles.cos())
 
 
-class Rotation(NamedTuple):
-    """Sine and cosine of the rotary embedding of patches, each (patches, head_width)."""
+@dataclass(frozen=True)
+class Rotation:
+    """Sine and cosine of the rotary embedding of patches, each (patches, head_width) fp32.
+
+    Not a tuple, because FSDP2 rounds the tensors in tuples that a block receives to 16 bits.
+    """
 
     sin: Tensor
     cos: Tensor

@@ -55,10 +55,19 @@ def test_fifty_kills_at_random_moments_lose_nothing(shards, tmp_path, write_reci
     assert_bit_equal(folder, straight.folder, 600)
 
 
-def test_two_ranks_go_on_from_each_others_checkpoints(shards, tmp_path, write_recipe):
-    straight = run(dino_recipe(shards, tmp_path / "alone"))
+DINOV3 = {"registers": 2, "layer_scale": 0.1, "positions": "rope", "ffn_layer": "swiglu"}
+DINOV2_LOSSES = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp"}
+
+
+@pytest.mark.parametrize(("model", "losses"), [({}, {}), (DINOV3, DINOV2_LOSSES)], ids=["dino", "dinov3"])
+def test_two_ranks_go_on_from_each_others_checkpoints(shards, tmp_path, write_recipe, model, losses):
+    trees = [dino_recipe(shards, tmp_path / name) for name in ("alone", "two")]
+    for tree in trees:
+        tree["objective"] |= losses
+        tree["objective"]["model"] |= model
+    straight = run(trees[0])
     train(straight)
-    recipe = write_recipe(dino_recipe(shards, tmp_path / "two"))
+    recipe = write_recipe(trees[1])
     assert goes_on_across_engines(recipe, tmp_path / "two/dino") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
