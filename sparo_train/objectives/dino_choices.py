@@ -36,7 +36,11 @@ def choose(situation: Situation) -> list[Choice]:
 def _start(recipe: Mapping[str, Any]) -> BackboneDescription | None:
     start = recipe.get("start_from")
     place = start.get("checkpoint") if isinstance(start, Mapping) else start
-    return describe_backbone(place) if isinstance(place, str) else None
+    return (
+        describe_backbone(place, _recipe_value(recipe, "objective.model.heads", None))
+        if isinstance(place, str)
+        else None
+    )
 
 
 def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
@@ -47,7 +51,9 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     patch = _recipe_value(recipe, "objective.model.patch_size", start.config.patch_size if start else usual)
     side = _recipe_value(recipe, "objective.model.image_size", max(2, min(median, largest) // patch) * patch)
     most = 256 if situation.gpu else 64
-    batch = _recipe_value(recipe, "batch_size", max(8, min(most, 1 << max(0, (images // 4).bit_length() - 1))))
+    # At least four batches per epoch, and at least eight images per batch where there are as many.
+    usual_batch = max(min(8, _power_below(images)), min(most, _power_below(images // 4)))
+    batch = _recipe_value(recipe, "batch_size", usual_batch)
     low, high = (10_000, 250_000) if situation.gpu else (1_000, 4_000)
     steps = min(max(100 * images // batch, low), high)
     if start is not None:
@@ -130,3 +136,8 @@ def _recipe_value(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return default if value is None else value
+
+
+def _power_below(number: int) -> int:
+    """Return the largest power of two that is not above the number, at least 1."""
+    return 1 << max(0, number.bit_length() - 1)

@@ -14,9 +14,9 @@ from ...core.errors import CheckpointError, did_you_mean
 from ...core.files import read_json, read_text
 from ...core.recipe.recipe_yaml import parse_yaml
 from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .dino_files import is_dino, read_dino, vit_config
+from .dino_files import is_dino, read_dino
 from .state_dicts import read_raw, split_state
-from .vit_names import infer_vit, official_vit_names
+from .vit_names import infer_vit, official_vit_names, published_heads
 
 
 class BackboneDescription(NamedTuple):
@@ -27,8 +27,12 @@ class BackboneDescription(NamedTuple):
     std: tuple[float, ...]
 
 
-def describe_backbone(place: str) -> BackboneDescription | None:
-    """Return the model of initial weights: a file, `hf:FOLDER`, `timm:NAME`, `timm:NAME@FILE`, or a run; None if it is none of DINO's kind.
+def describe_backbone(place: str, heads: int | None = None) -> BackboneDescription | None:
+    """Return the model of initial weights; None if it is none of DINO's kind.
+
+    Args:
+        place: a file, `hf:FOLDER`, `timm:NAME`, `timm:NAME@FILE`, or a run.
+        heads: number of heads of a file that does not show it.
 
     Raises:
         CheckpointError: the file cannot be read, or its number of heads is unknown.
@@ -53,7 +57,10 @@ def describe_backbone(place: str) -> BackboneDescription | None:
     if not is_dino(content):
         return None
     found = read_dino(content, place, key)
-    return BackboneDescription(vit_config(found)[0], *found.normalisation)
+    config = found.config or VitConfig.model_validate(
+        infer_vit(found.backbone, place, published_heads(found.backbone) or heads)
+    )
+    return BackboneDescription(config, *found.normalisation)
 
 
 def _of_timm(name: str) -> BackboneDescription:

@@ -210,7 +210,8 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
     known = heads or published_heads(weights, tree["depth"])
     if known is None:
         raise CheckpointError(
-            f"{origin}: shapes do not show the number of heads, got width {width} with {blocks} blocks. Name the model (--model)."
+            f"{origin}: shapes do not show the number of heads, got width {width} with {blocks} blocks. Name the model (--model), or "
+            "set objective.model.heads in a recipe."
         )
     tree["heads"] = known
     options = {
