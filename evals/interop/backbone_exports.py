@@ -24,12 +24,15 @@ from .exporting import Export, TrainedWeights
 _READOUT, _READOUT_CONFIG = "readout.safetensors", "readout.json"
 _TIMM_LOAD = """import timm
 
-model = timm.create_model("local-dir:PLACE", pretrained=True)
+model = timm.create_model("local-dir:PLACE", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+pixels = transform(image)[None]  # a PIL image
 tokens = model.forward_features(pixels)  # (n, prefix + patches, width), normalized; the class token first"""
 _TORCH_LOAD = """import torch
 
 model = torch.export.load("PLACE").module()
-encoding, patches, attention = model(pixels)  # uint8 (n, 3, S, S); attention is empty without slots"""
+# uint8 (n, 3, S, S): the shorter side resized (bicubic) to 256/224 of S, then the center; the program normalizes them
+encoding, patches, attention = model(pixels)  # attention is empty without slots"""
 
 
 def backbone_weights(trained: TrainedWeights) -> tuple[VitConfig, dict[str, Tensor]]:
@@ -49,7 +52,8 @@ def _timm(trained: TrainedWeights, folder: Path) -> Path:
         "mean": list(trained.objective.mean),
         "std": list(trained.objective.std),
         "interpolation": "bicubic",
-        "crop_pct": 224 / 256,
+        # timm rounds the quotient down.
+        "crop_pct": config.image_size / (round(config.image_size * 256 / 224) + 1e-3),
         "num_classes": 0,
     }
     content = {"architecture": arch, "num_classes": 0, "num_features": config.width, "global_pool": "token"}

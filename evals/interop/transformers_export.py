@@ -17,9 +17,10 @@ from sparo_train.models.vit_config import VitConfig
 from .backbone_exports import backbone_weights, write_folder
 from .exporting import Export, TrainedWeights
 
-_HF_LOAD = """from transformers import AutoModel
+_HF_LOAD = """from transformers import AutoImageProcessor, AutoModel
 
-model = AutoModel.from_pretrained("PLACE")
+model = AutoModel.from_pretrained("PLACE").eval()
+pixels = AutoImageProcessor.from_pretrained("PLACE")(image, return_tensors="pt")["pixel_values"]  # a PIL image
 tokens = model(pixels).last_hidden_state  # (n, prefix + patches, width), normalized; the class token first"""
 
 

@@ -60,7 +60,7 @@ class Reporter:
         self, step: int, total_steps: int, loss: Loss, report: StepReport, batch: Batch, objective: Objective
     ) -> dict[str, Any]:
         """Log the metrics of a step, equal on every rank; the host waits for the device here."""
-        own = self._numbers({**loss.metrics, **objective.log_metrics()}) | {"loss": float(loss.total)}
+        own = self._numbers({**loss.metrics, **self._log_metrics(objective)}) | {"loss": float(loss.total)}
         # After the float() above, because only then has the device finished the timed work.
         own |= self.meter.take()
         own |= {"memory": memory(self.engine.device), "forward_seconds": self.engine.device_context.clock.take()}
@@ -70,6 +70,15 @@ class Reporter:
         facts |= self._speed(batch, facts["samples_per_second"])
         self.display.update(step, total_steps, facts)
         return facts
+
+    def _log_metrics(self, objective: Objective) -> Mapping[str, Any]:
+        try:
+            return objective.log_metrics()
+        except Exception as error:  # as in _check_health
+            if "log_metrics" not in self._odd:
+                self._odd.add("log_metrics")
+                logger.warning(f"metrics of log steps are omitted ({type(error).__name__}: {error})")
+            return {}
 
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return metrics as numbers. One that is not a number (a vector) is reported once and skipped, so that reporting never ends a run."""

@@ -1,5 +1,6 @@
 """Exports of DINO runs for timm, transformers and torch, loaded by these libraries alone."""
 
+import io
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from evals.encoders.loading import load_encoder
 from evals.interop.backbone_exports import load_readout
@@ -17,6 +19,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.recipes import dino_recipe
+from tests.helpers.samples import image_folder, jpeg
 
 DINOV2 = ("objective.model.layer_scale=0.5",)
 REGISTERS = (*DINOV2, "objective.model.registers=3")
@@ -40,8 +43,6 @@ def runs(tmp_path_factory):
     def run(kind, *words):
         if (kind, words) not in made:
             folder = tmp_path_factory.mktemp(kind)
-            from tests.helpers.samples import image_folder
-
             tree = dino_recipe(folder, folder, steps=2)
             tree["data"]["sources"] = {"own": {"folder": str(image_folder(folder / "images"))}}
             keys = [*KINDS[kind], "optim.warmup_steps=0", "optim.lr=0.05", *words]
@@ -69,6 +70,10 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
     model = timm.create_model(f"local-dir:{export_run(run, None, 'timm')}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.allclose(model.forward_features(normalised)[:, 0], expected, atol=1e-5)
+    picture = Image.open(io.BytesIO(jpeg(3, (90, 70))))
+    ready = encoder.normalised(encoder.stacked([encoder.transform(picture)]))
+    theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)(picture)
+    assert (theirs - ready[0]).abs().max() < 0.05  # a level or two of 256, by rounding
     assert model.pretrained_cfg["mean"] == pytest.approx(tuple(encoder.mean.flatten().tolist()))
     transformers = pytest.importorskip("transformers")
     folder = export_run(run, None, "transformers")

@@ -229,6 +229,7 @@ def test_collapses_of_every_kind_are_told_apart():
     singular = torch.linalg.svdvals(healthy)
     shares = singular / singular.sum() + 1e-7
     assert rankme(healthy).item() == pytest.approx(math.exp(-(shares * shares.log()).sum()), rel=1e-4)
+    assert rankme(healthy.repeat(1, 8)).item() == pytest.approx(rankme(healthy).item(), rel=1e-3)
     used = torch.eye(8)[torch.arange(64) % 4]
     assert prototypes_used(used) == pytest.approx(4, rel=1e-5)
     facts = {"teacher_entropy": 2.0, "teacher_kl": 0.5, "rankme": 10.0, "done": 0.5}

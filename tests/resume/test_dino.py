@@ -115,3 +115,15 @@ def test_mistakes_in_a_recipe_are_named(shards, tmp_path, change, message):
         at[last] = value
     with pytest.raises(ConfigError, match=message):
         run(tree)
+
+
+def test_statistics_that_fail_do_not_end_a_run(shards, tmp_path, monkeypatch, capsys):
+    def fail(last):
+        raise RuntimeError("cusolver error")
+
+    monkeypatch.setattr("sparo_train.objectives.dino.slow_metrics", fail)
+    config = run(dino_recipe(shards, tmp_path, steps=3))
+    assert train(config).reason == "finished"
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert said.count("metrics of log steps are omitted (RuntimeError: cusolver error)") == 1
+    assert "rankme" not in metrics.read(config.folder / "metrics.jsonl", "train")[-1]
