@@ -96,7 +96,7 @@ class Views(NamedTuple):
     Attributes:
         logits: (sum of B_i, out_dim), in the order of the crops.
         encodings: (B_0, D) of the first group of crops, the global ones.
-        patch_logits: (B * M, out_dim) of the masked patches, image after image; None without masks.
+        patch_logits: (N, out_dim) of the masked patches, in the order of `masked_rows`; None without masks.
     """
 
     logits: Tensor
@@ -147,6 +147,22 @@ class DinoNet(nn.Module):
         if patches is None or masked is None:
             return Views(logits, encodings[0], None)
         of_image = patches.unflatten(0, (-1, len(masked))).transpose(0, 1).flatten(1, 2)
-        places = masked.clamp(max=of_image.shape[1] - 1).long()[..., None].expand(-1, -1, of_image.shape[2])
+        images, places = masked_rows(masked, of_image.shape[1])
         head = self.head if self.patch_head is None else self.patch_head
-        return Views(logits, encodings[0], head(of_image.gather(1, places).flatten(0, 1)))
+        return Views(logits, encodings[0], head(of_image[images, places.clamp(max=of_image.shape[1] - 1)]))
+
+
+def masked_rows(masked: Tensor, patches: int) -> tuple[Tensor, Tensor]:
+    """Return image and position of each masked patch, both (N,) int64.
+
+    On a CPU only those that exist; on a GPU, where counting them would make the host wait, also those that fill a row.
+
+    Args:
+        masked: (B, M) positions; `patches` and more fill a row.
+        patches: number of patches of an image.
+    """
+    images = torch.arange(len(masked), device=masked.device)[:, None].expand_as(masked)
+    if masked.device.type != "cpu":
+        return images.flatten(), masked.flatten().long()
+    valid = masked < patches
+    return images[valid], masked[valid].long()

@@ -21,7 +21,7 @@ from ..data.examples.image_transforms import normalise
 from ..data.examples.masking import Masking
 from ..data.examples.multi_crop import CropExamples
 from ..data.sources.base import PAIR_KEYS, DataConfig
-from ..models.dino_head import DinoNet, Views
+from ..models.dino_head import DinoNet, Views, masked_rows
 from ..models.readout import readouts
 from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE, VitConfig
@@ -130,10 +130,11 @@ class DinoObjective(Objective):
     def _ibot(self, views: Views, theirs: Views, masked: Tensor, teachers: int, progress: Progress) -> Tensor:
         """Return iBOT's loss, as DINOv2 computes it: the mean over the masked patches of a crop, then over all global crops."""
         assert views.patch_logits is not None and theirs.patch_logits is not None
-        valid = masked < teachers * self._patches
-        targets = self._targets("patch_center", theirs.patch_logits, progress, valid.flatten())
-        shares = valid.to(targets.values.dtype)
-        weights = (shares / shares.sum(1, keepdim=True).clamp(min=1)).flatten() / (teachers * len(masked))
+        images, places = masked_rows(masked, teachers * self._patches)
+        valid = places < teachers * self._patches
+        targets = self._targets("patch_center", theirs.patch_logits, progress, valid)
+        counts = (masked < teachers * self._patches).sum(1).clamp(min=1)
+        weights = valid.to(targets.values.dtype) / counts[images] / (teachers * len(masked))
         return masked_distillation(views.patch_logits, targets, weights, self.config.student_temp)
 
     def _targets(self, name: str, logits: Tensor, progress: Progress, valid: Tensor | None = None) -> Targets:

@@ -59,6 +59,24 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient * grad_outputs[0].to(gradient.dtype), None, None
 
 
+class _WeightedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, targets: Tensor, weights: Tensor, temperature: float) -> Tensor:
+        scaled = student.to(targets.dtype) / temperature
+        top = scaled.logsumexp(-1, keepdim=True)
+        loss = ((top[:, 0] - (targets * scaled).sum(-1)) * weights).sum()
+        # As in _CrossEntropy: softmax, target and weight without another tensor of this size.
+        gradient = scaled.sub_(top).exp_().sub_(targets).mul_(weights[:, None] / temperature)
+        ctx.save_for_backward(gradient.to(student.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0].to(gradient.dtype), None, None, None
+
+
 class Targets(NamedTuple):
     """The teacher's distributions over prototypes (N, K), without graph, and their mean entropy in nats."""
 
@@ -137,8 +155,9 @@ def masked_distillation(student: Tensor, targets: Targets, weights: Tensor, stud
         student_temp: temperature of the softmax.
     """
     with torch.autocast(student.device.type, enabled=False):
-        logs = (student.to(targets.values.dtype) / student_temp).log_softmax(-1)
-        return -((targets.values * logs).sum(-1) * weights).sum()
+        loss = _WeightedCrossEntropy.apply(student, targets.values, weights, student_temp)
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 def koleo(x: Tensor) -> Tensor:

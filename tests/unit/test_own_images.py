@@ -101,8 +101,6 @@ def test_data_stands_for_any_format(tmp_path, shards, images):
 
 def test_a_launch_chooses_for_the_clusters_gpus(images, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = sparo("launch", "train", "own_images", f"data={images}", "--cluster", "local", "--dry-run", cwd=tmp_path)
-    assert "auto: objective.model.width=128 (on CPUs)" in done.stderr, done.stderr
     words = ("--cluster", "slurm", "--gpus-per-node", "1", "--dry-run")
     done = sparo("launch", "train", "own_images", f"data={images}", *words, cwd=tmp_path)
     assert "auto: objective.model.arch=vit_small (40 images)" in done.stderr, done.stderr

@@ -10,7 +10,7 @@ import torch
 from timm.data.config import resolve_model_data_config
 
 from ...core.config import resolve
-from ...core.errors import CheckpointError, did_you_mean
+from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.files import read_json, read_text
 from ...core.recipe.recipe_yaml import parse_yaml
 from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
@@ -47,9 +47,10 @@ def describe_backbone(place: str, heads: int | None = None) -> BackboneDescripti
     run = path.parent.parent if (path / "meta.json").is_file() else path
     if (run / "config.yaml").is_file():
         objective = parse_yaml(read_text(run / "config.yaml", CheckpointError), place).get("objective", {})
-        if objective.get("kind") != "dino":
+        try:
+            config = resolve(VitConfig, objective["model"], place, stored=True)
+        except (ConfigError, KeyError):  # a run with another kind of model
             return None
-        config = resolve(VitConfig, objective["model"], f"{place}: objective.model", stored=True)
         return BackboneDescription(config, tuple(objective["mean"]), tuple(objective["std"]))
     if not path.is_file():
         return None
