@@ -64,6 +64,11 @@ def _timm(trained: TrainedWeights, folder: Path) -> Path:
 
 def _timm_model(config: VitConfig) -> tuple[str, dict[str, Any]]:
     """Return timm's architecture and its arguments. Raises `ConfigError` if timm has no such model."""
+    refuse_mixtures(config, "timm")
+    if config.layer_scale is None and (config.positions == "rope" or config.ffn_layer == "swiglu"):
+        raise ConfigError(
+            "--layout timm: its models with rope or swiglu have a layer_scale, got none. Use --layout torch or dino."
+        )
     args: dict[str, Any] = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
@@ -98,6 +103,16 @@ def _timm_model(config: VitConfig) -> tuple[str, dict[str, Any]]:
             f"--layout timm: timm's {arch} has layer norms with epsilon {eps:g}, got norm_eps={config.norm_eps:g}. Use --layout torch or dino."
         )
     return arch, args
+
+
+def refuse_mixtures(config: VitConfig, layout: str) -> None:
+    """Raise `ConfigError` for combinations of DINO's and CLIP's keys, which no model of other libraries has."""
+    more = config.registers or config.ffn_layer == "swiglu" or config.positions == "rope"
+    if (config.quick_gelu and not config.pre_norm) or (config.pre_norm and more):
+        raise ConfigError(
+            f"--layout {layout}: has no such model, got pre_norm={config.pre_norm} with quick_gelu={config.quick_gelu}, registers={config.registers}, "
+            f"ffn_layer={config.ffn_layer}, positions={config.positions}. Use --layout torch or dino."
+        )
 
 
 def _timm_names(weights: Mapping[str, Tensor], config: VitConfig) -> dict[str, Tensor]:
@@ -162,7 +177,19 @@ def _save(path: Path, state: Mapping[str, Tensor], metadata: dict[str, str] | No
         save_file({name: t.contiguous().clone() for name, t in state.items()}, temporary, metadata=metadata)
 
 
-def load_readout(folder: str | Path) -> ReadOut:
+class PlacedReadout(nn.Module):
+    """Readout of an export: normed tokens (B, prefix + P, d) to slots, with the tokens and the norm of slots as in training."""
+
+    def __init__(self, module: ReadOut, config: VitConfig):
+        super().__init__()
+        self.module, self.place, self.prefix = module, config.readout.placement, 1 + config.registers
+
+    def forward(self, tokens: Tensor, need_attention: bool = False) -> Slots:
+        """Return slots (B, L, V), and attention if it is needed."""
+        return read_slots(self.module, self.place, nn.Identity(), tokens, None, need_attention, self.prefix)
+
+
+def load_readout(folder: str | Path) -> PlacedReadout:
     """Return the readout of an export of layout `timm` or `transformers`; it maps normed tokens (B, N, d) to slots.
 
     Args:
@@ -180,7 +207,7 @@ def load_readout(folder: str | Path) -> ReadOut:
     readout = config.readout.build(config.width, None, config.width).image
     assert readout is not None
     readout.load_state_dict(load_file(place / _READOUT))
-    return readout.eval()
+    return PlacedReadout(readout, config).eval()
 
 
 class _Program(nn.Module):

@@ -196,7 +196,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
             # Only names and shapes of the other run are needed, which need no memory.
             with torch.device("meta"):
                 refuse_unlike(origin, build_objective(config), objective)
-            return _with_origin(origin, lambda: objective.adapt_to_resolution(run_weights(step)))
+            return _with_origin(origin, lambda: objective.adapt_to_resolution(run_weights(step), config.objective))
     file = _with_origin(origin, lambda: objective.weights_of_file(read_raw(path), part)) if path.is_file() else None
     if file is not None:
         pixels = Normalisation(tuple(file.mean), tuple(file.std))

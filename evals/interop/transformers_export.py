@@ -14,7 +14,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import write_whole
 from sparo_train.models.vit_config import VitConfig
 
-from .backbone_exports import backbone_weights, write_folder
+from .backbone_exports import backbone_weights, refuse_mixtures, write_folder
 from .exporting import Export, TrainedWeights
 
 _HF_LOAD = """from transformers import AutoImageProcessor, AutoModel
@@ -84,6 +84,7 @@ _HfNames = tuple[str, Mapping[str, str], Mapping[str, str]]  # prefix of blocks,
 
 def _transformers_model(config: VitConfig) -> tuple[dict[str, Any], _HfNames]:
     """Return transformers' config and its names. Raises `ConfigError` if transformers has no such model."""
+    refuse_mixtures(config, "transformers")
     if config.pre_norm:
         raise ConfigError("--layout transformers: has no such model, got pre_norm=true. Use --layout timm or torch.")
     content: dict[str, Any] = {

@@ -88,6 +88,7 @@ class EvalSet(ABC):
         kind: kind of the annotations.
         home: folder of the files with class names and prompts (default: root).
         benchmark_name: clip-benchmark's name of the set, for files that `home` lacks.
+        groups: group of each image (patient, slide), whose images must not help each other's score; None: unknown.
     """
 
     root: Path
@@ -95,6 +96,7 @@ class EvalSet(ABC):
     home: Path | None = None
     benchmark_name: str | None = None
     left_out: Mapping[str, int] = {}
+    groups: Sequence[str] | None = None
     images_per_row: int = (
         1  # number of consecutive images that are scored together, so that `limit` keeps or drops all of them
     )
@@ -166,6 +168,7 @@ class Limited(EvalSet):
         size = whole.images_per_row
         rows = evenly(len(whole) // size, max(count // size, 1))
         self._numbers = [size * row + place for row in rows for place in range(size)]
+        self.groups = None if whole.groups is None else [whole.groups[number] for number in self._numbers]
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -76,6 +76,12 @@ def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
         train, test = (_open_from_layout(config, split) for split in ("train", "test"))
         if train.own_classnames() != test.own_classnames():
             raise DataError(
-                f"test: {config.test} and train have different classes, so label ids do not match. Use the same class folders in both."
+                f"test: {config.test} and train have different classes, so label ids do not match. Use the same classes in both."
             )
+    both = set(train.groups or ()) & set(test.groups or ())
+    if both and not config.groups_may_overlap:
+        raise DataError(
+            f"test: has images of {len(both)} group(s) that train has, too, such as {min(both)!r}, so the score would be too high. Set "
+            "columns.test_share, or split by groups."
+        )
     return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))

@@ -40,11 +40,14 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     make_facts = _FACTS[kind]
     rows = [_Row(row, f"{path}: row {number + 1}") for number, row in enumerate(_rows(text, path))]
     classes = _class_names(rows, columns.label) if kind == "label" and columns.label is not None else []
+    test_units = _test_units(columns, rows)
     images: dict[str, Any] = {}
     groups: dict[str, str] = {}
     for number, values in enumerate(rows):
         names = [values.fill(template) for template in columns.images]
-        if not _is_of_split(columns, values, names[0], split):
+        if columns.split is not None and values.fill(f"{{{columns.split}}}") != split:
+            continue
+        if columns.test_share is not None and (_unit(columns, values) in test_units) != (split == "test"):
             continue
         key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
         values.classes = classes
@@ -54,6 +57,11 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
             if kind != "pairs" and name in images:
                 raise DataError(f"{values.where}: repeats the image {name!r} of an earlier row. List each image once.")
             images.setdefault(name, []).append(fact)
+    if not images and columns.split is not None:
+        values = dict.fromkeys(row.fill(f"{{{columns.split}}}") for row in rows)
+        raise DataError(
+            f"{path}: column {columns.split!r} has no {split!r}, got {', '.join(list(values)[:6])}. Name the splits train and test."
+        )
     # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]
     table_set = TableSet(root, list(images), facts, kind, sha256(text).encode())
@@ -67,25 +75,24 @@ class TableSet(FileSet):
 
     Attributes:
         classes: names of the classes, in the order of their numbers; empty if the table has numbers.
-        groups: group of each image; None without a column of groups.
     """
 
     classes: Sequence[str] = ()
-    groups: list[str] | None = None
 
     def own_classnames(self) -> list[str]:
         return list(self.classes)
 
 
-def _is_of_split(columns: TableColumns, values: _Row, image: str, split: str) -> bool:
-    """Return whether a row belongs to a split: by its column, or by a hash of its group, so that a group is in one split only."""
-    if columns.split is not None:
-        return values.fill(f"{{{columns.split}}}") == split
+def _test_units(columns: TableColumns, rows: Sequence[_Row]) -> set[str]:
+    """Return the groups (or images) of the split test: the first ones in the order of a hash, at least one and not all."""
     if columns.test_share is None:
-        return True
-    unit = image if columns.group is None else values.fill(f"{{{columns.group}}}")
-    number = int.from_bytes(hashlib.blake2b(unit.encode(), digest_size=8).digest(), "big")
-    return (number < columns.test_share * 2**64) == (split == "test")
+        return set()
+    units = sorted({_unit(columns, row) for row in rows}, key=lambda unit: hashlib.blake2b(unit.encode()).digest())
+    return set(units[: min(max(1, round(columns.test_share * len(units))), len(units) - 1)])
+
+
+def _unit(columns: TableColumns, row: _Row) -> str:
+    return row.fill(columns.images[0] if columns.group is None else f"{{{columns.group}}}")
 
 
 def _class_names(rows: Sequence[_Row], label: str) -> list[str]:
@@ -171,8 +178,11 @@ _FACTS: dict[FactKind, Callable[[TableColumns, _Row, str], Sequence[Any]]] = {
 def _rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
+        header = text.partition("\n")[0]
+        # Spreadsheets of several languages write semicolons.
+        comma = ";" if ";" in header and "," not in header else ","
         reader = csv.DictReader(
-            text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else ",", strict=True
+            text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else comma, strict=True
         )
         try:
             for row in reader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, model_validator
 
@@ -96,6 +96,9 @@ class SetTaskConfig(TaskConfig):
 
 class LabelledTaskConfig(TaskConfig):
     """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders; or sets of a `layout`."""
+
+    # True if the task itself keeps images of a group from each other.
+    groups_may_overlap: ClassVar[bool] = False
 
     train: str = field(..., "Images to learn labels from.", examples=["data/fashion_mnist/train"])
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch.nn import functional as F
@@ -45,6 +45,8 @@ class ProbeTaskConfig(SetTaskConfig):
 
 class KnnTaskConfig(LabelledTaskConfig):
     """DINO's weighted k-NN; the headline is k = 20 if it is included. Encodings are normalised as a whole."""
+
+    groups_may_overlap: ClassVar[bool] = True
 
     task: Literal["knn"] = field("knn", "Entry of sparo.tasks.")
     k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field(
@@ -129,7 +131,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     queries, k = test.in_memory().to(encoder.device), max(ks)
     # Queries stay in memory and the bank is streamed, because it may not fit.
     facts = learned_on(bank_set, test_set, task.resize)
-    # An image that is in both sets would vote for itself, and images of one patient or slide for each other.
+    # If the sets are the same, an image would vote for itself; images of one patient or slide would for each other.
     same = bool(facts.pop("scored_on_training", False))
     groups = _groups(bank_set, test_set, same)
     neighbours = knn.nearest(queries, share.blocks(knn.block_of(encoder.device)[1]), k, first, groups=groups)
@@ -142,21 +144,16 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline, task.balanced)
     if groups is not None:
-        facts["left_out_neighbours"] = "the image itself" if _group_names(test_set) is None else "images of its group"
+        facts["left_out_neighbours"] = "the image itself" if test_set.groups is None else "images of its group"
     return attach_data_info(result, test, test_set, facts)
 
 
 def _groups(bank: EvalSet, test: EvalSet, same: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return numbers of the groups of test images and of the bank's, whose members do not vote for each other; None if all vote."""
-    names = [_group_names(test), _group_names(bank)]
-    if names[0] is not None and names[1] is not None:
-        numbers = {name: i for i, name in enumerate(dict.fromkeys([*names[0], *names[1]]))}
-        return torch.tensor([numbers[n] for n in names[0]]), torch.tensor([numbers[n] for n in names[1]])
+    if test.groups is not None and bank.groups is not None:
+        numbers = {name: i for i, name in enumerate(dict.fromkeys([*test.groups, *bank.groups]))}
+        return torch.tensor([numbers[n] for n in test.groups]), torch.tensor([numbers[n] for n in bank.groups])
     return (torch.arange(len(test)), torch.arange(len(bank))) if same else None
-
-
-def _group_names(source: EvalSet) -> list[str] | None:
-    return getattr(source, "groups", None)
 
 
 def check_labelled(task: LabelledTaskConfig) -> None:

@@ -160,7 +160,9 @@ def predictions(
             neighbours.similarity[:, :k].split(part), neighbours.row[:, :k].split(part), strict=True
         )
     ]
-    return torch.cat(best)
+    chosen = torch.cat(best)
+    chosen[neighbours.similarity[:, 0] == -torch.inf] = -1  # nothing could vote, which is no answer
+    return chosen
 
 
 def _voted(

@@ -149,8 +149,8 @@ class Objective(nn.Module, ABC):
         """Return the weights in another program's file, or in its part `key` (`FILE?state=KEY`); None if it cannot read it. Default: None."""
         return None
 
-    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Adapt the weights of a run of this method to this image size. Default: unchanged."""
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor], theirs: Any = None) -> Mapping[str, Tensor]:
+        """Adapt the weights of a run of this method, whose block is `theirs`, to this image size. Default: unchanged."""
         return weights
 
     def refuse_length(self, total_steps: int) -> None:

@@ -65,7 +65,7 @@ class Vit(VisionTransformer):
         self.read_by = config.readout.kind if readout is not None else None
         if readout is not None:
             self.add_module(config.readout.kind, readout)
-        if self.place.norm == "nothing":
+        if self.place.norm == "nothing" and not mask_token:
             # Probes of earlier blocks apply this norm, and official files contain it; the loss does not depend on it.
             self.norm.requires_grad_(False)
         # Two paths per block: attention and MLP. The drop probability rises linearly with depth from 0 to `drop_path`, or is uniform.
@@ -92,7 +92,7 @@ class Vit(VisionTransformer):
         return self.norm(self.hidden(x, drop, cls_only=True))[:, 0]
 
     def slots(self, x: Tensor, drop: Tensor | None = None, need_attention: bool = False) -> Slots:
-        """Return slots (B, L, V) with attention (B, L, N) over CLS and patches (only patches if `attend_cls` is false); needs a readout."""
+        """Return slots (B, L, V) with attention (B, L, N) over all tokens (only patches if `attend_cls` is false); needs a readout."""
         return self._read(self.hidden(x, drop), need_attention)
 
     def with_patches(self, x: Tensor, drop: Tensor | None = None, masks: Tensor | None = None) -> tuple[Tensor, Tensor]:

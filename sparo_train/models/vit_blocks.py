@@ -58,12 +58,15 @@ def interpolate_positions(table: Tensor, grid: tuple[int, int], offset: float, a
     # Interpolation to the same size would change every value by rounding.
     if grid == (side, side):
         return table
-    patches = table[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    # In fp32, as in the official code, also for weights with 16 bits.
+    patches = (
+        table[:, 1:].to(torch.promote_types(table.dtype, torch.float32)).unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    )
     # The offset is part of the official function: without it, positions of 96-pixel crops differ in the third digit.
     scale = ((grid[0] + offset) / side, (grid[1] + offset) / side)
     size: dict[str, Any] = {"scale_factor": scale} if offset else {"size": grid}
     patches = F.interpolate(patches, mode="bicubic", antialias=antialias, **size)
-    return torch.cat([table[:, :1], patches.flatten(2).transpose(1, 2)], dim=1)
+    return torch.cat([table[:, :1], patches.flatten(2).transpose(1, 2).to(table.dtype)], dim=1)
 
 
 def rotation(rows: int, columns: int, head_width: int, base: float, device: torch.device) -> Rotation:

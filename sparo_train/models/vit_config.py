@@ -31,7 +31,8 @@ class VitConfig(Frozen):
     """A ViT with CLS token. `arch` fills width, depth and heads; keys that are given as well take precedence.
 
     The defaults are DINO's. DINOv2 has `layer_scale: 1.0e-5`, and with registers `registers: 4, interpolate_offset: 0,
-    interpolate_antialias: true`; DINOv3 also has `positions: rope, norm_eps: 1.0e-5`.
+    interpolate_antialias: true`; DINOv3 is like DINOv2 with registers, but has
+    `positions: rope, norm_eps: 1.0e-5`.
     """
 
     fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
@@ -49,7 +50,7 @@ class VitConfig(Frozen):
     mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
     drop_path: float = field(
         0.1,
-        "Stochastic depth rate of the student's last block. It increases linearly from 0 in the first block.",
+        "Stochastic depth rate of the student's last block. It increases linearly from 0 in the first block, unless drop_path_uniform is set.",
         ge=0,
         lt=1,
     )

@@ -159,7 +159,7 @@ class ClipObjective(CoupledObjective):
         nets = ("model",) if self.average is None else ("model", "average")
         return {f"{net}.{name}": value for net in nets for name, value in fitted.items()}
 
-    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor], theirs: Any = None) -> Mapping[str, Tensor]:
         """Return the average if the run has one, because the average was scored."""
         return self.remap_encoder_weights(scored_weights(weights), self.model)
 

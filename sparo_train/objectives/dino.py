@@ -235,21 +235,26 @@ class DinoObjective(Objective):
             return None
         file = read_dino(content, "the file", key)
         training = read_dino_training(content) if key is None else None
-        weights = (
-            self._backbone_pair(file.backbone, file.config) if training is None else self.adapt_to_resolution(training)
-        )
+        if training is None:
+            weights: Mapping[str, Tensor] = self._backbone_pair(file.backbone, file.config)
+        else:
+            theirs = None if file.config is None else self.config.model_copy(update={"model": file.config})
+            weights = self.adapt_to_resolution(training, theirs)
         return FileWeights(weights, *file.normalisation)
 
     def _fit(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> FittedVit:
         return fit_vit(weights, self.config.model, theirs, mask_token=self.config.ibot is not None)
 
-    def adapt_to_resolution(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def adapt_to_resolution(self, weights: Mapping[str, Tensor], theirs: Any = None) -> Mapping[str, Tensor]:
         """Resize the backbones of another run's weights to this model's image, patch and bands."""
         fitted = {name: t for name, t in weights.items() if ".backbone." not in name}
         for net in ("student", "teacher"):
             own = f"{net}.backbone."
             backbone = {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}
-            fitted |= {f"{own}{name}": t for name, t in self._fit(backbone, None).weights.items()}
+            fitted |= {
+                f"{own}{name}": t
+                for name, t in self._fit(backbone, None if theirs is None else theirs.model).weights.items()
+            }
         return fitted
 
     def param_groups(self) -> ParamGroups:

@@ -12,7 +12,7 @@ from .method import Choice, Situation
 _CPU_MODEL = {"width": 128, "depth": 4, "heads": 4, "drop_path": 0.0, "weight_init": "xavier"}
 _LARGE = 200_000  # images from which ViT-B is worth its cost
 _KEPT = (
-    "width", "depth", "heads", "mlp_ratio", "bands", "registers", "layer_scale", "ffn_layer", "positions", "rope_base", "norm_eps",
+    "width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "rope_base", "norm_eps",
     "pre_norm", "quick_gelu", "interpolate_offset", "interpolate_antialias",
 )  # fmt: skip
 
@@ -58,8 +58,9 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     steps = min(max(100 * images // batch, low), high)
     if start is not None:
         steps = steps * 3 // 10
-    epochs = _recipe_value(recipe, "epochs", None)
-    if epochs is not None:
+    if (samples := _recipe_value(recipe, "samples", None)) is not None:
+        steps = samples // batch
+    if (epochs := _recipe_value(recipe, "epochs", None)) is not None:
         steps = int(epochs * images) // batch
     return _Plan(patch, side, batch, max(1, _recipe_value(recipe, "steps", steps)))
 

@@ -82,6 +82,8 @@ class DinoObjectiveConfig(Frozen):
             raise ValueError(
                 f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
             )
+        if self.model.bands != 3:
+            raise ValueError(f"model.bands={self.model.bands}: images are decoded to three channels. Remove it.")
         if self.ibot and self.ibot.separate_head is False and self.model.out_width != self.model.width:
             raise ValueError(
                 f"ibot.separate_head=false: needs encodings of the same width as patches, got {self.model.out_width} and "

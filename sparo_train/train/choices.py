@@ -56,6 +56,5 @@ def _situation(tree: Tree) -> Situation:
 
 def _at(tree: Any, dotted: str) -> Any:
     for key in dotted.split("."):
-        # A length in another unit counts as given.
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

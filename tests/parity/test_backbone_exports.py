@@ -86,8 +86,11 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
 
 
 @pytest.mark.parametrize("kind", ["dino", "rope"])
-def test_five_lines_add_the_readout(runs, kind):
-    run = runs(kind)
+@pytest.mark.parametrize(
+    "words", [(), ("objective.model.readout.attend_cls=false", "objective.model.readout.normalize=true")]
+)
+def test_five_lines_add_the_readout(runs, kind, words):
+    run = runs(kind, *words)
     encoder = load_encoder(run)
     x, normalised = pixels(encoder)
     folder = export_run(run, None, "timm")

@@ -14,7 +14,7 @@ from sparo_train.core.errors import CheckpointError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
-from sparo_train.models.weight_files.vit_names import official_vit_names
+from sparo_train.models.weight_files.vit_names import official_vit_names, published_heads
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged
 from tests.helpers.recipes import dino_recipe
@@ -154,3 +154,29 @@ def test_another_resolution_of_a_run(recipe, tmp_path):
     train(recipe("name=low"))
     train(recipe("name=high", "objective.model.image_size=64", f"start_from={tmp_path}/low"))
     assert taken(tmp_path / "high")["pos_embed"].shape == (1, 65, 32)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("objective.model.layer_scale=0.1", "objective.model.registers=2"),  # sizes like those of published models
+        ("objective.model.ffn_layer=swiglu",),
+        ("objective.model.positions=rope",),
+    ],
+    ids=["layer scale", "gated", "rope"],
+)
+def test_a_run_continues_from_its_own_kind(recipe, tmp_path, keys):
+    wide = ("objective.model.width=384", "objective.model.heads=4", *keys)
+    train(recipe("name=one", *wide))
+    train(recipe("name=two", *wide, f"start_from={tmp_path}/one"))
+    one, two = (taken(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.allclose(t, two[name], atol=1e-6) for name, t in one.items())
+
+
+def test_heads_are_not_guessed_where_published_models_differ(tmp_path):
+    names = {"cls_token": torch.zeros(1, 1, 1280), "pos_embed": torch.zeros(1, 5, 1280)}
+    blocks = {f"blocks.{i}.norm1.weight": torch.zeros(1) for i in range(32)}
+    assert published_heads({**names, **blocks}) is None  # 16 in MAE and timm, 20 in DINOv3
+    assert published_heads({"cls_token": names["cls_token"], **blocks}) == 20
+    clip = {"cls_token": torch.zeros(1, 1, 1664), "norm_pre.weight": torch.zeros(1), "pos_embed": torch.zeros(1)}
+    assert published_heads(clip) is None

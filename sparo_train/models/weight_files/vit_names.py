@@ -17,10 +17,10 @@ from .description import infer_readout
 from .state_dicts import strip_wrapper_prefixes
 
 _HEADS_BY_SIZE = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCHS.values()}
-_HEAD_WIDTH = 64  # of every published model but DINOv3's largest
+_HEADS_BY_WIDTH = {arch["width"]: arch["heads"] for arch in ARCHS.values()}
 # Parts outside of the backbone, and tables that are computed from the config.
 _NOT_BACKBONE = re.compile(
-    r"(head|dino_head|ibot_head|fc|classifier|pooler|projectors|decoder)\.|.*(periods|bias_mask|position_ids|rope\.freqs|attn_mask)$"
+    r"(head|dino_head|ibot_head|fc|classifier|pooler|projectors|decoder|local_cls_norm)\.|.*(periods|bias_mask|position_ids|rope\.freqs|attn_mask)$"
 )
 
 _Rules = Sequence[tuple[str, str]]
@@ -114,7 +114,7 @@ def _renamed(name: str, rules: _Rules) -> str:
 
 
 def _zero_key_bias(named: dict[str, Tensor], prefix: str) -> None:
-    """Set the bias of keys to zero if the file has a mask of it, whose values are NaN where the bias does not exist."""
+    """Set a bias of keys that is not finite to zero: DINOv3 masks it."""
     bias = named.get(f"{prefix}bias")
     if bias is not None and not bias.is_meta and not bias.isfinite().all():
         query, _, value = bias.chunk(3)
@@ -177,8 +177,8 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
     Args:
         weights: from `official_vit_names`.
         origin: name for errors.
-        heads: number of heads; default: that of the published model of the same width and depth, or width / 64 for DINOv2,
-            DINOv3 and CLIP.
+        heads: number of heads; default: that of the published model of the same width and depth, or of the same width for
+            DINOv2 and DINOv3.
 
     Raises:
         CheckpointError: not such a backbone, or the number of heads is unknown.
@@ -229,7 +229,7 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
 
 
 def published_heads(weights: Mapping[str, Tensor], depth: int | None = None) -> int | None:
-    """Return the number of heads of the published model of these sizes, which shapes do not show; None if there is none.
+    """Return the number of heads of the published model of these sizes, which shapes do not show; None if it is not certain.
 
     Args:
         weights: from `official_vit_names`.
@@ -237,9 +237,11 @@ def published_heads(weights: Mapping[str, Tensor], depth: int | None = None) -> 
     """
     width = weights["cls_token"].shape[-1]
     blocks = 1 + max((int(n.split(".")[1]) for n in weights if n.startswith("blocks.")), default=-1)
+    if width == 1280 and "pos_embed" in weights:  # ViT-H of MAE, timm and CLIP has 16 heads, that of DINOv3 has 20
+        return None
     for size in ((width, blocks), (width, depth)):
         if size in _HEADS_BY_SIZE:
             return _HEADS_BY_SIZE[size]
-    # Parts that only models with 64 channels per head have: DINOv2's and DINOv3's, and CLIP's.
-    marks = ("blocks.0.ls1.gamma", "register_tokens", "norm_pre.weight")
-    return width // _HEAD_WIDTH if width % _HEAD_WIDTH == 0 and any(name in weights for name in marks) else None
+    # Parts that only DINOv2 and DINOv3 have, whose models of one width have the same number of heads.
+    marked = "blocks.0.ls1.gamma" in weights or "register_tokens" in weights
+    return _HEADS_BY_WIDTH.get(width) if marked else None
