@@ -161,7 +161,7 @@ def predictions(
         )
     ]
     chosen = torch.cat(best)
-    chosen[neighbours.similarity[:, 0] == -torch.inf] = -1  # nothing could vote, which is no answer
+    chosen[neighbours.similarity[:, 0] == -torch.inf] = -1  # nothing could vote, so it counts as wrong
     return chosen
 
 
