@@ -51,7 +51,7 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     patch = _recipe_value(recipe, "objective.model.patch_size", start.config.patch_size if start else usual)
     side = _recipe_value(recipe, "objective.model.image_size", max(2, min(median, largest) // patch) * patch)
     most = 256 if situation.gpu else 64
-    # At least four batches per epoch, and at least eight images per batch where there are as many.
+    # At least four batches per epoch, and eight images per batch if there are eight.
     usual_batch = max(min(8, _power_below(images)), min(most, _power_below(images // 4)))
     batch = _recipe_value(recipe, "batch_size", usual_batch)
     low, high = (10_000, 250_000) if situation.gpu else (1_000, 4_000)
