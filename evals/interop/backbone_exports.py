@@ -18,6 +18,7 @@ from sparo_train.core.files import read_json, whole_file, write_whole
 from sparo_train.models.readout import ReadOut, Slots, read_slots
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
+from sparo_train.models.weight_files.dino_files import dinov2_as_timm
 
 from .exporting import Export, TrainedWeights
 
@@ -116,27 +117,18 @@ def refuse_mixtures(config: VitConfig, layout: str) -> None:
 
 
 def _timm_names(weights: Mapping[str, Tensor], config: VitConfig) -> dict[str, Tensor]:
-    rope = config.positions == "rope"
-    rules = [(r"register_tokens", "reg_token")]
-    if rope:
-        rules += [(r"ls(1|2)\.gamma", r"gamma_\1")]
-    elif config.ffn_layer == "swiglu":
-        rules += [(r"mlp\.w12\.", "mlp.fc1."), (r"mlp\.w3\.", "mlp.fc2.")]
+    if config.positions != "rope":
+        return dinov2_as_timm(weights)
     state: dict[str, Tensor] = {}
     for name, value in weights.items():
-        new = name
-        for old, replacement in rules:
-            new = re.sub(old, replacement, new)
-        if rope and new.endswith("attn.qkv.bias"):
+        new = re.sub(r"ls(1|2)\.gamma", r"gamma_\1", name.replace("register_tokens", "reg_token"))
+        if new.endswith("attn.qkv.bias"):
             query, _, own = value.chunk(3)
             state[new.replace("qkv.bias", "q_bias")], state[new.replace("qkv.bias", "v_bias")] = query, own
-        elif rope and ".mlp.w12." in new:
+        elif ".mlp.w12." in new:
             state[new.replace("w12", "fc1_g")], state[new.replace("w12", "fc1_x")] = value.chunk(2)
         else:
-            state[new.replace("mlp.w3.", "mlp.fc2.") if rope else new] = value
-    if config.registers and not rope:  # timm adds no position to the class token of these models
-        positions = state["pos_embed"]
-        state["cls_token"], state["pos_embed"] = state["cls_token"] + positions[:, :1], positions[:, 1:]
+            state[new.replace("mlp.w3.", "mlp.fc2.")] = value
     return state
 
 

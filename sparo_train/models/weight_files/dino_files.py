@@ -150,7 +150,8 @@ def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     timm adds the class token's position to the token if there are registers, and names SwiGLU's layers fc1 and fc2.
     """
-    if "mask_token" not in state and "register_tokens" not in state:
+    marks = ("mask_token", "register_tokens", "blocks.0.mlp.w12.weight")
+    if not any(name in state for name in marks):
         return dict(state)
     timm_state = {
         name.replace("mlp.w12.", "mlp.fc1.").replace("mlp.w3.", "mlp.fc2."): value
