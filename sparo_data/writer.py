@@ -24,6 +24,7 @@ MANIFEST_NAMES = (
     "objects.json",
     "videos.json",
     "scenes3d.json",
+    "tissue.json",
     "converted.json",
 )  # manifest that generators write to a set's folder
 

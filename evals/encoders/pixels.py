@@ -12,7 +12,7 @@ from PIL import Image
 
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.decode.decoding import PixelRange, to_8bit
-from sparo_train.data.examples.image_transforms import centre, shortest_side, thin_centre
+from sparo_train.data.examples.image_transforms import centre, eval_pixels, shortest_side, thin_centre
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Pixels:
         image = image.convert("RGB") if self.rgb_first else image
         return np.asarray(centre(image, self.size, self.resize).convert("RGB"))
 
+    def labels(self, image: Image.Image) -> np.ndarray:
+        """Return a label image (size, size) that shows the same part, by nearest neighbours, because labels cannot be averaged."""
+        return eval_pixels(image, self.size, self.resize, Image.Resampling.NEAREST)
+
 
 @dataclass(frozen=True)
 class MappedPixels(Pixels):
@@ -47,7 +51,12 @@ class FlooredPixels(Pixels):
     """The same with the crop's corner rounded down, as in Hugging Face's processors."""
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        image = shortest_side(image.convert("RGB"), self.resize)
+        return self._cropped(shortest_side(image.convert("RGB"), self.resize))
+
+    def labels(self, image: Image.Image) -> np.ndarray:
+        return self._cropped(shortest_side(image, self.resize, Image.Resampling.NEAREST))
+
+    def _cropped(self, image: Image.Image) -> np.ndarray:
         # torchvision rounds half to even here, which shifts the crop by a pixel.
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return np.asarray(image.crop((left, top, left + self.size, top + self.size)))
@@ -62,6 +71,9 @@ class SquarePixels(Pixels):
     def __call__(self, image: Image.Image) -> np.ndarray:
         how = Image.Resampling.BICUBIC if self.bicubic else Image.Resampling.BILINEAR
         return np.asarray(image.convert("RGB").resize((self.size, self.size), how))
+
+    def labels(self, image: Image.Image) -> np.ndarray:
+        return np.asarray(image.resize((self.size, self.size), Image.Resampling.NEAREST))
 
 
 class LibraryPixels:
@@ -99,6 +111,13 @@ class LibraryPixels:
         for step in steps:
             image = step(image)
         return np.asarray(image.convert("RGB"))
+
+    def labels(self, image: Image.Image) -> np.ndarray:
+        """Return a label image of the same part. Raises `ConfigError` if the steps are not a resize and a centre crop."""
+        if self._resize is None:
+            raise ConfigError(f"linear_segmentation: masks cannot follow this transform: {self}")
+        size, resize = self._resize
+        return eval_pixels(image, size, resize, Image.Resampling.NEAREST)
 
     @cached_property
     def _resize(self) -> tuple[int, int] | None:

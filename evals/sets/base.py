@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -289,6 +290,18 @@ def open_image(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
         return decode_image(read_bytes(path, DataError), path, how)
     except DataError as error:
         raise DataError(f"{error}; scores need all images") from None
+
+
+def label_image(data: bytes, where: str) -> np.ndarray:
+    """Return (H, W) of a PNG with a number per pixel (gray levels, or the indices of a palette). Raises `DataError` naming `where`."""
+    try:
+        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            table = np.asarray(image)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{where}: cannot be read as PNG ({error})") from None
+    if table.ndim != 2:
+        raise DataError(f"{where}: must have one number per pixel, got {table.shape[2]} channels")
+    return table
 
 
 def sha256(*parts: str | bytes) -> str:

@@ -52,36 +52,47 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     test.number_by(train.classes)
 
 
-def _open_from_layout(config: LabelledTaskConfig, split: str) -> EvalSet:
+def refuse_shared_groups(train: EvalSet, test: EvalSet, name: str = "train") -> None:
+    """Raise `DataError` if images of one group (patient, slide) are in both sets; `name` is that of the first one."""
+    if both := set(train.groups or ()) & set(test.groups or ()):
+        raise DataError(
+            f"test: has images of {len(both)} group(s) that {name} has, too, such as {min(both)!r}, so the score would be too high. Set "
+            "columns.test_share, or split by groups."
+        )
+
+
+def _open_from_layout(config: LabelledTaskConfig, split: str, kind: str) -> EvalSet:
     """Return the images of one side, as the set `split` of the task's layout."""
     place = getattr(config, split)
     own = SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split, columns=config.columns)
-    eval_set = open_set(own, "label")
-    if eval_set.kind != "label":
+    eval_set = open_set(own, kind)
+    if eval_set.kind != kind:
         raise DataError(f"{split}: {place} has several labels per image, but task {config.task} needs one")
     return eval_set
 
 
-def open_labelled(config: LabelledTaskConfig) -> tuple[EvalSet, EvalSet]:
+def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[EvalSet, EvalSet]:
     """Return the training and the test images with labels; for class folders, the rank of the name among training's.
+
+    Args:
+        config: the task.
+        kind: annotations that the task needs of every image.
 
     Raises:
         DataError: nothing there, or classes of one side are not those of the other.
         ConfigError: a layout whose images have no labels.
     """
+    if config.layout is None and kind == "target":
+        raise ConfigError(f"layout: missing, and task {config.task} takes its numbers from a table. Set layout=table.")
     if config.layout is None:
-        train, test = (open_images(getattr(config, key), "label", key) for key in ("train", "test"))
+        train, test = (open_images(getattr(config, key), kind, key) for key in ("train", "test"))
         _share_label_numbers(train, test, config.test)
     else:
-        train, test = (_open_from_layout(config, split) for split in ("train", "test"))
+        train, test = (_open_from_layout(config, split, kind) for split in ("train", "test"))
         if train.own_classnames() != test.own_classnames():
             raise DataError(
                 f"test: {config.test} and train have different classes, so label ids do not match. Use the same classes in both."
             )
-    both = set(train.groups or ()) & set(test.groups or ())
-    if both and not config.groups_may_overlap:
-        raise DataError(
-            f"test: has images of {len(both)} group(s) that train has, too, such as {min(both)!r}, so the score would be too high. Set "
-            "columns.test_share, or split by groups."
-        )
+    if not config.groups_may_overlap:
+        refuse_shared_groups(train, test)
     return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))

@@ -1,19 +1,24 @@
-"""Sets of images with a table of captions or labels: CSV, TSV, JSON or JSON lines, read by the columns that a recipe names."""
+"""Sets of images with a table of captions, labels, numbers or masks: CSV, TSV, JSON or JSON lines, read by the columns that a recipe names."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
-from sparo_train.core.files import parse_json, read_text
+from sparo_train.core.files import is_safe_relative_path, parse_json, read_bytes, read_text
 from sparo_train.data.sources.folder import class_order
 
-from .base import FactKind, Layout, Pair, sha256
+from .base import Fact, FactKind, Layout, Pair, label_image, sha256, sizes_of
 from .image_files import FileSet
 from .task_config import TableColumns
 
@@ -37,9 +42,11 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     root = Path(config.root)
     path = root / columns.file
     text = read_text(path, DataError)
+    if kind == "label" and columns.labels is not None:
+        kind = "labels"
     make_facts = _FACTS[kind]
     rows = [_Row(row, f"{path}: row {number + 1}") for number, row in enumerate(_rows(text, path))]
-    classes = _class_names(rows, columns.label) if kind == "label" and columns.label is not None else []
+    classes = _class_names(rows, columns, kind)
     test_units = _test_units(columns, rows)
     images: dict[str, Any] = {}
     groups: dict[str, str] = {}
@@ -64,7 +71,8 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         )
     # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]
-    table_set = TableSet(root, list(images), facts, kind, sha256(text).encode())
+    kind_of_set = MaskTableSet if kind == "masks" else TableSet
+    table_set = kind_of_set(root, list(images), facts, kind, sha256(text).encode())
     table_set.classes, table_set.groups = classes, [groups[name] for name in images] if groups else None
     table_set.images_per_row = len(columns.images)
     return table_set
@@ -83,6 +91,33 @@ class TableSet(FileSet):
         return list(self.classes)
 
 
+class MaskTableSet(TableSet):
+    """Images of a table with label images, whose paths below root are the facts until they are read."""
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        key, image, name = super().read(number)
+        if not is_safe_relative_path(name):
+            raise DataError(f"{self.root}: {name!r} is not the name of a mask in this folder. Correct the table.")
+        path = self.root / name
+        mask = label_image(read_bytes(path, DataError), str(path))
+        if mask.shape != (image.height, image.width):
+            raise DataError(
+                f"{path}: has {mask.shape[1]} x {mask.shape[0]} pixels, but its image {key} has {image.width} x {image.height}. "
+                "Resize one of them."
+            )
+        return key, image, mask
+
+    def identity(self) -> str:
+        return sha256(super().identity(), self._mask_stat[0])
+
+    def stamp(self) -> str:
+        return sha256(super().stamp(), self._mask_stat[1])
+
+    @cached_property
+    def _mask_stat(self) -> tuple[bytes, bytes]:
+        return sizes_of([self.root / name for name in self._facts])
+
+
 def _test_units(columns: TableColumns, rows: Sequence[_Row]) -> set[str]:
     """Return the groups (or images) of the split test: the first ones in the order of a hash, at least one and not all."""
     if columns.test_share is None:
@@ -95,9 +130,13 @@ def _unit(columns: TableColumns, row: _Row) -> str:
     return row.fill(columns.images[0] if columns.group is None else f"{{{columns.group}}}")
 
 
-def _class_names(rows: Sequence[_Row], label: str) -> list[str]:
+def _class_names(rows: Sequence[_Row], columns: TableColumns, kind: FactKind) -> list[str]:
     """Return the classes of all rows, whatever their split, in the order of `class_order`; empty if all are numbers."""
-    texts = {row.fill(label) for row in rows}
+    if kind == "labels":
+        return class_order({name for row in rows for name in row.names(str(columns.labels))})
+    if kind != "label" or columns.label is None:
+        return []
+    texts = {row.fill(columns.label) for row in rows}
     return [] if all(text.isdecimal() for text in texts) else class_order(texts)
 
 
@@ -126,6 +165,22 @@ class _Row:
             raise DataError(f"{self.where}: has no class. Fill in the column, or remove the row.")
         return self.classes.index(text) if self.classes else int(text)
 
+    def names(self, template: str) -> list[str]:
+        """Return the names of a cell, which are separated by semicolons or vertical bars."""
+        return [name.strip() for name in re.split(r"[;|]", self.fill(template)) if name.strip()]
+
+    def number(self, template: str) -> float:
+        text = self.fill(template)
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise DataError(
+                f"{self.where}: {template} must be a finite number, got {text!r}. Correct it, or remove the row."
+            )
+        return value
+
 
 def _plain(value: Any) -> str:
     # A string has no attributes that a template in a foreign file could access.
@@ -142,6 +197,26 @@ def _label_facts(columns: TableColumns, row: _Row, _key: str) -> list[int]:
     if columns.label is None:
         raise ConfigError("columns.label: missing, and the task needs the class of each image")
     return [row.label(columns.label)]
+
+
+def _labels_facts(columns: TableColumns, row: _Row, _key: str) -> list[list[int]]:
+    _one_image(columns, "probe")
+    names = set(row.names(str(columns.labels)))
+    return [[int(name in names) for name in row.classes]]
+
+
+def _target_facts(columns: TableColumns, row: _Row, _key: str) -> list[float]:
+    _one_image(columns, "regression")
+    if columns.target is None:
+        raise ConfigError("columns.target: missing, and the task needs a number for each image. Name the column.")
+    return [row.number(columns.target)]
+
+
+def _mask_facts(columns: TableColumns, row: _Row, _key: str) -> list[str]:
+    _one_image(columns, "linear_segmentation")
+    if columns.mask is None:
+        raise ConfigError("columns.mask: missing, and the task needs the label image of each image. Name the column.")
+    return [row.fill(columns.mask)]
 
 
 def _caption_facts(columns: TableColumns, row: _Row, _key: str) -> list[list[str]]:
@@ -169,6 +244,9 @@ def _match_facts(columns: TableColumns, row: _Row, key: str) -> list[dict[str, A
 
 _FACTS: dict[FactKind, Callable[[TableColumns, _Row, str], Sequence[Any]]] = {
     "label": _label_facts,
+    "labels": _labels_facts,
+    "target": _target_facts,
+    "masks": _mask_facts,
     "captions": _caption_facts,
     "pairs": _pair_facts,
     "matches": _match_facts,

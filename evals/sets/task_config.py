@@ -27,6 +27,17 @@ class TableColumns(Frozen):
         (), "Captions that are not true of the image, for task pairs.", strict=False, examples=[["{wrong}"]]
     )
     label: str | None = field(None, "Column with the class: its number from 0, or its name.", examples=["{label}"])
+    labels: str | None = field(
+        None,
+        "Column with the names of all classes of an image, separated by ; or |, for task probe. Empty: none of them.",
+        examples=["{findings}"],
+    )
+    target: str | None = field(None, "Column with a number, for task regression.", examples=["{age}"])
+    mask: str | None = field(
+        None,
+        "Label image of a row, below root, for task linear_segmentation: a PNG with the number of the class per pixel.",
+        examples=["{mask}"],
+    )
     kind: str = field("", "Kind of a row. Scores are also reported per kind.", examples=["{tag}"])
     split: str | None = field(
         None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]

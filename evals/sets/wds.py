@@ -27,7 +27,7 @@ from sparo_train.data.sources.base import SourceConfig, Storage, open_source
 from sparo_train.data.sources.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.sources.shards import Shard, ShardsConfig
 
-from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, sha256, sizes_of
+from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, label_image, sha256, sizes_of
 from .objects import object_rows
 
 _KINDS_CHECKED_BY_SAMPLE = ("masks", "objects", "clips", "views")
@@ -227,24 +227,13 @@ def _mask(fields: dict[str, bytes], where: str) -> np.ndarray:
     """Return (H, W), object number per pixel, 0 for the background; with `.semantic.png` (2, H, W), the class per pixel second."""
     if "mask.png" not in fields:
         raise DataError(f"{where} has no .mask.png member with the object number per pixel")
-    table = _labels_of(fields, "mask.png", where)
+    table = label_image(fields["mask.png"], f"{where}: .mask.png")
     if "semantic.png" not in fields:
         return table
-    classes = _labels_of(fields, "semantic.png", where)
+    classes = label_image(fields["semantic.png"], f"{where}: .semantic.png")
     if classes.shape != table.shape:
         raise DataError(f"{where}: .semantic.png has {classes.shape[::-1]} pixels, but .mask.png {table.shape[::-1]}")
     return np.stack([table, classes]).astype(np.promote_types(table.dtype, classes.dtype))
-
-
-def _labels_of(fields: dict[str, bytes], name: str, where: str) -> np.ndarray:
-    try:
-        with Image.open(io.BytesIO(fields[name]), formats=("PNG",)) as image:
-            table = np.asarray(image)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{where}: .{name} cannot be read ({error})") from None
-    if table.ndim != 2:
-        raise DataError(f"{where}: .{name} must have one number per pixel, got {table.shape[2:]} channels")
-    return table
 
 
 def _objects(fields: dict[str, bytes], where: str) -> np.ndarray:

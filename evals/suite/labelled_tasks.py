@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.config import between, field
@@ -12,7 +14,7 @@ from sparo_train.core.errors import ConfigError, DataError
 
 from ..feature_store.feature_table import Features
 from ..sets.base import EvalSet
-from ..sets.open_set import open_labelled, open_set
+from ..sets.open_set import open_labelled, open_set, refuse_shared_groups
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..tasks import knn, probe
 from ..tasks.result import Result
@@ -22,6 +24,9 @@ from .task import Task
 
 class ProbeTaskConfig(SetTaskConfig):
     """clip-benchmark's linear probe on the whole encoding: AdamW, a cosine per step, the weight decay selected on held-out data.
+
+    With several labels per image (`columns.labels`, or `.npy` members), each class has its own sigmoid, and the score is
+    mean average precision.
 
     The SPARO paper gives lr and epochs, but neither batch size nor held-out share.
     """
@@ -36,6 +41,11 @@ class ProbeTaskConfig(SetTaskConfig):
     )
     weight_decay: float = field(0.0, "Weight decay if none is selected.", ge=0)
     fewshot_k: int = field(-1, "Images per class. -1: all.", ge=-1)
+    repeats: int = field(
+        1,
+        "With fewshot_k: number of random choices of training images. The score is their mean, with an interval over them.",
+        ge=1,
+    )
     lr: float = field(0.1, "Peak learning rate of AdamW.", gt=0)
     epochs: int = field(10, "Passes over the encodings.", ge=1)
     batch_size: int = field(64, "Encodings per step.", gt=0)
@@ -66,26 +76,46 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: labels_of(features[name], source) for name, source in parts.items()}
     # Over all parts, because a class that only the test has needs a row in the layer.
-    classes = 1 + max(int(class_ids.max()) for class_ids in labels.values())
+    several = labels["test"].ndim == 2
+    classes = labels["test"].shape[1] if several else 1 + max(int(class_ids.max()) for class_ids in labels.values())
+    if task.fewshot_k > 0 and several:
+        raise ConfigError("fewshot_k: needs one label per image, but these have several. Remove it.")
+    if task.repeats > 1 and task.fewshot_k < 1:
+        raise ConfigError(f"repeats={task.repeats}: repeats a few-shot probe only. Set fewshot_k.")
     labelled_parts = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
     train, held_out = labelled_parts["train"], labelled_parts.get("val")
     if held_out is None and task.val_proportion > 0:
-        # By the task's seed, so that the held-out share does not depend on the model.
-        order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(task.seed))
-        cut = round(task.val_proportion * len(order))
-        if not 0 < cut < len(order):
-            raise ConfigError(
-                f"val_proportion={task.val_proportion}: splits {len(order)} images into a training and a validation part, "
-                "and one of them is empty. Set another val_proportion."
-            )
-        train, held_out = train.only(order[cut:]), train.only(order[:cut])
+        own, other = _held_out(task, len(train.labels), parts["train"].groups)
+        train, held_out = train.only(own), train.only(other)
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
     found = scoring.ranks.rank0_broadcast(
-        lambda: probe.score(train, labelled_parts["test"], classes, how, held_out, task.fewshot_k, task.weight_decay)
+        lambda: probe.score(
+            train, labelled_parts["test"], classes, how, held_out, task.fewshot_k, task.weight_decay, task.repeats
+        )
     )
     val_source = task.val_split or task.val_proportion
     options = {"normalize": task.normalize, "held_out": val_source, **learned_on(parts["train"], parts["test"])}
     return attach_data_info(found, features["test"], parts["test"], options)
+
+
+def _held_out(task: ProbeTaskConfig, count: int, groups: Sequence[str] | None) -> tuple[Tensor, Tensor]:
+    """Divide the training images, by groups if there are any, into the numbers to train on and to select the weight decay on."""
+    # By the task's seed, so that the held-out share does not depend on the model.
+    random = torch.Generator().manual_seed(task.seed)
+    names = None if groups is None else sorted(set(groups))
+    order = torch.randperm(count if names is None else len(names), generator=random)
+    cut = round(task.val_proportion * len(order))
+    if not 0 < cut < len(order):
+        units = "images" if names is None else "groups"
+        raise ConfigError(
+            f"val_proportion={task.val_proportion}: splits {len(order)} {units} into a training and a validation part, "
+            "and one of them is empty. Set another val_proportion."
+        )
+    if groups is None or names is None:
+        return order[cut:], order[:cut]
+    chosen = {names[i] for i in order[:cut].tolist()}
+    held_out = torch.tensor([group in chosen for group in groups])
+    return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
 
 
 def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
@@ -93,10 +123,13 @@ def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
     parts = {"train": open_set(task, "label", task.train_split), "test": open_set(task, "label")}
     if task.val_split is not None:
         parts["val"] = open_set(task, "label", task.val_split)
-    if several := [name for name, source in parts.items() if source.kind != "label"]:
+    if other := [name for name, source in parts.items() if source.kind != parts["test"].kind]:
         raise DataError(
-            f"{task.root}: {several[0]} has several labels per image, but a probe needs one. Use zeroshot, whose score is mean average precision."
+            f"{task.root}: {other[0]} and test differ in the number of labels per image. Use the same form in both."
         )
+    for name, source in parts.items():
+        if name != "test":
+            refuse_shared_groups(source, parts["test"], name)
     own = {name: source.own_classnames() for name, source in parts.items()}
     if other := [name for name in own if own[name] != own["test"]]:
         raise DataError(

@@ -24,7 +24,7 @@ from ..feature_store.feature_table import Features, View
 from ..sets.base import EvalSet, Fact, batched, read_batches
 from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
-from ..tasks import probe as linear
+from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
 from .scoring import Scoring, attach_data_info, labels_of, learned_on
@@ -96,6 +96,8 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
         batches, test_features.width, classes, task.epochs, lr, seed, encoder.device, report, **reduce_kwargs
     )
     result = linear.result(right, answers, classes)
+    steps = task.epochs * -(-len(train) // task.batch_size)
+    result = result._replace(options={**result.options, "steps": steps})
     return attach_data_info(result, test_features, test, learned_on(train, test, task.resize))
 
 

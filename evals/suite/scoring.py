@@ -61,6 +61,10 @@ def labels_of(features: Features, source: EvalSet) -> Tensor:
     """Return (n,) int64, or (n, C) for a multilabel set. Raises `DataError` for a label that is not below `source.label_below`."""
     for key, fact in zip(features.keys, features.facts, strict=True):  # stored features were not checked by the reader
         refuse_label(source, key, fact)
+        if isinstance(fact, list) and len(fact) != len(features.facts[0]):
+            raise DataError(
+                f"{source.root}: {key} has a row of {len(fact)} labels, but {features.keys[0]} one of {len(features.facts[0])}"
+            )
     return torch.tensor(features.facts, dtype=torch.int64)
 
 
@@ -91,10 +95,24 @@ def attach_data_info(
 ) -> Result:
     """Add to a result what only the caller knows: options, the data's identity, and the keys of its predictions."""
     options = {**options, **result.options, "facts": facts_digest(images.keys, images.facts)}
+    if recall := _recall_by_class(result, images, source):
+        options["recall"] = recall
     if source.left_out:
         options["left_out"] = dict(source.left_out)
         result = result._replace(counts={**result.counts, "left_out": sum(source.left_out.values())})
     return result._replace(options=options, data=source.identity(), keys=tuple(keys or images.keys))
+
+
+def _recall_by_class(result: Result, images: Features, source: EvalSet) -> dict[str, float]:
+    """Return the share of correct images of each class that occurs, by its name or number; empty for more than 100 classes."""
+    right, names = result.predictions.get("right"), source.own_classnames()
+    if right is None or len(right) != len(images.facts) or not all(isinstance(fact, int) for fact in images.facts):
+        return {}
+    labels = np.array(images.facts)
+    present = np.unique(labels).tolist()
+    if len(present) > 100:  # more than anyone reads
+        return {}
+    return {names[c] if c < len(names) else str(c): float(right[labels == c].mean()) for c in present}
 
 
 def facts_digest(keys: Sequence[str], facts: Sequence[Any]) -> str:

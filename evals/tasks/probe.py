@@ -1,114 +1,28 @@
-"""Linear probes: clip-benchmark's (the SPARO paper's) and DINO's (eval_linear.py)."""
+"""clip-benchmark's linear probe, which is the SPARO paper's: all weight decays at once, for one or several labels per image."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from scipy import stats
+from torch import Tensor
 from torch.utils.data import RandomSampler
 
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import DataError
 
 from .result import Result
-from .zeroshot import class_recall, rank_classes, result_from_ranking
-
-Batches = Callable[[int], Iterator[tuple[Tensor, Tensor, int]]]
-
-
-def train_probe(
-    batches: Batches,
-    width: int,
-    classes: int,
-    epochs: int,
-    lr: float,
-    seed: int,
-    device: torch.device,
-    report: Callable[[int, nn.Linear], None],
-    summed: Callable[[Tensor], Tensor] = lambda gradient: gradient,
-) -> nn.Linear:
-    """Train the layer; `report` receives it after every epoch.
-
-    The loss is the mean over the global batch, so any number of ranks trains the same layer.
-
-    Args:
-        batches: an epoch's batches on this rank: features (b, width), labels (b,), and the size of the global batch.
-        width, classes, epochs, seed, device: sizes and schedule.
-        lr: for the whole batch (the official one is 0.001 * batch / 256).
-        report: called with the layer.
-        summed: sums a gradient over the ranks that train together.
-
-    Raises:
-        ConfigError: training diverged.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    layer = nn.Linear(width, classes)
-    with torch.no_grad():
-        layer.weight.normal_(0.0, 0.01, generator=generator)
-        layer.bias.zero_()
-    layer = layer.to(device)
-    optimizer = torch.optim.SGD(layer.parameters(), lr, momentum=0.9, weight_decay=0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=0)
-    for epoch in range(epochs):
-        for features, labels, size in batches(epoch):
-            # Divide by the global size, so that the ranks' gradients sum to its mean.
-            loss = F.cross_entropy(layer(features), labels, reduction="sum") / size
-            optimizer.zero_grad()
-            loss.backward()
-            for p in layer.parameters():
-                p.grad = summed(p.grad) if p.grad is not None else None
-            optimizer.step()
-        schedule.step()
-        if not all(bool(p.isfinite().all()) for p in layer.parameters()):
-            raise ConfigError(
-                f"lr: the probe's weights are not finite after epoch {epoch + 1} of {epochs}, got a rate of {lr:g}. Give a smaller lr."
-            )
-        report(epoch, layer)
-    return layer
-
-
-@torch.no_grad()
-def count_right(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-    """Return how many samples of each class are right among the best one and the best five: int64 (2, C)."""
-    right = torch.zeros(2, layer.out_features, dtype=torch.int64)
-    for x, y in zip(features, labels, strict=True):
-        hits = layer(x.to(layer.weight.device)).topk(min(5, layer.out_features), dim=1).indices.cpu() == y[:, None]
-        for row, hit in zip(right, (hits[:, 0], hits.any(dim=1)), strict=True):
-            row += torch.bincount(y[hit], minlength=len(row))
-    return right
-
-
-def result(right: Sequence[Tensor], labels: Tensor, classes: int) -> Result:
-    """Score the counts of every epoch.
-
-    The headline and `mean_per_class_recall` belong to the last epoch; `acc1_best` is the best epoch on this test set,
-    as reported by eval_linear.py.
-
-    Args:
-        right: per epoch the counts of `count_right` over all ranks, (2, C).
-        labels: of the test images, (n,) int64.
-        classes: number of classes.
-    """
-    n, totals = len(labels), [tuple(counts.sum(dim=1).tolist()) for counts in right]
-    last, best = totals[-1], max(totals)
-    recall, interval = class_recall(right[-1][0], labels)
-    metrics = {"acc1": last[0] / n, "acc1_best": best[0] / n, "mean_per_class_recall": recall}
-    if classes > 5:
-        metrics |= {"acc5": last[1] / n, "acc5_best": best[1] / n}
-    counts = {"largest_class": int(torch.bincount(labels).max())}
-    return Result("linear", n, "acc1", metrics, 1 / classes, {"mean_per_class_recall": interval}, {}, counts)
-
+from .zeroshot import average_precisions, multilabel_result, rank_classes, result_from_ranking
 
 DECAYS = np.logspace(-6, 2, num=97).tolist()
 _COARSE, _STEPS = 16, (8, 4, 2, 1)
 
 
 class Labelled(NamedTuple):
-    """Features by number: `rows` (m,) int64 -> (m, D) fp32, and labels (n,) int64."""
+    """Features by number: `rows` (m,) int64 -> (m, D) fp32, and labels (n,) int64, or (n, C) of zeros and ones."""
 
     rows: Callable[[Tensor], Tensor]
     labels: Tensor
@@ -189,10 +103,13 @@ def train_probes(data: Labelled, classes: int, decays: Sequence[float], how: Tra
 
 
 def _gradient(probes: Probes, x: Tensor, y: Tensor) -> Probes:
-    """Return the gradient of every layer's mean cross-entropy."""
-    error = probes.logits(x).softmax(dim=-1)
-    # The gradient of softmax with cross-entropy, without a graph for P layers at once.
-    error[torch.arange(len(y), device=y.device), :, y] -= 1
+    """Return the gradient of every layer's mean cross-entropy (several labels: of its sum over binary ones)."""
+    # The gradients of cross-entropies, without a graph for P layers at once.
+    if y.ndim == 2:
+        error = probes.logits(x).sigmoid() - y[:, None]
+    else:
+        error = probes.logits(x).softmax(dim=-1)
+        error[torch.arange(len(y), device=y.device), :, y] -= 1
     error /= len(y)
     return Probes((error.flatten(1).T @ x).view_as(probes.weight), error.sum(dim=0))
 
@@ -209,18 +126,30 @@ def best_classes(probes: Probes, data: Labelled, device: torch.device, k: int = 
     return torch.cat(out, dim=1)
 
 
+def class_scores(probes: Probes, data: Labelled, device: torch.device, block: int = 4096) -> Tensor:
+    """Return logits (n, P, C) on the CPU."""
+    numbers = torch.arange(len(data.labels)).split(block)
+    return torch.cat([probes.logits(data.rows(rows).to(device)).cpu() for rows in numbers])
+
+
+def _qualities(probes: Probes, data: Labelled, device: torch.device) -> list[float]:
+    """Return each layer's accuracy, or its mean average precision for several labels per image."""
+    if data.labels.ndim == 1:
+        top_classes = best_classes(probes, data, device)
+        return (top_classes[:, :, 0] == data.labels).double().mean(dim=1).tolist()
+    scores = class_scores(probes, data, device).nan_to_num(-1e30)
+    return [average_precisions(one, data.labels).mean().item() for one in scores.unbind(dim=1)]
+
+
 def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> tuple[float, dict[float, float]]:
-    """Return the weight decay that is best on `held_out`, and all accuracies; ties keep the earlier one."""
+    """Return the weight decay that is best on `held_out`, and all its accuracies (or mean average precisions); ties keep the earlier one."""
     accuracies: dict[int, float] = {}
 
     def best_of(numbers: Sequence[int]) -> int:
         new = [i for i in dict.fromkeys(numbers) if i not in accuracies]
         if new:
-            top_classes = best_classes(
-                train_probes(train, classes, [DECAYS[i] for i in new], how), held_out, how.device
-            )
-            right = (top_classes[:, :, 0] == held_out.labels).double().mean(dim=1)
-            accuracies.update(zip(new, right.tolist(), strict=True))
+            probes = train_probes(train, classes, [DECAYS[i] for i in new], how)
+            accuracies.update(zip(new, _qualities(probes, held_out, how.device), strict=True))
         # The earlier one of ties, as in a loop over them.
         return max(numbers, key=lambda i: (accuracies[i], -numbers.index(i)))
 
@@ -251,20 +180,49 @@ def score(
     held_out: Labelled | None,
     fewshot_k: int = -1,
     decay: float = 0.0,
+    repeats: int = 1,
 ) -> Result:
-    """Train and score with the weight decay selected on `held_out` if given (then trained on both, unless few-shot), otherwise with `decay`."""
+    """Train and score with the weight decay selected on `held_out` if given (then trained on both, unless few-shot), otherwise with `decay`.
+
+    With `repeats` above 1, few-shot training is repeated with other images, by the seeds that follow `how.seed`; the
+    weight decay is selected once.
+    """
     tried: dict[float, float] = {}
-    if fewshot_k > 0:
-        train = train.only(few_shots(train.labels, fewshot_k, how.seed))
+    first = train.only(few_shots(train.labels, fewshot_k, how.seed)) if fewshot_k > 0 else train
     if held_out is not None:
-        decay, tried = search(train, held_out, classes, how)
-        # Few-shot training excludes the held-out images.
-        train = train if fewshot_k > 0 else train.with_more(held_out)
-    probes = train_probes(train, classes, [decay], how)
-    top_classes = best_classes(probes, test, how.device, min(5, classes))[0]
-    result = result_from_ranking(top_classes, test.labels, classes, "probe")
+        decay, tried = search(first, held_out, classes, how)
+    results, chosen = [], train
+    for seed in range(how.seed, how.seed + repeats):
+        if fewshot_k > 0:  # training excludes the held-out images
+            chosen = train.only(few_shots(train.labels, fewshot_k, seed))
+        else:
+            chosen = train if held_out is None else train.with_more(held_out)
+        results.append(_score_once(chosen, test, classes, how._replace(seed=seed), decay))
+    steps = how.epochs * -(-len(chosen.labels) // how.batch_size)
     options = {
-        "optimizer": "AdamW on weight and bias", "lr": how.lr, "epochs": how.epochs, "batch_size": how.batch_size,
+        "optimizer": "AdamW on weight and bias", "lr": how.lr, "epochs": how.epochs, "batch_size": how.batch_size, "steps": steps,
         "seed": how.seed, "weight_decay": decay, "tried": {f"{d:.3g}": a for d, a in tried.items()}, "fewshot_k": fewshot_k,
+        "repeats": repeats,
     }  # fmt: skip
-    return result._replace(options=options)
+    return _averaged(results)._replace(options=options)
+
+
+def _score_once(train: Labelled, test: Labelled, classes: int, how: Training, decay: float) -> Result:
+    probes = train_probes(train, classes, [decay], how)
+    if test.labels.ndim == 2:
+        return multilabel_result(class_scores(probes, test, how.device)[:, 0], test.labels, "probe")
+    top_classes = best_classes(probes, test, how.device, min(5, classes))[0]
+    return result_from_ranking(top_classes, test.labels, classes, "probe")
+
+
+def _averaged(results: Sequence[Result]) -> Result:
+    """Return the mean over repeated trainings with its 95 % t-interval, which contains the choice of training images only."""
+    if len(results) == 1:
+        return results[0]
+    values = {name: np.array([result.metrics[name] for result in results]) for name in results[0].metrics}
+    half = {name: stats.t.ppf(0.975, len(v) - 1) * v.std(ddof=1) / len(v) ** 0.5 for name, v in values.items()}
+    metrics = {name: float(v.mean()) for name, v in values.items()}
+    intervals = {name: (max(0.0, m - half[name]), min(1.0, m + half[name])) for name, m in metrics.items()}
+    shares = np.mean([result.predictions["right"] for result in results], axis=0, dtype=np.float32)
+    predictions = {"acc1": shares, "label": results[0].predictions["label"]}
+    return results[0]._replace(metrics=metrics, intervals=intervals, predictions=predictions)

@@ -14,8 +14,13 @@ _METRIC_FORMATS = {
     "mse": (1, 5, " mse"),
     "mse_sum": (1, 2, " mse_sum"),
     "loss": (1, 5, " loss"),
+    "r2": (1, 3, " R2"),
+    "mae": (1, 3, " MAE"),
+    "rmse": (1, 3, " RMSE"),
+    "spearman": (1, 3, " rho"),
 }
-LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error"})
+LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error", "mae", "rmse"})
+_FEW_STEPS = 100  # a trained probe with fewer steps is reported
 _BOOTSTRAP_BLOCK = 2**24  # values of a bootstrap that are stored at once
 
 
@@ -106,6 +111,13 @@ class Result(NamedTuple):
             notes.append(
                 f"the largest class has {100 * largest / self.n:.1f} % of the images, which is the acc1 of always naming it "
                 f"(chance over the classes is {100 * self.chance:.1f} %); mean_per_class_recall weighs all classes equally"
+            )
+        recall = self.options.get("recall")
+        if notes and isinstance(recall, dict) and len(recall) <= 12:
+            notes.append("recall: " + ", ".join(f"{name} {100 * value:.1f}" for name, value in recall.items()))
+        if isinstance(steps := self.options.get("steps"), int) and steps < _FEW_STEPS:
+            notes.append(
+                f"the probe was trained for {steps} steps only, so it may be far from its best. Raise epochs, or lower batch_size."
             )
         if self.options.get("scored_on_training"):
             notes.append("the scored images are the training images")

@@ -92,22 +92,31 @@ def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) 
             `classes_without_positive` counts them.
     """
     scores = torch.cat([F.normalize(block.float(), dim=-1) @ weights.T for block in images])
+    return multilabel_result(scores, labels, "zeroshot")
+
+
+def average_precisions(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the average precision of every class, fp64 (C,), of scores (n, C); 0 for a class without a positive."""
     order = scores.sort(dim=0, descending=True, stable=True).indices
     truth = labels.gather(0, order).double()
     precision = truth.cumsum(0) / torch.arange(1, len(truth) + 1).double()[:, None]
-    average = (precision * truth).sum(0) / truth.sum(0).clamp(min=1)
+    return (precision * truth).sum(0) / truth.sum(0).clamp(min=1)
+
+
+def multilabel_result(scores: Tensor, labels: Tensor, task: str) -> Result:
+    """Return the result from scores (n, C) of labels (n, C); see `score_multilabel`."""
+    average = average_precisions(scores, labels)
     value = average.mean().item()
     chance = labels.double().mean().item()
-    half = (
-        1.959964 * average.std().item() / len(average) ** 0.5
-    )  # over classes, because images do not contribute separately
+    # Over classes, because images do not contribute separately; of a single class, it is unknown.
+    half = 1.959964 * average.std().item() / len(average) ** 0.5 if len(average) > 1 else 1.0
     return Result(
-        "zeroshot",
+        task,
         len(labels),
         "mean_average_precision",
         {"mean_average_precision": value},
         chance,
         {"mean_average_precision": (max(0.0, value - half), min(1.0, value + half))},
-        counts={"classes_without_positive": int((truth.sum(0) == 0).sum())},
+        counts={"classes_without_positive": int((labels.sum(0) == 0).sum())},
         predictions={"scores": scores.numpy(), "average_precision": average.numpy()},
     )

@@ -113,6 +113,23 @@ def emoji(
         console.print(f"{folder}/{part}: {count} samples")
 
 
+@app.command()
+def tissue(
+    folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/tissue"),
+    patients: Annotated[int, typer.Option(min=5, help="Patients; a fifth of them is in the split test.")] = 40,
+    tiles: Annotated[int, typer.Option(min=1, help="Tiles per patient.")] = 50,
+    size: Annotated[int, typer.Option(min=32, help="Pixels per side.")] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    processes: Processes = 2,
+) -> None:
+    """Draw tiles like stained tissue, with a table of classes, patients, counts and findings, and with masks."""
+    from sparo_data.synthetic.tissue import TissueConfig, tissue_set
+
+    config = TissueConfig(seed=seed, patients=patients, tiles=tiles, size=size)
+    for split, count in tissue_set(folder, config, processes).items():
+        console.print(f"{folder}: {count} tiles of split {split}")
+
+
 @app.command("fashion-mnist")
 def fashion_mnist(
     folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/fashion_mnist"),

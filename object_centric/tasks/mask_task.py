@@ -20,7 +20,6 @@ from evals.tasks.objects import average_precision, reconstruction, segmentation
 from evals.tasks.result import Result
 from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
-from sparo_train.data.examples.image_transforms import eval_pixels
 
 
 class ObjectsTaskConfig(SetTaskConfig):
@@ -113,12 +112,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
 def transform_mask(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
     """Resize and crop a label map like the encoder's images, by nearest neighbours, because labels cannot be averaged."""
     assert isinstance(encoder.transform, Pixels)  # encoders with masks have it
-    return transform_label_image(encoder.transform, Image.fromarray(mask.astype(np.int32)))
-
-
-def transform_label_image(transform: Pixels, labels: Image.Image) -> np.ndarray:
-    """Apply the transform to labels that are an image already."""
-    return eval_pixels(labels, transform.size, transform.resize, Image.Resampling.NEAREST)
+    return encoder.transform.labels(Image.fromarray(mask.astype(np.int32)))
 
 
 def conditional_incompatibility(encoder: Any) -> str | None:

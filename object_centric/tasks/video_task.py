@@ -23,7 +23,7 @@ from evals.tasks.result import Result
 from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
-from .mask_task import transform_label_image, transform_mask
+from .mask_task import transform_mask
 
 _FRAME_METRICS = ("psnr", "mse")  # scores that need no object
 
@@ -85,7 +85,7 @@ class EveryFrame:
         frames = np.stack([self.of(image) for image in (images[:-1] if self.with_labels else images)])
         if not self.with_labels:
             return frames
-        plane = np.broadcast_to(transform_label_image(self.of, images[-1]).astype(np.uint8), frames.shape[:-1])
+        plane = np.broadcast_to(self.of.labels(images[-1]).astype(np.uint8), frames.shape[:-1])
         return np.concatenate([frames, plane[..., None]], axis=-1)
 
 

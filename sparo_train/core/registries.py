@@ -165,6 +165,8 @@ TASKS = Registry(
         "knn": "evals.suite.labelled_tasks:KNN",
         "linear": "evals.suite.linear_probe:LINEAR",
         "attentive_probe": "evals.suite.attentive_probe:ATTENTIVE",
+        "regression": "evals.suite.frozen_probes:REGRESSION",
+        "linear_segmentation": "evals.suite.frozen_probes:SEGMENTATION",
         "validation_loss": "evals.suite.loss_task:VALIDATION_LOSS",
         "masks": "object_centric.tasks.mask_task:MASKS",
         "objects": "object_centric.tasks.mask_task:OBJECTS",

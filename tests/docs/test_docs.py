@@ -112,6 +112,8 @@ def shortened(command: str) -> str:
             part = re.sub(r" --(train|test|frames|antialias) \d+", "", part) + " --train 36 --test 4 --frames 4"
         if part.startswith("sparo data objects"):
             part = re.sub(r" --train \d+", "", part) + " --train 140 --test 8"
+        if part == "sparo data tissue":
+            part += " --patients 5 --tiles 20 --size 32"
         if part == "sparo data scenes":
             part += " --train 140 --test 40"
         if part.startswith("sparo slots explore"):  # until it says where it serves, and Ctrl-C

@@ -21,8 +21,7 @@ from evals.sets.wds import open_images
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.linear_probe import LinearTaskConfig, run_linear
 from evals.suite.scoring import Scoring
-from evals.tasks import knn
-from evals.tasks import probe as linear
+from evals.tasks import knn, linear
 from evals.tasks.result import Result
 from sparo_data.writer import write_shards
 from sparo_train.core.distributed import Ranks

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evals.feature_store.feature_table import Features
 from evals.sets import captions as caption_sets
 from evals.sets.base import Limited, Pair, published
 from evals.sets.captions import SPLITS, KarpathySet, SugarCrepeSet
@@ -18,7 +19,7 @@ from evals.sets.wds import WdsSet
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
 from evals.suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
-from evals.suite.scoring import facts_digest
+from evals.suite.scoring import facts_digest, labels_of
 from evals.suite.suite import Suite
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
@@ -271,7 +272,12 @@ def test_sets_that_would_score_as_something_else_are_refused_at_the_start(tmp_pa
         )
     (tmp_path / "several/dataset_type.txt").write_text("multilabel")
     with pytest.raises(DataError, match="has several labels per image"):
-        Suite({"p": ProbeTaskConfig(root=str(tmp_path / "several"))}).check()
+        places = {key: str(tmp_path / "several") for key in ("train", "test")}
+        Suite({"k": KnnTaskConfig(layout="wds", **places)}).check()
+    Suite({"p": ProbeTaskConfig(root=str(tmp_path / "several"))}).check()  # gives mean average precision
+    ragged = Features([np.zeros((2, 3), np.float32)], ["a", "b"], [[0, 1], [1, 0, 1]])
+    with pytest.raises(DataError, match="b has a row of 3 labels, but a one of 2"):
+        labels_of(ragged, WdsSet(tmp_path / "several", "label"))
     (tmp_path / "folders/cat").mkdir(parents=True)
     (tmp_path / "folders/cat/a.jpg").write_bytes(jpeg(0))
     knn = KnnTaskConfig(train=str(tmp_path / "folders"), test=str(tmp_path / "braces/test"))

@@ -1,0 +1,141 @@
+"""A linear layer from patch features to classes of pixels, as in DINOv2's linear segmentation: batch statistics, layer, bilinear enlargement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparo_train.core.errors import DataError
+
+from .result import Result, bootstrap, percentiles
+
+Rows = Callable[[Tensor], Tensor]
+
+
+class SegmentationTraining(NamedTuple):
+    """Training options of the layer: AdamW with a cosine per step."""
+
+    lr: float
+    epochs: int
+    batch_size: int
+    seed: int
+    device: torch.device
+
+
+class PatchFeatures(NamedTuple):
+    """Features by number, `rows` (m,) int64 -> (m, P, D) fp32 of a square grid, and masks (n, S, S) uint8."""
+
+    rows: Rows
+    masks: np.ndarray
+
+
+def score(
+    train: PatchFeatures, test: PatchFeatures, classes: int, ignore: int | None, how: SegmentationTraining
+) -> Result:
+    """Train on one set and return mIoU and pixel accuracy of the other.
+
+    mIoU is the mean over classes of intersection over union, counted over all images together; classes that are in
+    neither the truth nor the prediction are excluded. Intervals resample images.
+
+    Raises:
+        DataError: a training set without pixels to learn from.
+    """
+    layer, center, scale = _train(train, classes, ignore, how)
+    tables = []
+    for rows in torch.arange(len(test.masks)).split(64):
+        with torch.no_grad():
+            logits = _logits(test.rows(rows).to(how.device), layer, center, scale, test.masks.shape[-1])
+        predicted = logits.argmax(1).cpu().numpy()
+        tables += [
+            _confusion(true, own, classes, ignore)
+            for true, own in zip(test.masks[rows.numpy()], predicted, strict=True)
+        ]
+    return _result(np.stack(tables))
+
+
+def _train(
+    data: PatchFeatures, classes: int, ignore: int | None, how: SegmentationTraining
+) -> tuple[torch.nn.Linear, Tensor, Tensor]:
+    """Return the layer, and mean and standard deviation of its inputs over the training set."""
+    n, size = data.masks.shape[:2]
+    total, square, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+    for rows in torch.arange(n).split(256):
+        flat = data.rows(rows).flatten(0, 1).double()
+        total, square, count = total + flat.sum(0), square + flat.square().sum(0), count + len(flat)
+    center = total / count
+    scale = (square / count - center**2).clamp(min=1e-12).sqrt()
+    center, scale = center.float().to(how.device), scale.float().to(how.device)
+    if ignore is not None and (data.masks == ignore).all():
+        raise DataError(f"train: every pixel is {ignore}, which is ignored. Correct the key `ignore`.")
+    random = torch.Generator().manual_seed(how.seed)
+    layer = torch.nn.Linear(len(center), classes)
+    with torch.no_grad():
+        layer.weight.normal_(0, 0.01, generator=random)
+        layer.bias.zero_()
+    layer.to(how.device)
+    optimizer = torch.optim.AdamW(layer.parameters(), how.lr, weight_decay=1e-4)
+    steps, step = how.epochs * -(-n // how.batch_size), 0
+    for _ in range(how.epochs):
+        for rows in torch.randperm(n, generator=random).split(how.batch_size):
+            optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / steps)) * how.lr
+            masks = torch.from_numpy(data.masks[rows.numpy()]).long().to(how.device)
+            logits = _logits(data.rows(rows).to(how.device), layer, center, scale, size)
+            there = torch.ones_like(masks, dtype=torch.bool) if ignore is None else masks != ignore
+            # A batch without a counted pixel would have the loss 0 / 0.
+            loss = F.cross_entropy(
+                logits, masks.where(there, -100), ignore_index=-100, reduction="sum"
+            ) / there.sum().clamp(min=1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+    return layer, center, scale
+
+
+def _logits(patches: Tensor, layer: torch.nn.Linear, center: Tensor, scale: Tensor, size: int) -> Tensor:
+    """Return logits (n, C, size, size) of patch features (n, P, D)."""
+    logits = layer((patches - center) / scale)
+    side = math.isqrt(patches.shape[1])
+    return F.interpolate(logits.mT.unflatten(2, (side, side)), (size, size), mode="bilinear", align_corners=False)
+
+
+def _confusion(true: np.ndarray, predicted: np.ndarray, classes: int, ignore: int | None) -> np.ndarray:
+    """Return the number of pixels by true and predicted class, (C, C)."""
+    there = slice(None) if ignore is None else true != ignore
+    pairs = true[there].astype(np.int64).reshape(-1) * classes + predicted[there].reshape(-1)
+    return np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+
+
+def _result(tables: np.ndarray) -> Result:
+    """Return the result from the images' confusion tables (n, C, C)."""
+    hits = np.diagonal(tables, axis1=1, axis2=2)
+    union = tables.sum(2) + tables.sum(1) - hits
+    here = union.sum(0) > 0
+    iou = hits.sum(0)[here] / union.sum(0)[here]
+    draws = bootstrap(hits[:, here], union[:, here]).mean(1)
+    pixels, right = tables.sum((1, 2)), hits.sum(1)
+    truth = tables.sum((0, 2))
+    metrics = {"miou": float(iou.mean()), "pixel_accuracy": float(right.sum() / max(pixels.sum(), 1))}
+    intervals = {
+        "miou": percentiles(draws),
+        "pixel_accuracy": percentiles(bootstrap(right[:, None], pixels[:, None])[:, 0]),
+    }
+    options = {
+        "iou": dict(zip(np.flatnonzero(here).tolist(), iou.tolist(), strict=True)),
+        "counted": "over all images together",
+    }
+    # Always naming the largest class has its share as IoU, and 0 for the other classes of the truth.
+    guess = float(truth.max() / max(truth.sum(), 1) / max((truth > 0).sum(), 1))
+    return Result("linear_segmentation", len(tables), "miou", metrics, guess, intervals, options)
+
+
+def largest_label(masks: Iterable[np.ndarray], ignore: int | None) -> int:
+    """Return the largest class number in label maps; -1 if all pixels are ignored."""
+    counted = (mask if ignore is None else mask[mask != ignore] for mask in masks)
+    return max((int(labels.max()) for labels in counted if labels.size), default=-1)

@@ -1,0 +1,250 @@
+"""Probes on a table of labels: several labels, few shots, regression and segmentation, against scikit-learn and plain restatements."""
+
+import csv
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.linear_model import Ridge
+from sklearn.metrics import average_precision_score, jaccard_score
+from torch import nn
+from torch.nn import functional as F
+
+from evals.encoders.pixels import FlooredPixels, Pixels, SquarePixels
+from evals.encoders.sparo_encoders import DinoEncoder
+from evals.suite.suite import Suite
+from evals.tasks import linear_segmentation, probe, regression
+from evals.tasks.linear_segmentation import PatchFeatures, SegmentationTraining
+from evals.tasks.zeroshot import average_precisions
+from sparo_data.synthetic.tissue import TissueConfig, render_tile, tissue_set
+from sparo_train.core.config import resolve
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.registries import TASKS
+from sparo_train.models.vit import Vit
+from sparo_train.models.vit_config import VitConfig
+
+CPU = torch.device("cpu")
+READOUT = {"kind": "sparo", "slots": 3, "slot_width": 4, "head_width": 4}
+
+
+def encoder(**readout):
+    torch.manual_seed(0)
+    tree = {
+        "image_size": 32,
+        "patch_size": 8,
+        "width": 16,
+        "depth": 2,
+        "heads": 2,
+        "readout": readout or {"kind": "cls"},
+    }
+    return DinoEncoder(Vit(VitConfig.model_validate(tree)))
+
+
+@pytest.fixture(scope="module")
+def tissue(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tissue")
+    counts = tissue_set(folder, TissueConfig(patients=10, tiles=12, size=32))
+    assert counts == {"train": 96, "test": 24}
+    return folder
+
+
+def task(kind, folder, split="split", **keys):
+    columns = {"file": "tissue.csv", "split": split, "group": "patient"} | keys.pop("columns", {})
+    places = {"root": str(folder)} if kind == "probe" else {"train": str(folder), "test": str(folder)}
+    return resolve(
+        TASKS.get(kind).config, {"task": kind, "layout": "table", "columns": columns, **places, **keys}, "test"
+    )
+
+
+def run(kind, folder, model=None, **keys):
+    return Suite({"t": task(kind, folder, **keys)}).run(model or encoder())["t"]
+
+
+def test_several_labels_are_trained_like_binary_cross_entropies():
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(40, 6, generator=g), torch.randint(0, 2, (40, 3), generator=g)
+    how = probe.Training(epochs=4, seed=3, batch_size=8)
+    ours = probe.train_probes(probe.Labelled(lambda at: x[at], y), 3, [0.01, 1.0], how)
+    for number, decay in enumerate((0.01, 1.0)):
+        torch.manual_seed(3)
+        layer = nn.Linear(6, 3)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=decay)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4 * 5)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8, shuffle=True)
+        for _ in range(4):
+            for rows, labels in loader:
+                loss = F.binary_cross_entropy_with_logits(layer(rows), labels.float(), reduction="sum") / len(rows)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+        torch.testing.assert_close(ours.weight[number], layer.weight.detach(), atol=1e-5, rtol=1e-4)
+    scores = torch.randn(40, 3, generator=g)
+    expected = [average_precision_score(y[:, c], scores[:, c]) for c in range(3)]
+    np.testing.assert_allclose(average_precisions(scores, y), expected, atol=1e-9)
+
+
+def test_few_shots_are_the_mean_over_separate_draws(tissue):
+    keys = {"columns": {"label": "{tissue}"}, "val_proportion": 0, "fewshot_k": 2}
+    singles = [run("probe", tissue, seed=seed, **keys).value for seed in (4, 5, 6)]
+    together = run("probe", tissue, seed=4, repeats=3, **keys)
+    assert together.value == pytest.approx(np.mean(singles)) and together.options["repeats"] == 3
+    low, high = together.interval
+    assert low < together.value < high
+    with pytest.raises(ConfigError, match="repeats=3: repeats a few-shot probe only"):
+        run("probe", tissue, columns={"label": "{tissue}"}, repeats=3)
+    with pytest.raises(ConfigError, match="fewshot_k: needs one label per image"):
+        run("probe", tissue, columns={"labels": "{findings}"}, fewshot_k=2)
+
+
+def test_findings_and_classes_of_a_table_are_probed(tissue):
+    findings = run("probe", tissue, columns={"labels": "{findings}"})
+    assert findings.headline == "mean_average_precision" and findings.n == 24
+    assert findings.predictions["scores"].shape == (24, 3)
+    classes = run("probe", tissue, columns={"label": "{tissue}"}, epochs=1)
+    assert set(classes.options["recall"]) <= {"fat", "gland", "lymphocytes", "stroma", "tumour"}
+    assert any("trained for 2 steps only" in remark for remark in classes.remarks())
+    # The weight decay is selected on other patients than those that are trained on.
+    with pytest.raises(ConfigError, match="splits 8 groups into a training and a validation part"):
+        run("probe", tissue, columns={"label": "{tissue}"}, val_proportion=0.01)
+
+
+def test_a_regression_is_ridge_with_the_best_strength(tissue):
+    rng = np.random.default_rng(0)
+    train, test = rng.normal(size=(60, 5)), rng.normal(size=(40, 5))
+    weights = rng.normal(size=5)
+    targets, truth = (x @ weights + 7 + 0.5 * rng.normal(size=len(x)) for x in (train, test))
+    found = regression.score(train, targets, test, truth)
+    center, scale = train.mean(0), train.std(0)
+    model = Ridge(found.options["alpha"]).fit((train - center) / scale, targets)
+    np.testing.assert_allclose(found.predictions["predicted"], model.predict((test - center) / scale), rtol=1e-6)
+    assert found.metrics["r2"] == pytest.approx(
+        1 - ((found.predictions["predicted"] - truth) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()
+    )
+    low, high = found.interval
+    assert low < found.value < high < 1
+    nuclei = run("regression", tissue, columns={"target": "{nuclei}"}, headline="mae")
+    assert nuclei.options["selected_by"] == "folds of groups" and nuclei.headline == "mae"
+    with pytest.raises(DataError, match="at least two different numbers"):
+        regression.score(train, np.ones(60), test, truth)
+    with pytest.raises(ConfigError, match="Set layout=table"):
+        run("regression", tissue, layout=None)
+
+
+def grid_features(masks, classes):
+    """Features that say the class of each patch of 4 x 4 pixels."""
+    patches = torch.from_numpy(masks[:, ::4, ::4].astype(np.int64)).flatten(1)
+    return PatchFeatures(lambda at: F.one_hot(patches[at], classes).float(), masks)
+
+
+def test_segmentation_recovers_classes_of_patches_and_counts_like_scikit_learn():
+    blocks = np.random.default_rng(2).integers(0, 3, (30, 4, 4), dtype=np.uint8)
+    masks = blocks.repeat(4, axis=1).repeat(4, axis=2)
+    how = SegmentationTraining(0.3, 30, 8, 0, CPU)
+    data = grid_features(masks, 3)
+    found = linear_segmentation.score(data, data, 3, 255, how)
+    assert found.metrics["pixel_accuracy"] > 0.8 and found.metrics["miou"] > 0.6  # bilinear borders are not sharp
+    # Of one value per image, a layer finds the class of all pixels.
+    even = np.broadcast_to(blocks[:, :1, :1], (30, 16, 16)).copy()
+    assert linear_segmentation.score(grid_features(even, 3), grid_features(even, 3), 3, 255, how).value == 1
+    true, predicted = blocks[:20], np.roll(blocks[:20], 1, axis=2)
+    tables = np.stack([linear_segmentation._confusion(a, b, 4, 2) for a, b in zip(true, predicted, strict=True)])
+    there = true != 2
+    expected = jaccard_score(true[there], predicted[there], average=None, labels=[0, 1, 2])
+    assert linear_segmentation._result(tables).value == pytest.approx(expected.mean())
+    with pytest.raises(DataError, match="every pixel is 252"):
+        linear_segmentation.score(grid_features(np.full_like(masks, 252), 256), data, 3, 252, how)
+
+
+@pytest.mark.parametrize("readout", [{}, READOUT])
+def test_masks_of_a_table_are_segmented_from_patches_and_attention(tissue, readout):
+    model = encoder(**readout)
+    found = run("linear_segmentation", tissue, model, columns={"mask": "{mask}"}, epochs=8)
+    assert found.n == 24 and set(found.options["iou"]) == {0, 1, 2} and found.value > found.chance - 0.05
+    if readout:
+        attention = run(
+            "linear_segmentation", tissue, model, columns={"mask": "{mask}"}, features="attention", epochs=2
+        )
+        assert attention.options["features"] == "attention" and 0 < attention.value < 1
+    else:
+        with pytest.raises(ConfigError, match=r"features=attention.*has no slots"):
+            run("linear_segmentation", tissue, model, columns={"mask": "{mask}"}, features="attention")
+
+
+@pytest.mark.parametrize(
+    "transform", [Pixels(16, 20), Pixels(16, 16, True), FlooredPixels(16, 19), SquarePixels(16, 16)]
+)
+def test_masks_show_the_same_part_as_the_image(transform):
+    yy, xx = np.mgrid[:60, :90]
+    mask = ((yy // 15) * 6 + xx // 15).astype(np.uint8)
+    image = Image.fromarray(np.stack([mask * 10] * 3, axis=-1))
+    pixels, labels = transform(image), transform.labels(Image.fromarray(mask))
+    assert labels.shape == (16, 16) and labels.dtype == np.uint8
+    inside = np.abs(pixels[..., 0].astype(int) - 10 * labels.astype(int)) < 4
+    assert inside.mean() > 0.5  # borders between labels are blurred in the image
+    assert np.abs(pixels[..., 0].astype(int) - 10 * labels.astype(int)).mean() < 12
+
+
+@pytest.mark.hostile
+def test_tables_that_would_give_wrong_scores_are_refused(tissue, tmp_path):
+    rows = list(csv.DictReader((tissue / "tissue.csv").open()))
+
+    def folder(name, **changes):
+        place = tmp_path / name
+        shutil.copytree(tissue, place)
+        with (place / "tissue.csv").open("w", newline="") as stream:
+            table = csv.DictWriter(stream, rows[0])
+            table.writeheader()
+            table.writerows([{**row, **(changes if number == 7 else {})} for number, row in enumerate(rows)])
+        return place
+
+    Image.new("RGB", (32, 32)).save(tissue / "masks/colour.png")
+    Image.new("L", (31, 32)).save(tissue / "masks/narrow.png")
+    (tissue / "masks/text.png").write_text("no image")
+    for name, mask, message in (
+        ("colour", "masks/colour.png", "must have one number per pixel, got 3 channels"),
+        ("narrow", "masks/narrow.png", "has 31 x 32 pixels, but its image .* has 32 x 32"),
+        ("text", "masks/text.png", "cannot be read as PNG"),
+        ("outside", "../../etc/passwd", "is not the name of a mask"),
+        ("missing", "masks/none.png", "none.png"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run("linear_segmentation", folder(name, mask=mask), columns={"mask": "{mask}"})
+    for name, value in (("word", "many"), ("empty", ""), ("nan", "nan"), ("inf", "1e999")):
+        with pytest.raises(DataError, match=r"tissue.csv: row 8: \{nuclei\} must be a finite number"):
+            run("regression", folder(name, nuclei=value), columns={"target": "{nuclei}"})
+    # A patient on both sides would be recognised instead of the tissue.
+    leaking = folder("leak", split="test")
+    for kind, columns in (
+        ("probe", {"label": "{tissue}"}),
+        ("regression", {"target": "{nuclei}"}),
+        ("linear", {"label": "{tissue}"}),
+    ):
+        with pytest.raises(DataError, match=r"group.s. that train has, too, such as 'p000'"):
+            run(kind, leaking, columns=columns)
+    for key in ("target", "mask"):
+        kind = {"target": "regression", "mask": "linear_segmentation"}[key]
+        with pytest.raises(ConfigError, match=rf"columns.{key}: missing"):
+            run(kind, tissue)
+
+
+def test_tiles_are_drawn_alike_and_their_masks_fit(tmp_path):
+    config = TissueConfig(seed=3, patients=5, tiles=4)
+    tiles = [render_tile(config, number) for number in range(20)]
+    again = render_tile(config, 11)
+    assert np.array_equal(again.image, tiles[11].image) and again.findings == tiles[11].findings
+    for tile in tiles:
+        assert set(np.unique(tile.mask)) <= {0, 1, 2}
+        dark = tile.image.astype(float).mean(-1)
+        if (tile.mask == 1).sum() > 20 and (tile.mask == 0).sum() > 20:
+            assert dark[tile.mask == 1].mean() < dark[tile.mask == 0].mean()
+    tissue_set(tmp_path / "a", config)
+    tissue_set(tmp_path / "b", config, processes=2)
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*"))
+    assert len(files) == 42 and all(
+        (tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files
+    )
+    with pytest.raises(DataError, match="contains a set with other options"):
+        tissue_set(tmp_path / "a", TissueConfig(seed=4, patients=5, tiles=4))
