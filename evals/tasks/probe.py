@@ -191,12 +191,11 @@ def score(
     first = train.only(few_shots(train.labels, fewshot_k, how.seed)) if fewshot_k > 0 else train
     if held_out is not None:
         decay, tried = search(first, held_out, classes, how)
-    results, chosen = [], train
+    whole = train if held_out is None else train.with_more(held_out)
+    results, chosen = [], whole
     for seed in range(how.seed, how.seed + repeats):
         if fewshot_k > 0:  # training excludes the held-out images
             chosen = train.only(few_shots(train.labels, fewshot_k, seed))
-        else:
-            chosen = train if held_out is None else train.with_more(held_out)
         results.append(_score_once(chosen, test, classes, how._replace(seed=seed), decay))
     steps = how.epochs * -(-len(chosen.labels) // how.batch_size)
     options = {
