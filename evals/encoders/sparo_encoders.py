@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sparo_train.core.errors import ConfigError
 from sparo_train.data.examples.image_text import ClipTokenizer
 from sparo_train.models.clip_config import OPENAI_MEAN, OPENAI_STD, TRAINING
 from sparo_train.models.clip_model import Clip
@@ -140,7 +141,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     model: Vit
 
     def __init__(
-        self, model: Vit, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD, label: str = ""
+        self, model: Any, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD, label: str = ""
     ):
         super().__init__(model, mean, std, label)
         self.image_size, self.token_width = model.config.image_size, model.embed_dim
@@ -202,6 +203,33 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
         return self.model.last_attention(self.normalised(self.stacked(pixels)))
 
 
+class TimmDinoEncoder(DinoEncoder):
+    """Encoder of one of timm's models that was trained with DINO; it has no blocks with class tokens to probe."""
+
+    @property
+    def offers(self) -> frozenset[str]:
+        return super().offers - {"blocks"}
+
+    @property
+    def has_class_token(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.prefix_tokens > 0
+
+    @torch.inference_mode()
+    def describe(self, images: Sequence[Image.Image]) -> ImageDescription:
+        """Return encoding, pooled features (`cls`), features per position (`patches`), slots and their attention."""
+        x = self.normalised(self.stacked([self.transform(image) for image in images]))
+        found = super().describe(images)
+        with self.autocast():
+            net: Any = self.model
+            pooled = net.model.forward_head(net.model.forward_features(x), pre_logits=True).float()
+        return found._replace(cls=pooled, encoding=pooled if found.slots is None else found.encoding)
+
+    def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:
+        raise ConfigError(
+            f"{self.label}: this model of timm does not show its self-attention. Draw the slots' attention."
+        )
+
+
 class PixelEncoder(Encoder):
     """Baseline without a model: an image's pixels at `size`."""
 
@@ -233,4 +261,6 @@ def clip_encoder(objective: ClipObjective) -> ClipEncoder:
 
 def dino_encoder(objective: DinoObjective) -> DinoEncoder:
     """Return the encoder of the teacher's backbone, which DINO scores and releases."""
-    return DinoEncoder(objective.teacher.backbone, objective.config.mean, objective.config.std)
+    vit = objective.config.model.timm_model_name is None
+    kind = DinoEncoder if vit else TimmDinoEncoder
+    return kind(objective.teacher.backbone, objective.config.mean, objective.config.std)

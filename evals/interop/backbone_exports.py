@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import read_json, whole_file, write_whole
+from sparo_train.models.dino_head import build_backbone
 from sparo_train.models.readout import ReadOut, Slots, read_slots
+from sparo_train.models.timm_backbone import TimmBackbone, as_tokens
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
 from sparo_train.models.weight_files.dino_files import dinov2_as_timm
@@ -46,7 +48,7 @@ def backbone_weights(trained: TrainedWeights) -> tuple[VitConfig, dict[str, Tens
 
 def _timm(trained: TrainedWeights, folder: Path) -> Path:
     config, weights = backbone_weights(trained)
-    arch, args = _timm_model(config)
+    arch, args = _timm_model(config) if config.timm_model_name is None else (config.timm_model_name, {})
     trunk = {name: t for name, t in weights.items() if not name.startswith(f"{config.readout.kind}.")}
     pretrained_cfg = {
         "input_size": [config.bands, config.image_size, config.image_size],
@@ -57,9 +59,14 @@ def _timm(trained: TrainedWeights, folder: Path) -> Path:
         "crop_pct": config.image_size / (round(config.image_size * 256 / 224) + 1e-3),
         "num_classes": 0,
     }
-    content = {"architecture": arch, "num_classes": 0, "num_features": config.width, "global_pool": "token"}
-    content |= {"model_args": args, "pretrained_cfg": pretrained_cfg}
-    write_folder(folder, content, _timm_names(trunk, config), config, weights)
+    content = {"architecture": arch, "num_classes": 0, "num_features": config.width, "pretrained_cfg": pretrained_cfg}
+    if config.timm_model_name is None:
+        content |= {"global_pool": "token", "model_args": args}
+        trunk = _timm_names(trunk, config)
+    else:
+        content["model_args"] = TimmBackbone(config).args
+        trunk = {name.removeprefix("model."): t for name, t in trunk.items() if name.startswith("model.")}
+    write_folder(folder, content, trunk, config, weights)
     return folder
 
 
@@ -152,6 +159,8 @@ def write_folder(
     """
     own = f"{config.readout.kind}."
     readout = {name.removeprefix(own): t.contiguous().clone() for name, t in weights.items() if name.startswith(own)}
+    if readout and config.timm_model_name is not None:  # it has a norm before it, which timm does not know
+        readout |= {name: t for name, t in weights.items() if name.startswith("norm.")}
     if readout and config.readout.placement.norm != "tokens":
         raise ConfigError(
             "--layout: the readout reads tokens before the last norm, which this layout does not return. Use --layout torch or dino."
@@ -170,15 +179,19 @@ def _save(path: Path, state: Mapping[str, Tensor], metadata: dict[str, str] | No
 
 
 class PlacedReadout(nn.Module):
-    """Readout of an export: normed tokens (B, prefix + P, d) to slots, with the tokens and the norm of slots as in training."""
+    """Readout of an export: what the library's `forward_features` returns to slots, with tokens and norms as in training."""
 
     def __init__(self, module: ReadOut, config: VitConfig):
         super().__init__()
         self.module, self.place, self.prefix = module, config.readout.placement, 1 + config.registers
+        self.width = config.width
+        self.norm = nn.Identity() if config.timm_model_name is None else nn.LayerNorm(config.width)
 
     def forward(self, tokens: Tensor, need_attention: bool = False) -> Slots:
-        """Return slots (B, L, V), and attention if it is needed."""
-        return read_slots(self.module, self.place, nn.Identity(), tokens, None, need_attention, self.prefix)
+        """Return slots (B, L, V), and attention if it is needed, of tokens (B, N, d) or features (B, d, H, W) or (B, H, W, d)."""
+        if tokens.ndim == 4:
+            tokens = tokens.flatten(2).mT if tokens.shape[1] == self.width else tokens.flatten(1, 2)
+        return read_slots(self.module, self.place, self.norm, tokens, None, need_attention, self.prefix)
 
 
 def load_readout(folder: str | Path) -> PlacedReadout:
@@ -198,14 +211,17 @@ def load_readout(folder: str | Path) -> PlacedReadout:
     )
     readout = config.readout.build(config.width, None, config.width).image
     assert readout is not None
-    readout.load_state_dict(load_file(place / _READOUT))
-    return PlacedReadout(readout, config).eval()
+    placed, state = PlacedReadout(readout, config), load_file(place / _READOUT)
+    norm = {name.removeprefix("norm."): state.pop(name) for name in list(state) if name.startswith("norm.")}
+    readout.load_state_dict(state)
+    placed.norm.load_state_dict(norm)
+    return placed.eval()
 
 
 class _Program(nn.Module):
     """Backbone with its normalization, for `torch.export`."""
 
-    def __init__(self, vit: Vit, mean: Tensor, std: Tensor):
+    def __init__(self, vit: Vit | TimmBackbone, mean: Tensor, std: Tensor):
         super().__init__()
         self.vit = vit
         self.register_buffer("mean", mean.view(-1, 1, 1))
@@ -214,11 +230,18 @@ class _Program(nn.Module):
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return encoding (n, D), normed patches (n, P, d), and the slots' attention (n, L, N), for uint8 pixels."""
         x = (pixels.float() / 255 - self.get_buffer("mean")) / self.get_buffer("std")
-        vit, hidden = self.vit, self.vit.hidden(x, None)
-        normed = vit.norm(hidden)
+        vit = self.vit
+        if isinstance(vit, TimmBackbone):
+            features = vit.model.forward_features(x)
+            hidden, _ = as_tokens(vit.model, features)
+            normed, pooled = hidden, vit.model.forward_head(features, pre_logits=True)
+        else:
+            hidden = vit.hidden(x, None)
+            normed = vit.norm(hidden)
+            pooled = normed[:, 0]
         patches = normed[:, vit.prefix :]
         if vit.read_by is None:
-            return normed[:, 0], patches, normed.new_zeros(normed.shape[0], 0, 0)
+            return pooled, patches, normed.new_zeros(normed.shape[0], 0, 0)
         slots = read_slots(self._readout, vit.place, vit.norm, hidden, None, True, vit.prefix)  # pyright: ignore[reportArgumentType]
         assert slots.attention is not None
         return slots.flat(), patches, slots.attention
@@ -232,7 +255,7 @@ class _Program(nn.Module):
 
 def _torch(trained: TrainedWeights, path: Path) -> Path:
     config, weights = backbone_weights(trained)
-    vit = Vit(config)
+    vit = build_backbone(config)
     vit.load_state_dict(weights)
     program = _Program(vit.eval(), torch.tensor(trained.objective.mean), torch.tensor(trained.objective.std)).eval()
     example = torch.zeros(2, config.bands, config.image_size, config.image_size, dtype=torch.uint8)

@@ -307,6 +307,8 @@ def _sparo_clip(trained: TrainedWeights, path: Path) -> Path:
 
 def _dino(trained: TrainedWeights, path: Path) -> Path:
     objective = trained.objective
+    if objective.model.timm_model_name is not None:
+        raise ConfigError("--layout dino: the official code has no models of timm. Use --layout timm or torch.")
     description = objective.model_dump(mode="json", include=_EXPORTED_KEYS)
     args = {
         "arch": _arch(objective.model),

@@ -26,6 +26,10 @@ tokens = model(pixels).last_hidden_state  # (n, prefix + patches, width), normal
 
 def _transformers(trained: TrainedWeights, folder: Path) -> Path:
     config, weights = backbone_weights(trained)
+    if config.timm_model_name is not None:
+        raise ConfigError(
+            f"--layout transformers: has no class for timm's {config.timm_model_name}. Use --layout timm, which transformers' TimmWrapper loads."
+        )
     trunk = {name: t for name, t in weights.items() if not name.startswith(f"{config.readout.kind}.")}
     content, names = _transformers_model(config)
     state: dict[str, Tensor] = {}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.config import Frozen, field
-from ..core.distributed import sum_over_ranks
+from .global_batch_norm import GlobalBatchNorm
+from .timm_backbone import TimmBackbone
 from .vit import Vit
 from .vit_blocks import init_linears
 from .vit_config import VitConfig
@@ -45,27 +46,6 @@ class PrototypeLayer(nn.Module):
     # torch's own kernel, as in weight_norm, without its deprecated hooks.
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, torch._weight_norm(self.weight_v, self.weight_g, 0))  # pyright: ignore[reportPrivateImportUsage]
-
-
-class GlobalBatchNorm(nn.BatchNorm1d):
-    """Batch norm over the batches of all ranks, on any backend (torch's SyncBatchNorm supports GPUs only)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(input)
-        # Sums of squares in 16 bits would overflow for wide batches.
-        x = input.to(torch.promote_types(input.dtype, torch.float32))
-        # One exchange for sums, squares and counts instead of three.
-        sums = sum_over_ranks(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
-        mean, square = sums[:-1].view(2, -1) / sums[-1]
-        var = square - mean.square()
-        with torch.no_grad():
-            keep, count = 1 - (self.momentum or 0.1), sums[-1]
-            # Running statistics use the unbiased variance, the batch itself the biased one, as in torch.
-            for running_stat, batch_stat in ((self.running_mean, mean), (self.running_var, var * count / (count - 1))):
-                running_stat.mul_(keep).add_(batch_stat, alpha=1 - keep)  # type: ignore[union-attr]
-            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        return (self.weight * (x - mean) * (var + self.eps).rsqrt() + self.bias).to(input.dtype)
 
 
 class DinoHead(nn.Module):
@@ -104,6 +84,11 @@ class Views(NamedTuple):
     patch_logits: Tensor | None
 
 
+def build_backbone(model: VitConfig, mask_token: bool = False) -> Vit | TimmBackbone:
+    """Return the backbone of a config; `mask_token`: with the parameter that replaces masked patches."""
+    return Vit(model, mask_token) if model.timm_model_name is None else TimmBackbone(model)
+
+
 class DinoNet(nn.Module):
     """A student or a teacher, which runs `backbone` once per resolution and `head` once.
 
@@ -115,7 +100,7 @@ class DinoNet(nn.Module):
 
     def __init__(self, model: VitConfig, head: DinoHeadConfig, mask_token: bool = False, patch_head: bool = False):
         super().__init__()
-        self.backbone = Vit(model, mask_token)
+        self.backbone = build_backbone(model, mask_token)
         self.head = DinoHead(model.out_width, head)
         self.patch_head = DinoHead(model.width, head) if patch_head else None
 
@@ -138,6 +123,7 @@ class DinoNet(nn.Module):
         encodings = []
         for number, (x, drop) in enumerate(zip(crops, drops, strict=True)):
             if number == 0 and masked is not None:
+                assert isinstance(self.backbone, Vit)  # iBOT masks patches
                 encoding, patches = self.backbone.with_patches(x, drop, masks)
             else:
                 encoding = self.backbone(x, drop)

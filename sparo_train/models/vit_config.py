@@ -35,11 +35,19 @@ class VitConfig(Frozen):
     `positions: rope, norm_eps: 1.0e-5`.
     """
 
-    fills: ClassVar[dict[str, Any]] = {"arch": dict.fromkeys(("width", "depth", "heads"))}
+    fills: ClassVar[dict[str, Any]] = {
+        "arch": dict.fromkeys(("width", "depth", "heads")),
+        "timm_model_name": dict.fromkeys(("arch", "width", "depth", "heads", "patch_size", "drop_path", "weight_init")),
+    }
 
     arch: str | None = field(
         None,
         "Sizes by the backbone's official name: vit_tiny, vit_small, vit_base, vit_large, vit_huge2, vit_giant2 or vit_7b.",
+    )
+    timm_model_name: str | None = field(
+        None,
+        "A model of timm (ResNet, ConvNeXt, Swin, ViT, …) instead of this ViT, with its own widths. patch_size is then its stride.",
+        examples=["convnext_nano"],
     )
     image_size: int = field(224, "Side of a (global) crop in pixels.", gt=0, le=16384)
     patch_size: int = field(16, "Patch side in pixels. Must divide image_size.", gt=0)
@@ -86,6 +94,8 @@ class VitConfig(Frozen):
     @classmethod
     def _fill(cls, value: Any) -> Any:
         name = value.get("arch") if isinstance(value, dict) else None
+        if isinstance(value, dict) and isinstance(value.get("timm_model_name"), str):
+            return {**_timm_keys(value), **value}
         if not isinstance(name, str):
             return value
         if name not in ARCHS:
@@ -99,6 +109,8 @@ class VitConfig(Frozen):
         )  # the resolved recipe contains all keys
         if self.readout.conditioned:
             raise ValueError(f"readout.kind={self.readout.kind}: needs texts, which DINO does not have. Use cls.")
+        if self.timm_model_name is not None:
+            return self._check_timm()
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         if self.width % self.heads:
@@ -109,6 +121,24 @@ class VitConfig(Frozen):
             )
         if self.blocks < 1:
             raise ValueError(f"readout.replace_last_block needs a depth of at least two (depth={self.depth})")
+        return self
+
+    def _check_timm(self) -> VitConfig:
+        """Raise `ValueError` for keys of the ViT, which a model of timm does not have."""
+        own = _timm_keys({"timm_model_name": self.timm_model_name, "image_size": self.image_size})
+        allowed = {"timm_model_name", "image_size", "bands", "readout"}
+        for key in type(self).model_fields.keys() - allowed:
+            expected = own.get(key, type(self).model_fields[key].default)
+            if getattr(self, key) != expected:
+                raise ValueError(f"{key}={getattr(self, key)}: does not apply with timm_model_name. Remove it.")
+        if self.readout.reads_cls and self.readout.kind != "cls":
+            raise ValueError(
+                f"readout.kind={self.readout.kind}: reads a class token. Use cls, which is the pooling of timm's model."
+            )
+        if self.readout.placement.replaced:
+            raise ValueError(
+                "readout.replace_last_block=true: a model of timm keeps all its blocks. Set readout.replace_last_block=false."
+            )
         return self
 
     @property
@@ -126,9 +156,32 @@ class VitConfig(Frozen):
     def out_width(self) -> int:
         """Return the number of values in one encoding."""
         slots, slot_width = self.readout.shape(self.width)
+        if self.timm_model_name is not None and self.readout.reads_cls:
+            return self._timm_facts.pooled
         return slots * slot_width
+
+    @property
+    def batch_norm(self) -> bool:
+        """Return whether the backbone normalizes over the batch."""
+        return self.timm_model_name is not None and self._timm_facts.batch_norm
+
+    @property
+    def _timm_facts(self) -> Any:
+        return _timm_facts(str(self.timm_model_name), self.image_size)
 
     @property
     def slots(self) -> int:
         """Return L for encodings of (L, V) values; 1 without slots."""
         return self.readout.shape(self.width)[0]
+
+
+def _timm_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that timm_model_name fills."""
+    facts = _timm_facts(tree["timm_model_name"], tree.get("image_size", VitConfig.model_fields["image_size"].default))
+    return {"width": facts.width, "patch_size": facts.stride, "depth": 1, "heads": 1, "drop_path": 0.0}
+
+
+def _timm_facts(name: str, size: int) -> Any:
+    from .timm_backbone import backbone_facts  # builds the model, which other configs do not need
+
+    return backbone_facts(name, size)

@@ -23,6 +23,7 @@ from ..data.examples.multi_crop import CropExamples
 from ..data.sources.base import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoNet, Views, masked_rows
 from ..models.readout import readouts
+from ..models.timm_backbone import TimmBackbone, written_values
 from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE, VitConfig
 from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_training
@@ -216,6 +217,11 @@ class DinoObjective(Objective):
 
     def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
         """Load a backbone of any supported program into both student and teacher, resized to this model."""
+        if self.config.model.timm_model_name is not None:
+            backbone = self.student.backbone
+            assert isinstance(backbone, TimmBackbone)
+            fitted = backbone.fit(weights)
+            return {f"{net}.backbone.model.{name}": t for net in ("student", "teacher") for name, t in fitted.items()}
         return self._backbone_pair(weights, source.config if isinstance(source, Vit) else None)
 
     def _backbone_pair(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
@@ -231,7 +237,7 @@ class DinoObjective(Objective):
 
         The number of heads is the run's, because files do not contain it.
         """
-        if not is_dino(content):
+        if self.config.model.timm_model_name is not None or not is_dino(content):
             return None
         file = read_dino(content, "the file", key)
         training = read_dino_training(content) if key is None else None
@@ -247,6 +253,8 @@ class DinoObjective(Objective):
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor], theirs: Any = None) -> Mapping[str, Tensor]:
         """Resize the backbones of another run's weights to this model's image, patch and bands."""
+        if self.config.model.timm_model_name is not None:
+            return weights
         fitted = {name: t for name, t in weights.items() if ".backbone." not in name}
         for net in ("student", "teacher"):
             own = f"{net}.backbone."
@@ -271,6 +279,8 @@ class DinoObjective(Objective):
 
     def _layer_ids(self) -> Mapping[str, int]:
         backbone, found = self.student.backbone, {}
+        if isinstance(backbone, TimmBackbone):
+            return {}
         for name, _ in backbone.named_parameters():
             first, _, rest = name.partition(".")
             stem = first in ("cls_token", "pos_embed", "patch_embed", "register_tokens", "mask_token", "norm_pre")
@@ -282,13 +292,19 @@ class DinoObjective(Objective):
         m, crops = self.config.model, self.config.crops
         large, small = (1 + (side // m.patch_size) ** 2 for side in (m.image_size, crops.local_size))
         tokens = {"global crop": large} | ({"local crop": small} if crops.local_crops_number else {})
-        views = 2 + crops.local_crops_number
+        views, written, towers = 2 + crops.local_crops_number, 0, []
+        if m.timm_model_name is not None:
+            sides = [m.image_size] * 2 + [crops.local_size] * crops.local_crops_number
+            written = sum(written_values(m.timm_model_name, m.image_size, side) for side in sides)
+        else:
+            towers = [((2 * large + crops.local_crops_number * small) * m.width, m.blocks)]
         return Footprint(
             tokens,
-            [((2 * large + crops.local_crops_number * small) * m.width, m.blocks)],
+            towers,
             m.out_width,
             # Twice the targets, logits and their gradient.
             4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views + 4 * self.config.most_masked),
+            written,
         )
 
     def set_grad_checkpointing(self, enable: bool) -> None:
@@ -318,6 +334,10 @@ def _examples(config: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
 
 
 def _rules(run: Any) -> None:
+    if run.objective.model.batch_norm and run.engine.grad_checkpointing:
+        raise ValueError(
+            f"engine.grad_checkpointing: would update the batch norms of {run.objective.model.timm_model_name} twice per step. Remove it."
+        )
     for key in PAIR_KEYS:
         if getattr(run.data, key) != type(run.data).model_fields[key].default:
             raise ValueError(
@@ -328,6 +348,7 @@ def _rules(run: Any) -> None:
         "head.use_bn": objective.head.use_bn,
         "koleo": objective.koleo > 0,
         "centering": objective.centering == "sinkhorn_knopp",
+        "model.timm_model_name": objective.model.batch_norm,
     }
     for key, couples in coupling.items():
         if couples and run.micro_batch_size is not None:

@@ -12,7 +12,7 @@ from .method import Choice, Situation
 _CPU_MODEL = {"width": 128, "depth": 4, "heads": 4, "drop_path": 0.0, "weight_init": "xavier"}
 _LARGE = 200_000  # images from which ViT-B is worth its cost
 _KEPT = (
-    "width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "rope_base", "norm_eps",
+    "timm_model_name", "width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "rope_base", "norm_eps",
     "pre_norm", "quick_gelu", "interpolate_offset", "interpolate_antialias",
 )  # fmt: skip
 
@@ -48,6 +48,8 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     median = situation.survey.sides[2] if situation.survey else 224
     largest = 224 if situation.gpu else 64
     usual = 16 if median >= 96 and situation.gpu else 8 if median >= 48 else 4
+    if _recipe_value(recipe, "objective.model.timm_model_name", None) is not None:
+        usual = 32  # the stride of most of timm's models
     patch = _recipe_value(recipe, "objective.model.patch_size", start.config.patch_size if start else usual)
     side = _recipe_value(recipe, "objective.model.image_size", max(2, min(median, largest) // patch) * patch)
     most = 256 if situation.gpu else 64
@@ -70,15 +72,17 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
     survey = situation.survey
     size = f"the median image has {survey.sides[2]} pixels" if survey else "no image could be read"
     machine = "on a GPU" if situation.gpu else "on CPUs"
-    yield Choice("objective.model.patch_size", plan.patch, "of the initial weights" if start else size)
+    timm = _recipe_value(situation.recipe, "objective.model.timm_model_name", start and start.config.timm_model_name)
+    if timm is None:
+        yield Choice("objective.model.patch_size", plan.patch, "of the initial weights" if start else size)
     yield Choice("objective.model.image_size", plan.side, f"{size}, {machine}")
     if start is not None:
-        for key in _KEPT:
+        for key in _KEPT if timm is None else _KEPT[:1]:
             if (value := getattr(start.config, key)) != type(start.config).model_fields[key].default:
                 yield Choice(f"objective.model.{key}", value, "of the initial weights")
         yield Choice("objective.mean", list(start.mean), "of the initial weights")
         yield Choice("objective.std", list(start.std), "of the initial weights")
-    elif _recipe_value(situation.recipe, "objective.model.arch", None) is None:
+    elif timm is None and _recipe_value(situation.recipe, "objective.model.arch", None) is None:
         if situation.gpu:
             yield Choice("objective.model.arch", "vit_base" if situation.images >= _LARGE else "vit_small", images)
         else:
@@ -89,6 +93,8 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
     if _recipe_value(situation.recipe, "objective.model.readout.kind", "cls") == "sparo":
         for key in ("slots", "slot_width", "head_width"):
             yield Choice(f"objective.model.readout.{key}", 64 if situation.gpu else 32, machine)
+        if timm is not None:
+            yield Choice("objective.model.readout.replace_last_block", False, f"{timm} keeps its blocks")
     prototypes = 1024 if situation.images < 10_000 else 8192 if situation.images < 100_000 else 65536
     yield Choice("objective.head.out_dim", prototypes, images)
     if not situation.gpu:

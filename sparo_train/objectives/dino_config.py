@@ -78,10 +78,21 @@ class DinoObjectiveConfig(Frozen):
 
     @model_validator(mode="after")
     def _crops(self) -> DinoObjectiveConfig:
-        if self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
+        vit = self.model.timm_model_name is None
+        if vit and self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
             raise ValueError(
                 f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
             )
+        if not vit:
+            if self.ibot is not None:
+                raise ValueError("ibot: masks patches of this project's ViT. Remove it, or model.timm_model_name.")
+            if self.crops.local_crops_number and self.model.timm_model_name:
+                from ..models.timm_backbone import backbone_facts  # builds the model, which other configs do not need
+
+                try:
+                    backbone_facts(self.model.timm_model_name, self.model.image_size, self.crops.local_size)
+                except ValueError as error:
+                    raise ValueError(f"crops.local_size={self.crops.local_size}: {error}") from None
         if self.model.bands != 3:
             raise ValueError(f"model.bands={self.model.bands}: images are decoded to three channels. Remove it.")
         if self.ibot and self.ibot.separate_head is False and self.model.out_width != self.model.width:

@@ -70,9 +70,19 @@ def _of_timm(name: str) -> BackboneDescription:
     with torch.device("meta"):
         model: Any = timm.create_model(name, pretrained=False, num_classes=0)
     pixels = resolve_model_data_config(model)
-    heads = model.blocks[0].attn.num_heads if hasattr(model, "blocks") else None
+    mean, std = tuple(pixels["mean"]), tuple(pixels["std"])
+    if getattr(model, "cls_token", None) is None or not hasattr(model, "blocks"):  # a convnet, or another Transformer
+        return BackboneDescription(_timm_config(name), mean, std)
+    heads = model.blocks[0].attn.num_heads
     tree = infer_vit(official_vit_names(model.state_dict()), f"timm:{name}", heads)
-    return BackboneDescription(VitConfig.model_validate(tree), tuple(pixels["mean"]), tuple(pixels["std"]))
+    return BackboneDescription(VitConfig.model_validate(tree), mean, std)
+
+
+def _timm_config(name: str) -> VitConfig:
+    try:
+        return VitConfig(timm_model_name=name, readout={"kind": "cls"})
+    except ValueError as error:
+        raise CheckpointError(f"timm:{name}: {error}") from None
 
 
 def _of_transformers(folder: Path) -> BackboneDescription | None:
