@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.contracts import Batch, FileWeights, Footprint, Loss, Objective, ParamGroups, Progress
+from ..core.contracts import Batch, Footprint, Loss, ParamGroups, Progress
 from ..core.distributed import sum_over_ranks
 from ..core.ema import Follow, update_mean
 from ..core.errors import CollapseError, DataError
@@ -24,20 +23,16 @@ from ..data.sources.base import PAIR_KEYS, DataConfig
 from ..models.dino_head import DinoNet, Views, masked_rows
 from ..models.readout import readouts
 from ..models.timm_backbone import TimmBackbone, written_values
-from ..models.vit import Vit
-from ..models.vit_config import DROP_RANGE, VitConfig
-from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_training
-from ..models.weight_files.vit_fit import FittedVit, fit_vit
+from ..models.vit_config import DROP_RANGE
 from .dino_choices import choose
 from .dino_config import DinoObjectiveConfig
 from .dino_health import LastBatch, collapse_message, slow_metrics
 from .dino_loss import Targets, centered_targets, distillation, koleo, masked_distillation, sinkhorn_targets
+from .dino_start import DinoStart
 from .method import Method
 
-logger = logging.getLogger(__name__)
 
-
-class DinoObjective(Objective):
+class DinoObjective(DinoStart):
     """DINO: `student` learns to predict the output of `teacher`, its moving average, for other crops of the same image.
 
     Batches contain `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 if there are any, and with
@@ -214,56 +209,6 @@ class DinoObjective(Objective):
 
     def compile_units(self) -> Sequence[nn.Module]:
         return [*self.shard_units(), *readouts(self)]
-
-    def remap_encoder_weights(self, weights: Mapping[str, Tensor], source: nn.Module) -> dict[str, Tensor]:
-        """Load a backbone of any supported program into both student and teacher, resized to this model."""
-        if self.config.model.timm_model_name is not None:
-            backbone = self.student.backbone
-            assert isinstance(backbone, TimmBackbone)
-            fitted = backbone.fit(weights)
-            return {f"{net}.backbone.model.{name}": t for net in ("student", "teacher") for name, t in fitted.items()}
-        return self._backbone_pair(weights, source.config if isinstance(source, Vit) else None)
-
-    def _backbone_pair(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
-        fitted = self._fit(weights, theirs)
-        for line in fitted.size_changes:
-            logger.info(f"start_from: resized {line}")
-        if fitted.unused:
-            logger.info(f"start_from: the readout replaces {fitted.unused[0].rpartition('.')[0]} and later blocks")
-        return {f"{net}.backbone.{name}": t for net in ("student", "teacher") for name, t in fitted.weights.items()}
-
-    def weights_of_file(self, content: Any, key: str | None) -> FileWeights | None:
-        """Return student, teacher and centre of a training of the official code, or a backbone for both.
-
-        The number of heads is the run's, because files do not contain it.
-        """
-        if self.config.model.timm_model_name is not None or not is_dino(content):
-            return None
-        file = read_dino(content, "the file", key)
-        training = read_dino_training(content) if key is None else None
-        if training is None:
-            weights: Mapping[str, Tensor] = self._backbone_pair(file.backbone, file.config)
-        else:
-            theirs = None if file.config is None else self.config.model_copy(update={"model": file.config})
-            weights = self.adapt_to_resolution(training, theirs)
-        return FileWeights(weights, *file.normalisation)
-
-    def _fit(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> FittedVit:
-        return fit_vit(weights, self.config.model, theirs, mask_token=self.config.ibot is not None)
-
-    def adapt_to_resolution(self, weights: Mapping[str, Tensor], theirs: Any = None) -> Mapping[str, Tensor]:
-        """Resize the backbones of another run's weights to this model's image, patch and bands."""
-        if self.config.model.timm_model_name is not None:
-            return weights
-        fitted = {name: t for name, t in weights.items() if ".backbone." not in name}
-        for net in ("student", "teacher"):
-            own = f"{net}.backbone."
-            backbone = {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}
-            fitted |= {
-                f"{own}{name}": t
-                for name, t in self._fit(backbone, None if theirs is None else theirs.model).weights.items()
-            }
-        return fitted
 
     def param_groups(self) -> ParamGroups:
         """Return the official rule: no weight decay for biases and vectors; class token and positions are decayed."""
