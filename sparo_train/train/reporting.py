@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from ..core.distributed import Ranks
 from ..core.errors import CollapseError, StoppedError
 from ..core.world import World
 from .meter import FlopCounter, Meter, MetricExchange, RunClock, average_over_ranks, memory, utilisation
-from .run_config import LogConfig, ProfileConfig
+from .run_config import EvalConfig, LogConfig, ProfileConfig
 from .state import Display, Evaluate
 
 logger = logging.getLogger(__name__)
@@ -256,23 +257,48 @@ class Evaluation:
 
     Args:
         evaluate: scores the objective; None: nothing is evaluated.
-        every: steps between evaluations; 0: only on request.
+        schedule: when to evaluate.
     """
 
-    def __init__(self, evaluate: Evaluate | None, every: int, engine: Engine, ranks: Ranks, reporter: Reporter):
-        self.evaluate, self.every, self.engine, self.ranks, self.reporter = evaluate, every, engine, ranks, reporter
+    def __init__(
+        self, evaluate: Evaluate | None, schedule: EvalConfig, engine: Engine, ranks: Ranks, reporter: Reporter
+    ):
+        self.evaluate, self.schedule, self.engine, self.ranks, self.reporter = (
+            evaluate,
+            schedule,
+            engine,
+            ranks,
+            reporter,
+        )
         self.scored: set[int] = set()
+        self._started = time.monotonic()
+        self._durations: list[float] = []  # seconds of the evaluations of this process
 
     def due(self, step: int) -> bool:
-        """Return whether this step is to be evaluated and has no scores yet."""
-        return bool(self.every and step and step % self.every == 0) and self.missing(step)
+        """Return whether this step is to be evaluated now: it has no scores yet, and `max_share` allows another evaluation."""
+        every = self.schedule.every_steps
+        if not (every and step and step % every == 0 and self.missing(step)):
+            return False
+        # Clocks of ranks differ, so rank 0 decides.
+        if self.schedule.max_share is None or self.ranks.rank0_broadcast(self._affordable):
+            return True
+        logger.info(f"step {step}: not evaluated, because evaluations would take more than eval.max_share of the time")
+        return False
+
+    def _affordable(self) -> bool:
+        """Return whether another evaluation like the last one would stay within the share."""
+        if not self._durations or self.schedule.max_share is None:
+            return True
+        expected = self._durations[-1]
+        total = time.monotonic() - self._started + expected
+        return sum(self._durations) + expected <= self.schedule.max_share * total
 
     def missing(self, step: int) -> bool:
         return self.evaluate is not None and step not in self.scored
 
     def run(self, step: int) -> str | None:
         """Evaluate this step. If a signal interrupts it, return the signal and write no record, so that the resumed run begins with it."""
-        evaluate = self.evaluate
+        evaluate, begin = self.evaluate, time.monotonic()
         assert evaluate is not None
         # Evaluation runs uncompiled: its scores are those of `sparo eval`, and batches of other sizes would have to be compiled again.
         with self.engine.full_model() as model, torch.compiler.set_stance("force_eager"):
@@ -290,4 +316,5 @@ class Evaluation:
         self.reporter.write("eval", step, scores)
         # After the record: a step whose evaluation was interrupted is evaluated again.
         self.scored.add(step)
+        self._durations.append(time.monotonic() - begin)
         return None

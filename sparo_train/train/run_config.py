@@ -85,6 +85,14 @@ class EvalConfig(Frozen):
     """Evaluation tasks and their schedule."""
 
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
+    max_share: float | None = field(
+        None,
+        "Skip evaluations of every_steps that would take more than this share of the time since the process started. The first one and "
+        "that of the last step always run. Default: no evaluation is skipped.",
+        gt=0,
+        lt=1,
+        examples=[0.05],
+    )
     tasks: dict[str, TaskConfig] = Field(
         default_factory=dict, description="Tasks by name; each is an entry of sparo.tasks."
     )

@@ -62,7 +62,7 @@ class Trainer:
         self.saver = Saver(self.store, ranks, every.background)
         self.skips = SkippedSteps(config.optim.max_consecutive_skips, self.saver.last_good)
         self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
-        self.evaluation = Evaluation(evaluate, config.eval.every_steps, engine, ranks, self.reporter)
+        self.evaluation = Evaluation(evaluate, config.eval, engine, ranks, self.reporter)
         self._facts = {
             "recipe": config.model_dump(mode="json"),
             "world_size": ranks.size,

@@ -154,7 +154,7 @@ def write_slides(folder: Path) -> None:
     model = timm.create_model("vit_small_patch14_reg4_dinov2", num_classes=0, img_size=56, depth=2)
     torch.save(official_vit_names(model.state_dict()), folder / "dinov2_vits14_reg4_pretrain.pth")
     page = (ROOT / "docs/guides/dino_own_images.md").read_text(encoding="utf-8")
-    (folder / "probe.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    (folder / "probe.yaml").write_text(re.search(r"```yaml\n(tasks:.*?)```", page, re.DOTALL)[1])
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torchvision.transforms import functional as F
 
 from sparo_train.data.examples import multi_crop as augment
-from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig, crop, multi_crop, stain
+from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig, crop, multi_crop, random_tile, stain
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.sources.base import DataConfig
+from sparo_train.data.sources.base import DataConfig, open_source
+from sparo_train.data.sources.folder import FolderConfig
 from sparo_train.data.sources.shards import ShardsConfig
 
 
@@ -147,3 +148,31 @@ def test_orientation_and_stain_of_histology():
     assert (flipped == base[::-1]).all()
     turned = crop(pixels, 24, 0, whole.model_copy(update={"rotate90": 1.0}), np.random.default_rng(2))
     assert any((turned == np.rot90(base, k)).all() for k in (1, 2, 3)) and not (turned == base).all()
+
+
+@pytest.mark.parametrize("decode", ["exact", "fast"])
+def test_all_crops_of_a_sample_come_from_one_tile_at_full_resolution(decode, tmp_path):
+    # The position of every pixel is its colour, so a crop shows where it comes from.
+    rows, columns = np.mgrid[:250, :250].astype(np.uint8)
+    slide = np.stack([rows, columns, np.zeros_like(rows)], axis=-1)
+    Image.fromarray(slide).save(tmp_path / "slide.png")
+    plain = {"hflip": 0.0, "jitter_prob": 0.0, "gray_prob": 0.0, "blur_probs": (0.0, 0.0, 0.0), "solarize_prob": 0.0}
+    config = DataConfig(sources={"a": FolderConfig(folder=str(tmp_path))}, decode=decode)
+    crops = CropsConfig(tile=40, local_crops_number=4, local_size=8, global_crops_scale=(1.0, 1.0), **plain)
+    examples = CropExamples(config, crops, 40)
+    fields = {"png": (tmp_path / "slide.png").read_bytes()}
+    source = open_source("a", FolderConfig(folder=str(tmp_path)))
+    corners = set()
+    for seed in range(12):
+        made = examples.prepare(fields, source, np.random.default_rng(seed))
+        for kind in ("global_crops", "local_crops"):
+            values = np.concatenate([view.reshape(3, -1)[:2] for view in made[kind]], axis=1).astype(int)
+            assert (values.max(1) - values.min(1) < 40).all()
+        whole = made["global_crops"][0]
+        top, left = whole[0, 0, 0], whole[1, 0, 0]
+        assert np.array_equal(whole, slide[top : top + 40, left : left + 40].transpose(2, 0, 1))
+        corners.add((int(top), int(left)))
+    assert len(corners) == 12
+    # A side that is shorter than the tile is used whole.
+    assert random_tile(Image.new("RGB", (30, 90)), 40, np.random.default_rng(0)).size == (30, 40)
+    assert random_tile(slide[:20], 40, np.random.default_rng(0)).shape == (20, 40, 3)

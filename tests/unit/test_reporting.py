@@ -23,8 +23,9 @@ from sparo_train.core.world import StopFlag, World
 from sparo_train.engine.local import LocalEngine, LocalEngineConfig
 from sparo_train.engine.optim import AdamWConfig
 from sparo_train.models.readouts.pooling import MeanPool
+from sparo_train.train import reporting
 from sparo_train.train.meter import MetricExchange, average_over_ranks
-from sparo_train.train.reporting import Reporter
+from sparo_train.train.reporting import Evaluation, Reporter
 from sparo_train.train.run_config import LogConfig, RunConfig
 from sparo_train.train.step import RankSync, _weighted_backward
 from tests.helpers.logs import logged
@@ -229,6 +230,29 @@ def test_a_dead_rank_is_recognised_by_errors_of_collectives(error, ours, lost):
     with pytest.raises(LostRankError if lost else RuntimeError) as found, ranks.error_context("step 3", ours):
         raise error
     assert found.value is error if not lost else found.value.__cause__ is error
+
+
+def test_evaluations_take_a_share_of_the_time_at_most(shards, tmp_path, monkeypatch):
+    tree = tiny_recipe(
+        shards, tmp_path / "runs", eval={"every_steps": 2, "max_share": 0.5, "tasks": eval_sets(tmp_path / "sets")}
+    )
+    clock = iter(range(10**6))
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    config = resolve(RunConfig, tree, "x")
+    assert train(config).reason == "finished"
+    # Every reading of the clock is a second later: an evaluation takes one, and so does a decision about another.
+    steps = [r["step"] for r in metrics.read(config.folder / "metrics.jsonl", "eval")]
+    assert steps[0] == 2 and steps[-1] == 12
+    few = Evaluation(
+        lambda *_: {}, config.eval.model_copy(update={"max_share": 0.2}), None, Ranks(World(), "gloo", 0.0), None
+    )
+    few._durations = [3.0]
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: few._started + 20.0)
+    assert not few.due(4)  # 6 of 23 seconds
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: few._started + 30.0)
+    assert few.due(4) and not few.due(5)  # 6 of 33 seconds
+    few.scored.add(4)
+    assert not few.due(4)
 
 
 def test_an_error_in_an_evaluation_saves_the_step_and_the_run_resumes(shards, tmp_path, monkeypatch):

@@ -109,6 +109,13 @@ class CropsConfig(Frozen):
     local_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
         (0.05, 0.4), "Range of the share of the image area that a local crop covers."
     )
+    tile: int | None = field(
+        None,
+        "For large images, such as slides and aerial images: side of a square region, in pixels of the file, from which all crops of a "
+        "sample are drawn. Its position is random in every visit. A side shorter than this is used whole. Default: the whole image.",
+        gt=0,
+        examples=[512],
+    )
     hflip: float = field(0.5, "Probability of a horizontal flip, per crop.", ge=0, le=1)
     vflip: float = field(
         0.0, "Probability of a vertical flip, per crop, for images without an upright position.", ge=0, le=1
@@ -168,6 +175,15 @@ def crop(picture: Picture, size: int, number: int, config: CropsConfig, rng: np.
     return pixels
 
 
+def random_tile(picture: Picture, side: int, rng: np.random.Generator) -> Picture:
+    """Return a random region of at most `side` x `side` pixels."""
+    width, height = size_of(picture)
+    left, top = (int(rng.integers(0, max(0, length - side) + 1)) for length in (width, height))
+    if isinstance(picture, np.ndarray):
+        return picture[top : top + side, left : left + side]
+    return picture.crop((left, top, min(width, left + side), min(height, top + side)))
+
+
 def multi_crop(
     picture: Picture, size: int, config: CropsConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -216,8 +232,11 @@ class CropExamples(Examples):
         data = image_bytes(fields, source.config.image_keys)
         # JPEG decoding may halve the size until twice the crop: a global crop of 40 % of the area still has enough
         # pixels.
-        picture = decode_for_training(data, self.config, self.image_size)
+        tile = self.crops.tile
+        picture = decode_for_training(data, self.config, None if tile else self.image_size)
         on_stage("decode")
+        if tile:
+            picture = random_tile(picture, tile, rng)
         large, small = multi_crop(picture, self.image_size, self.crops, rng)
         example = {"global_crops": large}
         if len(small):

@@ -55,18 +55,19 @@ def decode_image(data: bytes, pixel_range: PixelRange = "by_type") -> Image.Imag
     return decode(data, TRAINING._replace(pixel_range=pixel_range))
 
 
-def decode_for_training(data: bytes, config: DataConfig, size: int) -> Picture:
+def decode_for_training(data: bytes, config: DataConfig, size: int | None) -> Picture:
     """Decode to an upright RGB picture, as `data.decode` says: an image for Pillow's filters, or an array for torch's.
 
     Args:
         data: the file.
         config: the recipe's `data` block.
         size: pixels per side of the model's input. With `data.scaled_decoding`, at least twice as many are decoded.
+            None: all of them.
 
     Raises:
         BadSampleError: as `decoding.decode` does.
     """
-    shrink_to = 2 * size if config.scaled_decoding else None
+    shrink_to = 2 * size if config.scaled_decoding and size is not None else None
     how = TRAINING._replace(pixel_range=config.pixel_range)
     return decode(data, how, shrink_to) if config.decode == "exact" else decode_pixels(data, how, shrink_to)
 
