@@ -242,7 +242,9 @@ class DinoObjective(DinoStart):
             sides = [m.image_size] * 2 + [crops.local_size] * crops.local_crops_number
             written = sum(written_values(m.timm_model_name, m.image_size, side) for side in sides)
         else:
-            towers = [((2 * large + crops.local_crops_number * small) * m.width, m.blocks)]
+            # Of the last block, only the class token is kept if nothing else is read.
+            blocks = m.blocks - int(m.readout.kind == "cls" and self.config.ibot is None)
+            towers = [((2 * large + crops.local_crops_number * small) * m.width, blocks)]
         return Footprint(
             tokens,
             towers,

@@ -119,8 +119,20 @@ def test_segments_that_grow_leave_fewer_gaps(run_program):
         ("clip/cc15m_sparo.yaml", ["objective.ema={decay: 0.9}"], {"kind": "fsdp2"}, 64, 64),
         ("clip/cc15m_sparo.yaml", [], {"kind": "ddp"}, 1024, 128),
         ("dino/imagenet_vits16_sparo.yaml", [], {"kind": "local"}, 1, 16),
+        ("dino/imagenet_vits16_sparo.yaml", ["objective.model.patch_size=8"], {"kind": "local"}, 1, 8),
+        ("dino/imagenet_vits16_sparo.yaml", ["objective.model.arch=vit_base"], {"kind": "local"}, 1, 16),
+        ("dino/imagenet_vits16.yaml", [], {"kind": "local"}, 1, 16),
     ],
-    ids=["local", "checkpointing", "fsdp2 with an average", "ddp", "dino"],
+    ids=[
+        "local",
+        "checkpointing",
+        "fsdp2 with an average",
+        "ddp",
+        "dino",
+        "dino s/8",
+        "dino b/16",
+        "dino without slots",
+    ],
 )
 def test_a_dry_run_estimates_the_peak_of_a_step(run_program, recipe, changes, engine, world_size, samples):
     step = run_program("against_estimate", recipe, changes, engine, world_size, samples, reads="stored")
