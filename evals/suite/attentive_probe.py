@@ -22,7 +22,7 @@ from ..tasks import attentive
 from ..tasks.probe import Labelled
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, attach_data_info, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, chance, labels_of, learned_on
 from .task import Task
 
 
@@ -108,6 +108,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
         result = attentive.score(probe, sets[1], classes, encoder.device)
         head = sum(p.numel() for p in probe.head.parameters())
         return result._replace(
+            chance=chance(label_sets),
             options={"head": task.head.kind, "head_parameters": head, "lr": task.lr, "weight_decay": task.weight_decay,
                      "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed}
         )  # fmt: skip

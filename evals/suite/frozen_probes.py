@@ -46,7 +46,9 @@ def run_regression(scoring: Scoring, task: RegressionTaskConfig) -> Result:
 
     def fit() -> Result:
         numbers = [np.array(features.facts, np.float64) for features in (train, test)]
-        found = regression.score(encodings(train), numbers[0], encodings(test), numbers[1], train_set.groups)
+        found = regression.score(
+            encodings(train), numbers[0], encodings(test), numbers[1], train_set.groups, test_set.groups
+        )
         return found.headed(task.headline)
 
     options = {"normalize": task.normalize, **learned_on(train_set, test_set, task.resize)}
@@ -94,7 +96,7 @@ def run_segmentation(scoring: Scoring, task: SegmentationTaskConfig) -> Result:
             raise ConfigError(
                 f"classes={task.classes}: a mask contains class {classes - 1}. Raise classes, or set ignore."
             )
-        return linear_segmentation.score(parts[0], parts[1], task.classes or classes, task.ignore, how)
+        return linear_segmentation.score(parts[0], parts[1], task.classes or classes, task.ignore, how, sets[1].groups)
 
     options = {
         "features": task.features, "lr": task.lr, "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed,

@@ -18,7 +18,7 @@ from ..sets.open_set import open_labelled, open_set, refuse_shared_groups
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..tasks import knn, probe
 from ..tasks.result import Result
-from .scoring import Scoring, attach_data_info, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, chance, labels_of, learned_on
 from .task import Task
 
 
@@ -93,6 +93,8 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
             train, labelled_parts["test"], classes, how, held_out, task.fewshot_k, task.weight_decay, task.repeats
         )
     )
+    if not several:
+        found = found._replace(chance=chance([*labels.values()]))
     val_source = task.val_split or task.val_proportion
     options = {"normalize": task.normalize, "held_out": val_source, **learned_on(parts["train"], parts["test"])}
     return attach_data_info(found, features["test"], parts["test"], options)
@@ -176,6 +178,7 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]
     result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline, task.balanced)
+    result = result._replace(chance=chance([bank_labels, labels]))
     if groups is not None:
         facts["left_out_neighbours"] = "the image itself" if test_set.groups is None else "images of its group"
     return attach_data_info(result, test, test_set, facts)

@@ -27,7 +27,7 @@ from ..sets.task_config import LabelledTaskConfig
 from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, attach_data_info, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, chance, labels_of, learned_on
 from .task import Task
 
 _BATCH = 256
@@ -97,7 +97,8 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     )
     result = linear.result(right, answers, classes)
     steps = task.epochs * -(-len(train) // task.batch_size)
-    result = result._replace(options={**result.options, "steps": steps})
+    guess = chance(label_sets) if task.classes is None else 1 / task.classes
+    result = result._replace(options={**result.options, "steps": steps}, chance=guess)
     return attach_data_info(result, test_features, test, learned_on(train, test, task.resize))
 
 

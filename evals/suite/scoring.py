@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..feature_store.feature_table import Features, View
 from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Transform, evenly, refuse_label
-from ..tasks.result import Result
+from ..tasks.result import Result, bootstrap, by_group, percentiles
 
 
 class Scoring(NamedTuple):
@@ -68,6 +69,11 @@ def labels_of(features: Features, source: EvalSet) -> Tensor:
     return torch.tensor(features.facts, dtype=torch.int64)
 
 
+def chance(label_sets: Sequence[Tensor]) -> float:
+    """Return the accuracy of guessing among the classes that occur, because numbers of classes may have gaps."""
+    return 1 / len(torch.cat([*label_sets]).unique())
+
+
 def learned_on(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict[str, Any]:
     """Return the options of a score with training: the training images, skipped files, and the resize."""
     options: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
@@ -97,10 +103,23 @@ def attach_data_info(
     options = {**options, **result.options, "facts": facts_digest(images.keys, images.facts)}
     if recall := _recall_by_class(result, images, source):
         options["recall"] = recall
+    if source.groups is not None:
+        result = _over_groups(result, source.groups)
     if source.left_out:
         options["left_out"] = dict(source.left_out)
         result = result._replace(counts={**result.counts, "left_out": sum(source.left_out.values())})
     return result._replace(options=options, data=source.identity(), keys=tuple(keys or images.keys))
+
+
+def _over_groups(result: Result, groups: Sequence[str]) -> Result:
+    """Return the result with an interval of its accuracy that resamples groups (patients) instead of images."""
+    right = result.predictions.get("right")
+    # Only a mean of right answers can be resampled here.
+    if right is None or len(right) != len(groups) or not math.isclose(np.mean(right), result.value, abs_tol=1e-6):
+        return result
+    draws = bootstrap(by_group(right[:, None], groups), by_group(np.ones((len(right), 1)), groups))
+    intervals = {**result.intervals, result.headline: percentiles(draws[:, 0])}
+    return result._replace(counts={**result.counts, "groups": len(set(groups))}, intervals=intervals)
 
 
 def _recall_by_class(result: Result, images: Features, source: EvalSet) -> dict[str, float]:

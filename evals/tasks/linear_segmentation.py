@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.errors import DataError
 
-from .result import Result, bootstrap, percentiles
+from .result import Result, bootstrap, by_group, percentiles
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -36,12 +36,17 @@ class PatchFeatures(NamedTuple):
 
 
 def score(
-    train: PatchFeatures, test: PatchFeatures, classes: int, ignore: int | None, how: SegmentationTraining
+    train: PatchFeatures,
+    test: PatchFeatures,
+    classes: int,
+    ignore: int | None,
+    how: SegmentationTraining,
+    groups: Sequence[str] | None = None,
 ) -> Result:
     """Train on one set and return mIoU and pixel accuracy of the other.
 
     mIoU is the mean over classes of intersection over union, counted over all images together; classes that are in
-    neither the truth nor the prediction are excluded. Intervals resample images.
+    neither the truth nor the prediction are excluded. Intervals resample test images, or their `groups`.
 
     Raises:
         DataError: a training set without pixels to learn from.
@@ -56,7 +61,7 @@ def score(
             _confusion(true, own, classes, ignore)
             for true, own in zip(test.masks[rows.numpy()], predicted, strict=True)
         ]
-    return _result(np.stack(tables))
+    return _result(np.stack(tables), groups)
 
 
 def _train(
@@ -112,27 +117,30 @@ def _confusion(true: np.ndarray, predicted: np.ndarray, classes: int, ignore: in
     return np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
 
 
-def _result(tables: np.ndarray) -> Result:
+def _result(tables: np.ndarray, groups: Sequence[str] | None = None) -> Result:
     """Return the result from the images' confusion tables (n, C, C)."""
     hits = np.diagonal(tables, axis1=1, axis2=2)
     union = tables.sum(2) + tables.sum(1) - hits
     here = union.sum(0) > 0
     iou = hits.sum(0)[here] / union.sum(0)[here]
-    draws = bootstrap(hits[:, here], union[:, here]).mean(1)
+    draws = bootstrap(by_group(hits[:, here], groups), by_group(union[:, here], groups)).mean(1)
     pixels, right = tables.sum((1, 2)), hits.sum(1)
     truth = tables.sum((0, 2))
     metrics = {"miou": float(iou.mean()), "pixel_accuracy": float(right.sum() / max(pixels.sum(), 1))}
     intervals = {
         "miou": percentiles(draws),
-        "pixel_accuracy": percentiles(bootstrap(right[:, None], pixels[:, None])[:, 0]),
+        "pixel_accuracy": percentiles(
+            bootstrap(by_group(right[:, None], groups), by_group(pixels[:, None], groups))[:, 0]
+        ),
     }
     options = {
         "iou": dict(zip(np.flatnonzero(here).tolist(), iou.tolist(), strict=True)),
         "counted": "over all images together",
     }
+    counts = {"groups": len(set(groups))} if groups else {}
     # Always naming the largest class has its share as IoU, and 0 for the other classes of the truth.
     guess = float(truth.max() / max(truth.sum(), 1) / max((truth > 0).sum(), 1))
-    return Result("linear_segmentation", len(tables), "miou", metrics, guess, intervals, options)
+    return Result("linear_segmentation", len(tables), "miou", metrics, guess, intervals, options, counts)
 
 
 def largest_label(masks: Iterable[np.ndarray], ignore: int | None) -> int:

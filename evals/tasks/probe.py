@@ -209,7 +209,7 @@ def score(
 def _score_once(train: Labelled, test: Labelled, classes: int, how: Training, decay: float) -> Result:
     probes = train_probes(train, classes, [decay], how)
     if test.labels.ndim == 2:
-        return multilabel_result(class_scores(probes, test, how.device)[:, 0], test.labels, "probe")
+        return multilabel_result(class_scores(probes, test, how.device)[:, 0], test.labels, "probe", only_present=True)
     top_classes = best_classes(probes, test, how.device, min(5, classes))[0]
     return result_from_ranking(top_classes, test.labels, classes, "probe")
 

@@ -9,14 +9,19 @@ from scipy import stats
 
 from sparo_train.core.errors import DataError
 
-from .result import Result, bootstrap, percentiles
+from .result import Result, bootstrap, by_group, percentiles
 
 ALPHAS = np.logspace(-3, 5, 17)
 _FOLDS = 5
 
 
 def score(
-    train: np.ndarray, targets: np.ndarray, test: np.ndarray, truth: np.ndarray, groups: Sequence[str] | None = None
+    train: np.ndarray,
+    targets: np.ndarray,
+    test: np.ndarray,
+    truth: np.ndarray,
+    groups: Sequence[str] | None = None,
+    test_groups: Sequence[str] | None = None,
 ) -> Result:
     """Fit on `train` (n, D) with numbers (n,), and score on `test` (m, D) with numbers (m,).
 
@@ -25,7 +30,7 @@ def score(
 
     Returns:
         r2 (against the mean of the test set), mae, rmse and Spearman's rank correlation, with 95 % intervals that
-        resample test images; `options` has the mae of always naming the median of the training set.
+        resample test images, or `test_groups`; `options` has the mae of always naming the median of the training set.
 
     Raises:
         DataError: fewer than two different numbers in one of the sets.
@@ -50,7 +55,8 @@ def score(
     errors, n = predicted - truth, len(truth)
     one = np.ones(n)
     # Sums per image, so that a resampled set has its own mean.
-    draws = bootstrap(np.stack([errors**2, np.abs(errors), truth, truth**2], axis=1), np.stack([one] * 4, axis=1))
+    sums = np.stack([errors**2, np.abs(errors), truth, truth**2], axis=1)
+    draws = bootstrap(by_group(sums, test_groups), by_group(np.stack([one] * 4, axis=1), test_groups))
     squared, absolute, mean, square = draws.T
     rank = float(stats.spearmanr(predicted, truth)[0])  # pyright: ignore[reportArgumentType]
     metrics = {
@@ -69,6 +75,6 @@ def score(
         "selected_by": "leave-one-out" if folds is None else "folds of groups",
         "mae_of_median": float(np.abs(np.median(targets) - truth).mean()),
     }
-    return Result(
-        "regression", n, "r2", metrics, 0.0, intervals, options, {}, {"mae": np.abs(errors), "predicted": predicted}
-    )
+    counts = {"groups": len(set(test_groups))} if test_groups else {}
+    predictions = {"mae": np.abs(errors), "predicted": predicted}
+    return Result("regression", n, "r2", metrics, 0.0, intervals, options, counts, predictions)

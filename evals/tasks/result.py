@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,6 +122,10 @@ class Result(NamedTuple):
             )
         if self.options.get("scored_on_training"):
             notes.append("the scored images are the training images")
+        if count := self.counts.get("groups"):
+            notes.append(f"the interval of {self.headline} resamples the {count} groups of the test images")
+        if (count := self.counts.get("classes_without_positive")) and self.task == "probe":
+            notes.append(f"{count} class(es) have no positive among the test images and are not in the mean")
         if left_out := self.options.get("left_out_neighbours"):
             notes.append(
                 f"{left_out} did not vote, because the test images would otherwise find themselves or their group"
@@ -221,6 +226,19 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: in
         total = weights @ table
         out.append(total[:, : sums.shape[1]] / np.maximum(total[:, sums.shape[1] :], 1))
     return np.concatenate(out)
+
+
+def by_group(values: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
+    """Return sums of rows (n, …) over the images of each group, in fp64; the rows themselves without groups.
+
+    Images of one patient are not independent, so intervals resample patients.
+    """
+    if groups is None:
+        return np.asarray(values, np.float64)
+    _, place = np.unique(np.asarray(groups), return_inverse=True)
+    out = np.zeros((place.max() + 1, *values.shape[1:]))
+    np.add.at(out, place, values)
+    return out
 
 
 def percentiles(draws: np.ndarray) -> tuple[float, float]:

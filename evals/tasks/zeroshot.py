@@ -103,11 +103,17 @@ def average_precisions(scores: Tensor, labels: Tensor) -> Tensor:
     return (precision * truth).sum(0) / truth.sum(0).clamp(min=1)
 
 
-def multilabel_result(scores: Tensor, labels: Tensor, task: str) -> Result:
-    """Return the result from scores (n, C) of labels (n, C); see `score_multilabel`."""
-    average = average_precisions(scores, labels)
+def multilabel_result(scores: Tensor, labels: Tensor, task: str, only_present: bool = False) -> Result:
+    """Return the result from scores (n, C) of labels (n, C); see `score_multilabel`.
+
+    With `only_present`, classes without a positive are not in the mean.
+    """
+    every = average_precisions(scores, labels)
+    present = labels.sum(0) > 0
+    counted = present if only_present and present.any() else torch.ones_like(present)
+    average = every[counted]
     value = average.mean().item()
-    chance = labels.double().mean().item()
+    chance = labels[:, counted].double().mean().item()
     # Over classes, because images do not contribute separately; of a single class, it is unknown.
     half = 1.959964 * average.std().item() / len(average) ** 0.5 if len(average) > 1 else 1.0
     return Result(
@@ -118,5 +124,5 @@ def multilabel_result(scores: Tensor, labels: Tensor, task: str) -> Result:
         chance,
         {"mean_average_precision": (max(0.0, value - half), min(1.0, value + half))},
         counts={"classes_without_positive": int((labels.sum(0) == 0).sum())},
-        predictions={"scores": scores.numpy(), "average_precision": average.numpy()},
+        predictions={"scores": scores.numpy(), "average_precision": every.numpy()},
     )

@@ -17,7 +17,8 @@ from evals.encoders.sparo_encoders import DinoEncoder
 from evals.suite.suite import Suite
 from evals.tasks import linear_segmentation, probe, regression
 from evals.tasks.linear_segmentation import PatchFeatures, SegmentationTraining
-from evals.tasks.zeroshot import average_precisions
+from evals.tasks.result import by_group
+from evals.tasks.zeroshot import average_precisions, multilabel_result
 from sparo_data.synthetic.tissue import TissueConfig, render_tile, tissue_set
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import ConfigError, DataError
@@ -248,3 +249,37 @@ def test_tiles_are_drawn_alike_and_their_masks_fit(tmp_path):
     )
     with pytest.raises(DataError, match="contains a set with other options"):
         tissue_set(tmp_path / "a", TissueConfig(seed=4, patients=5, tiles=4))
+
+
+def test_chance_counts_the_classes_that_occur(tissue, tmp_path):
+    rows = list(csv.DictReader((tissue / "tissue.csv").open()))
+    folder = tmp_path / "numbers"
+    shutil.copytree(tissue, folder)
+    names = sorted({row["tissue"] for row in rows})
+    with (folder / "tissue.csv").open("w", newline="") as stream:
+        table = csv.DictWriter(stream, rows[0])
+        table.writeheader()
+        table.writerows([{**row, "tissue": str(10 * names.index(row["tissue"]) + 7)} for row in rows])
+    for kind in ("knn", "probe", "linear", "attentive_probe"):
+        keys = {"head": {"kind": "gap"}} if kind == "attentive_probe" else {}
+        found = run(
+            kind, folder, columns={"label": "{tissue}"}, **({"epochs": 1} if kind != "knn" else {"k": (5,)}), **keys
+        )
+        assert found.chance == 1 / len(names), kind
+
+
+def test_intervals_resample_groups(tissue):
+    found = run("knn", tissue, columns={"label": "{tissue}"}, k=(5,))
+    assert found.counts["groups"] == 2 and "resamples the 2 groups" in " ".join(found.remarks())
+    # Two patients: each draw has one of them twice, or both.
+    right = found.predictions["right"].reshape(2, 12).mean(1)
+    assert found.interval == pytest.approx((right.min(), right.max()))
+    values = np.arange(12.0).reshape(6, 2)
+    np.testing.assert_array_equal(
+        by_group(values, list("abaabb")), [values[[0, 2, 3]].sum(0), values[[1, 4, 5]].sum(0)]
+    )
+    np.testing.assert_array_equal(by_group(values, None), values)
+    scores, labels = torch.rand(8, 3), torch.tensor([[1, 0, 0], [0, 1, 0]] * 4)
+    only = multilabel_result(scores, labels, "probe", only_present=True)
+    assert only.value == pytest.approx(average_precisions(scores, labels)[:2].mean().item())
+    assert "1 class(es) have no positive" in " ".join(only.remarks())
