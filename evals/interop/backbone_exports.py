@@ -160,7 +160,7 @@ def write_folder(
     own = f"{config.readout.kind}."
     readout = {name.removeprefix(own): t.contiguous().clone() for name, t in weights.items() if name.startswith(own)}
     if readout and config.timm_model_name is not None:  # it has a norm before it, which timm does not know
-        readout |= {name: t for name, t in weights.items() if name.startswith("norm.")}
+        readout |= {name: t for name, t in weights.items() if name.startswith("readout_norm.")}
     if readout and config.readout.placement.norm != "tokens":
         raise ConfigError(
             "--layout: the readout reads tokens before the last norm, which this layout does not return. Use --layout torch or dino."
@@ -185,13 +185,13 @@ class PlacedReadout(nn.Module):
         super().__init__()
         self.module, self.place, self.prefix = module, config.readout.placement, 1 + config.registers
         self.width = config.width
-        self.norm = nn.Identity() if config.timm_model_name is None else nn.LayerNorm(config.width)
+        self.readout_norm = nn.Identity() if config.timm_model_name is None else nn.LayerNorm(config.width)
 
     def forward(self, tokens: Tensor, need_attention: bool = False) -> Slots:
         """Return slots (B, L, V), and attention if it is needed, of tokens (B, N, d) or features (B, d, H, W) or (B, H, W, d)."""
         if tokens.ndim == 4:
             tokens = tokens.flatten(2).mT if tokens.shape[1] == self.width else tokens.flatten(1, 2)
-        return read_slots(self.module, self.place, self.norm, tokens, None, need_attention, self.prefix)
+        return read_slots(self.module, self.place, self.readout_norm, tokens, None, need_attention, self.prefix)
 
 
 def load_readout(folder: str | Path) -> PlacedReadout:
@@ -212,9 +212,10 @@ def load_readout(folder: str | Path) -> PlacedReadout:
     readout = config.readout.build(config.width, None, config.width).image
     assert readout is not None
     placed, state = PlacedReadout(readout, config), load_file(place / _READOUT)
-    norm = {name.removeprefix("norm."): state.pop(name) for name in list(state) if name.startswith("norm.")}
+    own = "readout_norm."
+    norm = {name.removeprefix(own): state.pop(name) for name in list(state) if name.startswith(own)}
     readout.load_state_dict(state)
-    placed.norm.load_state_dict(norm)
+    placed.readout_norm.load_state_dict(norm)
     return placed.eval()
 
 
@@ -234,15 +235,15 @@ class _Program(nn.Module):
         if isinstance(vit, TimmBackbone):
             features = vit.model.forward_features(x)
             hidden, _ = as_tokens(vit.model, features)
-            normed, pooled = hidden, vit.model.forward_head(features, pre_logits=True)
+            norm, normed, pooled = vit.readout_norm, hidden, vit.model.forward_head(features, pre_logits=True)
         else:
-            hidden = vit.hidden(x, None)
-            normed = vit.norm(hidden)
+            norm, hidden = vit.norm, vit.hidden(x, None)
+            normed = norm(hidden)
             pooled = normed[:, 0]
         patches = normed[:, vit.prefix :]
         if vit.read_by is None:
             return pooled, patches, normed.new_zeros(normed.shape[0], 0, 0)
-        slots = read_slots(self._readout, vit.place, vit.norm, hidden, None, True, vit.prefix)  # pyright: ignore[reportArgumentType]
+        slots = read_slots(self._readout, vit.place, norm, hidden, None, True, vit.prefix)  # pyright: ignore[reportArgumentType]
         assert slots.attention is not None
         return slots.flat(), patches, slots.attention
 

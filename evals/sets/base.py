@@ -58,6 +58,7 @@ def published(what: str, name: str) -> list[str] | None:
     return [str(entry) for entry in entries] if isinstance(entries, list) else None
 
 
+_PNG = b"\x89PNG\r\n\x1a\n"
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
@@ -298,10 +299,17 @@ def label_image(data: bytes, where: str) -> np.ndarray:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             table = np.asarray(image)
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{where}: cannot be read as PNG ({error})") from None
+        reason = f" ({error})" if data.startswith(_PNG) else ""
+        raise DataError(
+            f"{where}: cannot be read as PNG{reason}. Save it as PNG; JPEG would change the numbers."
+        ) from None
     if table.ndim != 2:
-        raise DataError(f"{where}: must have one number per pixel, got {table.shape[2]} channels")
-    return table
+        raise DataError(
+            f"{where}: must have one number per pixel, got {table.shape[2]} channels. Convert colours to class numbers."
+        )
+    depth, kind = data[24], data[25]
+    # Pillow scales gray levels of 2 and 4 bits to 0..255.
+    return table // (255 // (2**depth - 1)) if kind == 0 and depth in (2, 4) else table
 
 
 def sha256(*parts: str | bytes) -> str:

@@ -39,6 +39,8 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         raise ConfigError(
             f"columns.split: missing, but task {config.task} needs the rows of {split!r}. Name the column."
         )
+    if columns.test_share is not None and split not in ("train", "test"):
+        raise ConfigError(f"columns.test_share: makes the splits train and test, got {split!r}. Name one of them.")
     root = Path(config.root)
     path = root / columns.file
     text = read_text(path, DataError)
@@ -46,26 +48,29 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         kind = "labels"
     make_facts = _FACTS[kind]
     rows = [_Row(row, f"{path}: row {number + 1}") for number, row in enumerate(_rows(text, path))]
-    classes = _class_names(rows, columns, kind)
+    classes = _class_names(rows, columns, kind, numbered=config.task == "zeroshot")
+    if kind == "labels" and not classes:
+        raise DataError(f"{path}: no row has a name in {columns.labels}. Correct columns.labels.")
+    _refuse_similar_splits(path, columns, rows)
     test_units = _test_units(columns, rows)
     images: dict[str, Any] = {}
     groups: dict[str, str] = {}
     for number, values in enumerate(rows):
         names = [values.fill(template) for template in columns.images]
-        if columns.split is not None and values.fill(f"{{{columns.split}}}") != split:
+        if columns.split is not None and values.value(columns.split) != split:
             continue
         if columns.test_share is not None and (_unit(columns, values) in test_units) != (split == "test"):
             continue
-        key = str(number) if columns.key is None else values.fill(f"{{{columns.key}}}")
+        key = str(number) if columns.key is None else values.value(columns.key)
         values.classes = classes
         for name, fact in zip(names, make_facts(columns, values, key), strict=True):
             if columns.group is not None:
-                groups[name] = values.fill(f"{{{columns.group}}}")
+                groups[name] = values.value(columns.group)
             if kind != "pairs" and name in images:
                 raise DataError(f"{values.where}: repeats the image {name!r} of an earlier row. List each image once.")
             images.setdefault(name, []).append(fact)
     if not images and columns.split is not None:
-        values = dict.fromkeys(row.fill(f"{{{columns.split}}}") for row in rows)
+        values = dict.fromkeys(row.value(str(columns.split)) for row in rows)
         raise DataError(
             f"{path}: column {columns.split!r} has no {split!r}, got {', '.join(list(values)[:6])}. Name the splits train and test."
         )
@@ -127,17 +132,31 @@ def _test_units(columns: TableColumns, rows: Sequence[_Row]) -> set[str]:
 
 
 def _unit(columns: TableColumns, row: _Row) -> str:
-    return row.fill(columns.images[0] if columns.group is None else f"{{{columns.group}}}")
+    return row.fill(columns.images[0]) if columns.group is None else row.value(columns.group)
 
 
-def _class_names(rows: Sequence[_Row], columns: TableColumns, kind: FactKind) -> list[str]:
-    """Return the classes of all rows, whatever their split, in the order of `class_order`; empty if all are numbers."""
+def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[_Row]) -> None:
+    """Raise `DataError` for splits that differ in case only, whose rows would silently not be used."""
+    names: dict[str, str] = {}
+    for row in rows if columns.split is not None else ():
+        name = row.value(str(columns.split))
+        if names.setdefault(name.casefold(), name) != name:
+            raise DataError(
+                f"{path}: column {columns.split!r} has {names[name.casefold()]!r} and {name!r}. Write one of them."
+            )
+
+
+def _class_names(rows: Sequence[_Row], columns: TableColumns, kind: FactKind, numbered: bool) -> list[str]:
+    """Return the classes of all rows, whatever their split, in the order of `class_order`.
+
+    `numbered`: numbers are those of class names elsewhere; then empty if all classes are numbers.
+    """
     if kind == "labels":
         return class_order({name for row in rows for name in row.names(str(columns.labels))})
     if kind != "label" or columns.label is None:
         return []
-    texts = {row.fill(columns.label) for row in rows}
-    return [] if all(text.isdecimal() for text in texts) else class_order(texts)
+    texts = {row.class_text(columns.label) for row in rows}
+    return [] if numbered and all(text.isdecimal() for text in texts) else class_order(texts)
 
 
 class _Row:
@@ -149,6 +168,9 @@ class _Row:
 
     def fill(self, template: str) -> str:
         """Return the template with the row's values. Raises `DataError` for a column that the row lacks."""
+        # Directly, because a dot in a column's name is not one of an attribute.
+        if (column := _single_column(template)) in self.values:
+            return _plain(self.values[column])
         try:
             return template.format_map({name: _plain(value) for name, value in self.values.items()})
         except KeyError as missing:
@@ -159,14 +181,25 @@ class _Row:
                 f"columns: {template!r} cannot be filled in ({error}). Write a column's name in braces, as in {{caption}}."
             ) from None
 
+    def value(self, column: str) -> str:
+        """Return the value of a column without spaces around it."""
+        return self.fill(f"{{{column}}}").strip()
+
+    def class_text(self, template: str) -> str:
+        """Return the name or number of a class, without spaces around it or zeros before it."""
+        text = self.fill(template).strip()
+        return str(int(text)) if text.isdecimal() else text
+
     def label(self, template: str) -> int:
-        text = self.fill(template)
-        if not text.strip():
+        text = self.class_text(template)
+        if not text:
             raise DataError(f"{self.where}: has no class. Fill in the column, or remove the row.")
         return self.classes.index(text) if self.classes else int(text)
 
     def names(self, template: str) -> list[str]:
-        """Return the names of a cell, which are separated by semicolons or vertical bars."""
+        """Return the names of a cell, which are separated by semicolons or vertical bars, or a list of a JSON file."""
+        if isinstance(listed := self.values.get(_single_column(template)), list):
+            return [str(name) for name in listed]
         return [name.strip() for name in re.split(r"[;|]", self.fill(template)) if name.strip()]
 
     def number(self, template: str) -> float:
@@ -180,6 +213,11 @@ class _Row:
                 f"{self.where}: {template} must be a finite number, got {text!r}. Correct it, or remove the row."
             )
         return value
+
+
+def _single_column(template: str) -> str:
+    """Return the column of a template that consists of one; empty for other templates."""
+    return template[1:-1] if template[:1] == "{" and template[-1:] == "}" and template.count("{") == 1 else ""
 
 
 def _plain(value: Any) -> str:

@@ -25,6 +25,8 @@ from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info, learned_on
 from .task import Task
 
+_MOST_CLASSES = 10_000
+
 
 class RegressionTaskConfig(LabelledTaskConfig):
     """Ridge regression of the numbers in `columns.target` on the encodings, which are standardised."""
@@ -70,7 +72,7 @@ class SegmentationTaskConfig(LabelledTaskConfig):
     classes: int | None = field(
         None, "Number of classes. Default: the largest number in a mask plus one.", gt=1, examples=[21]
     )
-    ignore: int | None = field(255, "Value of pixels that are not counted. null: none.", ge=0)
+    ignore: int | None = field(255, "Value of pixels that are not counted. null: none.", ge=0, lt=1 << 16)
     epochs: int = field(20, "Passes over the training images.", ge=1)
     lr: float = field(0.003, "Peak learning rate of AdamW.", gt=0)
     batch_size: int = field(16, "Images per step.", gt=0)
@@ -90,7 +92,8 @@ def run_segmentation(scoring: Scoring, task: SegmentationTaskConfig) -> Result:
         classes = 1 + max(linear_segmentation.largest_label(part.masks, task.ignore) for part in parts)
         if classes < 2:
             raise DataError(
-                f"{task.train}: masks have a single class, got {classes - 1} as their largest number. Check columns.mask."
+                f"{task.train}: masks have a single class, got {max(classes - 1, 0)} as their largest number (ignored: {task.ignore}). "
+                "If the ignored value is a class, set ignore: null."
             )
         if task.classes is not None and classes > task.classes:
             raise ConfigError(
@@ -139,9 +142,13 @@ def _patches(
         # The class of each pixel, if the object numbers come with one.
         mask = np.asarray(fact)
         mask = mask[-1] if mask.ndim == 3 else mask
-        if mask.max(initial=0) > 255:
-            raise DataError(f"{source.root}: {key}: class numbers must be at most 255, got {mask.max()}")
-        maps.append(transform.labels(Image.fromarray(mask.astype(np.uint8))))
+        largest = linear_segmentation.largest_label([mask], task.ignore)
+        if largest >= _MOST_CLASSES:
+            raise DataError(
+                f"{source.root}: {key}: class numbers must be below {_MOST_CLASSES}, got {largest}. Set ignore, or renumber the classes."
+            )
+        labels = transform.labels(Image.fromarray(mask.astype(np.int32)))
+        maps.append(labels.astype(np.uint8 if mask.max(initial=0) < 256 else np.uint16))
     return PatchFeatures(rows, np.stack(maps))
 
 

@@ -29,7 +29,7 @@ class SegmentationTraining(NamedTuple):
 
 
 class PatchFeatures(NamedTuple):
-    """Features by number, `rows` (m,) int64 -> (m, P, D) fp32 of a square grid, and masks (n, S, S) uint8."""
+    """Features by number, `rows` (m,) int64 -> (m, P, D) fp32 of a square grid, and masks (n, S, S) of class numbers."""
 
     rows: Rows
     masks: np.ndarray
@@ -49,8 +49,11 @@ def score(
     neither the truth nor the prediction are excluded. Intervals resample test images, or their `groups`.
 
     Raises:
-        DataError: a training set without pixels to learn from.
+        DataError: a set without counted pixels.
     """
+    for name, part in (("train", train), ("test", test)):
+        if ignore is not None and (part.masks == ignore).all():
+            raise DataError(f"{name}: every pixel is {ignore}, which is ignored. Correct the key `ignore`.")
     layer, center, scale = _train(train, classes, ignore, how)
     tables = []
     for rows in torch.arange(len(test.masks)).split(64):
@@ -76,20 +79,20 @@ def _train(
     center = total / count
     scale = (square / count - center**2).clamp(min=1e-12).sqrt()
     center, scale = center.float().to(how.device), scale.float().to(how.device)
-    if ignore is not None and (data.masks == ignore).all():
-        raise DataError(f"train: every pixel is {ignore}, which is ignored. Correct the key `ignore`.")
     random = torch.Generator().manual_seed(how.seed)
     layer = torch.nn.Linear(len(center), classes)
     with torch.no_grad():
         layer.weight.normal_(0, 0.01, generator=random)
-        layer.bias.zero_()
+        # A class without a training pixel is never predicted.
+        seen = torch.from_numpy(np.isin(np.arange(classes), np.unique(data.masks)))
+        layer.bias.copy_(torch.where(seen, 0.0, -1e4))
     layer.to(how.device)
     optimizer = torch.optim.AdamW(layer.parameters(), how.lr, weight_decay=1e-4)
     steps, step = how.epochs * -(-n // how.batch_size), 0
     for _ in range(how.epochs):
         for rows in torch.randperm(n, generator=random).split(how.batch_size):
             optimizer.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / steps)) * how.lr
-            masks = torch.from_numpy(data.masks[rows.numpy()]).long().to(how.device)
+            masks = torch.from_numpy(data.masks[rows.numpy()].astype(np.int64)).to(how.device)
             logits = _logits(data.rows(rows).to(how.device), layer, center, scale, size)
             there = torch.ones_like(masks, dtype=torch.bool) if ignore is None else masks != ignore
             # A batch without a counted pixel would have the loss 0 / 0.

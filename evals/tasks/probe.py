@@ -167,7 +167,10 @@ def few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
     counts = torch.bincount(labels)
     poor = ((counts > 0) & (counts < k)).nonzero().flatten()
     if len(poor):
-        raise DataError(f"fewshot_k={k}: class {int(poor[0])} has {int(counts[poor[0]])} training images")
+        raise DataError(
+            f"fewshot_k={k}: class {int(poor[0])} has {int(counts[poor[0]])} training images, without those of val_proportion. "
+            "Lower fewshot_k or val_proportion."
+        )
     place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[by_class.values]
     return order[by_class.indices[place < k].sort().values]
 

@@ -49,7 +49,8 @@ def score(
     folds, units = None, set(groups or ())
     if groups is not None and len(units) > 1:
         folds = GroupKFold(min(_FOLDS, len(units))).split(train, groups=list(groups))
-    ridge = RidgeCV(ALPHAS, cv=folds if folds is None else list(folds))
+    # With folds, scikit-learn would compare R2, which says nothing if all images of a fold have the same number.
+    ridge = RidgeCV(ALPHAS) if folds is None else RidgeCV(ALPHAS, cv=list(folds), scoring="neg_mean_squared_error")
     model = make_pipeline(StandardScaler(), ridge)
     predicted = model.fit(train.astype(np.float64), targets).predict(test.astype(np.float64))
     errors, n = predicted - truth, len(truth)
@@ -58,6 +59,9 @@ def score(
     sums = np.stack([errors**2, np.abs(errors), truth, truth**2], axis=1)
     draws = bootstrap(by_group(sums, test_groups), by_group(np.stack([one] * 4, axis=1), test_groups))
     squared, absolute, mean, square = draws.T
+    # A draw of one patient, whose images have the same number, has no R2.
+    variance = square - mean**2
+    varied = variance > 1e-9 * truth.var()
     rank = float(stats.spearmanr(predicted, truth)[0])  # pyright: ignore[reportArgumentType]
     metrics = {
         "r2": float(1 - (errors**2).mean() / truth.var()),
@@ -66,7 +70,7 @@ def score(
         "spearman": 0.0 if np.isnan(rank) else rank,  # a constant prediction has none
     }
     intervals = {
-        "r2": percentiles(1 - squared / np.maximum(square - mean**2, 1e-30)),
+        "r2": percentiles(1 - squared[varied] / variance[varied]),
         "mae": percentiles(absolute),
         "rmse": percentiles(squared**0.5),
     }

@@ -48,6 +48,11 @@ def backbone_facts(name: str, image_size: int, size: int | None = None) -> Backb
         ValueError: timm has no such model, or it does not take images of this size.
     """
     size = image_size if size is None else size
+    model_name, _, tag = name.partition(".")
+    if tag and timm.is_model(model_name):
+        raise ValueError(
+            f"timm_model_name={name}: {tag} names weights, which this key does not load. Give {model_name}, and init=timm:{name}@FILE."
+        )
     if not timm.is_model(name):
         raise ValueError(f"timm_model_name={name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     try:
@@ -110,9 +115,8 @@ class TimmBackbone(nn.Module):
         readout = config.readout.build(config.width, None, config.width).image
         self.read_by = config.readout.kind if readout is not None else None
         # Families differ in whether their last features are normed.
-        self.norm = (
-            nn.LayerNorm(config.width) if readout is not None and self.place.norm != "nothing" else nn.Identity()
-        )
+        normed = readout is not None and self.place.norm != "nothing"
+        self.readout_norm = nn.LayerNorm(config.width) if normed else nn.Identity()
         if readout is not None:
             self.add_module(config.readout.kind, readout)
 
@@ -147,7 +151,8 @@ class TimmBackbone(nn.Module):
     def _read(self, features: Tensor, need_attention: bool) -> Slots:
         assert self.read_by is not None
         tokens, prefix = as_tokens(self.model, features)
-        return read_slots(self.get_submodule(self.read_by), self.place, self.norm, tokens, None, need_attention, prefix)
+        readout = self.get_submodule(self.read_by)
+        return read_slots(readout, self.place, self.readout_norm, tokens, None, need_attention, prefix)
 
 
 def _create(name: str, size: int) -> tuple[Any, dict[str, Any]]:

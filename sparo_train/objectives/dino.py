@@ -53,6 +53,7 @@ class DinoObjective(DinoStart):
                 "head.*",
                 "patch_head.*",
                 "backbone.mask_token",
+                "backbone.readout_norm.*",
                 *(f"backbone.{kind}.*" for kind in READOUTS.names()),
             )
         ),

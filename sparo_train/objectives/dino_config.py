@@ -78,6 +78,11 @@ class DinoObjectiveConfig(Frozen):
 
     @model_validator(mode="after")
     def _crops(self) -> DinoObjectiveConfig:
+        if self.crops.tile is not None and self.crops.tile < self.model.image_size:
+            raise ValueError(
+                f"crops.tile={self.crops.tile}: is smaller than model.image_size={self.model.image_size}, so all crops would be enlarged. "
+                "Raise it."
+            )
         vit = self.model.timm_model_name is None
         if vit and self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
             raise ValueError(

@@ -48,7 +48,14 @@ class DinoStart(Objective):
 
         The number of heads is the run's, because files do not contain it.
         """
-        if self.config.model.timm_model_name is not None or not is_dino(content):
+        backbone = self.student.backbone
+        if isinstance(backbone, TimmBackbone):
+            known = backbone.model.state_dict().keys()
+            if key is not None or not isinstance(content, Mapping) or not known <= content.keys():
+                return None
+            # Nothing in the file says which normalization it was trained with.
+            return FileWeights(self.remap_encoder_weights(content, backbone), self.config.mean, self.config.std)
+        if not is_dino(content):
             return None
         file = read_dino(content, "the file", key)
         training = read_dino_training(content) if key is None else None

@@ -272,6 +272,7 @@ class Evaluation:
         )
         self.scored: set[int] = set()
         self._started = time.monotonic()
+        self._postponed = False  # an evaluation was skipped
         self._durations: list[float] = []  # seconds of the evaluations of this process
 
     def due(self, step: int) -> bool:
@@ -282,7 +283,11 @@ class Evaluation:
         # Clocks of ranks differ, so rank 0 decides.
         if self.schedule.max_share is None or self.ranks.rank0_broadcast(self._affordable):
             return True
-        logger.info(f"step {step}: not evaluated, because evaluations would take more than eval.max_share of the time")
+        if not self._postponed:
+            logger.info(
+                f"step {step}: evaluations are skipped while they would take more than eval.max_share of the time"
+            )
+        self._postponed = True
         return False
 
     def _affordable(self) -> bool:

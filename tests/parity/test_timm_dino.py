@@ -165,7 +165,8 @@ def test_a_run_starts_from_timms_weights(tmp_path, name):
     torch.save(released.state_dict(), tmp_path / "file.pth")
     pixels = [f"objective.{key}=[0.5, 0.5, 0.5]" for key in ("mean", "std")]
     still = ["optim.lr=1e-12", "optim.weight_decay=0", "optim.weight_decay_end=0", "objective.momentum_teacher=1.0"]
-    train(recipe(tmp_path, name, f"start_from=timm:{name}@{tmp_path / 'file.pth'}", *pixels, *still))
+    readout = SPARO if name == "test_resnet" else {}  # with a norm of its input, which no file has
+    train(recipe(tmp_path, name, f"start_from=timm:{name}@{tmp_path / 'file.pth'}", *pixels, *still, **readout))
     started = load_encoder(tmp_path / "dino").model.model
     size = {"img_size": 64} if "vit" in name else {}
     file = {"file": str(tmp_path / "file.pth"), "num_classes": 7}
@@ -173,6 +174,12 @@ def test_a_run_starts_from_timms_weights(tmp_path, name):
     for key, value in expected.state_dict().items():
         if "running" not in key and "tracked" not in key:
             torch.testing.assert_close(started.state_dict()[key], value)
+
+
+def test_a_file_under_timms_names_needs_no_prefix(tmp_path):
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "file.pth")
+    train(recipe(tmp_path, "test_resnet", f"start_from={tmp_path / 'file.pth'}", "stop_after_steps=1"))
+    assert "start_from" in (tmp_path / "dino/log.txt").read_text()
 
 
 def test_own_images_takes_a_model_of_timm(tmp_path):
@@ -188,6 +195,11 @@ def test_own_images_takes_a_model_of_timm(tmp_path):
     ("words", "message"),
     [
         (["objective.model.timm_model_name=test_resnat"], "timm_model_name=test_resnat: .*test_resnet"),
+        (
+            ["objective.model.timm_model_name=test_resnet.r160_in1k"],
+            "r160_in1k names weights.*init=timm:test_resnet.r160",
+        ),
+        (["objective.crops.tile=20"], "crops.tile=20: is smaller than model.image_size=64"),
         (["objective.model.depth=3"], "depth=3: does not apply with timm_model_name"),
         (["objective.model.registers=2"], "registers=2: does not apply with timm_model_name"),
         (["objective.ibot={}"], "ibot: masks patches of this project's ViT"),

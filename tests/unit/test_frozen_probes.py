@@ -1,7 +1,10 @@
 """Probes on a table of labels: several labels, few shots, regression and segmentation, against scikit-learn and plain restatements."""
 
 import csv
+import json
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -9,11 +12,13 @@ import torch
 from PIL import Image
 from sklearn.linear_model import Ridge
 from sklearn.metrics import average_precision_score, jaccard_score
+from sklearn.model_selection import GroupKFold
 from torch import nn
 from torch.nn import functional as F
 
 from evals.encoders.pixels import FlooredPixels, Pixels, SquarePixels
 from evals.encoders.sparo_encoders import DinoEncoder
+from evals.sets.base import label_image
 from evals.suite.suite import Suite
 from evals.tasks import linear_segmentation, probe, regression
 from evals.tasks.linear_segmentation import PatchFeatures, SegmentationTraining
@@ -283,3 +288,152 @@ def test_intervals_resample_groups(tissue):
     only = multilabel_result(scores, labels, "probe", only_present=True)
     assert only.value == pytest.approx(average_precisions(scores, labels)[:2].mean().item())
     assert "1 class(es) have no positive" in " ".join(only.remarks())
+
+
+def table_of(folder, tissue, change, name="tissue.csv"):
+    """A copy of the set whose rows `change` returns, with as many columns as it likes."""
+    rows = [change(number, row) for number, row in enumerate(csv.DictReader((tissue / "tissue.csv").open()))]
+    shutil.copytree(tissue, folder)
+    if name.endswith(".json"):
+        (folder / name).write_text(json.dumps(rows))
+        return folder
+    with (folder / name).open("w", newline="") as stream:
+        table = csv.DictWriter(stream, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    return folder
+
+
+@pytest.mark.hostile
+def test_cells_of_real_tables_are_read_as_they_are_meant(tissue, tmp_path):
+    plain = run("knn", tissue, columns={"label": "{tissue}"}, k=(5,))
+
+    def spaces(number, row):
+        space = " " * (number % 2)
+        return {
+            **row,
+            "tissue": row["tissue"] + space,
+            "split": space + row["split"],
+            "patient": row["patient"] + space,
+        }
+
+    spaced = run("knn", table_of(tmp_path / "spaces", tissue, spaces), columns={"label": "{tissue}"}, k=(5,))
+    assert spaced.value == plain.value and spaced.n == 24 and spaced.chance == plain.chance
+    assert spaced.counts["groups"] == 2
+    # Codes of a terminology, which are no numbers of classes, and a column with a dot in its name.
+    names = sorted({row["tissue"] for row in csv.DictReader((tissue / "tissue.csv").open())})
+    codes = table_of(
+        tmp_path / "codes", tissue,
+        lambda _, row: {**row, "dx.code": str(73_211_009 + 7_000 * names.index(row["tissue"])), "patient.id": row["patient"]},
+    )  # fmt: skip
+    for kind in ("knn", "probe", "linear"):
+        found = run(
+            kind,
+            codes,
+            columns={"label": "{dx.code}", "group": "patient.id"},
+            **({} if kind == "knn" else {"epochs": 1}),
+        )
+        assert found.chance == pytest.approx(1 / len(names)) and found.predictions.get("label", np.zeros(1)).max() < 5
+    assert run("knn", codes, columns={"label": "{dx.code}", "group": "patient.id"}, k=(5,)).value == plain.value
+    listed = table_of(
+        tmp_path / "lists",
+        tissue,
+        lambda _, row: {**row, "findings": row["findings"].split(";") if row["findings"] else []},
+        "tissue.json",
+    )
+    columns = {"labels": "{findings}", "file": "tissue.json"}
+    expected = run("probe", tissue, columns={"labels": "{findings}"}, epochs=2)
+    assert run("probe", listed, columns=columns, epochs=2).value == expected.value
+
+
+@pytest.mark.hostile
+def test_splits_and_findings_that_do_not_exist_are_named(tissue, tmp_path):
+    cases = table_of(
+        tmp_path / "case", tissue, lambda n, row: {**row, "split": row["split"].title() if n % 7 == 0 else row["split"]}
+    )
+    with pytest.raises(DataError, match=r"column 'split' has 'Train' and 'train'. Write one of them"):
+        run("knn", cases, columns={"label": "{tissue}"})
+    share = {"label": "{tissue}", "split": None, "test_share": 0.2}
+    for words in ({"val_split": "nonsense"}, {"split": "val"}):
+        config = task("probe", tissue, columns=share)
+        with pytest.raises(ConfigError, match=r"columns.test_share: makes the splits train and test, got"):
+            Suite({"t": config.model_copy(update=words)}).run(encoder())
+    none = table_of(tmp_path / "none", tissue, lambda _, row: {**row, "findings": ""})
+    with pytest.raises(DataError, match=r"no row has a name in \{findings\}"):
+        run("probe", none, columns={"labels": "{findings}"})
+
+
+def test_the_ridge_is_chosen_by_squared_error_over_patients():
+    # A number of the patient, not of the image: within a fold of one patient, every R2 is the same.
+    rng = np.random.default_rng(0)
+    patients = np.arange(5).repeat(20)
+    ages = np.array([30.0, 45, 52, 61, 78])[patients]
+    features = rng.normal(size=(100, 50)) + rng.normal(size=(5, 50))[patients]
+    found = regression.score(features, ages, features, ages, [f"p{i}" for i in patients])
+    scaled = (features - features.mean(0)) / features.std(0)
+    folds = list(GroupKFold(5).split(scaled, groups=patients))
+
+    def error(alpha):
+        fits = [Ridge(alpha).fit(scaled[train], ages[train]) for train, _ in folds]
+        return np.mean(
+            [np.mean((fit.predict(scaled[test]) - ages[test]) ** 2) for fit, (_, test) in zip(fits, folds, strict=True)]
+        )
+
+    assert found.options["alpha"] == min(regression.ALPHAS, key=error)
+    lonely = regression.score(features, ages, features, ages, None, [f"p{i}" for i in patients])
+    assert lonely.intervals["r2"][0] > -100  # draws of a single patient have no R2
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_masks_of_any_depth_have_their_numbers(bits):
+    numbers = np.arange(16, dtype=np.uint16).reshape(4, 4) % (2 ** min(bits, 4))
+    bytes_per_row = max(1, 4 * bits // 8)
+    rows = []
+    for row in numbers.tolist():
+        whole = sum(value << (bits * (3 - place)) for place, value in enumerate(row))
+        whole <<= 8 * bytes_per_row - 4 * bits  # one bit per pixel fills half of a byte
+        rows.append(b"\0" + whole.to_bytes(bytes_per_row, "big"))
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head = struct.pack(">IIBBBBB", 4, 4, bits, 0, 0, 0, 0)
+    png = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(b"".join(rows)))
+        + chunk(b"IEND", b"")
+    )
+    assert np.array_equal(label_image(png, "x"), numbers)
+
+
+@pytest.mark.hostile
+def test_masks_of_other_tools_are_read_or_refused_with_a_remedy(tissue, tmp_path):
+    places = {
+        "binary": lambda m: (m > 0).astype(np.uint8) * 255,
+        "wide": lambda m: np.where(m == 2, 65_535, m.astype(np.uint16)),
+        "blank": lambda m: m * 0 + 255,
+    }
+    for name, change in places.items():
+        shutil.copytree(tissue, tmp_path / name)
+        for path in (tmp_path / name / "masks").glob("p*/*.png"):
+            Image.fromarray(change(np.asarray(Image.open(path)))).save(path)
+    columns = {"mask": "{mask}"}
+    with pytest.raises(DataError, match=r"single class.*If the ignored value is a class, set ignore: null"):
+        run("linear_segmentation", tmp_path / "binary", columns=columns)
+    found = run("linear_segmentation", tmp_path / "binary", columns=columns, ignore=None, epochs=2)
+    assert set(found.options["iou"]) == {0, 255}
+    found = run("linear_segmentation", tmp_path / "wide", columns=columns, ignore=65_535, epochs=2)
+    assert set(found.options["iou"]) == {0, 1}
+    with pytest.raises(DataError, match=r"class numbers must be below 10000, got 65535"):
+        run("linear_segmentation", tmp_path / "wide", columns=columns)
+    with pytest.raises(DataError, match="single class"):
+        run("linear_segmentation", tmp_path / "blank", columns=columns)
+    with pytest.raises(DataError, match="test: every pixel is 255"):
+        some, none = grid_features(np.zeros((2, 4, 4), np.uint8), 2), grid_features(np.full((2, 4, 4), 1, np.uint8), 2)
+        blank = none._replace(masks=np.full((2, 4, 4), 255, np.uint8))
+        linear_segmentation.score(some, blank, 2, 255, SegmentationTraining(0.1, 1, 2, 0, CPU))
+    jpeg = tissue / "masks/mask.jpg"
+    Image.new("L", (32, 32)).save(jpeg)
+    with pytest.raises(DataError, match="JPEG would change the numbers"):
+        label_image(jpeg.read_bytes(), "x")

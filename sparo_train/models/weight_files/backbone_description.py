@@ -80,7 +80,7 @@ def _of_timm(name: str) -> BackboneDescription:
 
 def _timm_config(name: str) -> VitConfig:
     try:
-        return VitConfig(timm_model_name=name, readout={"kind": "cls"})
+        return VitConfig(timm_model_name=name.partition(".")[0], readout={"kind": "cls"})
     except ValueError as error:
         raise CheckpointError(f"timm:{name}: {error}") from None
 
