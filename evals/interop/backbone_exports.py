@@ -179,7 +179,7 @@ def _save(path: Path, state: Mapping[str, Tensor], metadata: dict[str, str] | No
 
 
 class PlacedReadout(nn.Module):
-    """Readout of an export: what the library's `forward_features` returns to slots, with tokens and norms as in training."""
+    """Readout of an export: maps the output of the library's `forward_features` to slots, with the tokens and norms of training."""
 
     def __init__(self, module: ReadOut, config: VitConfig):
         super().__init__()

@@ -163,7 +163,7 @@ def _draw_finding(canvas: _Canvas, finding: str, rng: np.random.Generator) -> No
 def render_tile(config: TissueConfig, number: int) -> Tile:
     """Render tile `number`; it belongs to patient `number // config.tiles`."""
     patient = generator(config.seed, "patient", number // config.tiles)
-    # A patient's tissues are not those of all patients, so the stain tells something about the class.
+    # The mix of tissues differs between patients, so the stain is correlated with the class.
     shares = np.array(list(TISSUES.values())) * patient.gamma(2.0, 0.5, len(TISSUES))
     stain = patient.uniform([0.85, 0.75, 0.85], [1.1, 1.1, 1.1])
     rng = generator(config.seed, "tile", number)

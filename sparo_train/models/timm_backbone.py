@@ -138,7 +138,7 @@ class TimmBackbone(nn.Module):
         return [as_tokens(self.model, self.model.forward_features(x))[0]]
 
     def fit(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights of this model under its names, with positions for its image size, as timm adapts what it loads; without classifier."""
+        """Return weights under the names of this model, adapted to its image size by timm, without the classifier."""
         adapt = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
         own = dict(weights) if adapt is None else adapt(dict(weights), self.model)
         known = self.model.state_dict()
