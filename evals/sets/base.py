@@ -299,10 +299,9 @@ def label_image(data: bytes, where: str) -> np.ndarray:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             table = np.asarray(image)
     except (OSError, ValueError, SyntaxError) as error:
-        reason = f" ({error})" if data.startswith(_PNG) else ""
-        raise DataError(
-            f"{where}: cannot be read as PNG{reason}. Save it as PNG; JPEG would change the numbers."
-        ) from None
+        if data.startswith(_PNG):
+            raise DataError(f"{where}: cannot be read ({error}). Write it again.") from None
+        raise DataError(f"{where}: is not a PNG file. Save it as PNG, because JPEG changes the numbers.") from None
     if table.ndim != 2:
         raise DataError(
             f"{where}: must have one number per pixel, got {table.shape[2]} channels. Convert colours to class numbers."

@@ -119,7 +119,7 @@ def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
     blank = encode_image(np.zeros((36, 40), np.uint8))
     sets = {
         "blank": ({"mask.png": blank}, "no image has an object"),
-        "torn": ({"mask.png": blank[:40]}, ".mask.png cannot be read"),
+        "torn": ({"mask.png": blank[:40]}, ".mask.png: cannot be read"),
         "none": ({}, "has no .mask.png member"),
         "other": (
             {"mask.png": encode_image(np.zeros((16, 16), np.uint8))},

@@ -320,5 +320,5 @@ def test_masks_and_slots_have_a_home_in_the_store(tmp_path):
     table.write_bytes(table.read_bytes()[:40])  # torn: the part is made again
     assert np.array_equal(store.images(Counting(), source, view=slots).facts[3], masks[3])
     write_wds_layout(tmp_path / "bad", [("0", {"jpg": jpeg(1), "mask.png": jpeg(2)})])
-    with pytest.raises(DataError, match=r"sample 0: \.mask\.png cannot be read"):
+    with pytest.raises(DataError, match=r"sample 0: \.mask\.png: is not a PNG file"):
         WdsSet(tmp_path / "bad", "masks").read(0)
