@@ -25,7 +25,7 @@ from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info, learned_on
 from .task import Task
 
-_MOST_CLASSES = 10_000
+_MOST_CLASSES = 1000
 
 
 class RegressionTaskConfig(LabelledTaskConfig):

@@ -56,12 +56,12 @@ def score(
             raise DataError(f"{name}: every pixel is {ignore}, which is ignored. Correct the key `ignore`.")
     layer, center, scale = _train(train, classes, ignore, how)
     tables = []
-    for rows in torch.arange(len(test.masks)).split(64):
+    for rows in torch.arange(len(test.masks)).split(how.batch_size):
         with torch.no_grad():
             logits = _logits(test.rows(rows).to(how.device), layer, center, scale, test.masks.shape[-1])
         predicted = logits.argmax(1).cpu().numpy()
         tables += [
-            _confusion(true, own, classes, ignore)
+            _class_counts(true, own, classes, ignore)
             for true, own in zip(test.masks[rows.numpy()], predicted, strict=True)
         ]
     return _result(np.stack(tables), groups)
@@ -113,22 +113,21 @@ def _logits(patches: Tensor, layer: torch.nn.Linear, center: Tensor, scale: Tens
     return F.interpolate(logits.mT.unflatten(2, (side, side)), (size, size), mode="bilinear", align_corners=False)
 
 
-def _confusion(true: np.ndarray, predicted: np.ndarray, classes: int, ignore: int | None) -> np.ndarray:
-    """Return the number of pixels by true and predicted class, (C, C)."""
+def _class_counts(true: np.ndarray, predicted: np.ndarray, classes: int, ignore: int | None) -> np.ndarray:
+    """Return the number of right, true and predicted pixels of each class, (3, C)."""
     there = slice(None) if ignore is None else true != ignore
-    pairs = true[there].astype(np.int64).reshape(-1) * classes + predicted[there].reshape(-1)
-    return np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+    own, guess = true[there].reshape(-1), predicted[there].reshape(-1)
+    return np.stack([np.bincount(labels, minlength=classes) for labels in (own[own == guess], own, guess)])
 
 
-def _result(tables: np.ndarray, groups: Sequence[str] | None = None) -> Result:
-    """Return the result from the images' confusion tables (n, C, C)."""
-    hits = np.diagonal(tables, axis1=1, axis2=2)
-    union = tables.sum(2) + tables.sum(1) - hits
+def _result(counts_by_image: np.ndarray, groups: Sequence[str] | None = None) -> Result:
+    """Return the result from the images' counts (n, 3, C)."""
+    hits, true, predicted = counts_by_image.swapaxes(0, 1)
+    union = true + predicted - hits
     here = union.sum(0) > 0
     iou = hits.sum(0)[here] / union.sum(0)[here]
     draws = bootstrap(by_group(hits[:, here], groups), by_group(union[:, here], groups)).mean(1)
-    pixels, right = tables.sum((1, 2)), hits.sum(1)
-    truth = tables.sum((0, 2))
+    pixels, right, truth = true.sum(1), hits.sum(1), true.sum(0)
     metrics = {"miou": float(iou.mean()), "pixel_accuracy": float(right.sum() / max(pixels.sum(), 1))}
     intervals = {
         "miou": percentiles(draws),
@@ -143,7 +142,7 @@ def _result(tables: np.ndarray, groups: Sequence[str] | None = None) -> Result:
     counts = {"groups": len(set(groups))} if groups else {}
     # Always naming the largest class has its share as IoU, and 0 for the other classes of the truth.
     guess = float(truth.max() / max(truth.sum(), 1) / max((truth > 0).sum(), 1))
-    return Result("linear_segmentation", len(tables), "miou", metrics, guess, intervals, options, counts)
+    return Result("linear_segmentation", len(hits), "miou", metrics, guess, intervals, options, counts)
 
 
 def largest_label(masks: Iterable[np.ndarray], ignore: int | None) -> int:

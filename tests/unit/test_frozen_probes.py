@@ -156,7 +156,7 @@ def test_segmentation_recovers_classes_of_patches_and_counts_like_scikit_learn()
     even = np.broadcast_to(blocks[:, :1, :1], (30, 16, 16)).copy()
     assert linear_segmentation.score(grid_features(even, 3), grid_features(even, 3), 3, 255, how).value == 1
     true, predicted = blocks[:20], np.roll(blocks[:20], 1, axis=2)
-    tables = np.stack([linear_segmentation._confusion(a, b, 4, 2) for a, b in zip(true, predicted, strict=True)])
+    tables = np.stack([linear_segmentation._class_counts(a, b, 4, 2) for a, b in zip(true, predicted, strict=True)])
     there = true != 2
     expected = jaccard_score(true[there], predicted[there], average=None, labels=[0, 1, 2])
     assert linear_segmentation._result(tables).value == pytest.approx(expected.mean())
@@ -425,7 +425,7 @@ def test_masks_of_other_tools_are_read_or_refused_with_a_remedy(tissue, tmp_path
     assert set(found.options["iou"]) == {0, 255}
     found = run("linear_segmentation", tmp_path / "wide", columns=columns, ignore=65_535, epochs=2)
     assert set(found.options["iou"]) == {0, 1}
-    with pytest.raises(DataError, match=r"class numbers must be below 10000, got 65535"):
+    with pytest.raises(DataError, match=r"class numbers must be below 1000, got 65535"):
         run("linear_segmentation", tmp_path / "wide", columns=columns)
     with pytest.raises(DataError, match="single class"):
         run("linear_segmentation", tmp_path / "blank", columns=columns)
