@@ -183,8 +183,12 @@ class PlacedReadout(nn.Module):
 
     def __init__(self, module: ReadOut, config: VitConfig):
         super().__init__()
-        self.module, self.place, self.prefix = module, config.readout.placement, 1 + config.registers
-        self.width = config.width
+        self.module, self.place, self.width = module, config.readout.placement, config.width
+        if config.timm_model_name is None:
+            self.prefix = 1 + config.registers
+        else:
+            with torch.device("meta"):  # only the model knows how many tokens come before its patches
+                self.prefix = TimmBackbone(config).prefix
         self.readout_norm = nn.Identity() if config.timm_model_name is None else nn.LayerNorm(config.width)
 
     def forward(self, tokens: Tensor, need_attention: bool = False) -> Slots:
