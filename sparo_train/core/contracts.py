@@ -206,7 +206,7 @@ class Objective(nn.Module, ABC):
         """Return pairs of each parameter of an average in `follows` and the parameter it follows, element by element."""
         for name, follow in self.follows.items():
             if (average := getattr(self, name)) is not None:
-                yield from zip(average.parameters(), getattr(self, follow.source).parameters(), strict=True)
+                yield from zip(average.parameters(), self.get_submodule(follow.source).parameters(), strict=True)
 
     def after_step(self, progress: Progress, applied: Tensor) -> None:
         """Update the averages in `follows`; called after every optimizer step. Overrides (for a center or a clamp) call `super()`.
@@ -221,9 +221,9 @@ class Objective(nn.Module, ABC):
                 waiting.
         """
         for name, follow in self.follows.items():
-            if (average := getattr(self, name)) is not None:
-                decay = getattr(self, follow.decay)(progress)
-                update_ema(average, getattr(self, follow.source), decay, applied, follow.buffers)
+            average = getattr(self, name)
+            if average is not None and (decay := getattr(self, follow.decay)(progress)) is not None:
+                update_ema(average, self.get_submodule(follow.source), decay, applied, follow.buffers)
 
 
 class CoupledObjective(Objective):

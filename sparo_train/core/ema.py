@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Follow:
-    """Declaration that a module is a moving average of another one (an EMA teacher, averaged weights).
+    """Declaration that a module is a moving average of another one (an EMA teacher, averaged weights), or a copy at times.
 
     Attributes:
-        source: name of the module that is averaged.
-        decay: name of a method `(progress) -> float` that returns the share of itself that the average keeps.
+        source: dotted name of the module that is averaged.
+        decay: name of a method `(progress) -> float | None` that returns the share of itself that the average keeps;
+            None leaves it unchanged in this step, and 0 copies the source.
         buffers: copy persistent buffers; False if the average updates its own.
     """
 
@@ -28,12 +29,12 @@ class Follow:
     buffers: bool = True
 
 
-def _pairs(average: nn.Module, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return pairs of averaged and source parameters that are trained. A frozen parameter is equal in both, and rounding would make it drift."""
+def _pairs(average: nn.Module, model: nn.Module, frozen: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Return averaged and source parameters. Frozen ones only if asked for: they are equal in both, and rounding would make them drift."""
     pairs = [
         (_local_tensor(a), _local_tensor(p))
         for a, p in zip(average.parameters(), model.parameters(), strict=True)
-        if p.requires_grad
+        if p.requires_grad or frozen
     ]
     return [a for a, _ in pairs], [p for _, p in pairs]
 
@@ -52,7 +53,7 @@ def _local_tensor(p: nn.Parameter) -> Tensor:
 def update_ema(
     average: nn.Module, model: nn.Module, decay: float, applied: Tensor | None = None, buffers: bool = True
 ) -> None:
-    """Set average = decay * average + (1 - decay) * model, parameter by parameter.
+    """Set average = decay * average + (1 - decay) * model, parameter by parameter; a decay of 0 copies frozen parameters, too.
 
     Args:
         average: module that holds the average.
@@ -68,17 +69,23 @@ def update_ema(
             return
         for own, theirs in _buffers(average, model) if buffers else ():
             own.copy_(theirs)
-        averages, trained = _pairs(average, model)
-        if averages:
-            # Update lists of tensors in one call: a model has hundreds, and each would launch its own kernel.
+        averages, trained = _pairs(average, model, frozen=decay == 0)
+        # Update lists of tensors in one call: a model has hundreds, and each would launch its own kernel.
+        if averages and decay == 0:
+            torch._foreach_copy_(averages, trained)  # pyright: ignore[reportPrivateImportUsage]
+        elif averages:
             torch._foreach_mul_(averages, decay)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_add_(averages, trained, alpha=1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         return
     assert applied is not None
     for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(torch.where(applied, theirs, own))
-    averages, trained = _pairs(average, model)
-    if averages:
+    averages, trained = _pairs(average, model, frozen=decay == 0)
+    if averages and decay == 0:
+        # Not by the difference, whose rounding would leave a copy that is not exact.
+        for own, theirs in zip(averages, trained, strict=True):
+            own.copy_(torch.where(applied, theirs, own))
+    elif averages:
         gain = torch.where(applied, 1 - decay, 0.0)
         # Compute the difference first: it is multiplied by zero if nothing was applied, so the average keeps its exact
         # bits.

@@ -201,8 +201,8 @@ class DeepSpeedEngine:
         # Whole: the loss's parameters with their averages, and small parameters, which are whole on every rank anyway.
         whole = [*own, *(a for a, p in pairs if any(p is o for o in own) or self._zero.persistent(p))]
         ids = {id(p) for p in whole}
-        # A frozen parameter does not move its average.
-        cut = [each for a, p in pairs if id(a) not in ids and p.requires_grad for each in (a, p)]
+        # By identity: an average may be the source of another one.
+        cut = list({id(each): each for a, p in pairs if id(a) not in ids for each in (a, p)}.values())
         saved_data = [(p, p.data) for p in (*whole, *cut)]
         for p in whole:
             p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]

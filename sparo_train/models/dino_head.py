@@ -77,16 +77,18 @@ class Views(NamedTuple):
         logits: (sum of B_i, out_dim), in the order of the crops.
         encodings: (B_0, D) of the first group of crops, the global ones.
         patch_logits: (N, out_dim) of the masked patches, in the order of `masked_rows`; None without masks.
+        patches: (B_0, patches, d) of the global crops after the backbone's last norm; None if nothing needs them.
     """
 
     logits: Tensor
     encodings: Tensor
-    patch_logits: Tensor | None
+    patch_logits: Tensor | None = None
+    patches: Tensor | None = None
 
 
-def build_backbone(model: VitConfig, mask_token: bool = False) -> Vit | TimmBackbone:
-    """Return the backbone of a config; `mask_token`: with the parameter that replaces masked patches."""
-    return Vit(model, mask_token) if model.timm_model_name is None else TimmBackbone(model)
+def build_backbone(model: VitConfig, mask_token: bool = False, patch_loss: bool = False) -> Vit | TimmBackbone:
+    """Return the backbone of a config; for the other arguments, see `Vit`."""
+    return Vit(model, mask_token, patch_loss) if model.timm_model_name is None else TimmBackbone(model)
 
 
 class DinoNet(nn.Module):
@@ -94,13 +96,20 @@ class DinoNet(nn.Module):
 
     Args:
         model, head: configs of backbone and head.
-        mask_token: have the parameter that replaces masked patches.
+        mask_token, patch_loss: see `Vit`.
         patch_head: have a second head, for masked patches.
     """
 
-    def __init__(self, model: VitConfig, head: DinoHeadConfig, mask_token: bool = False, patch_head: bool = False):
+    def __init__(
+        self,
+        model: VitConfig,
+        head: DinoHeadConfig,
+        mask_token: bool = False,
+        patch_head: bool = False,
+        patch_loss: bool = False,
+    ):
         super().__init__()
-        self.backbone = build_backbone(model, mask_token)
+        self.backbone = build_backbone(model, mask_token, patch_loss)
         self.head = DinoHead(model.out_width, head)
         self.patch_head = DinoHead(model.width, head) if patch_head else None
 
@@ -110,6 +119,7 @@ class DinoNet(nn.Module):
         drops: Sequence[Tensor | None],
         masks: Tensor | None = None,
         masked: Tensor | None = None,
+        need_patches: bool = False,
     ) -> Views:
         """Return the outputs for crops by resolution, each (B_i, C, H_i, W_i), the global ones first.
 
@@ -118,12 +128,13 @@ class DinoNet(nn.Module):
             drops: see `Vit.forward`.
             masks: (B_0, patches) bool, patches of the global crops that the backbone does not see; None: it sees all.
             masked: (B, M) positions among the patches of all global crops of an image, whose logits are returned.
+            need_patches: return the patches of the global crops.
         """
         patches = None
         encodings = []
         for number, (x, drop) in enumerate(zip(crops, drops, strict=True)):
-            if number == 0 and masked is not None:
-                assert isinstance(self.backbone, Vit)  # iBOT masks patches
+            if number == 0 and (need_patches or masked is not None):
+                assert isinstance(self.backbone, Vit)  # losses of patches need this project's
                 encoding, patches = self.backbone.with_patches(x, drop, masks)
             else:
                 encoding = self.backbone(x, drop)
@@ -131,11 +142,12 @@ class DinoNet(nn.Module):
         # One head over all crops, so that its batch norm covers them together, as published.
         logits = self.head(torch.cat(encodings))
         if patches is None or masked is None:
-            return Views(logits, encodings[0], None)
+            return Views(logits, encodings[0], patches=patches)
         of_image = patches.unflatten(0, (-1, len(masked))).transpose(0, 1).flatten(1, 2)
         images, places = masked_rows(masked, of_image.shape[1])
         head = self.head if self.patch_head is None else self.patch_head
-        return Views(logits, encodings[0], head(of_image[images, places.clamp(max=of_image.shape[1] - 1)]))
+        patch_logits = head(of_image[images, places.clamp(max=of_image.shape[1] - 1)])
+        return Views(logits, encodings[0], patch_logits, patches)
 
 
 def masked_rows(masked: Tensor, patches: int) -> tuple[Tensor, Tensor]:

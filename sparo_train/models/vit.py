@@ -30,9 +30,10 @@ class Vit(VisionTransformer):
     Args:
         config: the model.
         mask_token: have the parameter that replaces masked patches, as iBOT needs it.
+        patch_loss: a loss depends on the normalised patches, so their norm is trained with any readout.
     """
 
-    def __init__(self, config: VitConfig, mask_token: bool = False):
+    def __init__(self, config: VitConfig, mask_token: bool = False, patch_loss: bool = False):
         super().__init__(
             img_size=config.image_size,
             patch_size=config.patch_size,
@@ -65,7 +66,7 @@ class Vit(VisionTransformer):
         self.read_by = config.readout.kind if readout is not None else None
         if readout is not None:
             self.add_module(config.readout.kind, readout)
-        if self.place.norm == "nothing" and not mask_token:
+        if self.place.norm == "nothing" and not patch_loss:
             # Probes of earlier blocks apply this norm, and official files contain it; the loss does not depend on it.
             self.norm.requires_grad_(False)
         # Two paths per block: attention and MLP. The drop probability rises linearly with depth from 0 to `drop_path`, or is uniform.
@@ -107,6 +108,10 @@ class Vit(VisionTransformer):
         normed = self.norm(x)
         encoding = normed[:, 0] if self.read_by is None else self._read(x, False).flat()
         return encoding, normed[:, self.prefix :]
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Return the patches after `norm`, (B, patches, d), for pixels."""
+        return self.norm(self.hidden(x, None))[:, self.prefix :]
 
     def hidden(self, x: Tensor, drop: Tensor | None, cls_only: bool = False, masks: Tensor | None = None) -> Tensor:
         """Return the tokens after the last block, before any norm, for pixels; with `cls_only` only the first one."""

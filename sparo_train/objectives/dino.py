@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,22 @@ from torch import Tensor, nn
 from ..core.contracts import Batch, Footprint, Loss, ParamGroups, Progress
 from ..core.distributed import sum_over_ranks
 from ..core.ema import Follow, update_mean
-from ..core.errors import CollapseError, DataError
+from ..core.errors import CollapseError, ConfigError, DataError
 from ..core.registries import READOUTS
 from ..core.schedules import cosine, linear
 from ..data.examples.image_transforms import normalise
 from ..data.examples.masking import Masking
 from ..data.examples.multi_crop import CropExamples
-from ..data.sources.base import PAIR_KEYS, DataConfig
+from ..data.sources.base import DataConfig
 from ..models.dino_head import DinoNet, Views, masked_rows
 from ..models.readout import readouts
 from ..models.timm_backbone import TimmBackbone, written_values
+from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE
 from .dino_choices import choose
-from .dino_config import DinoObjectiveConfig
+from .dino_config import DinoObjectiveConfig, check_recipe
 from .dino_health import LastBatch, collapse_message, slow_metrics
-from .dino_loss import Targets, centered_targets, distillation, koleo, masked_distillation, sinkhorn_targets
+from .dino_loss import Targets, centered_targets, distillation, gram, koleo, masked_distillation, sinkhorn_targets
 from .dino_start import DinoStart
 from .method import Method
 
@@ -36,16 +37,22 @@ class DinoObjective(DinoStart):
     """DINO: `student` learns to predict the output of `teacher`, its moving average, for other crops of the same image.
 
     Batches contain `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 if there are any, and with
-    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE. The centre moves once per step, by the mean of the
-    teacher's raw logits over the global batch, however many micro-batches and ranks it is split over.
+    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE; with Gram anchoring `plain_crops` (B, G, 3, P, P)
+    uint8. The centre moves once per step, by the mean of the teacher's raw logits over the global batch, however many
+    micro-batches and ranks it is split over.
     """
 
     # The teacher's heads update their own buffers.
-    follows: ClassVar[Mapping[str, Follow]] = {"teacher": Follow("student", "momentum", buffers=False)}
+    follows: ClassVar[Mapping[str, Follow]] = {
+        "teacher": Follow("student", "momentum", buffers=False),
+        # After the teacher, so that it copies the teacher of the same step.
+        "earlier": Follow("teacher.backbone", "copy_teacher"),
+    }
     compile_by_default: ClassVar[bool] = True
     not_in_encoders: ClassVar[tuple[str, ...]] = (
         "center",
         "patch_center",
+        "earlier.*",
         *(
             f"{net}.{part}"
             for net in ("student", "teacher")
@@ -67,9 +74,12 @@ class DinoObjective(DinoStart):
     def __init__(self, config: DinoObjectiveConfig):
         super().__init__()
         self.config = config
-        self.student = DinoNet(config.model, config.head, config.ibot is not None, config.patch_head)
+        patch_loss = config.ibot is not None or config.gram is not None
+        self.student = DinoNet(config.model, config.head, config.ibot is not None, config.patch_head, patch_loss)
         # Without gradients from the start, so that neither the optimizer nor the gradient exchange includes it.
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        # The teacher of an earlier step, for Gram anchoring.
+        self.earlier = None if config.gram is None else copy.deepcopy(self.teacher.backbone)
         # The centre of the encodings' logits, and that of the masked patches'.
         for name in ("center", *(("patch_center",) if config.ibot else ())):
             self.register_buffer(name, torch.zeros(1, config.head.out_dim))
@@ -101,7 +111,8 @@ class DinoObjective(DinoStart):
         # Only the two global crops, because targets must describe the whole image.
         with torch.no_grad():
             theirs: Views = self.teacher(crops[:1], [None], None, masked)
-        views: Views = self.student(crops, drops[: len(crops)], masks, masked)
+        anchored = c.gram is not None and progress.step >= c.gram.first_step
+        views: Views = self.student(crops, drops[: len(crops)], masks, masked, anchored)
         self._begin_sums(progress.step)
         targets = self._targets("center", theirs.logits, progress)
         result = distillation(views.logits, targets, teachers, c.student_temp)
@@ -120,6 +131,12 @@ class DinoObjective(DinoStart):
             # Within each kind of crop, because two crops of an image should be close.
             metrics["koleo_loss"] = torch.stack([koleo(x) for x in views.encodings.chunk(teachers)]).sum()
             total = total + c.koleo * metrics["koleo_loss"]
+        if anchored:
+            assert c.gram is not None and isinstance(self.earlier, Vit) and views.patches is not None
+            with torch.no_grad():
+                earlier = self.earlier.patches(self.pixels(_by_crop(batch["plain_crops"])))
+            metrics["gram_loss"] = gram(views.patches, earlier)
+            total = total + c.gram.weight * metrics["gram_loss"]
         if total is not result.loss:
             metrics["dino_loss"] = result.loss
         return Loss(total, {name: value.detach() for name, value in metrics.items()})
@@ -170,6 +187,21 @@ class DinoObjective(DinoStart):
         """Return the teacher's momentum at a step."""
         return cosine(self.config.momentum_teacher, 1.0, progress.step, progress.total_steps)
 
+    def copy_teacher(self, progress: Progress) -> float | None:
+        """Return 0 in steps after which `earlier` becomes a copy of the teacher, None in others."""
+        assert self.config.gram is not None
+        return 0.0 if self.config.gram.copies_after(progress.step) else None
+
+    def on_weights_loaded(self) -> None:
+        if self.earlier is not None:
+            self.earlier.load_state_dict(self.teacher.backbone.state_dict())
+
+    def refuse_length(self, total_steps: int) -> None:
+        if self.config.gram is not None and self.config.gram.first_step >= total_steps:
+            raise ConfigError(
+                f"objective.gram.first_step={self.config.gram.first_step}: the run has only {total_steps} steps. Lower it."
+            )
+
     @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
         """Update the teacher from the student, and the center from the mean of the teacher's logits of this step (Eq. 4)."""
@@ -206,7 +238,8 @@ class DinoObjective(DinoStart):
 
     def shard_units(self) -> Sequence[nn.Module]:
         # The teacher's blocks first, because its forward comes first and FSDP2 prefetches in this order.
-        return [block for net in (self.teacher, self.student) for block in net.backbone.blocks]
+        backbones = (self.teacher.backbone, self.student.backbone, self.earlier)
+        return [block for backbone in backbones if backbone is not None for block in backbone.blocks]
 
     def compile_units(self) -> Sequence[nn.Module]:
         return [*self.shard_units(), *readouts(self)]
@@ -244,16 +277,14 @@ class DinoObjective(DinoStart):
             written = sum(written_values(m.timm_model_name, m.image_size, side) for side in sides)
         else:
             # Of the last block, only the class token is kept if nothing else is read.
-            blocks = m.blocks - int(m.readout.kind == "cls" and self.config.ibot is None)
+            patch_loss = self.config.ibot is not None or self.config.gram is not None
+            blocks = m.blocks - int(m.readout.kind == "cls" and not patch_loss)
             towers = [((2 * large + crops.local_crops_number * small) * m.width, blocks)]
-        return Footprint(
-            tokens,
-            towers,
-            m.out_width,
-            # Twice the targets, logits and their gradient.
-            4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views + 4 * self.config.most_masked),
-            written,
-        )
+        # Twice the targets, logits and their gradient.
+        loss = 4 * batch * self.config.head.out_dim * (2 * 2 + 2 * views + 4 * self.config.most_masked)
+        if self.config.gram is not None:  # the cosines of two networks, their difference and its gradient
+            loss += 4 * batch * 2 * (large - 1) ** 2 * 4
+        return Footprint(tokens, towers, m.out_width, loss, written)
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         # The teacher has no backward, so it needs no recomputation.
@@ -278,39 +309,15 @@ def _examples(config: DinoObjectiveConfig, data: DataConfig) -> CropExamples:
     paths = 2 * model.blocks if model.drop_path else 0
     grid = model.image_size // model.patch_size
     masking = None if config.ibot is None else Masking(grid, config.ibot.mask_ratio, config.most_masked)
-    return CropExamples(data, config.crops, model.image_size, paths, DROP_RANGE, masking)
-
-
-def _rules(run: Any) -> None:
-    if run.objective.model.batch_norm and run.engine.grad_checkpointing:
-        raise ValueError(
-            f"engine.grad_checkpointing: would update the batch norms of {run.objective.model.timm_model_name} twice per step. Remove it."
-        )
-    for key in PAIR_KEYS:
-        if getattr(run.data, key) != type(run.data).model_fields[key].default:
-            raise ValueError(
-                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use objective.crops."
-            )
-    objective = run.objective
-    coupling = {
-        "head.use_bn": objective.head.use_bn,
-        "koleo": objective.koleo > 0,
-        "centering": objective.centering == "sinkhorn_knopp",
-        "model.timm_model_name": objective.model.batch_norm,
-    }
-    for key, couples in coupling.items():
-        if couples and run.micro_batch_size is not None:
-            raise ValueError(
-                f"micro_batch_size: objective.{key} couples the samples of a batch, so the batch cannot be split. Remove "
-                f"micro_batch_size or objective.{key}."
-            )
+    plain_size = None if config.gram is None else config.gram.crop_size or model.image_size
+    return CropExamples(data, config.crops, model.image_size, paths, DROP_RANGE, masking, plain_size)
 
 
 METHOD = Method(
     DinoObjectiveConfig,
     DinoObjective,
     _examples,
-    _rules,
+    check_recipe,
     exports=("dino", "timm", "transformers", "torch"),
     choose=choose,
 )

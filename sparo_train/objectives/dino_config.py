@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
 from ..core.config import Frozen, between, field
 from ..data.examples.multi_crop import CropsConfig
+from ..data.sources.base import PAIR_KEYS
 from ..models.dino_head import DinoHeadConfig
 from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 
@@ -41,6 +42,39 @@ class IbotConfig(Frozen):
     )
 
 
+class GramConfig(Frozen):
+    """DINOv3's Gram anchoring (Siméoni et al. 2025): similarities between patches of the student stay close to those of an earlier teacher."""
+
+    weight: float = field(2.0, "Weight of the loss.", gt=0)
+    crop_size: int | None = field(
+        None,
+        "Side of the global crops that the earlier teacher receives, without changes of colour. Above objective.model.image_size, its "
+        "patches are smoothed to the student's grid. Default: objective.model.image_size.",
+        gt=0,
+        le=16384,
+        examples=[448],
+    )
+    first_step: int = field(
+        0,
+        "Steps before the loss begins, at the end of which the teacher is copied. 0: copy the initial weights of start_from.",
+        ge=0,
+    )
+    update_steps: int | None = field(
+        None, "Copy the teacher again after this many further steps. Default: never.", gt=0, examples=[10000]
+    )
+    max_updates: int | None = field(
+        None, "Most further copies of the teacher. Default: any number.", gt=0, examples=[3]
+    )
+
+    def copies_after(self, step: int) -> bool:
+        """Return whether the teacher is copied after step number `step` (from 0)."""
+        since = step + 1 - self.first_step
+        if since <= 0 or self.update_steps is None:
+            return since == 0
+        updates, rest = divmod(since, self.update_steps)
+        return rest == 0 and (self.max_updates is None or updates <= self.max_updates)
+
+
 class DinoObjectiveConfig(Frozen):
     """Options of `main_dino.py` under their names; an epoch has `samples_per_epoch` (or the data's size) / batch size steps, rounded down."""
 
@@ -72,6 +106,9 @@ class DinoObjectiveConfig(Frozen):
     koleo: float = field(
         0.0, "Weight of the KoLeo loss, which spreads the encodings of a batch. DINOv2 uses 0.1.", ge=0
     )
+    gram: GramConfig | None = field(
+        None, "Keep the student's patches close to those of an earlier teacher. Default: no."
+    )
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
     clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
     collapse: CollapseConfig = field(CollapseConfig(), "When representations count as collapsed.")
@@ -89,8 +126,10 @@ class DinoObjectiveConfig(Frozen):
                 f"crops.local_size={self.crops.local_size} is below model.patch_size={self.model.patch_size}"
             )
         if not vit:
-            if self.ibot is not None:
-                raise ValueError("ibot: masks patches of this project's ViT. Remove it, or model.timm_model_name.")
+            if key := "ibot" if self.ibot is not None else "gram" if self.gram is not None else None:
+                raise ValueError(
+                    f"{key}: needs the patches of this project's ViT. Remove it, or model.timm_model_name."
+                )
             if self.crops.local_crops_number and self.model.timm_model_name:
                 from ..models.timm_backbone import backbone_facts  # builds the model, which other configs do not need
 
@@ -98,6 +137,12 @@ class DinoObjectiveConfig(Frozen):
                     backbone_facts(self.model.timm_model_name, self.model.image_size, self.crops.local_size)
                 except ValueError as error:
                     raise ValueError(f"crops.local_size={self.crops.local_size}: {error}") from None
+        side = None if self.gram is None else self.gram.crop_size
+        if side is not None and (side % self.model.patch_size or side < self.model.image_size):
+            raise ValueError(
+                f"gram.crop_size={side}: must be a multiple of model.patch_size={self.model.patch_size}, and at least "
+                f"model.image_size={self.model.image_size}. Change it."
+            )
         if self.model.bands != 3:
             raise ValueError(f"model.bands={self.model.bands}: images are decoded to three channels. Remove it.")
         if self.ibot and self.ibot.separate_head is False and self.model.out_width != self.model.width:
@@ -121,3 +166,33 @@ class DinoObjectiveConfig(Frozen):
         """Return the largest number of masked patches of an image; 0 without iBOT."""
         patches = (self.model.image_size // self.model.patch_size) ** 2
         return 0 if self.ibot is None else max(1, round(self.ibot.mask_ratio[1] * patches))
+
+
+def check_recipe(run: Any) -> None:
+    """Raise `ValueError`, beginning with the dotted key, if blocks of a recipe cannot be combined with this objective."""
+    if run.objective.model.batch_norm and run.engine.grad_checkpointing:
+        raise ValueError(
+            f"engine.grad_checkpointing: would update the batch norms of {run.objective.model.timm_model_name} twice per step. Remove it."
+        )
+    for key in PAIR_KEYS:
+        if getattr(run.data, key) != type(run.data).model_fields[key].default:
+            raise ValueError(
+                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use objective.crops."
+            )
+    objective = run.objective
+    if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
+        raise ValueError(
+            "objective.gram.first_step=0: anchors to random weights. Set start_from to a trained run or backbone, or a later first step."
+        )
+    coupling = {
+        "head.use_bn": objective.head.use_bn,
+        "koleo": objective.koleo > 0,
+        "centering": objective.centering == "sinkhorn_knopp",
+        "model.timm_model_name": objective.model.batch_norm,
+    }
+    for key, couples in coupling.items():
+        if couples and run.micro_batch_size is not None:
+            raise ValueError(
+                f"micro_batch_size: objective.{key} couples the samples of a batch, so the batch cannot be split. Remove "
+                f"micro_batch_size or objective.{key}."
+            )

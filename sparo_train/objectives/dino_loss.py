@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +176,25 @@ def koleo(x: Tensor) -> Tensor:
             nearest = similarity.argmax(1)
         # As torch's pairwise distance, which adds epsilon to the difference.
         return -((own - every[nearest] + 1e-8).norm(dim=-1) + 1e-8).log().mean()
+
+
+def gram(student: Tensor, earlier: Tensor) -> Tensor:
+    """Return DINOv3's Gram loss (Siméoni et al. 2025), 0-d: the mean squared difference of the cosines between patches of an image.
+
+    Args:
+        student: patches (B, N, D) of a square grid.
+        earlier: patches (B, M, D) of the same crops, without graph; another grid is resized to the student's.
+    """
+    with torch.autocast(student.device.type, enabled=False):
+        precise = torch.promote_types(student.dtype, torch.float32)
+        earlier = earlier.to(precise)
+        if earlier.shape[1] != student.shape[1]:
+            side, target = (math.isqrt(x.shape[1]) for x in (earlier, student))
+            grid = earlier.transpose(1, 2).unflatten(2, (side, side))
+            grid = F.interpolate(grid, (target, target), mode="bicubic", align_corners=False)
+            earlier = grid.flatten(2).transpose(1, 2)
+        own, theirs = (F.normalize(x, dim=-1) for x in (student.to(precise), earlier))
+        return F.mse_loss(own @ own.transpose(1, 2), theirs @ theirs.transpose(1, 2))
 
 
 def _mean(values: Tensor, valid: Tensor | None) -> Tensor:

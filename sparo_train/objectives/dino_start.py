@@ -73,7 +73,8 @@ class DinoStart(Objective):
         """Resize the backbones of another run's weights to this model's image, patch and bands."""
         if self.config.model.timm_model_name is not None:
             return weights
-        fitted = {name: t for name, t in weights.items() if ".backbone." not in name}
+        # The earlier teacher of Gram anchoring is copied from the teacher instead.
+        fitted = {n: t for n, t in weights.items() if ".backbone." not in n and not n.startswith("earlier.")}
         for net in ("student", "teacher"):
             own = f"{net}.backbone."
             backbone = {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}

@@ -62,7 +62,7 @@ def nearest(queries: int, rows: int) -> dict[str, int]:
 
 def tiny(kind: str, root: Path) -> dict[str, Any]:
     """Return a tiny recipe of an objective, with its data below `root`."""
-    if kind in ("clip", "sigmoid", "flair", "dino", "dino_batch_norm", "slate"):
+    if kind in ("clip", "sigmoid", "flair", "dino", "dino_batch_norm", "dinov3", "slate"):
         write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     if kind in ("clip", "sigmoid", "flair"):
         tree = tiny_recipe(root / "shards", root)
@@ -78,6 +78,15 @@ def tiny(kind: str, root: Path) -> dict[str, Any]:
         tree = dino_recipe(root / "shards", root)
         if kind == "dino_batch_norm":
             tree["objective"]["head"]["use_bn"] = True
+        if kind == "dinov3":
+            tree["objective"] |= {"koleo": 0.1, "centering": "sinkhorn_knopp", "ibot": {}}
+            tree["objective"]["gram"] = {"first_step": 1, "update_steps": 1, "crop_size": 48}
+            tree["objective"]["model"] |= {
+                "registers": 2,
+                "layer_scale": 0.1,
+                "positions": "rope",
+                "ffn_layer": "swiglu",
+            }
         return tree
     if kind == "slate":
         tree = slots_recipe(root / "shards", root)

@@ -1,4 +1,4 @@
-"""DINOv2's terms against a literal restatement: masked patches, Sinkhorn-Knopp, KoLeo; alone and together, on one and two ranks."""
+"""DINOv2's and DINOv3's terms against a literal restatement, alone and together, on one and two ranks."""
 
 import copy
 import math
@@ -29,9 +29,10 @@ TERMS = [
     {"koleo": 0.1},
     IBOT,
     {"ibot": {"separate_head": True, "weight": 0.5}},
-    {**IBOT, "koleo": 0.1, "centering": "sinkhorn_knopp"},
+    {"gram": {"crop_size": 48, "update_steps": 2, "max_updates": 1}},
+    {**IBOT, "koleo": 0.1, "centering": "sinkhorn_knopp", "gram": {"first_step": 1, "update_steps": 1, "weight": 0.5}},
 ]
-_ids = ["sinkhorn", "koleo", "ibot", "ibot-head", "all"]
+_ids = ["sinkhorn", "koleo", "ibot", "ibot-head", "gram", "all"]
 
 
 def made(readout, terms):
@@ -44,13 +45,21 @@ def made(readout, terms):
     return objective
 
 
-def data(number, size=4, masked=True):
+def data(number, size=4, masked=True, plain=0):
     found = batch(number, size)
+    if plain:
+        generator = torch.Generator().manual_seed(number)
+        found["plain_crops"] = torch.randint(0, 256, (size, 2, 3, plain, plain), dtype=torch.uint8, generator=generator)
     if masked:
         rng = np.random.default_rng(number)
         masking = Masking(GRID, (0.1, 0.5), MOST)
         found["masked"] = torch.from_numpy(np.stack([masking.draw(rng) for _ in range(size)]))
     return found
+
+
+def data_for(terms, number):
+    side = terms["gram"].get("crop_size", 32) if "gram" in terms else 0
+    return data(number, masked="ibot" in terms, plain=side)
 
 
 class Dinov2:
@@ -59,6 +68,7 @@ class Dinov2:
     def __init__(self, objective):
         self.config = objective.config
         self.student, self.teacher = copy.deepcopy(objective.student), copy.deepcopy(objective.teacher)
+        self.earlier = copy.deepcopy(objective.teacher)
         self.centers = {False: torch.zeros(48, dtype=torch.float64), True: torch.zeros(48, dtype=torch.float64)}
         self.pixels = objective.pixels
 
@@ -88,7 +98,24 @@ class Dinov2:
             q /= samples
         return list((q * samples).T)
 
-    def loss(self, batch, epoch):
+    def gram(self, ours, plain, size):
+        """The Gram loss, one pair of patches after the other."""
+        terms = []
+        for v in range(2):
+            for b in range(size):
+                with torch.no_grad():
+                    theirs = self.tokens(self.earlier, plain[b, v])[1]
+                side = math.isqrt(len(theirs))
+                if side != GRID:
+                    grid = theirs.T.reshape(1, -1, side, side)
+                    theirs = F.interpolate(grid, (GRID, GRID), mode="bicubic").flatten(2)[0].T
+                for p in range(GRID**2):
+                    for q in range(GRID**2):
+                        pair = [F.cosine_similarity(x[p], x[q], dim=0) for x in (ours[b, v][1], theirs)]
+                        terms.append((pair[0] - pair[1]) ** 2)
+        return torch.stack(terms).mean()
+
+    def loss(self, batch, epoch, step):
         c, temperature = self.config, 0.02 + 0.02 * min(epoch, 1)
         images = [self.pixels(batch["global_crops"]).double(), self.pixels(batch["local_crops"]).double()]
         size = len(images[0])
@@ -128,17 +155,23 @@ class Dinov2:
                 )
                 distance = F.pairwise_distance(x[b][None], x[nearest][None], eps=1e-8)[0]
                 total = total - c.koleo * (distance + 1e-8).log() / size
+        if c.gram and step >= c.gram.first_step:
+            total = total + c.gram.weight * self.gram(ours, self.pixels(batch["plain_crops"]).double(), size)
         self.rows = torch.stack(teacher).detach().mean(0)
         return total
 
     @torch.no_grad()
-    def follow(self, momentum):
+    def follow(self, momentum, step):
         for q, k in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
             k.mul_(momentum).add_((1 - momentum) * q)
         if self.config.centering == "mean":
             self.centers[False] = 0.9 * self.centers[False] + 0.1 * self.rows
             if self.config.ibot is not None:
                 self.centers[True] = 0.9 * self.centers[True] + 0.1 * self.patches
+        # Steps after which the two settings above copy the teacher.
+        copies = {0: [1], 1: [0, 1, 2, 3, 4]}
+        if self.config.gram and step in copies[self.config.gram.first_step]:
+            self.earlier = copy.deepcopy(self.teacher)
 
 
 @pytest.mark.parametrize("readout", [CLS, SPARO], ids=["cls", "sparo"])
@@ -151,15 +184,18 @@ def test_five_updates_equal_the_equations(readout, terms):
         for net in (objective.student, theirs.student)
     ]
     for step in range(5):
-        progress, found = Progress(step, 12, 0, 2), data(step, masked="ibot" in terms)
-        losses = [objective(found, progress).total, theirs.loss(found, progress.epoch)]
+        progress, found = Progress(step, 12, 0, 2), data_for(terms, step)
+        losses = [objective(found, progress).total, theirs.loss(found, progress.epoch, step)]
         assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-9)
         for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         objective.after_step(progress, torch.tensor(True))
-        theirs.follow(objective.momentum(progress))
+        theirs.follow(objective.momentum(progress), step)
+    if objective.earlier is not None:
+        for name, value in theirs.earlier.backbone.state_dict().items():
+            assert torch.allclose(objective.earlier.state_dict()[name], value, atol=1e-5, rtol=0), name
     for net in ("student", "teacher"):
         for name, value in getattr(theirs, net).state_dict().items():
             assert torch.allclose(getattr(objective, net).state_dict()[name], value, atol=1e-5, rtol=0), (net, name)
@@ -192,10 +228,10 @@ def _padded_rows(masked, patches):
 def _gradients(ranks, terms):
     objective = made(SPARO, terms)
     rows = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
-    found = {key: value[rows] for key, value in data(3, masked="ibot" in terms).items()}
-    loss = objective(found, Progress(0, 10, 0))
+    found = {key: value[rows] for key, value in data_for(terms, 3).items()}
+    loss = objective(found, Progress(1, 10, 0))
     loss.total.backward()
-    objective.after_step(Progress(0, 10, 0), torch.tensor(True))
+    objective.after_step(Progress(1, 10, 0), torch.tensor(True))
     gradients = {n: p.grad for n, p in objective.named_parameters() if p.grad is not None}
     return loss.total.item(), gradients, {n: b for n, b in objective.named_buffers() if "center" in n}
 
@@ -229,7 +265,8 @@ def test_masks_have_the_wanted_number_of_patches_of_one_crop(grid, low, span, se
 
 
 def test_a_run_resumes_bit_identically(shards, tmp_path):
-    terms = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp"}
+    gram = {"first_step": 1, "update_steps": 2, "crop_size": 64}
+    terms = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp", "gram": gram}
     tree = dino_recipe(shards, tmp_path / "straight", steps=6)
     tree["objective"] |= terms
     train(straight := run(tree))

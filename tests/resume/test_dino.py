@@ -56,7 +56,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(shards, tmp_path, write_reci
 
 
 DINOV3 = {"registers": 2, "layer_scale": 0.1, "positions": "rope", "ffn_layer": "swiglu"}
-DINOV2_LOSSES = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp"}
+DINOV2_LOSSES = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp", "gram": {"first_step": 2, "update_steps": 4}}
 
 
 @pytest.mark.parametrize(("model", "losses"), [({}, {}), (DINOV3, DINOV2_LOSSES)], ids=["dino", "dinov3"])

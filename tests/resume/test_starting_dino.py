@@ -10,7 +10,7 @@ from evals.interop.exporting import export_run
 from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
-from sparo_train.core.errors import CheckpointError
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
@@ -154,6 +154,22 @@ def test_another_resolution_of_a_run(recipe, tmp_path):
     train(recipe("name=low"))
     train(recipe("name=high", "objective.model.image_size=64", f"start_from={tmp_path}/low"))
     assert taken(tmp_path / "high")["pos_embed"].shape == (1, 65, 32)
+
+
+def test_gram_anchoring_begins_with_the_initial_weights(recipe, tmp_path):
+    train(recipe("name=low", "objective.gram={first_step: 1}", "steps=2"))
+    high = ("objective.model.image_size=64", f"start_from={tmp_path}/low", "objective.gram={crop_size: 96}")
+    train(recipe("name=high", *high))
+    weights = store.read_part(tmp_path / "high/checkpoints/step-00000001", "model")
+    for name, value in taken(tmp_path / "high").items():
+        assert torch.allclose(weights[f"earlier.{name}"], value, atol=1e-6), name
+    assert weights["earlier.pos_embed"].shape == (1, 65, 32)
+    with pytest.raises(ConfigError, match=r"objective\.gram\.first_step=0: anchors to random weights"):
+        recipe("name=random", "objective.gram={}")
+    with pytest.raises(ConfigError, match=r"objective\.gram\.first_step=7: the run has only 1 steps"):
+        train(recipe("name=late", "objective.gram={first_step: 7}"))
+    with pytest.raises(ConfigError, match=r"gram\.crop_size=20: must be a multiple of model\.patch_size=8"):
+        recipe("name=odd", "objective.gram={first_step: 1, crop_size: 20}")
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,22 @@ def test_probabilities_are_those_of_the_recipe(image):
 
 def test_sizes_and_draws(image):
     config = CropsConfig(local_crops_number=3, local_size=16)
-    large, small = multi_crop(image, 32, config, np.random.default_rng(5))
+    large, small = multi_crop(image, 32, config, np.random.default_rng(5)).values()
     assert large.shape == (2, 3, 32, 32) and small.shape == (3, 3, 16, 16) and large.dtype == np.uint8
-    again, _ = multi_crop(image, 32, config, np.random.default_rng(5))
-    assert np.array_equal(large, again) and not np.array_equal(large[0], large[1])
+    again = multi_crop(image, 32, config, np.random.default_rng(5), plain_size=48)
+    assert np.array_equal(large, again["global_crops"]) and not np.array_equal(large[0], large[1])
+    # Plain crops show the same regions, and without changes of colour they are the global crops.
+    assert again["plain_crops"].shape == (2, 3, 48, 48)
+    shrunk = again["plain_crops"].reshape(2, 3, 16, 3, 16, 3).mean((3, 5))
+    assert (
+        np.corrcoef(shrunk[0].ravel(), again["global_crops"][0].reshape(3, 16, 2, 16, 2).mean((2, 4)).ravel())[0, 1]
+        > 0.5
+    )
+    still = config.model_copy(
+        update={"jitter_prob": 0, "gray_prob": 0, "blur_probs": (0, 0, 0), "solarize_prob": 0, "rotate90": 0.5}
+    )
+    same = multi_crop(image, 32, still, np.random.default_rng(5), plain_size=32)
+    assert np.array_equal(same["plain_crops"], same["global_crops"])
 
 
 def test_a_batch_does_not_depend_on_ranks_or_workers(shards):

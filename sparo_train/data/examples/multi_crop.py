@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import cv2
@@ -148,19 +148,30 @@ class CropsConfig(Frozen):
 
 def crop(picture: Picture, size: int, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:
     """Return view `number` of a picture (0, 1: global crops), (size, size, 3) uint8."""
+    return colours(region(picture, (size,), number, config, rng)[0], number, config, rng)
+
+
+def region(
+    picture: Picture, sizes: Sequence[int], number: int, config: CropsConfig, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return the random region of a picture that view `number` shows, flipped and turned, at each of these sizes."""
     c = config
-    pixels = resized_crop(
-        picture,
-        random_resized_crop_box(size_of(picture), c.global_crops_scale if number < 2 else c.local_crops_scale, rng),
-        size,
-    )
+    box = random_resized_crop_box(size_of(picture), c.global_crops_scale if number < 2 else c.local_crops_scale, rng)
+    views = [resized_crop(picture, box, size) for size in sizes]
     if rng.random() < c.hflip:
-        pixels = flip(pixels)
+        views = [flip(x) for x in views]
     # Drawn only if they are used, so that runs without them have the same random numbers as before these keys existed.
     if c.vflip and rng.random() < c.vflip:
-        pixels = np.ascontiguousarray(pixels[::-1])
+        views = [np.ascontiguousarray(x[::-1]) for x in views]
     if c.rotate90 and rng.random() < c.rotate90:
-        pixels = np.ascontiguousarray(np.rot90(pixels, int(rng.integers(1, 4))))
+        turns = int(rng.integers(1, 4))
+        views = [np.ascontiguousarray(np.rot90(x, turns)) for x in views]
+    return views
+
+
+def colours(pixels: np.ndarray, number: int, config: CropsConfig, rng: np.random.Generator) -> np.ndarray:
+    """Change the colours and the sharpness of view `number`, at random."""
+    c = config
     if c.stain:
         pixels = stain(pixels, c.stain, rng)
     if rng.random() < c.jitter_prob:
@@ -185,24 +196,42 @@ def random_tile(picture: Picture, side: int, rng: np.random.Generator) -> Pictur
 
 
 def multi_crop(
-    picture: Picture, size: int, config: CropsConfig, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return global views (2, 3, size, size) and local ones (n, 3, local_size, local_size), uint8."""
-    views = []
-    for first, count, side in ((0, 2, size), (2, config.local_crops_number, config.local_size)):
-        # One array per kind of view, so that workers transfer two arrays per image instead of ten.
-        out = np.empty((count, 3, side, side), dtype=np.uint8)
+    picture: Picture, size: int, config: CropsConfig, rng: np.random.Generator, plain_size: int | None = None
+) -> dict[str, np.ndarray]:
+    """Return the views of a picture, uint8.
+
+    Args:
+        picture: image.
+        size: pixels per side of a global crop.
+        config: numbers, sizes and distributions.
+        rng: the sample's random stream.
+        plain_size: return the global crops at this size, too, without changes of colour; None: do not.
+
+    Returns:
+        `global_crops` (2, 3, size, size), `local_crops` (n, 3, local_size, local_size) unless n is 0, and with
+        `plain_size` `plain_crops` (2, 3, plain_size, plain_size).
+    """
+    kinds = {"global_crops": (0, 2, size), "local_crops": (2, config.local_crops_number, config.local_size)}
+    # One array per kind of view, so that workers transfer two arrays per image instead of ten.
+    out = {key: np.empty((count, 3, side, side), np.uint8) for key, (_, count, side) in kinds.items() if count}
+    if plain_size is not None:
+        out["plain_crops"] = np.empty((2, 3, plain_size, plain_size), np.uint8)
+    for key, (first, count, side) in kinds.items():
         for number in range(count):
-            cv2.split(crop(picture, side, first + number, config, rng), [*out[number]])
-        views.append(out)
-    return views[0], views[1]
+            sizes = (side,) if plain_size is None or key == "local_crops" else (side, plain_size)
+            views = region(picture, sizes, first + number, config, rng)
+            cv2.split(colours(views[0], first + number, config, rng), [*out[key][number]])
+            for plain in views[1:]:
+                cv2.split(plain, [*out["plain_crops"][number]])
+    return out
 
 
 class CropExamples(Examples):
     """Images as multi-crops; captions are not read.
 
     Batches contain `global_crops` (B, 2, 3, S, S) and `local_crops` (B, n, 3, s, s) uint8, and `drop` (B, 2 + n, paths)
-    int32, drawn from the sample's own random stream, so that it does not depend on how the batch is split.
+    int32, drawn from the sample's own random stream, so that it does not depend on how the batch is split; with
+    `plain_size` also `plain_crops` (B, 2, 3, P, P) uint8.
 
     Args:
         config: the recipe's `data` block.
@@ -211,6 +240,7 @@ class CropExamples(Examples):
         paths: residual branches for which drop path draws (2 * blocks); 0: no drop path.
         drop_range: exclusive upper bound of the random integers.
         masking: masks of the global crops, for `masked` (B, most) int32; None: no masks.
+        plain_size: pixels per side of global crops with unchanged colours; None: none.
     """
 
     def __init__(
@@ -221,8 +251,9 @@ class CropExamples(Examples):
         paths: int = 0,
         drop_range: int = 1 << 24,
         masking: Masking | None = None,
+        plain_size: int | None = None,
     ):
-        self.masking = masking
+        self.masking, self.plain_size = masking, plain_size
         self.config, self.crops, self.image_size = config, crops, image_size
         self.paths, self.drop_range = paths, drop_range
 
@@ -233,17 +264,16 @@ class CropExamples(Examples):
         # JPEG decoding may halve the size until twice the crop: a global crop of 40 % of the area still has enough
         # pixels.
         tile = self.crops.tile
-        picture = decode_for_training(data, self.config, None if tile else self.image_size)
+        wanted = max(self.image_size, self.plain_size or 0)
+        picture = decode_for_training(data, self.config, None if tile else wanted)
         on_stage("decode")
         if tile:
             picture = random_tile(picture, tile, rng)
-        large, small = multi_crop(picture, self.image_size, self.crops, rng)
-        example = {"global_crops": large}
-        if len(small):
-            example["local_crops"] = small
+        example = multi_crop(picture, self.image_size, self.crops, rng, self.plain_size)
         if self.paths:
             # From the sample's stream, so that dropped paths do not depend on the rank that reads the sample.
-            example["drop"] = rng.integers(0, self.drop_range, (len(large) + len(small), self.paths), dtype=np.int32)
+            views = 2 + self.crops.local_crops_number
+            example["drop"] = rng.integers(0, self.drop_range, (views, self.paths), dtype=np.int32)
         if self.masking is not None:
             example["masked"] = self.masking.draw(rng)
         on_stage("augment")
