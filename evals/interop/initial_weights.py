@@ -175,7 +175,8 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     if problems:
         raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
     objective.load_state_dict(shared, strict=False)
-    fresh = [name for name in own if name not in weights]
+    # Averages and copies are set from their source, even if the checkpoint lacks them.
+    fresh = [name for name in own if name not in weights and name.partition(".")[0] not in objective.follows]
     logger.info(
         f"start_from: loaded {len(shared)} tensors of {start.checkpoint}"
         + (f"; {_few(fresh)} keep their initial values" if fresh else "")

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from ..core.config import Frozen, field
@@ -153,14 +154,15 @@ class DinoNet(nn.Module):
 def masked_rows(masked: Tensor, patches: int) -> tuple[Tensor, Tensor]:
     """Return image and position of each masked patch, both (N,) int64.
 
-    On a CPU only those that exist; on a GPU, where counting them would make the host wait, also those that fill a row.
+    On a CPU only those that exist; on a GPU, where counting them would make the host wait, and without data also those
+    that fill a row.
 
     Args:
         masked: (B, M) positions; `patches` and more fill a row.
         patches: number of patches of an image.
     """
     images = torch.arange(len(masked), device=masked.device)[:, None].expand_as(masked)
-    if masked.device.type != "cpu":
+    if masked.device.type != "cpu" or isinstance(masked, FakeTensor):
         return images.flatten(), masked.flatten().long()
     valid = masked < patches
     return images[valid], masked[valid].long()

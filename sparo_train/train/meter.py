@@ -37,6 +37,8 @@ PEAKS = {
 class FlopCounter:
     """Model FLOPs of a sample: three times the matrix products and attentions of the forward (recomputation does not count).
 
+    Modules that are averages of others, such as DINO's teacher, have no backward, so theirs count once.
+
     Args:
         build: makes the objective; called once, without allocating or computing anything.
     """
@@ -64,10 +66,22 @@ class FlopCounter:
                     # Without the loss, which grows with the square of the batch and which no published figure counts.
                     self._objective.embed(one)
                 else:
-                    self._objective(one, Progress(0, 1, 0))
+                    # The last step of a long run, in which every loss has begun.
+                    self._objective(one, Progress(10**9 - 1, 10**9, 0))
             # Backward needs two products for each product of the forward.
-            self._flops_by_shape[shapes] = 3.0 * counter.get_total_flops()
+            forward_only = sum(
+                _flops_below(counter, f"{type(self._objective).__name__}.{n}") for n in self._objective.follows
+            )
+            self._flops_by_shape[shapes] = 3.0 * counter.get_total_flops() - 2.0 * forward_only
         return self._flops_by_shape[shapes]
+
+
+def _flops_below(counter: FlopCounterMode, module: str) -> int:
+    """Return the FLOPs of a module, or of its parts if their forwards were called one by one."""
+    below = {
+        name: sum(c.values()) for name, c in counter.get_flop_counts().items() if f"{name}.".startswith(f"{module}.")
+    }
+    return sum(n for name, n in below.items() if not any(name.startswith(f"{other}.") for other in below))
 
 
 def utilisation(flops_per_second: float, device: torch.device) -> float | None:

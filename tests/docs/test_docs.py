@@ -99,7 +99,7 @@ def shortened(command: str) -> str:
         if re.match(r"sparo train|sparo launch train|torchrun .* train", part) and not re.search(
             "--dry-run|--print", part
         ):
-            part += " " + " ".join(SHORT)
+            part = re.sub(r" epochs=\S+", "", part) + " " + " ".join(SHORT)
         if part.startswith("sparo launch train"):  # it runs behind the command
             part += " && sleep 1 && while sparo launch status | grep -Eq 'PENDING|RUNNING'; do sleep 1; done; sparo launch status"
         if part == "sparo data fashion-mnist":

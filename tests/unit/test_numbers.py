@@ -14,7 +14,7 @@ from sparo_train.train import meter as flops
 from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.meter import FlopCounter, average_over_ranks, memory, utilisation
 from sparo_train.train.run_config import RunConfig
-from tests.helpers.recipes import tiny_recipe
+from tests.helpers.recipes import dino_recipe, tiny_recipe
 
 
 @pytest.mark.parametrize("readout", ["{kind: token}", "{kind: sparo, slots: 4, slot_width: 8, head_width: 8}"])
@@ -27,6 +27,31 @@ def test_model_flops_are_three_counted_forwards(shards, tmp_path, readout):
     assert counter.per_sample(batch) == 3 * counted.get_total_flops()
     longer = {**batch, "text": torch.cat([batch["text"], batch["text"]], dim=1)}
     assert counter.per_sample(longer) > counter.per_sample(batch)
+
+
+def test_a_teacher_has_no_backward(shards, tmp_path):
+    tree = dino_recipe(shards, tmp_path)
+    tree["objective"] |= {"ibot": {}, "gram": {"first_step": 1}}
+    config = resolve(RunConfig, tree, "x")
+    batch = next(build_pipeline(config).start()).batch
+    objective, patches = build_objective(config), 16
+    one = {key: value[:1] for key, value in batch.items()}
+    crops = [objective.pixels(one[key][0]) for key in ("global_crops", "local_crops")]
+    nothing = torch.full((1, objective.config.most_masked), 2 * patches)
+    networks = {
+        "student": lambda: objective.student(crops, [None, None], None, nothing),
+        "teacher": lambda: objective.teacher(crops[:1], [None], None, nothing),
+        "earlier": lambda: [block(objective.earlier.embed(crops[0])) for block in objective.earlier.blocks],
+    }
+    flops = {}
+    for name, forward in networks.items():
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            forward()
+        flops[name] = counted.get_total_flops()
+    found = FlopCounter(lambda: build_objective(config)).per_sample(batch)
+    expected = 3 * flops["student"] + flops["teacher"] + flops["earlier"]
+    assert found == pytest.approx(expected, rel=0.1)  # masked patches, and cosines, add a little
+    assert abs(3 * sum(flops.values()) - expected) > 0.3 * expected
 
 
 def test_utilisation_is_known_for_known_devices_only(monkeypatch):
