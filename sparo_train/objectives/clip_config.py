@@ -43,6 +43,12 @@ class CacheConfig(Frozen):
     )
     dtype: Literal["fp16", "fp32"] = field("fp16", "Dtype of cached tokens. fp16 takes half the space.")
 
+    def size_note(self, values: int | None, samples: int) -> str:
+        """Return the disk space of samples with this many values each, in words; nothing if the number is unknown."""
+        return (
+            "" if values is None else f" (about {samples * values * (2 if self.dtype == 'fp16' else 4) / 1e9:.3g} GB)"
+        )
+
 
 def _as_block(value: Any) -> Any:
     return {"folder": value} if isinstance(value, str) else value

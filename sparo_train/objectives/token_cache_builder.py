@@ -1,10 +1,11 @@
-"""Tokens of frozen towers for a data set, computed in parts for `objective.cache`. Forwards have fixed contents, whichever rank computes them."""
+"""Tokens of frozen models for a data set, computed in parts for `objective.cache`. Forwards have fixed contents, whichever rank computes them."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..core.contracts import DeviceContext
+from ..core.distributed import Ranks
 from ..core.errors import BadSampleError, DataError, SparoError
 from ..data.read.token_cache import TokenCache
 from ..data.read.workers import WorkerItems
@@ -22,7 +24,10 @@ from ..data.sources.base import Source, Storage
 from ..models.clip_towers import layer_of
 from ..models.weight_files.weights import weights_sha256
 
+logger = logging.getLogger(__name__)
+
 _PART, _IMAGES, _TEXTS = 1024, 64, 256  # samples per part; images and captions per forward
+_LOG_EVERY = 64  # parts per rank between two log lines
 
 Encode = Callable[[Tensor], Tensor]
 
@@ -65,6 +70,46 @@ def sample_ranges(sources: Sequence[Source]) -> list[SampleRange]:
     ]
 
 
+def fill_token_cache(
+    token_cache: TokenCache,
+    kind: str,
+    ranges: Sequence[SampleRange],
+    ranks: Ranks,
+    start: Callable[[], AbstractContextManager[Callable[[SampleRange], None]]],
+    size_note: Callable[[int], str] = lambda samples: "",
+) -> None:
+    """Compute the parts that a cache lacks, distributed over the ranks, and open it; all ranks call this together.
+
+    Args:
+        token_cache: the cache.
+        kind: `image` or `text`.
+        ranges: all samples that are read.
+        ranks: this process among the ranks.
+        start: enters a context that gives the function which computes and writes a part.
+        size_note: returns the disk space of this many samples in words, for the log.
+
+    Raises:
+        DataError: the folder cannot be written, or tokens are not finite.
+    """
+    missing = ranks.rank0_broadcast(
+        lambda: [n for n, sample_range in enumerate(ranges) if not token_cache.has(sample_range.name(kind))]
+    )
+    if missing:
+        samples = sum(ranges[n].last - ranges[n].first for n in missing)
+        logger.info(
+            f"objective.cache: computing the {kind} tokens of {samples:,} samples{size_note(samples)} -> {token_cache.folder}"
+        )
+        with start() as compute:
+            # A round ends for all ranks together, so that none waits longer than for one part.
+            for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
+                own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
+                ranks.call_on_all(lambda o=own: [compute(sample_range) for sample_range in o])
+                if number % _LOG_EVERY == 0:
+                    logger.info(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+    # Open it in this process, before workers are forked, so that they share the index.
+    ranks.call_on_all(lambda: token_cache.open([sample_range.name(kind) for sample_range in ranges]))
+
+
 def cache_image_tokens(
     token_cache: TokenCache, sample_range: SampleRange, prepare: Prepare, encode: Encode, workers: int
 ) -> None:
@@ -100,21 +145,21 @@ def cache_text_tokens(
 
 
 @contextmanager
-def token_cache_builder(tower: nn.Module, device_context: DeviceContext) -> Iterator[Encode]:
-    """Return the tower's blocks on an engine's device, in its precision, as functions that encode; the tower moves back afterwards."""
-    was, home = tower.training, next(tower.parameters()).device
+def on_engine_device(model: nn.Module, forward: Encode, device_context: DeviceContext) -> Iterator[Encode]:
+    """Move a model to an engine's device and return `forward` in its precision, with results on the CPU; the model moves back afterwards."""
+    was, home = model.training, next(model.parameters()).device
     device_context.limit_threads()
-    tower.to(device_context.device).eval()
+    model.to(device_context.device).eval()
 
     def encode(x: Tensor) -> Tensor:
         # fp32 on its way to the host; the caller chooses the stored dtype.
         with torch.no_grad(), device_context.autocast():
-            return tower.hidden(x.to(device_context.device)).float().cpu()  # type: ignore[operator]
+            return forward(x.to(device_context.device)).float().cpu()
 
     try:
         yield encode
     finally:
-        tower.to(home).train(was)
+        model.to(home).train(was)
 
 
 def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,15 @@ from ..data.read.token_cache import TokenCache, digest_of
 from ..data.sources.base import Source
 from .clip_config import CacheConfig
 from .token_cache_builder import (
-    Encode,
     Prepared,
     SampleRange,
     cache_image_tokens,
     cache_text_tokens,
+    fill_token_cache,
+    on_engine_device,
     sample_ranges,
-    token_cache_builder,
     tower_facts,
 )
-
-logger = logging.getLogger(__name__)
-
-_LOG_EVERY = 64  # parts per rank between two log lines
 
 
 class TokenExamples(ImageTextExamples):
@@ -76,43 +73,23 @@ class TokenExamples(ImageTextExamples):
             token_cache = ranks.call_on_all(
                 lambda f=facts, k=kind: TokenCache(Path(self.cache.folder) / k, f, self.cache.dtype)
             )
-            missing = ranks.rank0_broadcast(
-                lambda kept=token_cache, k=kind: [
-                    n for n, sample_range in enumerate(ranges) if not kept.has(sample_range.name(k))
-                ]
-            )
-            if missing:
-                samples = sum(ranges[n].last - ranges[n].first for n in missing)
-                room = self._disk_size_note(objective.config.model, samples) if kind == "image" else ""
-                logger.info(
-                    f"objective.cache: computing the {kind} tokens of {samples:,} samples{room} -> {token_cache.folder}"
-                )
-                with token_cache_builder(tower, device_context) as encode:
-                    # A round ends for all ranks together, so that none waits longer than for one part.
-                    for number, begin in enumerate(range(0, len(missing), ranks.size), 1):
-                        own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
-                        ranks.call_on_all(
-                            lambda o=own, k=kind, t=token_cache, e=encode: self._compute_tokens(k, t, o, objective, e)
-                        )
-                        if number % _LOG_EVERY == 0:
-                            logger.info(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
-            # Open it in this process, before workers are forked, so that they share the index.
-            ranks.call_on_all(lambda kept=token_cache, k=kind: kept.open([run.name(k) for run in ranges]))
+            start = partial(self._start, kind, token_cache, tower, objective, device_context)
+            vision = objective.config.model.vision
+            size_note = partial(self.cache.size_note, vision.tokens * vision.width if kind == "image" else None)
+            fill_token_cache(token_cache, kind, ranges, ranks, start, size_note)
             self.token_caches[kind] = token_cache
 
-    def _disk_size_note(self, model: Any, samples: int) -> str:
-        numbers = samples * model.vision.tokens * model.vision.width
-        return f" (about {numbers * (2 if self.cache.dtype == 'fp16' else 4) / 1e9:.3g} GB)"
-
-    def _compute_tokens(
-        self, kind: str, token_cache: TokenCache, ranges: Sequence[SampleRange], objective: Any, encode: Encode
-    ) -> None:
-        for sample_range in ranges:
+    @contextmanager
+    def _start(
+        self, kind: str, token_cache: TokenCache, tower: Any, objective: Any, device_context: DeviceContext
+    ) -> Iterator[Callable[[SampleRange], None]]:
+        workers = self.config.workers
+        with on_engine_device(tower, tower.hidden, device_context) as encode:
             if kind == "text":
-                cache_text_tokens(token_cache, sample_range, self._texts, encode, self.config.workers)
+                yield lambda samples: cache_text_tokens(token_cache, samples, self._texts, encode, workers)
             else:
-                cache_image_tokens(
-                    token_cache, sample_range, self._image, lambda x: encode(objective.pixels(x)), self.config.workers
+                yield lambda samples: cache_image_tokens(
+                    token_cache, samples, self._image, lambda x: encode(objective.pixels(x)), workers
                 )
 
     def _sizes(self, config: Any, kind: str) -> dict[str, Any]:
