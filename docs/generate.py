@@ -22,7 +22,17 @@ from launch.commands.key_tables import TABLES, own_keys
 from launch.jobs.clusters import ClusterConfig
 from launch.jobs.sbatch_options import option_table
 from sparo_train.core.recipe.config_keys import Key, default_text, type_text
-from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
+from sparo_train.core.registries import (
+    ENGINES,
+    LOSSES,
+    METHODS,
+    OPTIMIZERS,
+    READOUTS,
+    SLOT_ENCODERS,
+    SOURCES,
+    TASKS,
+    TEACHERS,
+)
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 
@@ -59,6 +69,7 @@ _PAGES: tuple[tuple[str, str, tuple[Registry, ...]], ...] = (
     ("readouts", "Readouts", (READOUTS,)),
     ("training", "Losses, optimizers, engines, sources", (LOSSES, OPTIMIZERS, ENGINES, SOURCES)),
     ("slot_encoders", "Image encoders of slot models", (SLOT_ENCODERS,)),
+    ("teachers", "Teachers of distillation", (TEACHERS,)),
     ("tasks", "Evaluation tasks", (TASKS,)),
 )
 _HEADINGS = {registry: (heading, place) for registry, heading, place in TABLES}

@@ -204,8 +204,9 @@ def _from_run(path: Path, slots: int | None) -> Encoder:
     if slots is not None:
         label = f"{step}?slots={slots}"
         config = _with_slots(config, slots, label)
-    objective = build_objective(config)
-    load_into(objective, run_weights(step), label)
+    weights = run_weights(step)
+    objective = build_objective(config, weights)
+    load_into(objective, weights, label)
     encoder = encoder_entry(config.objective.kind)(objective)
     encoder.label, encoder.trained = label, TrainingRun(objective, config)
     encoder.map_pixels(config.data.pixel_range)

@@ -20,6 +20,9 @@ from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import IMAGENET_MEAN, IMAGENET_STD
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.dino import DinoObjective
+from sparo_train.objectives.dino_config import DinoObjectiveConfig
+from sparo_train.objectives.distill import DistillObjective
+from sparo_train.objectives.distill_config import DistillObjectiveConfig
 from sparo_train.objectives.text_conditioned import conditioned_scores
 
 from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
@@ -261,6 +264,14 @@ def clip_encoder(objective: ClipObjective) -> ClipEncoder:
 
 def dino_encoder(objective: DinoObjective) -> DinoEncoder:
     """Return the encoder of the teacher's backbone, which DINO scores and releases."""
-    vit = objective.config.model.timm_model_name is None
-    kind = DinoEncoder if vit else TimmDinoEncoder
-    return kind(objective.teacher.backbone, objective.config.mean, objective.config.std)
+    return _backbone_encoder(objective.teacher.backbone, objective.config)
+
+
+def student_encoder(objective: DistillObjective) -> DinoEncoder:
+    """Return the encoder of the student's backbone, without the maps to the teacher's width."""
+    return _backbone_encoder(objective.student.backbone, objective.config)
+
+
+def _backbone_encoder(backbone: nn.Module, config: DinoObjectiveConfig | DistillObjectiveConfig) -> DinoEncoder:
+    kind = DinoEncoder if config.model.timm_model_name is None else TimmDinoEncoder
+    return kind(backbone, config.mean, config.std)

@@ -39,8 +39,8 @@ encoding, patches, attention = model(pixels)  # attention is empty without slots
 
 
 def backbone_weights(trained: TrainedWeights) -> tuple[VitConfig, dict[str, Tensor]]:
-    """Return the config and the weights of the teacher's backbone, which DINO scores and releases."""
-    own = "teacher.backbone."
+    """Return the config and the weights of the backbone that is scored: DINO's teacher, or the student of a distillation."""
+    own = "teacher.backbone." if any(name.startswith("teacher.") for name in trained.weights) else "student.backbone."
     weights = {name.removeprefix(own): t for name, t in trained.weights.items() if name.startswith(own)}
     weights.pop("mask_token", None)
     return trained.objective.model, weights

@@ -208,7 +208,7 @@ def export_run(
     trained = TrainedWeights.of(config, weights, _epochs_done(config.samples_per_epoch, meta))
     path = export_weights(trained, home, to, layout)
     use = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0]).use.replace("PLACE", path.as_posix())
-    facts = card_facts(config.name, config.objective, meta, folder, num_trained_parameters(config), use)
+    facts = card_facts(config.name, config.objective, meta, folder, num_trained_parameters(config, weights), use)
     if average is not None:
         mean = f"the mean of the weights at steps {', '.join(str(read_run_meta(s)['step']) for s in steps)}"
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps

@@ -195,9 +195,10 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
         if config.objective.kind == method:  # everything: a teacher, a head, a temperature
             refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
             # Only names and shapes of the other run are needed, which need no memory.
+            weights = run_weights(step)
             with torch.device("meta"):
-                refuse_unlike(origin, build_objective(config), objective)
-            return _with_origin(origin, lambda: objective.adapt_to_resolution(run_weights(step), config.objective))
+                refuse_unlike(origin, build_objective(config, weights), objective)
+            return _with_origin(origin, lambda: objective.adapt_to_resolution(weights, config.objective))
     file = _with_origin(origin, lambda: objective.weights_of_file(read_raw(path), part)) if path.is_file() else None
     if file is not None:
         pixels = Normalisation(tuple(file.mean), tuple(file.std))

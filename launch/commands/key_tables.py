@@ -20,7 +20,17 @@ from sparo_train.core.recipe.config_keys import (
     value_text,
 )
 from sparo_train.core.recipe.layers import load_recipe
-from sparo_train.core.registries import ENGINES, LOSSES, METHODS, OPTIMIZERS, READOUTS, SLOT_ENCODERS, SOURCES, TASKS
+from sparo_train.core.registries import (
+    ENGINES,
+    LOSSES,
+    METHODS,
+    OPTIMIZERS,
+    READOUTS,
+    SLOT_ENCODERS,
+    SOURCES,
+    TASKS,
+    TEACHERS,
+)
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 
@@ -34,6 +44,7 @@ TABLES: tuple[tuple[Registry, str, str], ...] = (
     (LOSSES, "Losses of CLIP", "objective.loss"),
     (OPTIMIZERS, "Optimizers", "optim"),
     (SLOT_ENCODERS, "Image encoders of slot models", "objective.model.encoder"),
+    (TEACHERS, "Teachers of distillation", "objective.teacher"),
     (ENGINES, "Engines", "engine"),
     (SOURCES, "Sources", f"data.sources.{NAME}"),
     (TASKS, "Tasks", f"eval.tasks.{NAME}"),

@@ -10,6 +10,7 @@ METHODS = Registry(
     {
         "clip": "sparo_train.objectives.clip:METHOD",
         "dino": "sparo_train.objectives.dino:METHOD",
+        "distill": "sparo_train.objectives.distill:METHOD",
         "slots": "object_centric.objectives.slot_autoencoder:METHOD",
         "set_prediction": "object_centric.objectives.set_prediction:METHOD",
         "slate": "object_centric.objectives.slate:METHOD",
@@ -55,6 +56,13 @@ READOUTS = Registry(
     },
     ("placement", "shape", "build", "infer"),
     _TOWER_PARTS.split(),
+)
+
+# Frozen teachers of distillation: a config that builds the teacher (objectives/distill_examples.py: Teacher).
+TEACHERS = Registry(
+    "sparo.teachers",
+    {"checkpoint": "evals.encoders.teacher:CheckpointTeacherConfig"},
+    ("build", "facts"),
 )
 
 # Image encoders of slot models: a config that builds the encoder (object_centric/encoders/).
@@ -126,6 +134,7 @@ ENCODERS = Registry(
     {
         "clip": "evals.encoders.sparo_encoders:clip_encoder",
         "dino": "evals.encoders.sparo_encoders:dino_encoder",
+        "distill": "evals.encoders.sparo_encoders:student_encoder",
         "slots": "object_centric.tasks.slot_encoder:slot_encoder",
         "set_prediction": "object_centric.tasks.slot_encoder:set_encoder",
         "slate": "object_centric.tasks.slot_encoder:slate_encoder",

@@ -132,6 +132,15 @@ class TimmBackbone(nn.Module):
         """Return slots (B, L, V) with attention (B, L, N) over all positions of the last features; needs a readout."""
         return self._read(self.model.forward_features(x), need_attention)
 
+    def with_patches(self, x: Tensor, drop: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the encoding, and the last features as patches (B, P, d), row by row; `drop` must be None."""
+        assert drop is None
+        features = self.model.forward_features(x)
+        patches = as_tokens(self.model, features)[0][:, self.prefix :]
+        if self.read_by is None:
+            return self.model.forward_head(features, pre_logits=True), patches
+        return self._read(features, False).flat(), patches
+
     def intermediate(self, x: Tensor, n: int) -> list[Tensor]:
         """Return the last features as tokens (B, prefix + P, d) in a list; `n` must be 1."""
         assert n == 1

@@ -50,7 +50,8 @@ class CacheConfig(Frozen):
         )
 
 
-def _as_block(value: Any) -> Any:
+def as_cache_block(value: Any) -> Any:
+    """Return the block of a folder that is given as a text."""
     return {"folder": value} if isinstance(value, str) else value
 
 
@@ -76,7 +77,7 @@ class ClipObjectiveConfig(Frozen):
     ema: EmaConfig | None = field(
         None, "Moving average of the weights, which is evaluated and exported. Default: none."
     )
-    cache: Annotated[CacheConfig | None, BeforeValidator(_as_block)] = field(
+    cache: Annotated[CacheConfig | None, BeforeValidator(as_cache_block)] = field(
         None,
         "Store the outputs of frozen Transformer blocks and train on the stored outputs. Value: a folder, or a mapping with the keys below. Default: no cache.",
         examples=[{"folder": "data/tokens"}],

@@ -14,7 +14,6 @@ from ..core.contracts import Batch, Footprint, Loss, ParamGroups, Progress
 from ..core.distributed import sum_over_ranks
 from ..core.ema import Follow, update_mean
 from ..core.errors import CollapseError, ConfigError, DataError
-from ..core.registries import READOUTS
 from ..core.schedules import cosine, linear
 from ..data.examples.image_transforms import normalise
 from ..data.examples.masking import Masking
@@ -22,18 +21,18 @@ from ..data.examples.multi_crop import CropExamples
 from ..data.sources.base import DataConfig
 from ..models.dino_head import DinoNet, Views, masked_rows
 from ..models.readout import readouts
-from ..models.timm_backbone import TimmBackbone, written_values
+from ..models.timm_backbone import written_values
 from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE
+from .backbone_training import BackboneObjective, encoder_less_parts
 from .dino_choices import choose
 from .dino_config import DinoObjectiveConfig, check_recipe
 from .dino_health import LastBatch, collapse_message, slow_metrics
 from .dino_loss import Targets, centered_targets, distillation, gram, koleo, masked_distillation, sinkhorn_targets
-from .dino_start import DinoStart
 from .method import Method
 
 
-class DinoObjective(DinoStart):
+class DinoObjective(BackboneObjective):
     """DINO: `student` learns to predict the output of `teacher`, its moving average, for other crops of the same image.
 
     Batches contain `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 if there are any, and with
@@ -53,18 +52,10 @@ class DinoObjective(DinoStart):
         "center",
         "patch_center",
         "earlier.*",
-        *(
-            f"{net}.{part}"
-            for net in ("student", "teacher")
-            for part in (
-                "head.*",
-                "patch_head.*",
-                "backbone.mask_token",
-                "backbone.readout_norm.*",
-                *(f"backbone.{kind}.*" for kind in READOUTS.names()),
-            )
-        ),
+        *(f"{net}.{head}.*" for net in ("student", "teacher") for head in ("head", "patch_head")),
+        *encoder_less_parts("student", "teacher"),
     )
+    networks: ClassVar[tuple[str, ...]] = ("student", "teacher")
 
     mean: Tensor
     std: Tensor
@@ -252,20 +243,9 @@ class DinoObjective(DinoStart):
             super().param_groups(),
             no_decay=no_decay if self.config.decay_queries else no_decay | queries,
             unclipped=set() if self.config.clip_queries else queries,
-            layer_ids=self._layer_ids(),
+            layer_ids=self.layer_ids(),
             norm_groups={name: part for name, part in self.student.named_children() if part is not None},
         )
-
-    def _layer_ids(self) -> Mapping[str, int]:
-        backbone, found = self.student.backbone, {}
-        if isinstance(backbone, TimmBackbone):
-            return {}
-        for name, _ in backbone.named_parameters():
-            first, _, rest = name.partition(".")
-            stem = first in ("cls_token", "pos_embed", "patch_embed", "register_tokens", "mask_token", "norm_pre")
-            layer = 0 if stem else 1 + int(rest.split(".")[0]) if first == "blocks" else len(backbone.blocks) + 1
-            found[f"student.backbone.{name}"] = len(backbone.blocks) + 1 - layer
-        return found
 
     def footprint(self, batch: int, world_batch: int) -> Footprint:
         m, crops = self.config.model, self.config.crops

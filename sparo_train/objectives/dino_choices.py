@@ -30,7 +30,15 @@ def choose(situation: Situation) -> list[Choice]:
     """Return the choices for a recipe of DINO. A choice whose key the recipe sets has no effect, but others follow the recipe's value."""
     start = _start(situation.recipe)
     plan = _plan(situation, start)
-    return [*_model(situation, start, plan), *_length(situation, start, plan), *_views(situation, start, plan)]
+    shared = (*_model(situation, start, plan), *_length(situation, start, plan), _precision(situation))
+    return [*shared, *_head(situation), *_teacher(situation, plan), *_views(situation, plan)]
+
+
+def choose_backbone(situation: Situation) -> list[Choice]:
+    """Return the choices for a recipe that trains a backbone by distillation."""
+    start = _start(situation.recipe)
+    plan = _plan(situation, start)
+    return [*_model(situation, start, plan), *_length(situation, start, plan), _precision(situation)]
 
 
 def _start(recipe: Mapping[str, Any]) -> BackboneDescription | None:
@@ -68,10 +76,8 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
 
 
 def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan) -> Iterator[Choice]:
-    images = f"{situation.images} images"
-    survey = situation.survey
+    images, machine, survey = f"{situation.images} images", _machine(situation), situation.survey
     size = f"the median image has {survey.sides[2]} pixels" if survey else "no image could be read"
-    machine = "on a GPU" if situation.gpu else "on CPUs"
     timm = _recipe_value(situation.recipe, "objective.model.timm_model_name", start and start.config.timm_model_name)
     if timm is None:
         yield Choice("objective.model.patch_size", plan.patch, "of the initial weights" if start else size)
@@ -95,6 +101,10 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
             yield Choice(f"objective.model.readout.{key}", 64 if situation.gpu else 32, machine)
         if timm is not None:
             yield Choice("objective.model.readout.replace_last_block", False, f"{timm} keeps its blocks")
+
+
+def _head(situation: Situation) -> Iterator[Choice]:
+    images, machine = f"{situation.images} images", _machine(situation)
     prototypes = 1024 if situation.images < 10_000 else 8192 if situation.images < 100_000 else 65536
     yield Choice("objective.head.out_dim", prototypes, images)
     if not situation.gpu:
@@ -118,24 +128,35 @@ def _length(situation: Situation, start: BackboneDescription | None, plan: _Plan
         yield Choice(
             "optim.lr", official if situation.gpu else 2e-3, "5e-4 for 256 samples" if situation.gpu else "small model"
         )
+
+
+def _teacher(situation: Situation, plan: _Plan) -> Iterator[Choice]:
+    length, per_epoch = f"{plan.steps} steps", max(1, situation.images // plan.batch)
     momentum = 0.98 if plan.steps < 5_000 else 0.99 if plan.steps < 20_000 else 0.996
     yield Choice("objective.momentum_teacher", momentum, length)
     # In a short run, prototypes that stay frozen for an epoch let few of them take all images.
     yield Choice("objective.freeze_last_layer", int(20 * per_epoch <= plan.steps), length)
 
 
-def _views(situation: Situation, start: BackboneDescription | None, plan: _Plan) -> Iterator[Choice]:
+def _precision(situation: Situation) -> Choice:
+    return Choice("engine.precision", "bf16" if situation.gpu else "fp32", _machine(situation))
+
+
+def _machine(situation: Situation) -> str:
+    return "on a GPU" if situation.gpu else "on CPUs"
+
+
+def _views(situation: Situation, plan: _Plan) -> Iterator[Choice]:
     crops = "objective.crops."
     small = plan.side < 96
     size = f"images of {plan.side} pixels"
     yield Choice(f"{crops}local_size", max(2, round(plan.side * 96 / 224 / plan.patch)) * plan.patch, size)
-    yield Choice(f"{crops}local_crops_number", 8 if situation.gpu else 2, "on a GPU" if situation.gpu else "on CPUs")
+    yield Choice(f"{crops}local_crops_number", 8 if situation.gpu else 2, _machine(situation))
     yield Choice(f"{crops}global_crops_scale", [0.6, 1.0] if small else [0.4, 1.0], size)
     yield Choice(f"{crops}local_crops_scale", [0.3, 0.7] if small else [0.05, 0.4], size)
     if situation.survey is not None and situation.survey.gray > 0.99:
         yield Choice(f"{crops}jitter", [0.6, 0.6, 0.0, 0.0], "gray images")
         yield Choice(f"{crops}gray_prob", 0.0, "gray images")
-    yield Choice("engine.precision", "bf16" if situation.gpu else "fp32", "on a GPU" if situation.gpu else "on CPUs")
 
 
 def _recipe_value(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from ..core.config import Frozen, between, field
 from ..data.examples.multi_crop import CropsConfig
-from ..data.sources.base import PAIR_KEYS
+from ..data.sources.base import refuse_pair_keys
 from ..models.dino_head import DinoHeadConfig
 from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 
@@ -174,11 +174,7 @@ def check_recipe(run: Any) -> None:
         raise ValueError(
             f"engine.grad_checkpointing: would update the batch norms of {run.objective.model.timm_model_name} twice per step. Remove it."
         )
-    for key in PAIR_KEYS:
-        if getattr(run.data, key) != type(run.data).model_fields[key].default:
-            raise ValueError(
-                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use objective.crops."
-            )
+    refuse_pair_keys(run, "objective.crops")
     objective = run.objective
     if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
         raise ValueError(

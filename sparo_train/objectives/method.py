@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ..core.config import Frozen
 from ..core.contracts import Objective
 from ..core.recipe.config_keys import value_text
@@ -62,6 +64,8 @@ class Method:
         loss_keys: dotted keys of its block that must be equal for the losses of two runs to be comparable; None: all
             except `model`.
         choose: chooses keys for recipes with `auto`; None: the method supports no such recipes.
+        objective_of_weights: makes the objective of trained weights without files that only training needs, such as a
+            teacher's; None: `objective`.
     """
 
     config: type[Frozen]
@@ -71,3 +75,4 @@ class Method:
     exports: tuple[str, ...] = ()
     loss_keys: tuple[str, ...] | None = None
     choose: Callable[[Situation], Sequence[Choice]] | None = None
+    objective_of_weights: Callable[[Any, Mapping[str, Tensor]], Objective] | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.accelerator import collectives, find_device
 from ..core.contracts import Engine, Objective
@@ -23,11 +25,21 @@ from .run_config import RunConfig
 _SINGLE_PROCESS = World()
 
 
-def build_objective(config: RunConfig) -> Objective:
-    """Return the objective with its modules initialised from the run's seed."""
+def build_objective(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> Objective:
+    """Return the objective with its modules initialised from the run's seed.
+
+    Args:
+        config: the recipe.
+        weights: trained weights that will be loaded into it, so that files which only training needs may be absent;
+            None: for training.
+    """
     # Every rank builds the same weights, so they need not be broadcast.
     torch.manual_seed(torch_seed(config.seed, "init"))
-    objective = METHODS.get(config.objective.kind).objective(config.objective)
+    method = METHODS.get(config.objective.kind)
+    if weights is None or method.objective_of_weights is None:
+        objective = method.objective(config.objective)
+    else:
+        objective = method.objective_of_weights(config.objective, weights)
     # Patterns instead of prefixes, because often one kind of parameter is frozen in every block.
     for pattern in config.freeze:
         # Match all names of a parameter: one that two towers share has a name in each.
@@ -47,10 +59,13 @@ def build_pipeline(config: RunConfig, world: World = _SINGLE_PROCESS) -> Pipelin
     return Pipeline(config.data, config.batch_size, examples, config.seed, world.rank, world.size)
 
 
-def num_trained_parameters(config: RunConfig) -> int:
-    """Return the number of parameters that a recipe trains, counted on the meta device, where a model of any size takes no memory."""
+def num_trained_parameters(config: RunConfig, weights: Mapping[str, Tensor] | None = None) -> int:
+    """Return the number of parameters that a recipe trains, counted on the meta device, where a model of any size takes no memory.
+
+    For `weights`, see `build_objective`.
+    """
     with torch.device("meta"):
-        return sum(p.numel() for p in build_objective(config).parameters() if p.requires_grad)
+        return sum(p.numel() for p in build_objective(config, weights).parameters() if p.requires_grad)
 
 
 def build_ranks(engine: Any, world_size: int | None, world: World, folder: Path | None = None) -> Ranks:

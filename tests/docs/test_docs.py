@@ -29,6 +29,7 @@ from sparo_train.train.run_config import load_run
 from tests.helpers.forking import install
 from tests.helpers.processes import THREADS, start_sparo
 from tests.helpers.samples import image_folder
+from tests.helpers.teachers import write_teacher
 from tests.unit.test_making import modules, write_idx_files  # noqa: F401  modules: the fixture with a small node_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,6 +250,10 @@ def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypat
         encoder = {"kind": "frozen", "checkpoint": "timm:vit_tiny_patch16_224@tiny.safetensors", "width": 192}
         model = config.objective.model.model_copy(update={"encoder": FrozenConfig(**encoder)})
         config = config.model_copy(update={"objective": config.objective.model_copy(update={"model": model})})
+    if config.objective.kind == "distill":
+        with pytest.raises(ConfigError, match=re.escape(config.objective.teacher.checkpoint)):
+            dry_run(config)
+        write_teacher(tmp_path / config.objective.teacher.checkpoint)
     dry = dry_run(config)
     assert (
         sum(dry.parameters.values()) > (1e5 if path.parent.name in ("slots", "video", "scenes3d") else 1e6)

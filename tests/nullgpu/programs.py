@@ -31,6 +31,7 @@ from sparo_train.train.step import gradients
 from tests.gpu.test_gpu import object_centric
 from tests.helpers.recipes import dino_recipe, slots_recipe, tiny_recipe
 from tests.helpers.samples import sample
+from tests.helpers.teachers import write_teacher
 from tests.resume.test_videos import video_recipe
 
 from . import counters
@@ -62,7 +63,7 @@ def nearest(queries: int, rows: int) -> dict[str, int]:
 
 def tiny(kind: str, root: Path) -> dict[str, Any]:
     """Return a tiny recipe of an objective, with its data below `root`."""
-    if kind in ("clip", "sigmoid", "flair", "dino", "dino_batch_norm", "dinov3", "slate"):
+    if kind in ("clip", "sigmoid", "flair", "dino", "dino_batch_norm", "dinov3", "distill", "slate"):
         write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     if kind in ("clip", "sigmoid", "flair"):
         tree = tiny_recipe(root / "shards", root)
@@ -87,6 +88,15 @@ def tiny(kind: str, root: Path) -> dict[str, Any]:
                 "positions": "rope",
                 "ffn_layer": "swiglu",
             }
+        return tree
+    if kind == "distill":
+        write_teacher(root / "teacher.pth")
+        tree = dino_recipe(root / "shards", root)
+        tree["objective"] = {
+            "kind": "distill",
+            "teacher": str(root / "teacher.pth"),
+            "model": tree["objective"]["model"],
+        }
         return tree
     if kind == "slate":
         tree = slots_recipe(root / "shards", root)

@@ -8,7 +8,7 @@ import torch
 
 pytestmark = pytest.mark.nullgpu
 KINDS = [
-    "clip", "sigmoid", "flair", "dino", "dino_batch_norm", "dinov3", "images", "psb", "savi", "slot_contrast", "slate", "nerf",
+    "clip", "sigmoid", "flair", "dino", "dino_batch_norm", "dinov3", "distill", "images", "psb", "savi", "slot_contrast", "slate", "nerf",
     "nerf_relu", "slot_mixer",
 ]  # fmt: skip
 # Waits that are accepted, by file and number per step.

@@ -90,7 +90,8 @@ def _levels(x: Pixels, factor: float, around: float) -> Pixels:
     return cv2.LUT(x, table)
 
 
-def _jitter(value: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+def jitter_strength(value: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+    """Return the strengths of brightness, contrast, saturation and hue. Raises `ValueError` if one is out of range."""
     if min(value) < 0 or value[3] > 0.5:
         raise ValueError("no value may be below 0, and hue must be at most 0.5")
     return value
@@ -132,7 +133,7 @@ class CropsConfig(Frozen):
         ge=0,
         le=1,
     )
-    jitter: Annotated[tuple[float, float, float, float], AfterValidator(_jitter)] = field(
+    jitter: Annotated[tuple[float, float, float, float], AfterValidator(jitter_strength)] = field(
         (0.4, 0.4, 0.2, 0.1), "Strength of the colour jitter: brightness, contrast, saturation, hue."
     )
     jitter_prob: float = field(0.8, "Probability of the colour jitter, per crop.", ge=0, le=1)

@@ -141,7 +141,7 @@ def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"kind": _LOCATIONS[present_keys[0]], **given}
 
 
-PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
+_PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
 
 
 class DataConfig(Frozen):
@@ -335,3 +335,12 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
             f"{where}: the data changed since this checkpoint, so its position in the data is invalid:\n  " + "\n  ".join(changed)
             + "\n(Names, sizes and parts of the content were compared.) Restore the data, or start another run with another name=."
         )  # fmt: skip
+
+
+def refuse_pair_keys(run: Any, instead: str) -> None:
+    """Raise `ValueError` if a recipe sets keys for image-text pairs, and name the block of keys to use instead."""
+    for key in _PAIR_KEYS:
+        if getattr(run.data, key) != type(run.data).model_fields[key].default:
+            raise ValueError(
+                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use {instead}."
+            )

@@ -1,0 +1,116 @@
+"""Teachers of distillation: any encoder that `sparo eval` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from sparo_train.core.config import Frozen, field
+from sparo_train.core.errors import ConfigError
+from sparo_train.objectives.distill_examples import TeacherFacts
+
+from .capabilities import TokensEncoder
+from .encoder import Encoder
+from .loading import load_encoder
+
+_Key = tuple[str, int | None, int]
+
+
+class CheckpointTeacherConfig(Frozen):
+    """A model from a checkpoint. Without patch tokens, such as a ResNet, it teaches its encoding only."""
+
+    kind: Literal["checkpoint"] = field("checkpoint", "Entry of sparo.teachers.")
+    checkpoint: str = field(
+        ...,
+        "Anything that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, hf:FOLDER, open_clip:NAME@FILE, a run.",
+        min_length=1,
+        examples=["dinov2_vitb14_pretrain.pth"],
+    )
+    image_size: int | None = field(
+        None,
+        "Pixels per side of the teacher's view. Default: the size that it was trained with.",
+        gt=0,
+        le=16384,
+        examples=[224],
+    )
+
+    def build(self) -> CheckpointTeacher:
+        """Return the teacher, which all objectives of a process share while one uses it. Raises `CheckpointError` or `ConfigError`."""
+        teacher = _in_use.get(self._key)
+        if teacher is None:
+            _in_use[self._key] = teacher = CheckpointTeacher(self.checkpoint, self.image_size)
+        return teacher
+
+    def facts(self) -> TeacherFacts:
+        """Return the teacher's sizes, for which it is loaded once. Raises like `build`."""
+        if self._key not in _known_facts:
+            _known_facts[self._key] = self.build().facts
+        return _known_facts[self._key]
+
+    @property
+    def _key(self) -> _Key:
+        # A file may be replaced while a notebook runs.
+        path = Path(self.checkpoint)
+        return self.checkpoint, self.image_size, path.stat().st_mtime_ns if path.is_file() else 0
+
+
+class CheckpointTeacher:
+    """The encoder of a checkpoint as a teacher (see `Teacher` in sparo_train/objectives/distill_examples.py)."""
+
+    def __init__(self, checkpoint: str, image_size: int | None):
+        if ":" not in checkpoint and not Path(checkpoint.partition("?")[0]).exists():
+            raise ConfigError(
+                f"objective.teacher.checkpoint={checkpoint}: no such file. Download it, or change the path."
+            )
+        # Models that are built without memory still load a teacher. It must not use random numbers of the student.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            self.encoder = load_encoder(checkpoint)
+            label, self.module = f"objective.teacher.checkpoint={checkpoint}", self.encoder.model
+            size = image_size or self.encoder.image_size
+            _fit(self.encoder, size)
+            self.module.requires_grad_(False)
+            try:
+                tokens = self(torch.zeros(1, 3, size, size, dtype=torch.uint8))
+            except (AssertionError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"objective.teacher.image_size={size}: {checkpoint} does not accept images of this size "
+                    f"({str(error)[:200]}). Its own size is {self.encoder.image_size}."
+                ) from None
+        grid = round((tokens.shape[1] - 1) ** 0.5)
+        if grid**2 != tokens.shape[1] - 1:
+            raise ConfigError(f"{label}: its {tokens.shape[1] - 1} patches form no square. Use another teacher.")
+        memory = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        self.facts = TeacherFacts(label, size, grid, tokens.shape[2], memory)
+
+    @property
+    def identity(self) -> str:
+        """Return everything that determines its tokens."""
+        return f"{self.encoder.weights} {self.encoder.architecture} {self.facts.image_size}"
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return the class token (without one, the mean of the patches) and the patches, (B, 1 + P, D) fp32, for (B, 3, S, S) uint8."""
+        encoder: Any = self.encoder
+        if encoder.device != pixels.device:
+            encoder.to(pixels.device)
+        if not isinstance(encoder, TokensEncoder):
+            return encoder.encode(pixels).clone()[:, None]
+        tokens = encoder.tokens(pixels)
+        patches = tokens[:, encoder.prefix_tokens :]
+        first = tokens[:, :1] if encoder.has_class_token else patches.mean(1, keepdim=True)
+        # A copy, because a loss cannot keep tensors of inference mode for its backward.
+        return torch.cat([first, patches], dim=1).clone()
+
+
+def _fit(encoder: Encoder, size: int) -> None:
+    """Interpolate the positions of timm's ViTs to another size; other models do it in each forward, or not at all."""
+    model: Any = encoder.model
+    if size != encoder.image_size and hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=(size, size))
+
+
+_in_use: WeakValueDictionary[_Key, CheckpointTeacher] = WeakValueDictionary()
+_known_facts: dict[_Key, TeacherFacts] = {}
