@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -9,8 +10,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparo_train.core.config import Frozen, field
+from sparo_train.core.config import Frozen, field, resumable_field
 from sparo_train.core.errors import ConfigError
+from sparo_train.models.timm_backbone import as_tokens
 from sparo_train.objectives.distill_examples import TeacherFacts
 
 from .capabilities import TokensEncoder
@@ -21,12 +23,13 @@ _Key = tuple[str, int | None, int]
 
 
 class CheckpointTeacherConfig(Frozen):
-    """A model from a checkpoint. Without patch tokens, such as a ResNet, it teaches its encoding only."""
+    """A model from a checkpoint. Without patch tokens or a map of features, it teaches its encoding only."""
 
     kind: Literal["checkpoint"] = field("checkpoint", "Entry of sparo.teachers.")
-    checkpoint: str = field(
+    checkpoint: str = resumable_field(
         ...,
-        "Anything that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, hf:FOLDER, open_clip:NAME@FILE, a run.",
+        "Anything that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, a run, or for its encoding only hf:FOLDER. "
+        "The file may be moved between two starts of a run, but its content must stay the same.",
         min_length=1,
         examples=["dinov2_vitb14_pretrain.pth"],
     )
@@ -64,43 +67,58 @@ class CheckpointTeacher:
     def __init__(self, checkpoint: str, image_size: int | None):
         if ":" not in checkpoint and not Path(checkpoint.partition("?")[0]).exists():
             raise ConfigError(
-                f"objective.teacher.checkpoint={checkpoint}: no such file. Download it, or change the path."
+                f"objective.teacher.checkpoint={checkpoint}: no such file, but training reads it at every start. Download it, or change the path."
             )
         # Models that are built without memory still load a teacher. It must not use random numbers of the student.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             self.encoder = load_encoder(checkpoint)
             label, self.module = f"objective.teacher.checkpoint={checkpoint}", self.encoder.model
             size = image_size or self.encoder.image_size
-            _fit(self.encoder, size)
-            self.module.requires_grad_(False)
             try:
-                tokens = self(torch.zeros(1, 3, size, size, dtype=torch.uint8))
+                _fit(self.encoder, size)
+                self.module.requires_grad_(False)
+                # The second view differs from the first in its last row and column only.
+                noise = torch.randint(
+                    0, 256, (3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+                )
+                views = torch.stack([noise, noise])
+                views[1, :, -1], views[1, :, :, -1] = 255 - noise[:, -1], 255 - noise[:, :, -1]
+                tokens = self(views)
             except (AssertionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"objective.teacher.image_size={size}: {checkpoint} does not accept images of this size "
                     f"({str(error)[:200]}). Its own size is {self.encoder.image_size}."
                 ) from None
+        # Convnets pad, so every size suits them; their strides may skip pixels.
+        resized_vit = isinstance(self.encoder, TokensEncoder) and size != self.encoder.image_size
+        if resized_vit and torch.equal(tokens[0], tokens[1]):
+            raise ConfigError(
+                f"objective.teacher.image_size={size}: {checkpoint} does not read the last pixels of such a view. Choose a "
+                f"multiple of its patch size, for example {self.encoder.image_size}, its own size."
+            )
         grid = round((tokens.shape[1] - 1) ** 0.5)
         if grid**2 != tokens.shape[1] - 1:
             raise ConfigError(f"{label}: its {tokens.shape[1] - 1} patches form no square. Use another teacher.")
         memory = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        self.facts = TeacherFacts(label, size, grid, tokens.shape[2], memory)
-
-    @property
-    def identity(self) -> str:
-        """Return everything that determines its tokens."""
-        return f"{self.encoder.weights} {self.encoder.architecture} {self.facts.image_size}"
+        content = f"{self.encoder.weights} {self.encoder.architecture} {size}"
+        identity = hashlib.sha256(content.encode()).hexdigest()
+        self.facts = TeacherFacts(label, size, grid, tokens.shape[2], memory, identity)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return the class token (without one, the mean of the patches) and the patches, (B, 1 + P, D) fp32, for (B, 3, S, S) uint8."""
         encoder: Any = self.encoder
         if encoder.device != pixels.device:
             encoder.to(pixels.device)
-        if not isinstance(encoder, TokensEncoder):
+        if isinstance(encoder, TokensEncoder):
+            tokens, prefix, has_class_token = encoder.tokens(pixels), encoder.prefix_tokens, encoder.has_class_token
+        elif hasattr(encoder.model, "forward_features"):  # a convnet of timm
+            with torch.no_grad(), encoder.autocast():
+                features = encoder.model.forward_features(encoder.normalised(pixels)).float()
+            (tokens, prefix), has_class_token = as_tokens(encoder.model, features), False
+        else:
             return encoder.encode(pixels).clone()[:, None]
-        tokens = encoder.tokens(pixels)
-        patches = tokens[:, encoder.prefix_tokens :]
-        first = tokens[:, :1] if encoder.has_class_token else patches.mean(1, keepdim=True)
+        patches = tokens[:, prefix:]
+        first = tokens[:, :1] if has_class_token else patches.mean(1, keepdim=True)
         # A copy, because a loss cannot keep tensors of inference mode for its backward.
         return torch.cat([first, patches], dim=1).clone()
 

@@ -66,6 +66,12 @@ class GramConfig(Frozen):
         None, "Most further copies of the teacher. Default: any number.", gt=0, examples=[3]
     )
 
+    @model_validator(mode="after")
+    def _check_updates(self) -> GramConfig:
+        if self.max_updates is not None and self.update_steps is None:
+            raise ValueError(f"max_updates={self.max_updates}: needs update_steps. Set it, or remove max_updates.")
+        return self
+
     def copies_after(self, step: int) -> bool:
         """Return whether the teacher is copied after step number `step` (from 0)."""
         since = step + 1 - self.first_step
@@ -178,7 +184,8 @@ def check_recipe(run: Any) -> None:
     objective = run.objective
     if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
         raise ValueError(
-            "objective.gram.first_step=0: anchors to random weights. Set start_from to a trained run or backbone, or a later first step."
+            "objective.gram.first_step=0: anchors to random weights. Set start_from (on the command line: init=) to a trained run or "
+            "backbone, or a later first step."
         )
     coupling = {
         "head.use_bn": objective.head.use_bn,

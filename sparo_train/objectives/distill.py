@@ -204,7 +204,7 @@ def at_places(patches: Tensor, box: Tensor, side: int) -> Tensor:
 
 def _of_weights(config: DistillObjectiveConfig, weights: Mapping[str, Tensor]) -> DistillObjective:
     """Return the objective of trained weights, which tell the teacher's width."""
-    return DistillObjective(config, TeacherFacts("the teacher", 0, 1, len(weights["student.class_head.weight"]), 0))
+    return DistillObjective(config, TeacherFacts("the teacher", 0, 1, len(weights["student.class_head.weight"]), 0, ""))
 
 
 METHOD = Method(

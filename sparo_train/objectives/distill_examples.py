@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -53,6 +52,7 @@ class TeacherFacts(NamedTuple):
         grid: patches per side of its view; 0: it has none.
         width: channels of its tokens.
         memory: bytes of its weights.
+        identity: hash of everything that determines its tokens.
     """
 
     label: str
@@ -60,6 +60,7 @@ class TeacherFacts(NamedTuple):
     grid: int
     width: int
     memory: int
+    identity: str
 
 
 class Teacher(Protocol):
@@ -67,13 +68,9 @@ class Teacher(Protocol):
 
     Attributes:
         module: the model.
-        identity: everything that determines its tokens, as text.
     """
 
     module: nn.Module
-
-    @property
-    def identity(self) -> str: ...
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return tokens (B, 1 + grid * grid, width), the class token first, for (B, 3, S, S) uint8; moves to their device."""
@@ -92,6 +89,8 @@ class DistillExamples(Examples):
         self.objective, self.config, self.image_size = objective, config, objective.model.image_size
         self.paths = 2 * objective.model.blocks if objective.model.drop_path else 0
         self.reads_model, self.teacher = objective.cache is not None, objective.teacher.facts()
+        # A run that resumes must have the same teacher, wherever its file is.
+        self.fingerprint = {"teacher": self.teacher.identity[:16]}
         self.tokens: TokenCache | None = None
 
     def ready(self, objective: Any, sources: Sequence[Source], device_context: DeviceContext, ranks: Ranks) -> None:
@@ -104,7 +103,7 @@ class DistillExamples(Examples):
         assert cache is not None
         teacher: Teacher = self.objective.teacher.build()
         facts = {
-            "teacher": hashlib.sha256(teacher.identity.encode()).hexdigest(),
+            "teacher": self.teacher.identity,
             "precision": device_context.precision,
             "pixels": f"central square, {self.teacher.image_size} of {self._decoded_size}",
             "decode": self.config.decode,

@@ -142,7 +142,7 @@ def write_photos(folder: Path) -> None:
 
 
 def write_slides(folder: Path) -> None:
-    """slides/ with images of several kinds and labels.csv, a backbone of DINOv2 with two blocks, and the page's probe.yaml."""
+    """slides/ with images of several kinds and labels.csv, small backbones of DINOv2, and the page's probe.yaml."""
     slides, lines = folder / "slides", ["image,diagnosis,patient"]
     (slides / "a").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -152,8 +152,9 @@ def write_slides(folder: Path) -> None:
         Image.fromarray(pixels).save(slides / f"a/{i:04d}.{suffix}")
         lines.append(f"a/{i:04d}.{suffix},{('healthy', 'tumour')[i % 2]},p{i // 4}")
     (slides / "labels.csv").write_text("\n".join(lines))
-    model = timm.create_model("vit_small_patch14_reg4_dinov2", num_classes=0, img_size=56, depth=2)
-    torch.save(official_vit_names(model.state_dict()), folder / "dinov2_vits14_reg4_pretrain.pth")
+    for size, letter, depth in (("small", "s", 2), ("base", "b", 1)):
+        model = timm.create_model(f"vit_{size}_patch14_reg4_dinov2", num_classes=0, img_size=56, depth=depth)
+        torch.save(official_vit_names(model.state_dict()), folder / f"dinov2_vit{letter}14_reg4_pretrain.pth")
     page = (ROOT / "docs/guides/dino_own_images.md").read_text(encoding="utf-8")
     (folder / "probe.yaml").write_text(re.search(r"```yaml\n(tasks:.*?)```", page, re.DOTALL)[1])
 

@@ -15,7 +15,7 @@ from launch.commands.train import train
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Progress
 from sparo_train.core.disk import checkpoint_store as store
-from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.data.examples.image_transforms import eval_pixels
 from sparo_train.objectives.distill import BOX_UNIT, DistillObjective, at_places
@@ -282,12 +282,21 @@ def test_teachers_without_patches_and_models_of_timm(shards, tmp_path):
     model = timm.create_model("resnet18", num_classes=0)
     torch.save(model.state_dict(), tmp_path / "resnet18.pth")
     place = f"timm:resnet18@{tmp_path}/resnet18.pth"
+    # The positions of its last map of features are its patches.
+    sized = {"teacher": {"checkpoint": place, "image_size": 64}}
+    found = DistillObjectiveConfig.model_validate(sized).teacher.build()(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
+    black = (torch.zeros(1, 3, 64, 64) - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    ).view(3, 1, 1)
+    features = model.eval().forward_features(black).flatten(2).mT
+    assert torch.allclose(found, torch.cat([features.mean(1, keepdim=True), features], 1), atol=1e-4)
+    train(recipe(shards, tmp_path, place, "objective.teacher.image_size=64", "steps=3", "optim.warmup_steps=1"))
     with pytest.raises(
-        ConfigError, match=r"objective\.patch_weight=1\.0: .*resnet18.* has no patches\. Set objective\.patch_weight=0"
+        ConfigError, match=r"objective\.patch_weight=1\.0: .*pixels:28 has no patches\. Set objective\.patch_weight=0"
     ):
-        build_objective(recipe(shards, tmp_path, place))
-    only = ("objective.patch_weight=0", "objective.teacher.image_size=32", "steps=3", "optim.warmup_steps=1")
-    train(recipe(shards, tmp_path, place, *only))
+        build_objective(recipe(shards, tmp_path, "pixels:28"))
+    only = ("objective.patch_weight=0", "name=pixels", "steps=3", "optim.warmup_steps=1")
+    train(recipe(shards, tmp_path, "pixels:28", *only))
     # The other way round: a convnet learns the patches of a ViT.
     write_teacher(tmp_path / "vit.pth")
     convnet = (
@@ -304,10 +313,26 @@ def test_teachers_without_patches_and_models_of_timm(shards, tmp_path):
         train(recipe(shards, tmp_path, f"timm:vit_tiny_patch16_224@{tmp_path}/timm.pth", *sized))
 
 
+def test_a_teacher_may_be_moved_but_not_replaced_and_must_see_its_whole_view(shards, tmp_path, teacher):
+    stop = ("name=moved", f"objective.cache={tmp_path}/tokens")
+    train(recipe(shards, tmp_path, teacher, *stop, "stop_after_steps=3"))
+    moved = teacher.rename(tmp_path / "moved.pth")
+    train(recipe(shards, tmp_path, moved, *stop, "stop_after_steps=6"))
+    write_teacher(moved, mlp_ratio=2.0)
+    with pytest.raises(DataError, match=r"plan\.teacher: \w+ -> \w+"):
+        train(recipe(shards, tmp_path, moved, *stop))
+    with pytest.raises(
+        ConfigError, match=r"image_size=36: .* does not read the last pixels .*multiple of its patch size"
+    ):
+        build_objective(recipe(shards, tmp_path, moved, "objective.teacher.image_size=36"))
+    with pytest.raises(ConfigError, match=r"image_size=4: .* does not accept images of this size"):
+        build_objective(recipe(shards, tmp_path, moved, "objective.teacher.image_size=4"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("objective.teacher=nowhere.pth",), r"objective\.teacher\.checkpoint=nowhere\.pth: no such file\. Download it"),
+        (("objective.teacher=nowhere.pth",), r"objective\.teacher\.checkpoint=nowhere\.pth: no such file, .*Download it"),
         (("objective.class_weight=0", "objective.patch_weight=0"), r"class_weight and patch_weight are 0"),
         (("data.hflip=0.5",), r"data\.hflip: applies to image-text pairs only, .* use objective\.crops"),
         (("objective.model={timm_model_name: resnet18, image_size: 32}", "micro_batch_size=4"), r"micro_batch_size: the batch norms of resnet18"),

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,8 @@ class Examples(ABC):
     """Content of the batches of a pipeline; everything except `finish` runs in the loader's workers."""
 
     image_size: int
+    # What a resumed run compares in addition to its data, by name.
+    fingerprint: Mapping[str, Any] = MappingProxyType({})
     reads_model = False  # examples depend on the objective's weights: `ready` is called first
 
     def ready(  # noqa: B027  most examples do not depend on the model
@@ -204,7 +207,7 @@ class Pipeline:
         # A worker without a row would have nothing to return.
         self.workers = min(config.workers, len(self.rows))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.shuffle_window, "seed": seed}
-        self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": plan}
+        self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": {**plan, **examples.fingerprint}}
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:
         """Return the first images of this rank's batch, for display."""
