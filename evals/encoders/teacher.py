@@ -50,9 +50,9 @@ class CheckpointTeacherConfig(Frozen):
 
     def facts(self) -> TeacherFacts:
         """Return the teacher's sizes, for which it is loaded once. Raises like `build`."""
-        if self._key not in _known_facts:
-            _known_facts[self._key] = self.build().facts
-        return _known_facts[self._key]
+        if self._key not in _facts_by_key:
+            _facts_by_key[self._key] = self.build().facts
+        return _facts_by_key[self._key]
 
     @property
     def _key(self) -> _Key:
@@ -131,4 +131,4 @@ def _fit(encoder: Encoder, size: int) -> None:
 
 
 _in_use: WeakValueDictionary[_Key, CheckpointTeacher] = WeakValueDictionary()
-_known_facts: dict[_Key, TeacherFacts] = {}
+_facts_by_key: dict[_Key, TeacherFacts] = {}

@@ -56,7 +56,7 @@ class GramConfig(Frozen):
     )
     first_step: int = field(
         0,
-        "Steps before the loss begins, at the end of which the teacher is copied. 0: copy the initial weights of start_from.",
+        "Steps before the loss begins; the teacher is copied after the last of them. 0: copy the initial weights of start_from.",
         ge=0,
     )
     update_steps: int | None = field(

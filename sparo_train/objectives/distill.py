@@ -107,12 +107,12 @@ class DistillObjective(BackboneObjective):
         if "image" not in batch or "box" not in batch:
             raise DataError(f"objective distill: the batch has no 'image' and 'box' (it has {', '.join(batch)})")
         c, tokens = self.config, self._tokens(batch)
-        found, patches = self.student(normalise(batch["image"], self.mean, self.std), batch.get("drop"))
+        class_token, patches = self.student(normalise(batch["image"], self.mean, self.std), batch.get("drop"))
         if progress.step != self._step:  # a skipped step leaves its rows behind
             for moments in self._moments:
                 moments.clear()
             self._step = progress.step
-        class_loss = self._error(found, tokens[:, 0], self.class_moments)
+        class_loss = self._error(class_token, tokens[:, 0], self.class_moments)
         metrics, total = {"class_loss": class_loss}, c.class_weight * class_loss
         if patches is not None:
             assert self.patch_moments is not None
@@ -132,14 +132,14 @@ class DistillObjective(BackboneObjective):
             )
         return self._teacher[0](batch["view"])
 
-    def _error(self, found: Tensor, tokens: Tensor, moments: RunningMoments) -> Tensor:
-        with torch.autocast(found.device.type, enabled=False):
+    def _error(self, predicted: Tensor, tokens: Tensor, moments: RunningMoments) -> Tensor:
+        with torch.autocast(predicted.device.type, enabled=False):
             if self.training:
                 moments.add(tokens)
             target = moments.standardise(tokens)
-            precise = torch.promote_types(found.dtype, torch.float32)
+            precise = torch.promote_types(predicted.dtype, torch.float32)
             # Before there are statistics, targets may have any scale, and one such gradient would stay in Adam's moments.
-            return F.mse_loss(found.to(precise), target.to(precise)) * (moments.count > 0)
+            return F.mse_loss(predicted.to(precise), target.to(precise)) * (moments.count > 0)
 
     @torch.no_grad()
     def after_step(self, progress: Progress, applied: Tensor) -> None:
@@ -203,7 +203,7 @@ def at_places(patches: Tensor, box: Tensor, side: int) -> Tensor:
 
 
 def _of_weights(config: DistillObjectiveConfig, weights: Mapping[str, Tensor]) -> DistillObjective:
-    """Return the objective of trained weights, which tell the teacher's width."""
+    """Return the objective of trained weights, whose shapes give the teacher's width."""
     return DistillObjective(config, TeacherFacts("the teacher", 0, 1, len(weights["student.class_head.weight"]), 0, ""))
 
 

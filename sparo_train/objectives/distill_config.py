@@ -48,7 +48,7 @@ class DistillObjectiveConfig(Frozen):
         "Folder that caches the teacher's tokens, for every run with the same teacher and images. Default: the teacher runs in every step.",
         examples=["data/tokens"],
     )
-    crops: StudentCropsConfig = field(StudentCropsConfig(), "What the student sees of an image.")
+    crops: StudentCropsConfig = field(StudentCropsConfig(), "Crops and colours of the student's images.")
     class_weight: float = field(1.0, "Weight of the loss on the teacher's class token.", ge=0)
     patch_weight: float = field(1.0, "Weight of the loss on the teacher's patches.", ge=0)
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(

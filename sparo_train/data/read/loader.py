@@ -44,7 +44,7 @@ class Examples(ABC):
     """Content of the batches of a pipeline; everything except `finish` runs in the loader's workers."""
 
     image_size: int
-    # What a resumed run compares in addition to its data, by name.
+    # Facts that a resumed run compares in addition to its data, by name.
     fingerprint: Mapping[str, Any] = MappingProxyType({})
     reads_model = False  # examples depend on the objective's weights: `ready` is called first
 
