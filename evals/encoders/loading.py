@@ -330,6 +330,6 @@ def from_timm_file(text: str) -> Encoder:
 
 def from_hf_folder(text: str) -> Encoder:
     """Return the encoder of `hf:FOLDER`."""
-    from .foreign import from_huggingface
+    from .huggingface import from_huggingface
 
     return from_huggingface(text)

@@ -28,7 +28,7 @@ class CheckpointTeacherConfig(Frozen):
     kind: Literal["checkpoint"] = field("checkpoint", "Entry of sparo.teachers.")
     checkpoint: str = resumable_field(
         ...,
-        "Anything that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, a run, or for its encoding only hf:FOLDER. "
+        "Anything that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, hf:FOLDER, a run. "
         "The file may be moved between two starts of a run, but its content must stay the same.",
         min_length=1,
         examples=["dinov2_vitb14_pretrain.pth"],
@@ -103,6 +103,10 @@ class CheckpointTeacher:
         content = f"{self.encoder.weights} {self.encoder.architecture} {size}"
         identity = hashlib.sha256(content.encode()).hexdigest()
         self.facts = TeacherFacts(label, size, grid, tokens.shape[2], memory, identity)
+
+    def __deepcopy__(self, memo: Any) -> CheckpointTeacher:
+        """Return the teacher itself: engines copy objectives, and it never changes."""
+        return self
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return the class token (without one, the mean of the patches) and the patches, (B, 1 + P, D) fp32, for (B, 3, S, S) uint8."""

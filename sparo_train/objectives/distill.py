@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from .running_moments import RunningMoments
 class DistillNet(nn.Module):
     """Backbone with linear maps of its encoding and of its patches to the teacher's width.
 
-    Linear, so that what the teacher represents linearly is linear in the student's features, too.
+    The maps are linear, so what can be read linearly from the teacher's tokens can be read linearly from the student's.
 
     Args:
         model: the backbone.
@@ -55,9 +55,9 @@ class DistillNet(nn.Module):
 class DistillObjective(BackboneObjective):
     """Mean squared error between the student's predictions and the teacher's tokens, standardised per channel.
 
-    An error of 1 is that of predicting the mean, so 1 minus a loss is the share of the teacher's variance that is
-    predicted. The teacher sees the central square of an image, always the same, so its tokens can be cached. The student sees a
-    crop of this square; the teacher's patches are interpolated at the places of the student's.
+    Always predicting the mean would give an error of 1. The teacher sees the central square of an image, always the
+    same, so its tokens can be cached. The student sees a crop of this square; the teacher's patches are interpolated at
+    the places of the student's.
 
     Batches contain `image` (B, 3, S, S) uint8, `box` (B, 4) int32 (see `DistillExamples`), `tokens` (B, 1 + G * G, D)
     of the teacher or its `view` (B, 3, T, T) uint8, and with drop path `drop` (B, 2 * blocks) int32.
@@ -86,7 +86,10 @@ class DistillObjective(BackboneObjective):
         super().__init__()
         self.config = config
         # In a tuple, so that the module does not contain it: it is not saved, sharded or exchanged.
-        self._teacher = () if facts is not None or config.cache is not None else (config.teacher.build(),)
+        self._teacher: tuple[Any, ...] = ()
+        if facts is None and config.cache is None:
+            # A foreign model may not compile.
+            self._teacher = (torch.compiler.disable(config.teacher.build().__call__),)
         self.teacher_facts = teacher = facts or config.teacher.facts()
         if config.patch_weight and not teacher.grid:
             raise ConfigError(

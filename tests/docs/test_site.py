@@ -104,7 +104,7 @@ def check_command(command, words, where):
     if " launch " in where:
         known |= {f"--{name.replace('_', '-')}" for name in ClusterConfig.model_fields}
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, where
-    if command.name == "train" and words and "RECIPE" not in words[0]:
+    if command.name == "train" and words and "RECIPE" not in words[0] and not words[0].startswith("runs/"):
         path = ROOT / words[0] if words[0].endswith(".yaml") else find_recipe(Path(words[0]))
         assert path.is_file(), where
 

@@ -85,6 +85,7 @@ def test_every_own_row_is_there_and_is_what_its_table_asks_for():
         "SOURCES",
         "LAYOUTS",
         "SLOT_ENCODERS",
+        "TEACHERS",
         "CHECKPOINTS",
     } == rows.keys()
     for table in rows.values():

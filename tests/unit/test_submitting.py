@@ -282,7 +282,7 @@ def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
     assert codes == [0] * 4, told
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     mixed = [
-        ({**of_step(step, rank)[0], **shared}, [f"name=mixed{step}", "engine.join_timeout=15"])
+        ({**of_step(step, rank)[0], **shared}, [f"name=mixed{step}", "engine.join_timeout=8"])
         for step, rank in ((0, 0), (1, 1))
     ]
     codes, told = ranks_of(recipe, mixed)
