@@ -18,7 +18,7 @@ WAITS = {
 }
 BREAKS = {
     "nerf_relu": ["Dynamic shape operator"],  # the same
-    "distill": ["Skip inlining `torch.compiler.disable()`d function"],  # the teacher, which may be any model
+    "distill": ["Skip calling `torch.compiler.disable()`d function"],  # the teacher, which may be any model
 }
 EXPECTED = json.loads(Path(__file__).with_name("expected_steps.json").read_text())
 TOLERANCE = 0.05
