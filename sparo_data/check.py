@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError
-from sparo_train.data.decode.decoding import PixelRange, notes, open_picture
+from sparo_train.data.decode.bands import PixelRange
+from sparo_train.data.decode.decoding import notes, open_picture
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, image_bytes
 from sparo_train.data.examples.survey import ImageFacts, Measures, Survey, image_facts, summarize
 from sparo_train.data.sources.base import SourceConfig, Storage, close_storages
@@ -99,6 +100,7 @@ def check(
     processes: int = 2,
     on_progress: Callable[[int], None] | None = None,
     pixel_range: PixelRange = "by_type",
+    bands: tuple[int, ...] | None = None,
 ) -> Report:
     """Read, decode and hash every sample.
 
@@ -107,12 +109,12 @@ def check(
         config: the source.
         processes: number of processes.
         on_progress: called with the number of finished shards.
-        pixel_range: training's `data.pixel_range`.
+        pixel_range, bands: training's `data.pixel_range` and `data.bands`.
     """
     shards = []
     count = len(storages)
     with process_pool(processes, count) as pool:
-        for shard in pool.map(check_storage, storages, [config] * count, [pixel_range] * count):
+        for shard in pool.map(check_storage, storages, [config] * count, [pixel_range] * count, [bands] * count):
             shards.append(shard)
             if on_progress:
                 on_progress(len(shards))
@@ -121,7 +123,12 @@ def check(
     return Report(shards, *duplicates)
 
 
-def check_storage(storage: Storage, config: SourceConfig, pixel_range: PixelRange = "by_type") -> ShardReport:
+def check_storage(
+    storage: Storage,
+    config: SourceConfig,
+    pixel_range: PixelRange = "by_type",
+    bands: tuple[int, ...] | None = None,
+) -> ShardReport:
     """Check one shard."""
     bad: list[tuple[str, str]] = []
     captioned: bool | None = None
@@ -138,7 +145,7 @@ def check_storage(storage: Storage, config: SourceConfig, pixel_range: PixelRang
             captioned = (
                 _needs_caption(fields, config) if captioned is None else captioned
             )  # judged by the shard's first sample
-            text, data, facts = _check_sample(fields, config, captioned, note_counts, pixel_range)
+            text, data, facts = _check_sample(fields, config, captioned, note_counts, pixel_range, bands)
             hashes[1, ordinal] = _hash(data)
             if facts is not None:
                 measures.add(facts)
@@ -181,6 +188,7 @@ def _check_sample(
     captioned: bool,
     note_counts: Counter[str],
     pixel_range: PixelRange,
+    bands: tuple[int, ...] | None,
 ) -> tuple[str | None, bytes, ImageFacts | None]:
     """Check a sample's caption, if it needs one, and its image, or all frames of a video or a scene with several cameras.
 
@@ -203,8 +211,9 @@ def _check_sample(
     data = image_bytes(fields, config.image_keys)
     if text is not None and _LONG.search(text):
         _refuse_long(text)
-    facts = image_facts(data, pixel_range)
-    note_counts.update(notes(open_picture(data)))
+    facts = image_facts(data, pixel_range, bands)
+    if bands is None:
+        note_counts.update(notes(open_picture(data)))
     return text, data, facts
 
 

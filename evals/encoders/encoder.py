@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.world import stop_here
-from sparo_train.data.decode.decoding import TRAINING, Decoding, PixelRange, from_array, to_8bit
+from sparo_train.data.decode.decoding import TRAINING, Decoding, from_array, to_8bit
 from sparo_train.data.examples.image_transforms import normalise
+from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
@@ -34,7 +35,7 @@ from .capabilities import (
     TrainingRun,
     ViewsEncoder,
 )
-from .pixels import MappedPixels, Pixels
+from .pixels import BandPixels, MappedPixels, Pixels
 
 
 def texts_per_batch(device: torch.device) -> int:
@@ -123,8 +124,8 @@ class Encoder(ABC):
         self.assumed = ""  # assumptions about facts that the file does not contain
         self.device = next(iter(model.parameters())).device
         # In a shape that broadcasts over (n, 3, S, S).
-        self.mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
-        self.std = torch.tensor(std, device=self.device).view(3, 1, 1)
+        self.mean = torch.tensor(mean, device=self.device).view(-1, 1, 1)
+        self.std = torch.tensor(std, device=self.device).view(-1, 1, 1)
 
     def to(self, device: str) -> Self:
         """Move model and normalisation."""
@@ -160,7 +161,7 @@ class Encoder(ABC):
     @cached_property
     def _encoding_width(self) -> int:
         size = self.image_size
-        return self.encode(torch.zeros(1, 3, size, size, dtype=torch.uint8)).numel()
+        return self.encode(torch.zeros(1, len(self.mean), size, size, dtype=torch.uint8)).numel()
 
     @property
     @abstractmethod
@@ -176,23 +177,31 @@ class Encoder(ABC):
 
         Args:
             pictures: PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. Other than 8-bit pixels are mapped by the run's
-                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1.
+                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1. If the run has `data.bands`: arrays
+                (H, W, bands) with all bands of a file, of which it chooses.
 
         Raises:
             DataError: arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.
         """
+        encodings = self.encode(self.stacked(self.preprocessed(pictures)))
+        return encodings.clone()  # an ordinary tensor, with which a probe can be trained
+
+    def preprocessed(self, pictures: Sequence[Image.Image | np.ndarray]) -> list[np.ndarray]:
+        """Return the pixels (S, S, C) uint8 of images; arguments and errors are those of `images`."""
         how = self.decoding.pixel_range or "by_type"
         rows = []
         for number, picture in enumerate(pictures):
             try:
-                image = to_8bit(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
+                if self.decoding.bands is not None:
+                    image: Any = picture
+                else:
+                    image = to_8bit(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
+                rows.append(np.asarray(self.transform(image)))
             except BadSampleError as bad:
                 raise DataError(
                     f"image {number}: cannot be encoded by {self.label}, got {bad.full_message()}"
                 ) from None
-            rows.append(np.asarray(self.transform(image)))
-        encodings = self.encode(self.stacked(rows))
-        return encodings.clone()  # an ordinary tensor, with which a probe can be trained
+        return rows
 
     @cached_property
     def weights(self) -> str:
@@ -207,16 +216,19 @@ class Encoder(ABC):
             raise ConfigError(f"resize={resize}: {self.label} has its own transform. Remove resize.")
         return replace(self.transform, resize=resize)
 
-    def map_pixels(self, pixel_range: PixelRange) -> None:
-        """Map 16-bit, 32-bit and float pixels to 8 bits as in training (`data.pixel_range`) instead of clipping them like Pillow."""
-        self.decoding = TRAINING._replace(pixel_range=pixel_range)
+    def read_like(self, data: DataConfig) -> None:
+        """Read bands and map 16-bit, 32-bit and float pixels to 8 bits as in training, instead of clipping them like Pillow."""
+        self.decoding = TRAINING._replace(pixel_range=data.pixel_range, bands=data.bands)
         if isinstance(self.transform, Pixels):
             t = self.transform
-            self.transform = MappedPixels(t.size, t.resize, t.rgb_first, pixel_range)
+            if data.bands is None:
+                self.transform = MappedPixels(t.size, t.resize, t.rgb_first, data.pixel_range)
+            else:
+                self.transform = BandPixels(t.size, t.resize, pixel_range=data.pixel_range, bands=data.bands)
 
     @staticmethod
     def stacked(rows: Sequence[np.ndarray]) -> Tensor:
-        """Stack (S, S, 3) uint8 images to (n, 3, S, S)."""
+        """Stack (S, S, C) uint8 images to (n, C, S, S)."""
         return torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2)
 
     def normalised(self, pixels: Tensor) -> Tensor:

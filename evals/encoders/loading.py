@@ -209,7 +209,7 @@ def _from_run(path: Path, slots: int | None) -> Encoder:
     load_into(objective, weights, label)
     encoder = encoder_entry(config.objective.kind)(objective)
     encoder.label, encoder.trained = label, TrainingRun(objective, config)
-    encoder.map_pixels(config.data.pixel_range)
+    encoder.read_like(config.data)
     encoder.assumed = store.checkpoint_warnings(path, step)
     return encoder
 

@@ -11,7 +11,8 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError
-from sparo_train.data.decode.decoding import PixelRange, to_8bit
+from sparo_train.data.decode.bands import PixelRange
+from sparo_train.data.decode.decoding import Decoding, bands_of, to_8bit
 from sparo_train.data.examples.image_transforms import centre, eval_pixels, shortest_side, thin_centre
 
 
@@ -44,6 +45,18 @@ class MappedPixels(Pixels):
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         return super().__call__(to_8bit(image, self.pixel_range))
+
+
+@dataclass(frozen=True)
+class BandPixels(Pixels):
+    """Chosen bands of an image (size, size, bands), resized by torch as in training: of a file's image, or of an array (H, W, all bands)."""
+
+    pixel_range: PixelRange = "by_type"
+    bands: tuple[int, ...] = ()
+
+    def __call__(self, image: Image.Image | np.ndarray) -> np.ndarray:
+        how = Decoding(pixel_range=self.pixel_range, bands=self.bands)
+        return eval_pixels(bands_of(image, how), self.size, self.resize)
 
 
 @dataclass(frozen=True)

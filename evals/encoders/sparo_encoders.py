@@ -173,9 +173,9 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
             return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
 
     @torch.inference_mode()
-    def describe(self, images: Sequence[Image.Image]) -> ImageDescription:
-        """Return encoding, class token, patches, slots and their attention of images of any size."""
-        x = self.normalised(self.stacked([self.transform(image) for image in images]))
+    def describe(self, images: Sequence[Image.Image | np.ndarray]) -> ImageDescription:
+        """Return encoding, class token, patches, slots and their attention of images of any size; see `images`."""
+        x = self.normalised(self.stacked(self.preprocessed(images)))
         with self.autocast():
             tokens = self.model.intermediate(x, 1)[0].float()
             slots = None if self.model.read_by is None else self.model.slots(x, need_attention=True)
@@ -218,9 +218,9 @@ class TimmDinoEncoder(DinoEncoder):
         return self.prefix_tokens > 0
 
     @torch.inference_mode()
-    def describe(self, images: Sequence[Image.Image]) -> ImageDescription:
+    def describe(self, images: Sequence[Image.Image | np.ndarray]) -> ImageDescription:
         """Return encoding, pooled features (`cls`), features per position (`patches`), slots and their attention."""
-        x = self.normalised(self.stacked([self.transform(image) for image in images]))
+        x = self.normalised(self.stacked(self.preprocessed(images)))
         found = super().describe(images)
         with self.autocast():
             net: Any = self.model

@@ -34,7 +34,7 @@ class Normalisation(NamedTuple):
 
 def refuse_other_pixels(origin: str, theirs: Normalisation | None, own: Normalisation | None) -> None:
     """Raise `CheckpointError` if weights were trained with another normalisation, because colours would differ."""
-    if theirs is None or own is None:
+    if theirs is None or own is None or len(theirs.mean) != len(own.mean):  # other bands cannot be compared
         return
     pairs = zip(theirs.mean + theirs.std, own.mean + own.std, strict=True)
     if max(abs(one - other) for one, other in pairs) > _ROUNDED:

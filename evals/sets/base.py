@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_bytes, read_text
 from sparo_train.core.world import stop_here
+from sparo_train.data.decode.bands import TiffFile, is_tiff
 from sparo_train.data.decode.decoding import PUBLISHED, Decoding, decode
 from sparo_train.data.read.workers import WorkerItems
 
@@ -242,6 +243,8 @@ class _Samples(Dataset[Any]):
             return error
         try:
             return np.asarray(self.transform(image)), key, fact
+        except DataError as error:
+            return error
         except BadSampleError as bad:  # pixels that cannot be mapped to 8 bits
             return DataError(f"{self.source.root}: {key}: {bad.full_message()}; scores need all images")
 
@@ -278,19 +281,26 @@ def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image.Image:
-    """Return the image in these bytes, by default in the file's own mode, like open_clip. Raises `DataError` naming `where`."""
+    """Return the image in these bytes, by default and with `how.bands` in the file's own mode, like open_clip.
+
+    Raises:
+        DataError: naming `where`. For a TIFF of bands that only some encoders read, it is raised when the pixels are used.
+    """
+    if how.bands is not None:
+        how = PUBLISHED
     try:
         return decode(data, how)
     except BadSampleError as bad:
-        raise DataError(f"{where}: {bad.full_message()}") from None
+        scored = "; scores need all images" if how == PUBLISHED else ""
+        error = DataError(f"{where}: {bad.full_message()}{scored}")
+        if how == PUBLISHED and is_tiff(data):
+            return TiffFile(data, error)
+        raise error from None
 
 
 def open_image(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
     """Return the image in a file, as `decode_image` does. Raises `DataError` naming the file."""
-    try:
-        return decode_image(read_bytes(path, DataError), path, how)
-    except DataError as error:
-        raise DataError(f"{error}; scores need all images") from None
+    return decode_image(read_bytes(path, DataError), path, how)
 
 
 def label_image(data: bytes, where: str) -> np.ndarray:

@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from sparo_train.data.decode.decoding import to_8bit
+from sparo_train.data.decode.decoding import display_image
 
 from ..encoders.encoder import Encoder
-from ..encoders.pixels import MappedPixels, Pixels, SquarePixels
+from ..encoders.pixels import BandPixels, MappedPixels, Pixels, SquarePixels
 
 
 class ImageCrop(NamedTuple):
@@ -26,8 +26,8 @@ class ImageCrop(NamedTuple):
 def image_crop(encoder: Encoder, image: Image.Image) -> ImageCrop:
     """Return the whole image and the crop's box; for a foreign transform, the crop only."""
     transform = encoder.transform
-    if isinstance(transform, MappedPixels):
-        image = to_8bit(image, transform.pixel_range)
+    if isinstance(transform, MappedPixels | BandPixels):
+        image = display_image(image, encoder.decoding)
     if isinstance(transform, SquarePixels):
         return ImageCrop(image, (0, 0, image.width, image.height))
     if isinstance(transform, Pixels):

@@ -86,7 +86,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
     train_set, test_set = open_labelled(task)
     size, prefix = encoder.image_size, encoder.prefix_tokens
     # Use a black image, because only the model knows its number of registers and patches.
-    length, dim = encoder.tokens(torch.zeros(1, 3, size, size, dtype=torch.uint8)).shape[1:]
+    length, dim = encoder.tokens(torch.zeros(1, len(encoder.mean), size, size, dtype=torch.uint8)).shape[1:]
     view = View("tokens", lambda pixels: encoder.tokens(pixels).flatten(1))
     train, test = scoring.features(
         [train_set, test_set], task.workers, encoder.transform_with_resize(task.resize), view

@@ -112,7 +112,7 @@ def encoder_of(objective: Objective, config: Any) -> Encoder:
     """Return the encoder of a training objective, on its device, in evaluation mode; `config` is the run's recipe."""
     encoder: Encoder = encoder_entry(config.objective.kind)(objective)
     encoder.trained = TrainingRun(objective, config)
-    encoder.map_pixels(config.data.pixel_range)
+    encoder.read_like(config.data)
     return encoder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_co
 from .synthetic_verbs import Processes, max_objects_option, print_ready
 
 if TYPE_CHECKING:  # not imported for `sparo --help`
-    from sparo_train.data.decode.decoding import PixelRange
+    from sparo_train.data.decode.bands import PixelRange
 
 
 class ObjectKind(StrEnum):  # of sparo_data/synthetic/object_scenes.py, which is imported when needed
@@ -200,8 +200,17 @@ def check(
     ] = None,
     processes: Processes = 2,
     pixel_range: Annotated[
-        str, typer.Option(help="As data.pixel_range of the recipe: by_type, percentiles or [LOW, HIGH].")
+        str,
+        typer.Option(
+            help="As data.pixel_range of the recipe: by_type, percentiles, [LOW, HIGH] or one such pair per band."
+        ),
     ] = "by_type",
+    bands: Annotated[
+        str | None,
+        typer.Option(
+            help="As data.bands of the recipe: numbers of the bands to read, such as 1,2,3,8. Default: red, green, blue."
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
     hash_: Annotated[
         bool, typer.Option("--hash", help="Also write SHARD.sha256, so that a run recognises changed data.")
@@ -223,7 +232,7 @@ def check(
     storages = SOURCES.get(config.kind).open(config, "", False)
     if not storages:
         raise DataError(f"{data[0]}: has no samples")
-    report = check_with_bar(storages, config, processes, _pixel_range(pixel_range))
+    report = check_with_bar(storages, config, processes, *_pixels(pixel_range, bands))
     if hash_:
         for shard in report.shards:
             record_hash(shard.url)
@@ -238,19 +247,29 @@ def check(
         raise typer.Exit(1)
 
 
-def _pixel_range(text: str) -> PixelRange:
-    """Return the value of --pixel-range, written as in a recipe. Raises `ConfigError`."""
+def _pixels(pixel_range: str, bands: str | None) -> tuple[PixelRange, tuple[int, ...] | None]:
+    """Return the values of --pixel-range and --bands, written as in a recipe. Raises `ConfigError`."""
     from pydantic import TypeAdapter, ValidationError
 
     from sparo_train.core.recipe.recipe_yaml import parse_yaml
-    from sparo_train.data.decode.decoding import PixelRange
+    from sparo_train.data.decode.bands import Bands, PixelRange, check_bands, tifffile_module
 
+    def value(option: str, kind: Any, text: str, expected: str) -> Any:
+        try:
+            return TypeAdapter(kind).validate_json(json.dumps(parse_yaml(text, option), default=str))
+        except ValidationError:
+            raise ConfigError(f"{option}: is {expected}, got {text}. Write it as in the recipe.") from None
+
+    ranges = "neither by_type, percentiles nor [LOW, HIGH] with LOW < HIGH, or a list of these"
+    how = value("--pixel-range", PixelRange, pixel_range, ranges)
+    numbers = None if bands is None else value("--bands", Bands, f"[{bands.strip('[]')}]", "no list of numbers from 1")
     try:
-        return TypeAdapter(PixelRange).validate_json(json.dumps(parse_yaml(text, "--pixel-range"), default=str))
-    except ValidationError:
-        raise ConfigError(
-            f"--pixel-range: is neither by_type, percentiles nor [LOW, HIGH] with LOW < HIGH, got {text}. Write it as in the recipe."
-        ) from None
+        check_bands(numbers, how, "fast")
+    except ValueError as error:
+        raise ConfigError(f"--pixel-range: {str(error).partition(': ')[2]}") from None
+    if numbers is not None:
+        tifffile_module()
+    return how, numbers
 
 
 @app.command(context_settings=ALLOW_UNKNOWN_OPTIONS)

@@ -18,9 +18,9 @@ from evals.slots.attend import attend, captions_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
 from evals.slots.page_arrays import Arrays, limited
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.registries import TASKS
-from sparo_train.data.decode.decoding import to_8bit
+from sparo_train.data.decode.decoding import display_image, to_8bit
 
 from ..commands.slot_work import Bench
 
@@ -59,11 +59,12 @@ class Pictures:
         self.entries = [Picture(keys[i], self._caption(facts[i]) or "", False) for i in self.numbers]
 
     def image(self, number: int) -> Image.Image:
-        """Return an image. Raises `ConfigError` for an unknown number, `DataError` for an unreadable image."""
+        """Return an image; with `data.bands`, in the file's own mode. Raises `ConfigError` for an unknown number, `DataError` for an unreadable image."""
         self.check(number)
         first = len(self.numbers)
         if number < first:
-            return to_8bit(self.source.read(self.numbers[number])[1], self._decoding.pixel_range or "by_type")
+            image = self.source.read(self.numbers[number])[1]
+            return image if self._decoding.bands else to_8bit(image, self._decoding.pixel_range or "by_type")
         return decode_image(self._own[number - first], self.entries[number].key, self._decoding)
 
     def check(self, number: int) -> None:
@@ -73,13 +74,16 @@ class Pictures:
 
     def jpeg(self, number: int, size: int = SIZE) -> bytes:
         """Return a JPEG at the page's size."""
-        image = self.image(number)
+        image = display_image(self.image(number), self._decoding)
         return jpeg(thumbnail(ImageCrop(image, (0, 0, image.width, image.height)), size))
 
     def add(self, data: bytes, name: str, caption: str) -> int:
         """Add a user's image; return its number. Raises `DataError` if it is not an image."""
         # Decode before storing, so that invalid files are refused at once.
-        image = decode_image(data, name, self._decoding)
+        try:
+            image = display_image(decode_image(data, name, self._decoding), self._decoding)
+        except BadSampleError as bad:
+            raise DataError(f"{name}: {bad.full_message()}") from None
         if max(image.size) > _MAX_ASPECT_RATIO * min(image.size):
             raise ConfigError(f"{name}: {image.width} x {image.height} pixels are too narrow. Crop it first.")
         with self._adding:
@@ -163,8 +167,8 @@ class Side:
             return payload
         with torch.inference_mode():
             (one,) = attend(self.encoder, [image], [caption] if self.has_text_tower else None)
-        left, top, right, bottom = image_crop(self.encoder, image).box
-        payload["box"] = [left / image.width, top / image.height, right / image.width, bottom / image.height]
+        (whole, (left, top, right, bottom)) = image_crop(self.encoder, image)
+        payload["box"] = [left / whole.width, top / whole.height, right / whole.width, bottom / whole.height]
         payload |= {
             "maps": one.maps.numpy(),
             "side": one.maps.shape[-1],

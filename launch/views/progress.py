@@ -21,7 +21,7 @@ from rich.progress import (
 from sparo_data.check import Report, check
 from sparo_train.core.disk.metrics import straggler
 from sparo_train.core.files import escape_control_chars
-from sparo_train.data.decode.decoding import PixelRange
+from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.examples.survey import Survey
 from sparo_train.data.sources.base import SourceConfig, Storage
 
@@ -153,12 +153,16 @@ _KINDS = ("keys", "images", "captions", "looks")
 
 
 def check_with_bar(
-    storages: Sequence[Storage], config: SourceConfig, processes: int, pixel_range: PixelRange
+    storages: Sequence[Storage],
+    config: SourceConfig,
+    processes: int,
+    pixel_range: PixelRange,
+    bands: tuple[int, ...] | None,
 ) -> Report:
     """Run `check` with a bar over shards."""
     with Bar() as bar:
         task = bar.start_task_named("checking shards", len(storages))
-        return check(storages, config, processes, lambda done: bar.show(task, done, len(storages)), pixel_range)
+        return check(storages, config, processes, lambda done: bar.show(task, done, len(storages)), pixel_range, bands)
 
 
 def check_lines(report: Report) -> list[str]:
@@ -203,7 +207,11 @@ def _survey_lines(survey: Survey) -> list[str]:
     )
     gray = f"; {survey.gray:.0%} of images are gray" if survey.gray else ""
     mean, std = (str(list(values)).replace(" ", "") for values in (survey.mean, survey.std))
-    return [f"formats: {kinds}", f"pixels: {sizes}", f"colours: objective.mean={mean} objective.std={std}{gray}"]
+    lines = [f"formats: {kinds}", f"pixels: {sizes}", f"colours: objective.mean={mean} objective.std={std}{gray}"]
+    if survey.low:
+        ranges = str([list(pair) for pair in survey.ranges]).replace(" ", "")
+        lines.append(f"1st to 99th percentile of each band: data.pixel_range={ranges}")
+    return lines
 
 
 def _totals(report: Report) -> list[str]:

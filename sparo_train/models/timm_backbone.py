@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -108,7 +109,7 @@ class TimmBackbone(nn.Module):
         super().__init__()
         self.config = config
         # `args`: further arguments of timm.create_model.
-        self.model, self.args = _create(config.timm_model_name, config.image_size)
+        self.model, self.args = _create(config.timm_model_name, config.image_size, config.bands)
         make_global(self.model)
         self.embed_dim, self.prefix = config.width, getattr(self.model, "num_prefix_tokens", 0)
         self.place = config.readout.placement
@@ -147,11 +148,15 @@ class TimmBackbone(nn.Module):
         return [as_tokens(self.model, self.model.forward_features(x))[0]]
 
     def fit(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights under the names of this model, adapted to its image size by timm, without the classifier."""
+        """Return weights under the names of this model, adapted to its image size and bands by timm, without the classifier."""
         adapt = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
         own = dict(weights) if adapt is None else adapt(dict(weights), self.model)
         known = self.model.state_dict()
         classifier = str(self.model.default_cfg.get("classifier") or "")
+        first = self.model.default_cfg.get("first_conv") or ()
+        for name in (f"{layer}.weight" for layer in ([first] if isinstance(first, str) else first)):
+            if name in own and name in known and own[name].shape[1] == 3 != known[name].shape[1]:
+                own[name] = adapt_input_conv(known[name].shape[1], own[name])
         return {name: t for name, t in own.items() if name in known or not name.startswith(f"{classifier}.")}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -164,13 +169,14 @@ class TimmBackbone(nn.Module):
         return read_slots(readout, self.place, self.readout_norm, tokens, None, need_attention, prefix)
 
 
-def _create(name: str, size: int) -> tuple[Any, dict[str, Any]]:
+def _create(name: str, size: int, bands: int = 3) -> tuple[Any, dict[str, Any]]:
     """Return a model without classifier and weights for images of `size` pixels, which accepts others if its family does, and its arguments."""
     kwargs: Any
-    for kwargs in (*({"img_size": size, **more} for more in _ANY_SIZE), {}):
+    channels = {} if bands == 3 else {"in_chans": bands}
+    for kwargs in (*({"img_size": size, **more, **channels} for more in _ANY_SIZE), channels):
         try:
             return timm.create_model(name, pretrained=False, num_classes=0, **kwargs), kwargs
         except TypeError:  # another family, unless there were no arguments
-            if not kwargs:
+            if "img_size" not in kwargs:
                 raise
     raise AssertionError

@@ -35,7 +35,7 @@ from .method import Method
 class DinoObjective(BackboneObjective):
     """DINO: `student` learns to predict the output of `teacher`, its moving average, for other crops of the same image.
 
-    Batches contain `global_crops` (B, G, 3, S, S) uint8, `local_crops` (B, n, 3, s, s) uint8 if there are any, and with
+    Batches contain `global_crops` (B, G, C, S, S) uint8, `local_crops` (B, n, C, s, s) uint8 if there are any, and with
     drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE; with Gram anchoring `plain_crops` (B, G, 3, P, P)
     uint8. The centre moves once per step, by the mean of the teacher's raw logits over the global batch, however many
     micro-batches and ranks it is split over.
@@ -76,8 +76,8 @@ class DinoObjective(BackboneObjective):
             self.register_buffer(name, torch.zeros(1, config.head.out_dim))
             # The sum of logits, and their number.
             self.register_buffer(f"_{name}_sums", torch.zeros(config.head.out_dim + 1), persistent=False)
-        self.register_buffer("mean", torch.tensor(config.mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(config.std).view(3, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(config.mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(config.std).view(-1, 1, 1), persistent=False)
         self._last: LastBatch | None = None
         self._step = -1  # progress that the sums belong to
 
@@ -300,4 +300,5 @@ METHOD = Method(
     check_recipe,
     exports=("dino", "timm", "transformers", "torch"),
     choose=choose,
+    bands=True,
 )

@@ -53,7 +53,7 @@ def _start(recipe: Mapping[str, Any]) -> BackboneDescription | None:
 
 def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     recipe, images = situation.recipe, situation.images
-    median = situation.survey.sides[2] if situation.survey else 224
+    median = situation.survey.sides[2]
     largest = 224 if situation.gpu else 64
     usual = 16 if median >= 96 and situation.gpu else 8 if median >= 48 else 4
     if _recipe_value(recipe, "objective.model.timm_model_name", None) is not None:
@@ -77,23 +77,29 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
 
 def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan) -> Iterator[Choice]:
     images, machine, survey = f"{situation.images} images", _machine(situation), situation.survey
-    size = f"the median image has {survey.sides[2]} pixels" if survey else "no image could be read"
+    size = f"the median image has {survey.sides[2]} pixels"
     timm = _recipe_value(situation.recipe, "objective.model.timm_model_name", start and start.config.timm_model_name)
     if timm is None:
         yield Choice("objective.model.patch_size", plan.patch, "of the initial weights" if start else size)
     yield Choice("objective.model.image_size", plan.side, f"{size}, {machine}")
+    bands = _num_bands(situation)
+    if bands != 3:
+        yield Choice("objective.model.bands", bands, "data.bands")
+    if survey.low:
+        yield Choice("data.pixel_range", [list(pair) for pair in survey.ranges], f"of {survey.images} images")
     if start is not None:
         for key in _KEPT if timm is None else _KEPT[:1]:
             if (value := getattr(start.config, key)) != type(start.config).model_fields[key].default:
                 yield Choice(f"objective.model.{key}", value, "of the initial weights")
-        yield Choice("objective.mean", list(start.mean), "of the initial weights")
-        yield Choice("objective.std", list(start.std), "of the initial weights")
+        if bands == len(start.mean):
+            yield Choice("objective.mean", list(start.mean), "of the initial weights")
+            yield Choice("objective.std", list(start.std), "of the initial weights")
     elif timm is None and _recipe_value(situation.recipe, "objective.model.arch", None) is None:
         if situation.gpu:
             yield Choice("objective.model.arch", "vit_base" if situation.images >= _LARGE else "vit_small", images)
         else:
             yield from (Choice(f"objective.model.{key}", value, machine) for key, value in _CPU_MODEL.items())
-    if start is None and survey is not None:
+    if start is None or bands != len(start.mean):
         yield Choice("objective.mean", list(survey.mean), f"of {survey.images} images")
         yield Choice("objective.std", list(survey.std), f"of {survey.images} images")
     if _recipe_value(situation.recipe, "objective.model.readout.kind", "cls") == "sparo":
@@ -101,6 +107,10 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
             yield Choice(f"objective.model.readout.{key}", 64 if situation.gpu else 32, machine)
         if timm is not None:
             yield Choice("objective.model.readout.replace_last_block", False, f"{timm} keeps its blocks")
+
+
+def _num_bands(situation: Situation) -> int:
+    return len(_recipe_value(situation.recipe, "data.bands", (1, 2, 3)))
 
 
 def _head(situation: Situation) -> Iterator[Choice]:
@@ -154,7 +164,10 @@ def _views(situation: Situation, plan: _Plan) -> Iterator[Choice]:
     yield Choice(f"{crops}local_crops_number", 8 if situation.gpu else 2, _machine(situation))
     yield Choice(f"{crops}global_crops_scale", [0.6, 1.0] if small else [0.4, 1.0], size)
     yield Choice(f"{crops}local_crops_scale", [0.3, 0.7] if small else [0.05, 0.4], size)
-    if situation.survey is not None and situation.survey.gray > 0.99:
+    if _num_bands(situation) != 3:
+        yield Choice(f"{crops}jitter", [0.4, 0.4, 0.0, 0.0], "bands have no hue")
+        yield Choice(f"{crops}gray_prob", 0.0, "bands have no hue")
+    elif situation.survey.gray > 0.99:
         yield Choice(f"{crops}jitter", [0.6, 0.6, 0.0, 0.0], "gray images")
         yield Choice(f"{crops}gray_prob", 0.0, "gray images")
 

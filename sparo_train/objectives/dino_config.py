@@ -8,9 +8,9 @@ from pydantic import model_validator
 
 from ..core.config import Frozen, between, field
 from ..data.examples.multi_crop import CropsConfig
-from ..data.sources.base import refuse_pair_keys
 from ..models.dino_head import DinoHeadConfig
 from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
+from .method import refuse_pair_keys
 
 
 class CollapseConfig(Frozen):
@@ -88,11 +88,11 @@ class DinoObjectiveConfig(Frozen):
     model: VitConfig = field(VitConfig(), "Backbone of student and teacher.")
     head: DinoHeadConfig = field(DinoHeadConfig(), "Projection head on which the loss is computed.")
     crops: CropsConfig = field(CropsConfig(), "Augmented views of an image.")
-    mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
-        IMAGENET_MEAN, "Mean of red, green and blue that is subtracted from pixels in 0..1."
+    mean: Annotated[tuple[float, ...], between(-10, 10)] = field(
+        IMAGENET_MEAN, "Mean of red, green and blue, or of each band, that is subtracted from pixels in 0..1."
     )
-    std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
-        IMAGENET_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
+    std: Annotated[tuple[float, ...], between(1e-6, 100)] = field(
+        IMAGENET_STD, "Standard deviation of red, green and blue, or of each band, by which pixels in 0..1 are divided."
     )
     momentum_teacher: float = field(
         0.996, "Initial momentum of the teacher's moving average. A cosine raises it to 1.", ge=0, le=1
@@ -149,14 +149,27 @@ class DinoObjectiveConfig(Frozen):
                 f"gram.crop_size={side}: must be a multiple of model.patch_size={self.model.patch_size}, and at least "
                 f"model.image_size={self.model.image_size}. Change it."
             )
-        if self.model.bands != 3:
-            raise ValueError(f"model.bands={self.model.bands}: images are decoded to three channels. Remove it.")
+        self._check_bands()
         if self.ibot and self.ibot.separate_head is False and self.model.out_width != self.model.width:
             raise ValueError(
                 f"ibot.separate_head=false: needs encodings of the same width as patches, got {self.model.out_width} and "
                 f"{self.model.width}. Remove it."
             )
         return self
+
+    def _check_bands(self) -> None:
+        bands, crops = self.model.bands, self.crops
+        for key in ("mean", "std"):
+            if len(getattr(self, key)) != bands:
+                raise ValueError(f"{key}: expected {bands} numbers (model.bands), got {len(getattr(self, key))}")
+        colours = {
+            "crops.jitter": any(crops.jitter[2:]), "crops.gray_prob": crops.gray_prob > 0, "crops.stain": crops.stain > 0,
+        }  # fmt: skip
+        for key, used in colours.items():
+            if used and bands != 3:
+                raise ValueError(
+                    f"{key}: changes colours, but model.bands={bands}. Set crops.jitter=[0.4,0.4,0,0], crops.gray_prob=0 and crops.stain=0."
+                )
 
     @property
     def patch_head(self) -> bool:
@@ -182,6 +195,12 @@ def check_recipe(run: Any) -> None:
         )
     refuse_pair_keys(run, "objective.crops")
     objective = run.objective
+    named = 3 if run.data.bands is None else len(run.data.bands)
+    if objective.model.bands != named:
+        raise ValueError(
+            f"objective.model.bands={objective.model.bands}: data.bands gives {named} bands. Set objective.model.bands={named}, and a mean "
+            "and std for each."
+        )
     if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
         raise ValueError(
             "objective.gram.first_step=0: anchors to random weights. Set start_from (on the command line: init=) to a trained run or "

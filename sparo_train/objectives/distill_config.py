@@ -10,9 +10,9 @@ from ..core.config import Frozen, between, field
 from ..core.registries import TEACHERS
 from ..core.registry import FromRegistry
 from ..data.examples.multi_crop import jitter_strength
-from ..data.sources.base import refuse_pair_keys
 from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .clip_config import CacheConfig, as_cache_block
+from .method import refuse_pair_keys
 
 
 def _as_teacher(value: Any) -> Any:

@@ -15,9 +15,20 @@ from ..data.examples.survey import Survey
 from ..data.read.loader import Examples
 from ..data.sources.base import DataConfig
 
+_PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
+
 
 def no_rules(run: Any) -> None:
     """Accept any combination of blocks."""
+
+
+def refuse_pair_keys(run: Any, instead: str) -> None:
+    """Raise `ValueError` if a recipe sets keys for image-text pairs, and name the block of keys to use instead."""
+    for key in _PAIR_KEYS:
+        if getattr(run.data, key) != type(run.data).model_fields[key].default:
+            raise ValueError(
+                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use {instead}."
+            )
 
 
 class Choice(NamedTuple):
@@ -38,13 +49,13 @@ class Situation(NamedTuple):
     Attributes:
         recipe: the keys that the recipe sets.
         images: number of training images.
-        survey: formats, sizes and colours of some of them; None if none can be read.
+        survey: formats, sizes and colours of some of them.
         gpu: train on a GPU.
     """
 
     recipe: Mapping[str, Any]
     images: int
-    survey: Survey | None
+    survey: Survey
     gpu: bool
 
 
@@ -64,6 +75,7 @@ class Method:
         loss_keys: dotted keys of its block that must be equal for the losses of two runs to be comparable; None: all
             except `model`.
         choose: chooses keys for recipes with `auto`; None: the method supports no such recipes.
+        bands: it reads `data.bands`.
         objective_of_weights: makes the objective of trained weights without files that only training needs, such as a
             teacher's; None: `objective`.
     """
@@ -75,4 +87,5 @@ class Method:
     exports: tuple[str, ...] = ()
     loss_keys: tuple[str, ...] | None = None
     choose: Callable[[Situation], Sequence[Choice]] | None = None
+    bands: bool = False
     objective_of_weights: Callable[[Any, Mapping[str, Tensor]], Objective] | None = None

@@ -51,7 +51,11 @@ def _situation(tree: Tree) -> Situation:
     device = engine.get("device", "auto") if isinstance(engine, Mapping) else "auto"
     gpu = tree["auto"] == "gpu" or (tree["auto"] == "here" and find_device(device, "engine.device").type != "cpu")
     images = sum(source.samples for source in sources)
-    return Situation(tree, images, survey(sources, pixel_range=config.pixel_range), gpu)
+    found = survey(sources, config)
+    if found.low and _at(tree, "data.pixel_range") is None:
+        # Mean and standard deviation depend on the range, so they are measured again with the one that will be chosen.
+        found = survey(sources, config.model_copy(update={"pixel_range": found.ranges}))
+    return Situation(tree, images, found, gpu)
 
 
 def _at(tree: Any, dotted: str) -> Any:

@@ -218,7 +218,12 @@ class RunConfig(Frozen):
     @model_validator(mode="after")
     def _check_method_rules(self) -> RunConfig:
         # A method knows which keys of other blocks it needs; the recipe does not.
-        METHODS.get(self.objective.kind).rules(self)
+        method = METHODS.get(self.objective.kind)
+        if self.data.bands is not None and not method.bands:
+            raise ValueError(
+                f"data.bands: objective.kind={self.objective.kind} reads images in red, green and blue. Remove it."
+            )
+        method.rules(self)
         return self
 
     def micro_batch(self, world_size: int) -> int:
@@ -266,6 +271,8 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
         )
     tree = override(tree, overrides or [], RunConfig)
     choices: list[Choice] = []
+    if tree.get("auto") is False:  # YAML 1.1 reads `off` as false
+        tree["auto"] = "off"
     stored = Path(path).name == "config.yaml" and (Path(path).parent / "environment.json").is_file()
     if tree.get("auto", "off") != "off" and not stored:
         tree, choices = with_choices(tree)

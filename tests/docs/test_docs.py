@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tifffile
 import timm
 import torch
 from PIL import Image
@@ -142,7 +143,7 @@ def write_photos(folder: Path) -> None:
 
 
 def write_slides(folder: Path) -> None:
-    """slides/ with images of several kinds and labels.csv, small backbones of DINOv2, and the page's probe.yaml."""
+    """slides/ with images of several kinds and labels.csv, scenes/ with images of four bands, small backbones of DINOv2, and the page's probe.yaml."""
     slides, lines = folder / "slides", ["image,diagnosis,patient"]
     (slides / "a").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -155,6 +156,12 @@ def write_slides(folder: Path) -> None:
     for size, letter, depth in (("small", "s", 2), ("base", "b", 1)):
         model = timm.create_model(f"vit_{size}_patch14_reg4_dinov2", num_classes=0, img_size=56, depth=depth)
         torch.save(official_vit_names(model.state_dict()), folder / f"dinov2_vit{letter}14_reg4_pretrain.pth")
+    (folder / "scenes").mkdir()
+    for i in range(24):
+        levels = rng.integers(0, 3000, (48, 48, 4)).astype(np.uint16)
+        tifffile.imwrite(
+            folder / f"scenes/{i}.tif", levels, planarconfig="contig", photometric="minisblack", extrasamples=[0] * 3
+        )
     page = (ROOT / "docs/guides/dino_own_images.md").read_text(encoding="utf-8")
     (folder / "probe.yaml").write_text(re.search(r"```yaml\n(tasks:.*?)```", page, re.DOTALL)[1])
 

@@ -12,7 +12,7 @@ from PIL import Image
 from launch.recipes import load_run
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.examples.survey import image_facts, survey
-from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.base import DataConfig, open_source
 from sparo_train.data.sources.detect import source_block, source_config
 from tests.helpers.processes import sparo
 from tests.helpers.samples import image_folder, jpeg
@@ -61,7 +61,8 @@ def test_gray_images_get_no_colour_jitter_and_their_own_statistics(tmp_path):
     config = chosen(folder, "auto=cpu")
     assert config.objective.crops.jitter[2:] == (0, 0) and config.objective.crops.gray_prob == 0
     assert config.objective.mean == pytest.approx((0.273,) * 3, abs=0.005)
-    found = survey([open_source("x", source_config([str(folder)]))])
+    source = open_source("x", source_config([str(folder)]))
+    found = survey([source], DataConfig(sources={"x": source.config}))
     assert found is not None and found.gray == 1 and found.kinds == {"PNG gray": 12} and found.sides[2] == 40
 
 

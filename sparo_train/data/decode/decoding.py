@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
-from pydantic import AfterValidator
 
 from ...core.errors import BadSampleError
+from .bands import PixelRange, TiffFile, as_rgb, image_values, is_tiff, select, tiff_values, to_uint8
 from .jpeg import decode_jpeg
 
 ImageFile.LOAD_TRUNCATED_IMAGES = False  # a truncated file is a bad image instead of a partly grey one
@@ -24,18 +23,10 @@ _FORMATS = (
     "PCX", "PSD", "XBM", "XPM",
 )  # fmt: skip
 _MORE_SUFFIXES = {".jfif": "jpg", ".jpe": "jpg", ".pjpeg": "jpg", ".mpo": "jpg"}
-_FILE = "sparo file"  # key of an image's `info`: the encoded file, if Pillow itself reduces 16 bits to eight
+# Keys of an image's `info`: the encoded file, if Pillow itself reduces 16 bits to eight, and if it is a TIFF.
+_FILE, _TIFF = "sparo file", "sparo tiff"
 _ORIENTATION, _SUBFILE_TYPE, _REDUCED_OR_MASK = 0x0112, 254, 0b101  # tags of EXIF and TIFF, and two flags of TIFF's
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
-
-
-def _rising(value: Any) -> Any:
-    if isinstance(value, tuple) and not value[0] < value[1]:
-        raise ValueError("expected [low, high] with low < high")
-    return value
-
-
-PixelRange = Annotated[Literal["by_type", "percentiles"] | tuple[float, float], AfterValidator(_rising)]
 
 
 class Decoding(NamedTuple):
@@ -46,12 +37,14 @@ class Decoding(NamedTuple):
         on_white: composite transparent images on white.
         rgb: convert to RGB; False keeps the file's mode.
         pixel_range: how 16-bit, 32-bit and float pixels become 8 bits; None: as Pillow converts them.
+        bands: numbers, from 1, of the file's bands that are read; None: red, green and blue.
     """
 
     upright: bool = True
     on_white: bool = True
     rgb: bool = True
     pixel_range: PixelRange | None = "by_type"
+    bands: tuple[int, ...] | None = None
 
 
 TRAINING = Decoding()
@@ -99,6 +92,8 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
             image.draft("RGB", (shrink_to, shrink_to))
         if has_16bit_channels(image):
             image.info[_FILE] = data
+        if is_tiff(data):
+            image.info[_TIFF] = data
         if how.pixel_range is not None:
             _refuse_pages(image)
             image = to_8bit(image, how.pixel_range)
@@ -112,13 +107,47 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
 
 
 def decode_pixels(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> np.ndarray:
-    """Decode an image to an array (H, W, 3) uint8, without an image object if it is a JPEG.
+    """Decode an image to an array (H, W, 3) uint8, without an image object if it is a JPEG; with `how.bands`, to these (H, W, C).
 
     Arguments and errors are those of `decode`, but `shrink_to` also allows a scale of 3/8.
     """
+    if how.bands is not None:
+        return select(band_values(data), how.bands, how.pixel_range or "by_type")
     pixels = decode_jpeg(data, how.upright, shrink_to=shrink_to)
     # A copy, because torch refuses the read-only view of an image.
     return np.array(decode(data, how._replace(rgb=True), shrink_to)) if pixels is None else pixels
+
+
+def band_values(data: bytes) -> np.ndarray:
+    """Decode an image to (H, W, all its bands) in the file's own dtype. Raises `BadSampleError`."""
+    if is_tiff(data):
+        return tiff_values(data)
+    image = decode(data, TRAINING._replace(on_white=False, rgb=False, pixel_range=None))
+    return image_values(image, image.info.get(_FILE))
+
+
+def bands_of(image: Image.Image | np.ndarray, how: Decoding) -> np.ndarray:
+    """Return `how.bands` (H, W, C) uint8 of an image that `decode` returned in its own mode, of a `TiffFile`, or of an array (H, W, all bands).
+
+    Raises:
+        BadSampleError: damaged, without one of the bands, or with pixels that `how` does not map.
+    """
+    assert how.bands is not None
+    if isinstance(image, np.ndarray):
+        values = image[..., None] if image.ndim == 2 else image
+        if values.ndim != 3 or not values.size:
+            raise BadSampleError("bad image", detail=f"shape {values.shape}, expected (H, W, bands)")
+    else:
+        tiff = image.data if isinstance(image, TiffFile) else image.info.get(_TIFF)
+        values = tiff_values(tiff) if tiff is not None else image_values(image, image.info.get(_FILE))
+    return select(values, how.bands, how.pixel_range or "by_type")
+
+
+def display_image(image: Image.Image, how: Decoding) -> Image.Image:
+    """Return an image as 8-bit pixels for display; of `how.bands`, the first three are red, green and blue."""
+    if how.bands is None:
+        return to_8bit(image, how.pixel_range or "by_type")
+    return Image.fromarray(as_rgb(bands_of(image, how)))
 
 
 def open_picture(data: bytes) -> Image.Image:
@@ -194,14 +223,12 @@ def to_8bit(image: Image.Image, how: PixelRange) -> Image.Image:
         if isinstance(clear := image.info.get("transparency"), int):
             alpha = np.where(values == clear, 0, 255)
     elif how != "by_type" and _FILE in image.info:
-        file = cv2.imdecode(np.frombuffer(image.info[_FILE], np.uint8), cv2.IMREAD_UNCHANGED)
-        if file is None or file.ndim != 3 or file.shape[2] < 3:
-            raise BadSampleError("bad image", detail="its 16-bit channels cannot be decoded")
-        values, alpha = file[..., 2::-1], file[..., 3].astype(np.uint16) >> 8 if file.shape[2] == 4 else None
+        file = image_values(image, image.info[_FILE])
+        values, alpha = file[..., :3], file[..., 3].astype(np.uint16) >> 8 if file.shape[2] == 4 else None
     else:
         image.load()
         return image
-    mapped = Image.fromarray(np.ascontiguousarray(_to_uint8(values, how, image.mode == "F")))
+    mapped = Image.fromarray(np.ascontiguousarray(to_uint8(values, how, image.mode == "F")))
     if alpha is not None:
         mapped.putalpha(Image.fromarray(alpha.astype(np.uint8)))
     if (exif := image.getexif()).get(_ORIENTATION, 1) != 1:
@@ -222,28 +249,8 @@ def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
     if values.dtype != np.uint8:
         if values.dtype != np.uint16 and values.dtype.kind != "f":
             raise BadSampleError("bad image", detail=f"dtype {values.dtype}; expected uint8, uint16 or floats")
-        values = _to_uint8(values, how, values.dtype.kind == "f")
+        values = to_uint8(values, how, values.dtype.kind == "f")
     return Image.fromarray(np.ascontiguousarray(values))
-
-
-def _to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool) -> np.ndarray:
-    """Map values to uint8. `real`: they are floats, which by_type expects from 0 to 1."""
-    low, high = float(np.min(values)), float(np.max(values))
-    if how == "by_type":
-        expected_range = (0.0, 1.0) if real else (0.0, 65535.0)
-        if not expected_range[0] <= low <= high <= expected_range[1]:  # also for values that are not finite
-            kind = "float pixels" if real else "32-bit pixels"
-            raise BadSampleError(
-                "pixel range",
-                detail=f"{kind} from {low:g} to {high:g}, expected {expected_range[0]:g} to {expected_range[1]:g}. Set data.pixel_range.",
-            )
-        return np.rint(values * 255).astype(np.uint8) if real else (values.astype(np.uint32) >> 8).astype(np.uint8)
-    if not (np.isfinite(low) and np.isfinite(high)):
-        raise BadSampleError("pixel range", detail="pixels that are not finite")
-    low, high = how if isinstance(how, tuple) else np.percentile(values, (1, 99))
-    if high <= low:
-        return np.zeros(values.shape, np.uint8)
-    return np.rint((values.astype(np.float64) - low) / (high - low) * 255).clip(0, 255).astype(np.uint8)
 
 
 def _unidentified(data: bytes) -> str:
@@ -259,7 +266,7 @@ def _unidentified(data: bytes) -> str:
         kind = "float" if (tags.get(339) or (1,))[0] == 3 else "integer"
     except Exception:
         return ""
-    return f"{bands} bands of {bits[0]} bits ({kind}), 1 or 3 bands wanted"
+    return f"{bands} bands of {bits[0]} bits ({kind}), expected 1 or 3; data.bands chooses bands"
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...core.config import Frozen, between, field
 from ...core.disk.metrics import Sample
+from ..decode.bands import tifffile_module
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..sources.base import DataConfig, Source
 from .image_transforms import Picture, flip, random_resized_crop_box, resized_crop, size_of
@@ -28,11 +29,15 @@ _STAINS_INVERSE = np.linalg.inv(_STAINS)
 _INVERTED = np.where(_LEVELS < 128, _LEVELS, 255 - _LEVELS).astype(np.uint8)  # PIL's default threshold of solarize
 
 
-# DINO's pixel augmentations on uint8 arrays (H, W, 3): operations and distributions of torchvision and PIL, with
+# DINO's pixel augmentations on uint8 arrays (H, W, 3), or (H, W, bands) with brightness, contrast and blur only (OpenCV
+# drops the last dimension of a single band): operations and distributions of torchvision and PIL, with
 # OpenCV's kernels. Random numbers come from the sample's own generator. Compared with PIL, pixels differ by rounding in
 # colour operations and by up to three levels in the blur, because PIL approximates the Gaussian by boxes.
 def jitter(x: Pixels, strength: tuple[float, float, float, float], rng: np.random.Generator) -> Pixels:
-    """Apply torchvision's ColorJitter(brightness, contrast, saturation, hue): factors uniform in 1 ± strength, in random order."""
+    """Apply torchvision's ColorJitter(brightness, contrast, saturation, hue): factors uniform in 1 ± strength, in random order.
+
+    Images with other bands than red, green and blue have one mean for the contrast, and neither saturation nor hue.
+    """
     # Draw all factors first, used or not, as in torchvision.
     bright, contrast, saturation = (rng.uniform(max(0.0, 1 - s), 1 + s) for s in strength[:3])
     shift = rng.uniform(-strength[3], strength[3])
@@ -41,7 +46,8 @@ def jitter(x: Pixels, strength: tuple[float, float, float, float], rng: np.rando
             x = _levels(x, bright, 0.0)
         elif number == 1 and strength[1]:
             # Round the mean like PIL's contrast enhancement does.
-            mean = float(int(cv2.cvtColor(x, cv2.COLOR_RGB2GRAY).mean() + 0.5))
+            luma = cv2.cvtColor(x, cv2.COLOR_RGB2GRAY) if x.ndim == 3 and x.shape[2] == 3 else x
+            mean = float(int(luma.mean() + 0.5))
             x = _levels(x, contrast, mean)
         elif number == 2 and strength[2]:
             x = cv2.addWeighted(x, saturation, gray(x), 1 - saturation, 0)
@@ -202,21 +208,22 @@ def multi_crop(
     """Return the views of a picture, uint8.
 
     Args:
-        picture: image.
+        picture: image; an array may have any number of bands.
         size: pixels per side of a global crop.
         config: numbers, sizes and distributions.
         rng: the sample's random stream.
         plain_size: return the global crops at this size, too, without changes of colour; None: do not.
 
     Returns:
-        `global_crops` (2, 3, size, size), `local_crops` (n, 3, local_size, local_size) unless n is 0, and with
-        `plain_size` `plain_crops` (2, 3, plain_size, plain_size).
+        `global_crops` (2, C, size, size), `local_crops` (n, C, local_size, local_size) unless n is 0, and with
+        `plain_size` `plain_crops` (2, C, plain_size, plain_size).
     """
     kinds = {"global_crops": (0, 2, size), "local_crops": (2, config.local_crops_number, config.local_size)}
+    bands = picture.shape[2] if isinstance(picture, np.ndarray) else 3
     # One array per kind of view, so that workers transfer two arrays per image instead of ten.
-    out = {key: np.empty((count, 3, side, side), np.uint8) for key, (_, count, side) in kinds.items() if count}
+    out = {key: np.empty((count, bands, side, side), np.uint8) for key, (_, count, side) in kinds.items() if count}
     if plain_size is not None:
-        out["plain_crops"] = np.empty((2, 3, plain_size, plain_size), np.uint8)
+        out["plain_crops"] = np.empty((2, bands, plain_size, plain_size), np.uint8)
     for key, (first, count, side) in kinds.items():
         for number in range(count):
             sizes = (side,) if plain_size is None or key == "local_crops" else (side, plain_size)
@@ -230,9 +237,10 @@ def multi_crop(
 class CropExamples(Examples):
     """Images as multi-crops; captions are not read.
 
-    Batches contain `global_crops` (B, 2, 3, S, S) and `local_crops` (B, n, 3, s, s) uint8, and `drop` (B, 2 + n, paths)
+    Batches contain `global_crops` (B, 2, C, S, S) and `local_crops` (B, n, C, s, s) uint8, where C is 3 or the
+    number of `data.bands`, and `drop` (B, 2 + n, paths)
     int32, drawn from the sample's own random stream, so that it does not depend on how the batch is split; with
-    `plain_size` also `plain_crops` (B, 2, 3, P, P) uint8.
+    `plain_size` also `plain_crops` (B, 2, C, P, P) uint8.
 
     Args:
         config: the recipe's `data` block.
@@ -254,6 +262,8 @@ class CropExamples(Examples):
         masking: Masking | None = None,
         plain_size: int | None = None,
     ):
+        if config.bands is not None:
+            tifffile_module()  # fail before the first batch
         self.masking, self.plain_size = masking, plain_size
         self.config, self.crops, self.image_size = config, crops, image_size
         self.paths, self.drop_range = paths, drop_range

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from ...core.errors import BadSampleError
-from ..decode.decoding import TRAINING, PixelRange, decode, decode_pixels, suffixes
+from ..decode.bands import PixelRange
+from ..decode.decoding import TRAINING, decode, decode_pixels, suffixes
 from ..sources.base import DataConfig, Source, SourceConfig
 from .image_transforms import Picture
 
@@ -56,7 +57,7 @@ def decode_image(data: bytes, pixel_range: PixelRange = "by_type") -> Image.Imag
 
 
 def decode_for_training(data: bytes, config: DataConfig, size: int | None) -> Picture:
-    """Decode to an upright RGB picture, as `data.decode` says: an image for Pillow's filters, or an array for torch's.
+    """Decode to an upright RGB picture, or to `data.bands`: an image for Pillow's filters, or an array for torch's (`data.decode`).
 
     Args:
         data: the file.
@@ -68,7 +69,7 @@ def decode_for_training(data: bytes, config: DataConfig, size: int | None) -> Pi
         BadSampleError: as `decoding.decode` does.
     """
     shrink_to = 2 * size if config.scaled_decoding and size is not None else None
-    how = TRAINING._replace(pixel_range=config.pixel_range)
+    how = TRAINING._replace(pixel_range=config.pixel_range, bands=config.bands)
     return decode(data, how, shrink_to) if config.decode == "exact" else decode_pixels(data, how, shrink_to)
 
 

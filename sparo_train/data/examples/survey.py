@@ -12,9 +12,10 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from ...core.errors import BadSampleError
-from ..decode.decoding import PixelRange, open_picture
-from ..sources.base import Source
+from ...core.errors import BadSampleError, DataError
+from ..decode.bands import PixelRange, as_rgb, is_tiff, select
+from ..decode.decoding import band_values, open_picture
+from ..sources.base import DataConfig, Source
 from .samples import decode_image, image_bytes
 
 _SMALL = 128  # side at which colours are measured, which is enough for mean and standard deviation
@@ -27,30 +28,57 @@ class ImageFacts(NamedTuple):
     Attributes:
         kind: format and pixel type, such as `TIFF 16-bit`.
         width, height: pixels.
-        mean, square: mean and mean square of red, green and blue in 0..1.
-        gray: all channels are equal.
+        mean, square: mean and mean square of red, green and blue, or of the chosen bands, in 0..1.
+        gray: it has three channels, and they are equal.
         look: 64-bit hash that similar images share: whether each cell of an 8 x 8 grid is brighter than its neighbour.
+        low, high: 1st and 99th percentile of each chosen band in the file's own values; empty for 8 bits and without chosen bands.
     """
 
     kind: str
     width: int
     height: int
-    mean: tuple[float, float, float]
-    square: tuple[float, float, float]
+    mean: tuple[float, ...]
+    square: tuple[float, ...]
     gray: bool
     look: int
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
 
-def image_facts(data: bytes, pixel_range: PixelRange = "by_type") -> ImageFacts:
-    """Return the facts of an encoded image. Raises `BadSampleError` if training could not use it."""
-    opened = open_picture(data)
-    kind = _kind(opened)
-    image = decode_image(data, pixel_range)
-    small = np.asarray(image.resize((min(image.width, _SMALL), min(image.height, _SMALL)), Image.Resampling.BOX))
-    values = small.reshape(-1, 3) / 255
-    spread = small.max(-1).astype(int) - small.min(-1)
-    mean, square = (tuple(float(v) for v in f) for f in (values.mean(0), (values**2).mean(0)))
-    return ImageFacts(kind, image.width, image.height, mean, square, bool(spread.max() <= _GRAY_LEVELS), _look(small))  # type: ignore[arg-type]
+def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequence[int] | None = None) -> ImageFacts:
+    """Return the facts of an encoded image. Raises `BadSampleError` if training could not use it.
+
+    Args:
+        data: the file's bytes.
+        pixel_range, bands: training's `data.pixel_range` and `data.bands`.
+    """
+    if bands is None:
+        kind, low, high = _kind(open_picture(data)), (), ()
+        image = decode_image(data, pixel_range)
+        width, height = image.size
+        small = np.asarray(image.resize((min(width, _SMALL), min(height, _SMALL)), Image.Resampling.BOX))
+    else:
+        values = band_values(data)
+        height, width = values.shape[:2]
+        kind = f"{'TIFF' if is_tiff(data) else open_picture(data).format} {values.dtype}, {values.shape[2]} bands"
+        pixels = select(values, bands, pixel_range)
+        sparse = values[:: -(-height // _SMALL), :: -(-width // _SMALL)]
+        low, high = ((), ()) if values.dtype == np.uint8 else _percentiles(sparse, bands)
+        small = cv2.resize(pixels, (min(width, _SMALL), min(height, _SMALL)), interpolation=cv2.INTER_AREA)
+    small = small.reshape(*small.shape[:2], -1)  # OpenCV drops the channel of gray images
+    shares = small.reshape(-1, small.shape[2]) / 255
+    gray = small.shape[2] == 3 and (small.max(-1).astype(int) - small.min(-1)).max() <= _GRAY_LEVELS
+    mean, square = (tuple(float(v) for v in f) for f in (shares.mean(0), (shares**2).mean(0)))
+    return ImageFacts(kind, width, height, mean, square, bool(gray), _look(as_rgb(small)), low, high)
+
+
+def _percentiles(values: np.ndarray, bands: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    chosen = values[..., [band - 1 for band in bands]].astype(np.float64)
+    chosen[~np.isfinite(chosen)] = np.nan
+    if np.isnan(chosen).all((0, 1)).any():  # a band without a single pixel
+        return (), ()
+    low, high = np.nanpercentile(chosen, (1, 99), axis=(0, 1))
+    return tuple(map(float, low)), tuple(map(float, high))
 
 
 def _kind(image: Image.Image) -> str:
@@ -61,7 +89,9 @@ def _kind(image: Image.Image) -> str:
 
 
 def _look(pixels: np.ndarray) -> int:
-    cells = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA).astype(int)
+    cells = cv2.resize(
+        cv2.cvtColor(np.ascontiguousarray(pixels), cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA
+    ).astype(int)
     bits = np.packbits((cells[:, 1:] > cells[:, :-1]).ravel())
     return int.from_bytes(bits.tobytes(), "big")
 
@@ -73,8 +103,10 @@ class Survey(NamedTuple):
         images: number of images that were looked at.
         kinds: number of images by format and pixel type.
         widths, heights, sides: percentiles 0, 5, 50, 95, 100 of width, height and the shorter side.
-        mean, std: of red, green and blue in 0..1, over all pixels, every image with the same weight.
+        mean, std: of red, green and blue, or of the chosen bands, in 0..1, over all pixels, every image with the same weight.
         gray: share of gray images.
+        low, high: of each chosen band in the files' own values, the 5th percentile over images of their 1st percentile, and the 95th of
+            their 99th; empty for 8 bits and without chosen bands.
     """
 
     images: int
@@ -85,22 +117,32 @@ class Survey(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     gray: float
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    @property
+    def ranges(self) -> tuple[tuple[float, float], ...]:
+        """Return `low` and `high` as a value of `data.pixel_range`; a constant band gets a range of 1."""
+        return tuple((low, high if high > low else low + 1) for low, high in zip(self.low, self.high, strict=True))
 
 
 class Measures:
-    """Sums of image facts, and 8 bytes per image for its size, so that a billion images fit into memory."""
+    """Sums of image facts, and 8 bytes per image for its size (more with chosen bands), so that a billion images fit into memory."""
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
         self.sizes: list[tuple[int, int]] | np.ndarray = []
-        self.sums = np.zeros((2, 3))
+        self.sums: np.ndarray | float = 0.0
+        self.ranges: list[np.ndarray] = []
         self.gray = 0
 
     def add(self, facts: ImageFacts) -> None:
         self.kinds[facts.kind] += 1
         assert isinstance(self.sizes, list)
         self.sizes.append((facts.width, facts.height))
-        self.sums += (facts.mean, facts.square)
+        self.sums = self.sums + np.array((facts.mean, facts.square))
+        if facts.low:
+            self.ranges.append(np.array((facts.low, facts.high), np.float32))
         self.gray += facts.gray
 
     def packed(self) -> Measures:
@@ -117,7 +159,7 @@ def summarize(parts: Iterable[Measures]) -> Survey | None:
     )
     if not len(sizes):
         return None
-    mean, square = sum((part.sums for part in parts), np.zeros((2, 3))) / len(sizes)
+    mean, square = np.asarray(sum(part.sums for part in parts)) / len(sizes)
     std = np.sqrt(np.maximum(square - mean**2, 1e-6))
     widths, heights, sides = (
         tuple(int(v) for v in np.percentile(values, (0, 5, 50, 95, 100)))
@@ -126,21 +168,36 @@ def summarize(parts: Iterable[Measures]) -> Survey | None:
     kinds = sum((part.kinds for part in parts), Counter[str]())
     colours = [tuple(float(v) for v in np.round(values, 3)) for values in (mean, std)]
     gray = sum(part.gray for part in parts) / len(sizes)
-    return Survey(len(sizes), dict(kinds.most_common()), widths, heights, sides, colours[0], colours[1], gray)
+    ranges = np.array([pair for part in parts for pair in part.ranges])
+    low, high = (
+        tuple(float(f"{v:.4g}") for v in np.percentile(ranges[:, i], share, axis=0)) if len(ranges) else ()
+        for i, share in ((0, 5), (1, 95))
+    )
+    return Survey(
+        len(sizes), dict(kinds.most_common()), widths, heights, sides, colours[0], colours[1], gray, low, high
+    )
 
 
-def survey(sources: Sequence[Source], count: int = 256, pixel_range: PixelRange = "by_type") -> Survey | None:
-    """Return the survey of `count` evenly spaced images of some sources; broken ones are skipped."""
+def survey(sources: Sequence[Source], config: DataConfig, count: int = 256) -> Survey:
+    """Return the survey of `count` evenly spaced images of some sources, read as `config` says; broken ones are skipped.
+
+    Raises:
+        DataError: none of them can be read.
+    """
     storages = [(storage, source) for source in sources for storage in source.storages]
     ends = list(accumulate(len(storage) for storage, _ in storages))
     total = ends[-1] if ends else 0
-    measures = Measures()
+    measures, problem = Measures(), "there is none"
     for at in sorted({i * total // count for i in range(count)} if total else ()):
         number = bisect_right(ends, at)
         storage, source = storages[number]
+        key = f"sample {at}"
         try:
-            _, fields = storage.read(at - (ends[number - 1] if number else 0))
-            measures.add(image_facts(image_bytes(fields, source.config.image_keys), pixel_range))
-        except BadSampleError:
-            continue
-    return summarize([measures])
+            key, fields = storage.read(at - (ends[number - 1] if number else 0))
+            data = image_bytes(fields, source.config.image_keys)
+            measures.add(image_facts(data, config.pixel_range, config.bands))
+        except BadSampleError as bad:
+            problem = f"{storage.url}: {key}: {bad.full_message()}"
+    if (result := summarize([measures])) is None:
+        raise DataError(f"no image can be read; {problem}")
+    return result

@@ -22,6 +22,7 @@ from ...core.disk.metrics import Sample
 from ...core.distributed import Ranks
 from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
+from ..decode.bands import as_rgb
 from ..servers.cache import SampleCache
 from ..sources.base import DataConfig, Source, close_storages, fingerprint, open_source
 from ..sources.shards import use_cache
@@ -84,8 +85,8 @@ class Examples(ABC):
 
 
 def as_samples(images: Tensor, captions: Sequence[str] = ()) -> list[Sample]:
-    """Return samples for display from (n, 3, S, S) uint8, with captions if there are any."""
-    rows = images.permute(0, 2, 3, 1).cpu().numpy()
+    """Return samples for display from (n, C, S, S) uint8, with captions if there are any; see `as_rgb`."""
+    rows = as_rgb(images.permute(0, 2, 3, 1).cpu().numpy())
     return [Sample(row, captions[i] if captions else "") for i, row in enumerate(rows)]
 
 

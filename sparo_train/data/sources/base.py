@@ -14,7 +14,7 @@ from ...core.config import Frozen, between, field, resumable_field
 from ...core.errors import DataError, did_you_mean
 from ...core.registries import SOURCES
 from ...core.registry import FromRegistry
-from ..decode.decoding import PixelRange
+from ..decode.bands import Bands, PixelRange, check_bands
 from ..servers.cache import CacheConfig
 
 
@@ -141,9 +141,6 @@ def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"kind": _LOCATIONS[present_keys[0]], **given}
 
 
-_PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
-
-
 class DataConfig(Frozen):
     """Sources, order and treatment of the data."""
 
@@ -184,7 +181,13 @@ class DataConfig(Frozen):
     pixel_range: PixelRange = field(
         "by_type",
         "How 16-bit, 32-bit and float pixels are mapped to 8 bits: by_type (the upper byte of 16-bit values; floats are taken to be in 0..1), "
-        "[low, high], or percentiles (the 1st to the 99th of each image). 8-bit images are not changed.",
+        "[low, high], one such pair for each of data.bands, or percentiles (the 1st to the 99th of each image). 8-bit images are not changed.",
+    )
+    bands: Bands | None = field(
+        None,
+        "Numbers, from 1, of the bands that are read from each image, such as those of a multispectral TIFF; objective.model.bands must be "
+        "their number. Default: the image in red, green and blue.",
+        examples=[[1, 2, 3, 4]],
     )
     trim_text: bool = field(
         True,
@@ -194,6 +197,11 @@ class DataConfig(Frozen):
         0.01, "Largest share of samples that may be unusable before the run stops.", ge=0, le=1
     )
     max_bad_share_min_samples: int = resumable_field(1000, "Samples read before max_bad_share applies.", ge=1)
+
+    @model_validator(mode="after")
+    def _check_bands(self) -> DataConfig:
+        check_bands(self.bands, self.pixel_range, self.decode)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -335,12 +343,3 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
             f"{where}: the data changed since this checkpoint, so its position in the data is invalid:\n  " + "\n  ".join(changed)
             + "\n(Names, sizes and parts of the content were compared.) Restore the data, or start another run with another name=."
         )  # fmt: skip
-
-
-def refuse_pair_keys(run: Any, instead: str) -> None:
-    """Raise `ValueError` if a recipe sets keys for image-text pairs, and name the block of keys to use instead."""
-    for key in _PAIR_KEYS:
-        if getattr(run.data, key) != type(run.data).model_fields[key].default:
-            raise ValueError(
-                f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use {instead}."
-            )

@@ -15,7 +15,8 @@ from PIL import Image
 
 from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
-from ..decode.decoding import TRAINING, PixelRange, decode
+from ..decode.bands import PixelRange
+from ..decode.decoding import TRAINING, decode
 
 
 class FramesConfig(Frozen):

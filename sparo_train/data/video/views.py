@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 
 from ...core.errors import BadSampleError
-from ..decode.decoding import PixelRange
+from ..decode.bands import PixelRange
 from .cameras import Convention, parse_lens, parse_pose
 from .episode import IMAGE_KEYS, Episode
 
