@@ -54,7 +54,7 @@ def load_encoder(
         checkpoint: a run folder (its newest checkpoint), one of its `checkpoints/step-…` folders, an exported open_clip
             folder, a .pt/.safetensors file (ours, sparo-clip's, open_clip's, DINO's with teacher and student or with a
             backbone only), a DeepSpeed ZeRO folder; or NAME:… for an entry of `sparo.checkpoints`:
-            `open_clip:NAME@FILE-or-tag`, `timm:NAME@FILE`, `hf:FOLDER`, `pixels:SIZE` (the images themselves), released
+            `open_clip:NAME@FILE-or-tag`, `timm:NAME@FILE`, `hf:FOLDER`, `onnx:FOLDER?precision=int8`, `pixels:SIZE` (the images themselves), released
             slot models, or a plug-in's.
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO
             `vit_tiny`, `vit_small`, `vit_base`; default: from the file's own description, otherwise from its shapes
@@ -123,6 +123,8 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         )
     if named:
         return CHECKPOINTS.get(scheme)(rest)
+    if (path / "onnx.json").is_file():
+        return CHECKPOINTS.get("onnx")(str(path))
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         return _from_run(path, slots)
     if slots is not None:

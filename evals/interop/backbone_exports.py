@@ -223,8 +223,8 @@ def load_readout(folder: str | Path) -> PlacedReadout:
     return placed.eval()
 
 
-class _Program(nn.Module):
-    """Backbone with its normalization, for `torch.export`."""
+class BackboneProgram(nn.Module):
+    """Backbone with its normalization, for torch.export and ONNX."""
 
     def __init__(self, vit: Vit | TimmBackbone, mean: Tensor, std: Tensor):
         super().__init__()
@@ -232,7 +232,7 @@ class _Program(nn.Module):
         self.register_buffer("mean", mean.view(-1, 1, 1))
         self.register_buffer("std", std.view(-1, 1, 1))
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         """Return encoding (n, D), normed patches (n, P, d), and the slots' attention (n, L, N), for uint8 pixels."""
         x = (pixels.float() / 255 - self.get_buffer("mean")) / self.get_buffer("std")
         vit = self.vit
@@ -247,22 +247,18 @@ class _Program(nn.Module):
         patches = normed[:, vit.prefix :]
         if vit.read_by is None:
             return pooled, patches, normed.new_zeros(normed.shape[0], 0, 0)
-        slots = read_slots(self._readout, vit.place, norm, hidden, None, True, vit.prefix)  # pyright: ignore[reportArgumentType]
+        slots = read_slots(vit.get_submodule(vit.read_by), vit.place, norm, hidden, None, True, vit.prefix)
         assert slots.attention is not None
         return slots.flat(), patches, slots.attention
-
-    def _readout(self, tokens: Tensor, keep: Tensor | None, need_attention: bool) -> Slots:
-        # The plain form, because the custom gradient of the fast one cannot be exported.
-        module: Any = self.vit.get_submodule(self.vit.read_by or "")
-        plain = getattr(module, "plain", None)
-        return module(tokens, keep, need_attention=need_attention) if plain is None else plain(tokens, keep)
 
 
 def _torch(trained: TrainedWeights, path: Path) -> Path:
     config, weights = backbone_weights(trained)
     vit = build_backbone(config)
     vit.load_state_dict(weights)
-    program = _Program(vit.eval(), torch.tensor(trained.objective.mean), torch.tensor(trained.objective.std)).eval()
+    program = BackboneProgram(
+        vit.eval(), torch.tensor(trained.objective.mean), torch.tensor(trained.objective.std)
+    ).eval()
     example = torch.zeros(2, config.bands, config.image_size, config.image_size, dtype=torch.uint8)
     with torch.no_grad():
         exported = torch.export.export(program, (example,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))

@@ -186,7 +186,8 @@ def export_run(
         run: the run or checkpoint.
         to: path of the export; None: in the run folder.
         layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP; `dino` (one .pth file with
-            student, teacher and centre), `timm`, `transformers` (folders) or `torch` (a .pt2 program) for DINO; or a plug-in's; None: the method's default.
+            student, teacher and centre), `timm` (a folder) or `torch` (a .pt2 program) for DINO; `transformers` or `onnx` (folders) for
+            both; or a plug-in's; None: the method's default.
         average: `last:N`: export the mean of the newest N checkpoints instead.
 
     Raises:

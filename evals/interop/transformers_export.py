@@ -1,4 +1,4 @@
-"""Exports of DINO's backbone as a folder of transformers."""
+"""Exports of layout `transformers`: DINO's backbone as a folder; CLIP is in `transformers_clip.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import write_whole
+from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.vit_config import VitConfig
 
 from .backbone_exports import backbone_weights, refuse_mixtures, write_folder
 from .exporting import Export, TrainedWeights
+from .transformers_clip import write_clip_folder
 
 _HF_LOAD = """from transformers import AutoImageProcessor, AutoModel
 
@@ -25,6 +27,8 @@ tokens = model(pixels).last_hidden_state  # (n, prefix + patches, width), normal
 
 
 def _transformers(trained: TrainedWeights, folder: Path) -> Path:
+    if isinstance(trained.objective.model, ClipConfig):
+        return write_clip_folder(trained, folder)
     config, weights = backbone_weights(trained)
     if config.timm_model_name is not None:
         raise ConfigError(

@@ -164,8 +164,8 @@ def export(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Format: open_clip (a folder, loaded with local-dir:FOLDER) or sparo-clip (a .pt file); for DINO runs: dino (a .pth file), timm, "
-            "transformers (folders) or torch (a .pt2 program that needs torch only)."
+            help="Format: open_clip (a folder, loaded with local-dir:FOLDER) or sparo-clip (a .pt file); for DINO runs: dino (a .pth file), timm "
+            "(a folder) or torch (a .pt2 program that needs torch only); for both: transformers (a folder) or onnx (a folder of programs)."
         ),
     ] = None,
     average: Annotated[

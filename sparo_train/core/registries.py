@@ -153,6 +153,7 @@ CHECKPOINTS = Registry(
         "open_clip": "evals.encoders.loading:from_open_clip",
         "timm": "evals.encoders.loading:from_timm_file",
         "hf": "evals.encoders.loading:from_hf_folder",
+        "onnx": "evals.encoders.onnx_encoder:from_onnx",
         "videosaur": "object_centric.released.videosaur:from_videosaur",
         "spot": "object_centric.released.spot:from_spot",
         "slate": "object_centric.released.slate_file:from_slate",
@@ -216,6 +217,7 @@ EXPORTS = Registry(
         "timm": "evals.interop.backbone_exports:TIMM",
         "transformers": "evals.interop.transformers_export:TRANSFORMERS",
         "torch": "evals.interop.backbone_exports:TORCH",
+        "onnx": "evals.interop.onnx_export:ONNX",
     },
     ("write", "use"),
 )

@@ -140,7 +140,7 @@ class VisionTower(VisionTransformer):
             where = where[patches]
         x = F.linear(pixels, self.conv1.weight.flatten(1), self.conv1.bias)
         # Add the position to the class token once per model instead of once per image.
-        start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(len(x), 1, -1)
+        start = (self.class_embedding.to(x.dtype) + self.positional_embedding[0].to(x.dtype)).expand(x.shape[0], 1, -1)
         x = torch.cat([start, x + where.to(x.dtype)], dim=1)
         # Patches were already dropped by the data, so the tower must not drop again.
         return self.ln_pre(x if patches is not None else self.patch_dropout(x))
@@ -207,7 +207,7 @@ class TextTower(TextTransformer):
         if hidden is None:
             return super().forward(text)  # type: ignore[return-value]
         # EOS has the largest id. Only its row goes through the norm, because other rows are not used.
-        ends = self.ln_final(hidden[torch.arange(len(text), device=text.device), text.argmax(dim=-1)])
+        ends = self.ln_final(hidden[torch.arange(text.shape[0], device=text.device), text.argmax(dim=-1)])
         return ends @ self.text_projection  # type: ignore[operator]
 
     def forward_intermediates(self, text: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -36,21 +36,9 @@ class _AttendPoolProject(torch.autograd.Function):
         constant: Tensor | None,
         keep: Tensor | None,
     ):
-        heads, group, _ = query.shape
         # Inputs were cast before; another cast inside would copy them.
         with torch.autocast(tokens.device.type, enabled=False):
-            # The keys of all tokens are never computed; d values per slot replace them.
-            weight = torch.bmm(query, key).flatten(0, 1)  # w_l, (L, d)
-            scores = weight @ tokens.transpose(1, 2)
-            if constant is not None:
-                scores = scores + constant.to(scores.dtype)[:, None]
-            if keep is not None:
-                # In place, because later steps do not need the scores.
-                scores = scores.masked_fill_(~keep[:, None, :], -torch.inf)
-            # In fp32 at least, because sums of exponentials in 16 bits lose small terms.
-            attention = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-            pooled = _by_head(attention @ tokens, heads, group)  # p_l, (H, B*G, d)
-            read = torch.bmm(pooled, (key if value is None else value).transpose(1, 2))
+            read, attention, weight, pooled = _attend(tokens, query, key, value, constant, keep)
         ctx.save_for_backward(tokens, query, key, value, weight, attention, pooled)
         ctx.constant = constant is not None
         ctx.set_materialize_grads(False)  # attention maps are rarely differentiated
@@ -66,6 +54,25 @@ class _AttendPoolProject(torch.autograd.Function):
         # A loop that calls backward inside its autocast block would cast each product again, and some to another dtype.
         with torch.autocast(tokens.device.type, enabled=False):
             return _gradients(d_read, d_attention, tokens, query, key, value, weight, attention, pooled, ctx.constant)
+
+
+def _attend(
+    tokens: Tensor, query: Tensor, key: Tensor, value: Tensor | None, constant: Tensor | None, keep: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return read (H, B*G, D), attention (B, L, N), w_l (L, d) and p_l (H, B*G, d)."""
+    heads, group, _ = query.shape
+    # The keys of all tokens are never computed; d values per slot replace them.
+    weight = torch.bmm(query, key).flatten(0, 1)
+    scores = weight @ tokens.transpose(1, 2)
+    if constant is not None:
+        scores = scores + constant.to(scores.dtype)[:, None]
+    if keep is not None:
+        # In place, because later steps do not need the scores.
+        scores = scores.masked_fill_(~keep[:, None, :], -torch.inf)
+    # In fp32 at least, because sums of exponentials in 16 bits lose small terms.
+    attention = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+    pooled = _by_head(attention @ tokens, heads, group)
+    return torch.bmm(pooled, (key if value is None else value).transpose(1, 2)), attention, weight, pooled
 
 
 def _gradients(
@@ -112,7 +119,7 @@ def _gradients(
 
 def _by_head(x: Tensor, heads: int, group: int) -> Tensor:
     """Rearrange (B, L, d) to (H, B*G, d)."""
-    return x.view(len(x), heads, group, -1).transpose(0, 1).flatten(1, 2)
+    return x.view(x.shape[0], heads, group, x.shape[-1]).transpose(0, 1).flatten(1, 2)
 
 
 class SeparateHeads(ReadOut):
@@ -172,9 +179,10 @@ class SeparateHeads(ReadOut):
         value = None if self.v is None else self.v.weight.view(self.heads, self.head_width, self.dim).to(dtype)
         # With separate values, the key bias would get no gradient; as a constant per slot, it gets a zero gradient.
         constant = None if self.v is None else torch.bmm(query, self.k.bias.view(self.heads, -1, 1)).flatten()
-        read, attention = _AttendPoolProject.apply(
-            tokens.to(dtype), query.to(dtype), key.to(dtype), value, constant, keep
-        )  # (heads, B*grp, D), (B, L, N)
+        inputs = (tokens.to(dtype), query.to(dtype), key.to(dtype), value, constant, keep)
+        # Programs that torch.export writes have no gradient.
+        exported = torch.compiler.is_exporting()
+        read, attention = _attend(*inputs)[:2] if exported else _AttendPoolProject.apply(*inputs)
         read = read + values.bias.view(self.heads, 1, self.head_width).to(dtype)
         read = (
             read if map_slots is None else map_slots(read)

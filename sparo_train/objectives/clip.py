@@ -262,4 +262,6 @@ def _rules(run: Any) -> None:
                 )
 
 
-METHOD = Method(ClipObjectiveConfig, ClipObjective, _examples, _rules, exports=("open_clip", "sparo-clip"))
+METHOD = Method(
+    ClipObjectiveConfig, ClipObjective, _examples, _rules, exports=("open_clip", "sparo-clip", "transformers", "onnx")
+)

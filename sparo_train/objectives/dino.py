@@ -298,7 +298,7 @@ METHOD = Method(
     DinoObjective,
     _examples,
     check_recipe,
-    exports=("dino", "timm", "transformers", "torch"),
+    exports=("dino", "timm", "transformers", "torch", "onnx"),
     choose=choose,
     bands=True,
 )

@@ -215,7 +215,7 @@ METHOD = Method(
     DistillObjective,
     DistillExamples,
     check_recipe,
-    exports=("timm", "transformers", "torch"),
+    exports=("timm", "transformers", "torch", "onnx"),
     choose=choose_backbone,
     objective_of_weights=_of_weights,
 )

@@ -25,7 +25,8 @@ VOCABULARY = EOT + 1
 
 
 @lru_cache(maxsize=1)
-def _bpe() -> SimpleTokenizer:
+def byte_pairs() -> SimpleTokenizer:
+    """Return open_clip's tokenizer, whose vocabulary ours uses."""
     from open_clip.tokenizer import (
         SimpleTokenizer,
     )  # it imports all of open_clip, which would delay showing a recipe by seconds
@@ -35,7 +36,7 @@ def _bpe() -> SimpleTokenizer:
 
 @lru_cache(maxsize=1 << 16)
 def _word_ids(word: str) -> tuple[int, ...]:
-    bpe = _bpe()
+    bpe = byte_pairs()
     letters = "".join(bpe.byte_encoder[byte] for byte in word.encode("utf-8"))
     return tuple(bpe.encoder[part] for part in bpe.bpe(letters).split(" "))
 
@@ -61,7 +62,7 @@ class ClipTokenizer:
 
     def _ids(self, caption: str) -> list[int]:
         """Encode like `SimpleTokenizer.encode`, word by word, but only up to the context length."""
-        bpe, ids, max_ids = _bpe(), list[int](), self.context_length - 2
+        bpe, ids, max_ids = byte_pairs(), list[int](), self.context_length - 2
         # In printable ASCII, ftfy changes nothing, and entities begin with an ampersand.
         plain = caption.isascii() and caption.isprintable() and "&" not in caption
         text = " ".join(caption.split()).lower() if plain else bpe.clean_fn(caption)
@@ -94,9 +95,14 @@ def decode_words(ids: Sequence[int]) -> list[tuple[str, int]]:
     begin = 0
     for place, number in enumerate(ids, 1):
         # the vocabulary marks the last piece of a word; a truncated caption may end within a word
-        if number in (SOT, EOT) or _bpe().decoder[number].endswith("</w>") or place == len(ids) or ids[place] == EOT:
+        if (
+            number in (SOT, EOT)
+            or byte_pairs().decoder[number].endswith("</w>")
+            or place == len(ids)
+            or ids[place] == EOT
+        ):
             special = {SOT: "[start]", EOT: "[end]"}.get(number)
-            words.append((special or _bpe().decode(list(ids[begin:place])).strip(), place - begin))
+            words.append((special or byte_pairs().decode(list(ids[begin:place])).strip(), place - begin))
             begin = place
     return words
 

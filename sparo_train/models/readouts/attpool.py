@@ -110,5 +110,5 @@ class AttPool(SeparateHeads):
             read = self.out_proj(read.flatten(1)).view_as(read)
         for step in (self.norm, self.proj):
             per_slot = step.weight.shape[-1] == self.width
-            read = step(read) if per_slot else step(read.flatten(1)).view(len(read), self.slots, self.width)
+            read = step(read) if per_slot else step(read.flatten(1)).view(read.shape[0], self.slots, self.width)
         return read

@@ -62,7 +62,7 @@ class CocaPool(ReadOut):
         x = pooler.ln_k(tokens)
         query = pooler.ln_q(pooler.query)[:1]  # outputs of other queries are not used
         read, attention = pooler.attn(
-            query.expand(len(x), -1, -1).to(x.dtype),
+            query.expand(x.shape[0], -1, -1).to(x.dtype),
             x,
             x,
             # torch masks tokens that are not to be read; `keep` marks those that are.

@@ -60,9 +60,12 @@ class EfficientPool(ReadOut):
         """Read slots (B, L, V) from tokens (B, N, d)."""
         mask = None if keep is None else keep[:, None, :]
         # The parameters themselves are the queries: one set for all samples, expanded without a copy.
-        query = self.query.expand(len(tokens), -1, -1).to(tokens.dtype)
+        query = self.query.expand(tokens.shape[0], -1, -1).to(tokens.dtype)
         # Pool tokens before projecting them: V_j of a mean is the mean of V_j.
-        pooled = F.scaled_dot_product_attention(query, tokens, tokens, attn_mask=mask)
+        if torch.compiler.is_exporting():  # ONNX has no attention without heads
+            pooled = self._attention(tokens, mask).to(tokens.dtype) @ tokens
+        else:
+            pooled = F.scaled_dot_product_attention(query, tokens, tokens, attn_mask=mask)
         value = self.v.weight.view(self.slots, self.width, -1).to(pooled.dtype)
         values = torch.einsum("bld,lvd->blv", pooled, value)
         return Slots(values, self._attention(tokens, mask) if need_attention else None)

@@ -53,7 +53,7 @@ class FlairPool(ReadOut):
         self.ln_q, self.ln_k, self.ln_v = (nn.LayerNorm(embed_dim) for _ in range(3))
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, *, need_attention: bool = False) -> Slots:
-        attention = tokens.new_zeros(len(tokens), 1, tokens.shape[1])
+        attention = tokens.new_zeros(tokens.shape[0], 1, tokens.shape[1])
         attention[:, :, 0] = 1
         return Slots(tokens[:, :1], attention if need_attention else None)
 
@@ -75,5 +75,5 @@ def pool_by_text(own: Sequence[Tensor], heads: int, patches: Tensor, texts: Tens
     )
     # The zero key scores zero, and its value adds nothing.
     k, v = (F.pad(x.transpose(1, 2), (0, 0, 0, 1)) for x in (k, v))
-    read = F.scaled_dot_product_attention(q.transpose(0, 1).expand(len(patches), -1, -1, -1), k, v)
+    read = F.scaled_dot_product_attention(q.transpose(0, 1).expand(patches.shape[0], -1, -1, -1), k, v)
     return F.linear(read.transpose(1, 2).flatten(2), out_weight, out_bias)

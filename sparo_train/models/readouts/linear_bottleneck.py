@@ -51,5 +51,7 @@ class LinearBottleneck(ReadOut):
         # The last readable token of a text is EOS; the first of an image is its class token.
         at = torch.zeros(batch, dtype=torch.int64, device=tokens.device) if keep is None else keep.sum(dim=1) - 1
         read = tokens[torch.arange(batch, device=tokens.device), at]
-        attention = nn.functional.one_hot(at, length)[:, None].float() if need_attention else None
+        # Not one_hot, which torch.export only supports for captions of one length.
+        places = torch.arange(length, device=tokens.device)
+        attention = (places == at[:, None])[:, None].float() if need_attention else None
         return Slots(self.bottleproj(read @ self.proj)[:, None], attention)
