@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,12 @@ def explore(
             help="Require a token on loopback, too, so that other accounts of this machine cannot open the page.",
         ),
     ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name under which a proxy or tunnel serves the page, such as hub.example.org. May be repeated. Requires a token."
+        ),
+    ] = None,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),
@@ -70,7 +77,11 @@ def explore(
         raise ConfigError(f"--out {out}: expected a .json file, which --slots can read.")
     refuse_other_units(context, units)
     options = make_slot_options(model, data, root, features, limit, units, parts, 4, classifier_slots)
-    serve(checkpoint, PageOptions(split_names(tasks), task, images, compare, out, host, port, token), options)
+    names = tuple(allow_host or ())
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9.-]+", name):
+            raise ConfigError(f"--allow-host: expected a name without scheme, port and path, got {name}.")
+    serve(checkpoint, PageOptions(split_names(tasks), task, images, compare, out, host, port, token, names), options)
 
 
 def show(

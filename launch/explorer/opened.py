@@ -17,7 +17,7 @@ from evals.sets.task_config import TaskConfig
 from evals.slots.attend import attend, captions_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
-from evals.slots.page_arrays import Arrays, limited
+from evals.slots.page_arrays import LIMIT, Arrays, limited
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.registries import TASKS
 from sparo_train.data.decode.decoding import display_image, to_8bit
@@ -46,7 +46,9 @@ class Pictures:
 
     def __init__(self, task: TaskConfig, encoder: Encoder, count: int):
         self._decoding = encoder.decoding
-        self.source: EvalSet = open_images(limited(task, None))
+        # More than a page scores by default, unless --limit or the recipe says less.
+        more = count if count > LIMIT and getattr(task, "limit", None) is None else None
+        self.source: EvalSet = open_images(limited(task, more))
         count = min(count, len(self.source))
         self.numbers = [i * len(self.source) // count for i in range(count)]
         self._caption = captions_of(task, self.source, "texts" in encoder.offers)

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -44,10 +45,12 @@ class Guard:
         app: the application.
         host: address on which the server listens.
         token: must be given once as `?token=`; None on loopback.
+        names: further names of this machine, such as that of a proxy; they need a token.
     """
 
-    def __init__(self, app: Any, host: str, token: str | None):
+    def __init__(self, app: Any, host: str, token: str | None, names: Sequence[str] = ()):
         self.app, self._host, self._token = app, host, token
+        self._names = {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower(), *map(str.lower, names)}
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -57,7 +60,8 @@ class Guard:
         extra = list(_HEADERS)
         query_token = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if not self._is_allowed_host(headers.get("host", "")):
-            await _refuse(send, 400, "The Host header names another machine. Use the address that sparo printed.")
+            text = "The Host header names another machine. Use the address that sparo printed, or start sparo with --allow-host."
+            await _refuse(send, 400, text)
             return
         if len(scope["path"]) > _MAX_PATH_LENGTH:
             await _refuse(send, 404, "There is nothing here.")
@@ -66,9 +70,10 @@ class Guard:
         cookie = f"sparo_explore_{scope.get('server', ('', 0))[1]}"
         if self._token is not None:
             if query_token and secrets.compare_digest(query_token.encode(), self._token.encode()):
-                # Remove the token from the address bar, whose content gets copied and logged.
-                cookie_header = f"{cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-                extra += [(b"set-cookie", cookie_header.encode()), (b"location", b"/")]
+                # Remove the token from the address bar, whose content gets copied and logged. Neither the address nor the
+                # cookie names a path, because a proxy may serve the page below a prefix that it does not tell.
+                cookie_header = f"{cookie}={self._token}; HttpOnly; SameSite=Strict"
+                extra += [(b"set-cookie", cookie_header.encode()), (b"location", b"./")]
                 await _refuse(send, 303, "", extra)
                 return
             if not secrets.compare_digest(_cookie(headers, cookie).encode(), self._token.encode()):
@@ -105,7 +110,7 @@ class Guard:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in {self._host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            return name in self._names
         return True  # an address is not a name that others could redirect
 
 
@@ -120,7 +125,12 @@ def is_loopback(name: str) -> bool:
 def _is_same_origin(headers: dict[str, str]) -> bool:
     origin = headers.get("origin")
     try:
-        same = origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        # Browsers send Sec-Fetch-Site, which no page can set. Host differs from Origin behind proxies that replace it.
+        same = (
+            headers.get("sec-fetch-site") == "same-origin"
+            or origin is None
+            or urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        )
     except ValueError:
         return False
     return same and headers.get("x-sparo") == "explore"
@@ -154,6 +164,7 @@ class PageOptions(NamedTuple):
         out: path of the selection.
         host, port: address of the page.
         token: require a token on loopback, too.
+        names: further names of this machine that requests may give, together with a token.
     """
 
     tasks: list[str] | None
@@ -164,6 +175,7 @@ class PageOptions(NamedTuple):
     host: str
     port: int
     token: bool = False
+    names: tuple[str, ...] = ()
 
 
 def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) -> None:
@@ -193,8 +205,9 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
         explorer = Explorer(first, pictures, page_options.out, lambda name: Side(Bench(name, second), tasks, pictures))
         if page_options.compare is not None:
             explorer.compare(page_options.compare)
-        token = None if is_loopback(page_options.host) and not page_options.token else secrets.token_urlsafe(24)
-        app = Guard(make_app(explorer), page_options.host, token)
+        local = is_loopback(page_options.host) and not page_options.token and not page_options.names
+        token = None if local else secrets.token_urlsafe(24)
+        app = Guard(make_app(explorer), page_options.host, token, page_options.names)
         out.print(_address(sock, page_options.host, token), soft_wrap=True)
         console.print(f"{checkpoint}: saves to {page_options.out}; Ctrl-C ends", soft_wrap=True)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3)

@@ -1,12 +1,14 @@
 """`sparo slots explore` in a real browser: what a person clicks and types, and that scores are those of `sparo eval --slots`."""
 
+import base64
 import json
 import socket
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.helpers.browser import Watched, chromium, explorer, until
+from tests.helpers.browser import Watched, chromium, explorer, proxy, until
 from tests.helpers.processes import sparo
 from tests.helpers.samples import jpeg
 
@@ -172,13 +174,18 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         assert page.evaluate("document.activeElement.dataset.slot") == "2"
         page.fill("#note", "looks at red")
         press(page, "#slots [data-slot='2']", "/")
+        assert page.input_value("#search-by") == "text"
+        page.select_option("#search-by", "name")
+        page.locator("#query").focus()
         page.keyboard.type("RED")
         page.keyboard.press("Enter")
-        assert "1 of 4 are called or noted “RED”" in page.inner_text("#told")
+        assert "1 of 4 slots have “RED” in their name or note" in page.inner_text("#told")
         assert page.locator("#slots [role=option]:visible").count() == 1
         page.select_option("#search-by", "text")
         page.press("#query", "Enter")
-        says(page, "#told", "does most to tell")
+        says(page, "#told", "distinguishes images of “RED” most")
+        (winner,) = page.eval_on_selector_all("#slots [role=option]:first-child", "all => all.map(b => b.dataset.slot)")
+        assert page.inner_text("#slot-title") == f"Slot {winner}" and "(uniform: 25.0 %)" in page.inner_text("#told")
         assert page.locator("#slots [role=option]:visible").count() == 4
         parts = page.eval_on_selector_all("#slots .fact", "all => all.map(f => parseFloat(f.textContent))")
         assert parts == sorted(parts, reverse=True) and sum(parts) == pytest.approx(100, abs=0.3)
@@ -240,7 +247,7 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
         seen.go(address, plain)
         plain.fill("#compare-with", "runs/plain")
         plain.press("#compare-with", "Enter")
-        says(plain, "#picture-words", "show no attention")
+        says(plain, "#picture-words", "have no attention")
     whole = Watched(browser, (tmp_path / "one.html").as_uri(), accept_downloads=True, offline=True)
     page = whole.page  # the server is gone
     assert (
@@ -256,6 +263,51 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
     got.value.save_as(world / "from_page.json")
     assert scored(world, "runs/s0", "--slots", "from_page.json")["ret"]["metrics"] == found["ret"]["metrics"]
     whole.fine()
+
+
+def drop(page, kind, *paths):
+    """Send a drop or paste event with files."""
+    files = [(path.name, base64.b64encode(path.read_bytes()).decode()) for path in paths]
+    page.evaluate(
+        """([kind, files]) => {
+            const data = new DataTransfer();
+            for (const [name, text] of files) data.items.add(new File([Uint8Array.from(atob(text), (c) => c.charCodeAt(0))], name, { type: "image/jpeg" }));
+            const event = kind === "drop" ? new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true })
+                : new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+            document.body.dispatchEvent(event);
+        }""",
+        [kind, files],
+    )
+
+
+def test_behind_a_proxy_with_own_pictures(world, browser, tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(40 + i, (60, 40)))
+    words = ("--data", "tasks.yaml", "--out", "proxied.json", "--allow-host", "hub.localhost")
+    with explorer("runs/s0", *words, cwd=world) as address:
+        assert "?token=" in address
+        query, prefix = urlsplit(address).query, "/user/me/proxy/8765/"
+        # A hub keeps the browser's Host; a tunnel replaces it by that of this machine, so it differs from Origin.
+        for host in (None, urlsplit(address).netloc):
+            with proxy(address, prefix, host) as port:
+                seen = Watched(browser, f"http://hub.localhost:{port}{prefix}?{query}")
+                page = seen.page
+                assert page.url == f"http://hub.localhost:{port}{prefix}"
+                before = page.locator("#images [role=option]").count()
+                drop(page, "drop", tmp_path / "0.jpg", tmp_path / "1.jpg")
+                counts(page, "#images [role=option]", before + 2)
+                drop(page, "paste", tmp_path / "2.jpg")
+                counts(page, "#images [role=option]", before + 3)
+                page.set_input_files("#own-image", [tmp_path / "3.jpg", tmp_path / "0.jpg"])
+                page.fill("#own-caption", "שלום")
+                page.click("#own button")
+                counts(page, "#images [role=option]", before + 5)
+                first = page.locator("#images [role=option]").first
+                assert "שלום" in first.inner_text() and first.locator("span").get_attribute("dir") == "auto"
+                page.set_viewport_size({"width": 390, "height": 800})
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+                seen.fine()
+                seen.context.close()
 
 
 def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
@@ -315,7 +367,8 @@ def test_the_explorer_shows_a_model_without_text_tower(others, browser):
         seen = Watched(browser, address, viewport={"width": 650, "height": 450})  # as 1,300 by 900 at 200 %
         page = seen.page
         assert set(shown(page)) == {"knn"} and page.locator("#slots canvas").first.is_visible()
-        assert page.locator("#search-by option").nth(1).is_disabled() and page.locator("#captions").is_hidden()
+        assert page.locator("#search-by option").nth(0).is_disabled() and page.input_value("#search-by") == "name"
+        assert page.locator("#search-by option").nth(0).is_disabled() and page.locator("#captions").is_hidden()
         assert "20 of 30 images" in page.inner_text("#scores")
         assert page.evaluate(
             "document.documentElement.scrollWidth <= innerWidth"

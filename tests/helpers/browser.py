@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,3 +109,48 @@ class Watched:
             found = Axe().run(page)
             assert found.violations_count == 0, found.generate_report()
         assert self.wrong == []
+
+
+@contextmanager
+def proxy(address: str, prefix: str, host: str | None = None) -> Iterator[int]:
+    """Serve `address` below a prefix, as JupyterHub and tunnels do; yields the port.
+
+    Args:
+        address: the server, http://127.0.0.1:PORT.
+        prefix: path that is removed from requests.
+        host: the Host header that the server receives; None: that of the browser.
+    """
+    target = urlsplit(address)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not self.path.startswith(prefix):
+                self.send_error(404)
+                return
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {**dict(self.headers), **({} if host is None else {"Host": host})}
+            upstream = http.client.HTTPConnection(target.hostname or "", target.port, timeout=60)
+            upstream.request(self.command, "/" + self.path.removeprefix(prefix), body, headers)
+            answer = upstream.getresponse()
+            data = answer.read()
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET  # noqa: N815  the name that http.server calls
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()

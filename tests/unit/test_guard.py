@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError
 OWN = {"host": "127.0.0.1:8765", "x-sparo": "explore"}
 
 
-def asked(listens, token, method="GET", path="/", query="", **headers):
+def asked(listens, token, method="GET", path="/", query="", names=(), **headers):
     """Status and headers of a request to a server that `listens` there; names of headers with _ for -."""
 
     async def app(scope, receive, send):
@@ -36,7 +36,7 @@ def asked(listens, token, method="GET", path="/", query="", **headers):
         "headers": named,
         "server": ("127.0.0.1", 8765),
     }
-    asyncio.run(Guard(app, listens, token)(scope, None, send))
+    asyncio.run(Guard(app, listens, token, names)(scope, None, send))
     if sent[0]["status"] != 200:
         assert b"secret" not in b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], dict(sent[0]["headers"])
@@ -93,13 +93,25 @@ def test_elsewhere_a_token_is_needed():
         == 403
     )
     status, headers = seen("token=tok")
-    assert status == 303 and headers[b"location"] == b"/"
-    assert headers[b"set-cookie"] == b"sparo_explore_8765=tok; Path=/; HttpOnly; SameSite=Strict"
-    assert asked("0.0.0.0", "tok", query="token=tok", host="192.0.2.7", path="//evil.example/")[1][b"location"] == b"/"
+    assert status == 303 and headers[b"location"] == b"./"
+    assert headers[b"set-cookie"] == b"sparo_explore_8765=tok; HttpOnly; SameSite=Strict"
     assert asked("127.0.0.1", None, host="localhost", path="/image/" + "9" * 5000)[0] == 404
     assert seen(cookie="other=1; sparo_explore_8765=tok")[0] == 200
     assert seen(cookie="sparo_explore_8765=tok", host="evil.example")[0] == 400
     assert asked("0.0.0.0", "tok", "POST", host="192.0.2.7", cookie="sparo_explore_8765=tok")[0] == 403
+
+
+def test_named_hosts_need_a_token_and_their_own_page():
+    def reply(method="GET", token="tok", **headers):
+        return asked("127.0.0.1", token, method, names=("Hub.example",), host="hub.example:443", **headers)[0]
+
+    cookie = "sparo_explore_8765=tok"
+    assert reply() == 403 and reply(cookie=cookie) == 200 and reply(token=None) == 400
+    page = {"cookie": cookie, "x_sparo": "explore", "origin": "https://hub.example"}
+    assert reply("POST", **page) == 403  # the port of the proxy differs from that of Host
+    assert reply("POST", **page, sec_fetch_site="same-origin") == 200
+    assert reply("POST", **page, sec_fetch_site="cross-site") == 403
+    assert reply("POST", cookie=cookie, sec_fetch_site="same-origin") == 403  # without the page's header
 
 
 def test_a_server_that_ends_leaves_no_traceback_of_a_request():

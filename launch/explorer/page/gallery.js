@@ -49,6 +49,6 @@ export class Gallery {
   #box({ key, caption }, number) {
     const picture = made("img", { src: pictureOf(number), alt: "", loading: "lazy", width: 80, height: 80 });
     return made("div", { role: "option", "data-image": number, "aria-selected": "false", tabindex: -1 }, picture,
-      made("span", { text: caption || key }));
+      made("span", { text: caption || key, dir: "auto" }));
   }
 }

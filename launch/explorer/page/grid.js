@@ -25,7 +25,7 @@ export class Grid {
     this.list.replaceChildren(...Array.from({ length: count }, (_, slot) => {
       const head = made("span", { class: "head" }, made("span", { class: "number", text: String(slot) }), made("span", { class: "switch" }));
       return made("div", { role: "option", "data-slot": slot, tabindex: -1 },
-        head, made("canvas", { "aria-hidden": "true", height: 1 }), made("span", { class: "name" }), made("span", { class: "fact" }));
+        head, made("canvas", { "aria-hidden": "true", height: 1 }), made("span", { class: "name", dir: "auto" }), made("span", { class: "fact" }));
     }));
     this.boxes.settle();
   }
@@ -48,6 +48,12 @@ export class Grid {
     const box = this.box(slot);
     box.setAttribute("aria-selected", String(on));
     box.querySelector(".switch").textContent = on ? "on" : "off";
+  }
+
+  // Scroll to a slot, which Tab then reaches first.
+  reveal(slot) {
+    for (const box of this.list.children) box.tabIndex = Number(box.dataset.slot) === slot ? 0 : -1;
+    this.box(slot).scrollIntoView({ block: "nearest" });
   }
 
   // A line below each slot's name.

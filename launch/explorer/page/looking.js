@@ -16,13 +16,13 @@ export function focus(slot) {
   at("name").value = choice.names[slot] ?? "";
   at("note").value = choice.notes[slot] ?? "";
   clearTimeout(resting);
-  resting = setTimeout(detail, 120); // whoever holds an arrow key down does not wait for every slot's scores
+  resting = setTimeout(detail, 120); // do not compute scores for each slot while an arrow key is held down
 }
 
 export function detail() {
   const { slot, part, query } = page, found = part?.get(slot);
   slotFacts(at("slot-facts"), slot, page.attention, page.weights, side().tasks, found && {
-    text: `Of “${query}” it does ${percent(found.score)} %. Images that agree with it most here:`,
+    text: `Share of “${query}”: ${percent(found.score)} % (uniform: ${percent(1 / side().facts.count)} %). The images most similar to this text in this slot:`,
     images: found.best.map((image) => ({ picture: pictureOf(image), words: gallery.images[image].caption || gallery.images[image].key })),
   });
 }
@@ -62,10 +62,10 @@ function shown(picture, attention) {
 
 function words(attention) {
   const { caption, key } = gallery.images[page.image];
-  const of = `“${caption || key}”. `;
-  if (!attention) return `${of}This page was saved before anybody looked at where its slots look.`;
-  if (!page.heat) return `${of}These ${side().facts.units} show no attention.`;
-  return `${of}Each picture has a scale of its own, up to the peak below it: the share of attention on one patch. Attention says where a slot takes its information from, not what it makes of it.`;
+  const title = `“${caption || key}”. `;
+  if (!attention) return `${title}The attention for this image is not part of this saved page.`;
+  if (!page.heat) return `${title}These ${side().facts.units} have no attention.`;
+  return `${title}Each map has its own scale, up to the peak below it: the share of attention on one patch. Attention shows where a slot takes its information from, not how it uses it.`;
 }
 
 export function lines() {
@@ -88,15 +88,19 @@ export async function search() {
     const found = [...one.choice.on.keys()].filter((slot) => `${names[slot] ?? ""}\n${notes[slot] ?? ""}`.toLowerCase().includes(like) || String(slot) === query);
     page.part = null;
     grid.order(found.length ? found : null);
-    tell(`${found.length} of ${one.facts.count} are called or noted “${query}”.`);
+    tell(`${found.length} of ${one.facts.count} slots have “${query}” in their name or note.`);
   } else {
     const { found } = await ask(`search/${one.facts.id}`, { text: query });
     if (one !== side()) return;
     page.part = new Map(found.map((one) => [one.slot, one]));
     page.query = query;
     grid.order(found.map((one) => one.slot));
-    const [best] = found;
-    tell(`Slot ${best.slot} does most to tell images that fit “${query}” from the others: ${percent(best.score)} %. Its best image: “${gallery.images[best.best[0]].caption || gallery.images[best.best[0]].key}”.`);
+    const [best] = found, { caption, key } = gallery.images[best.best[0]];
+    tell(`Slot ${best.slot} distinguishes images of “${query}” most: ${percent(best.score)} % of the difference to other images (uniform: ${percent(1 / one.facts.count)} %). Its best image: “${caption || key}”.`);
+    lines();
+    focus(best.slot);
+    grid.reveal(best.slot);
+    return;
   }
   lines();
   detail();

@@ -11,7 +11,7 @@ import { Choice } from "./state.js";
 
 async function open(facts) {
   const before = page.sides[1];
-  if (before?.choice.dirty && !confirm(`${before.facts.label} has changes that are not saved. Close it all the same?`)) return null;
+  if (before?.choice.dirty && !confirm(`${before.facts.label} has unsaved changes. Close it anyway?`)) return null;
   const number = page.sides.length ? 1 : 0;
   const opened = { facts, choice: new Choice(facts, held?.state.sides[number]), tasks: facts.tasks.map(() => null) };
   page.sides[number] = opened;
@@ -22,7 +22,7 @@ async function open(facts) {
   at("title").textContent = `Slots of ${names.join(" and ")}`;
   document.title = at("title").textContent;
   table.show(names, page.rows);
-  if (!page.rows.length) at("scores").replaceChildren(made("p", { text: "None of the tasks can be scored slot by slot; slots can be looked at, named and saved." }));
+  if (!page.rows.length) at("scores").replaceChildren(made("p", { text: "None of the tasks can be scored slot by slot. You can still look at slots, name them and save a selection." }));
   at("top").hidden = !page.rows.length;
   at("sides").hidden = page.sides.length < 2;
   at("sides").replaceChildren(made("legend", { text: "Slots of" }), ...page.sides.map((one, index) => {
@@ -46,8 +46,9 @@ function see(index) {
   at("top-k").value = Math.max(1, Math.floor(facts.count / 2));
   at("top-task").replaceChildren(...facts.tasks.map((task, number) => made("option", { value: number, text: task.name })));
   const lone = held ? "this is a saved page" : "this model reads no text";
-  const byText = at("search-by").options[1];
+  const [byText] = at("search-by").options;
   byText.disabled = Boolean(held) || !facts.reads;
+  if (byText.disabled) at("search-by").value = "name";
   byText.text = byText.disabled ? `text (${lone})` : "text, through the text tower";
   at("captions").hidden = Boolean(held) || !facts.reads;
   captions.clear();
@@ -71,10 +72,10 @@ function submitted(id, work) {
 
 function save(one = side(), over = false) {
   const { choice, facts } = one;
-  if (!choice.chosen.length) return trouble(new Error("Nothing is on: a selection keeps one slot at least."));
+  if (!choice.chosen.length) return trouble(new Error("All slots are off. Switch on at least one to save a selection."));
   if (held) {
     downloaded(facts, choice);
-    return tell("selection.json was handed to the browser, which keeps it among its downloads.");
+    return tell("selection.json is in the browser's downloads.");
   }
   const count = choice.chosen.length;
   return saved(facts.id, choice, over).then(
@@ -116,12 +117,11 @@ function listen() {
     prepare(opened).catch(trouble);
   });
   submitted("own", async () => {
-    const file = at("own-image").files[0];
-    if (!file) throw new Error("Choose an image first.");
-    const facts = new URLSearchParams({ name: file.name, caption: at("own-caption").value });
-    const added = await (await post(`own?${facts}`, file)).json();
-    gallery.add(added, added.image);
+    const { files } = at("own-image");
+    if (!files.length) throw new Error("Choose an image first.");
+    await addOwn(files, at("own-caption").value);
   });
+  if (!held) listenToFiles();
   submitted("captions", async () => {
     const texts = at("captions-text").value.split("\n").map((line) => line.trim()).filter(Boolean);
     if (page.image < 0) throw new Error("Choose an image first.");
@@ -148,6 +148,32 @@ function listen() {
   window.addEventListener("beforeunload", (event) => {
     if (page.sides.some(({ choice }) => choice.dirty)) event.preventDefault();
   });
+}
+
+// One after the other: the server limits what it reads at once, and the first refusal ends the list.
+async function addOwn(files, caption = "") {
+  for (const file of files) {
+    const facts = new URLSearchParams({ name: file.name, caption });
+    const added = await (await post(`own?${facts}`, file)).json();
+    gallery.add(added, added.image);
+  }
+}
+
+// Images that are dropped on the page, or pasted.
+function listenToFiles() {
+  const images = (data) => [...(data?.files ?? [])].filter((file) => file.type.startsWith("image/"));
+  const take = (event, data) => {
+    const files = images(data);
+    if (!files.length) return;
+    event.preventDefault();
+    quiet();
+    tried(() => addOwn(files, at("own-caption").value));
+  };
+  document.addEventListener("dragover", (event) => {
+    if ([...event.dataTransfer.types].includes("Files")) event.preventDefault(); // or the browser would open the file
+  });
+  document.addEventListener("drop", (event) => take(event, event.dataTransfer));
+  document.addEventListener("paste", (event) => take(event, event.clipboardData));
 }
 
 function keys(event) {

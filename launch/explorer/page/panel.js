@@ -9,7 +9,7 @@ export function slotFacts(home, slot, attention, weights, scores, query) {
   if (weights) {
     const words = attention.words.map((word, i) => ({ word, share: weights[slot * attention.words.length + i] }));
     const most = words.sort((a, b) => b.share - a.share).slice(0, 4).map(({ word, share }) => `${word} ${percent(share)} %`);
-    found.push(made("h3", { text: "Words it reads in this caption" }), made("p", { class: "words", text: most.join(", ") }));
+    found.push(made("h3", { text: "Words of the caption it attends to" }), made("p", { class: "words", dir: "auto", text: most.join(", ") }));
   }
   const rows = scores.map((score) => {
     if (!score) return null;
@@ -49,7 +49,7 @@ export class Captions {
     if (!this.texts.length) return;
     const every = on.map(() => 1), all = this.#similar(every), chosen = on.some((value) => value) ? this.#similar(on) : null;
     const best = (values) => values.indexOf(Math.max(...values));
-    const rows = this.texts.map((text, i) => made("tr", {}, made("th", { scope: "row", text }),
+    const rows = this.texts.map((text, i) => made("tr", {}, made("th", { scope: "row", text, dir: "auto" }),
       made("td", { class: "number", text: all[i].toFixed(3) + (best(all) === i ? " best" : "") }),
       made("td", { class: "number", text: chosen ? chosen[i].toFixed(3) + (best(chosen) === i ? " best" : "") : "–" })));
     const heads = ["caption", "cosine, all", "chosen"].map((text) => made("th", { scope: "col", text }));
