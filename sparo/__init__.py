@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from evals.slots.attend import informative_slots as informative_slots
     from evals.slots.attend import word_profiles as word_profiles
     from evals.slots.overlay import image_crop as image_crop
-    from evals.slots.overlay import spotlight as spotlight
+    from evals.slots.overlay import overlay as overlay
     from evals.suite.answers import Answers as Answers
     from evals.suite.answers import answers_task as answers_task
     from evals.suite.evaluate import EvalOptions as EvalOptions
@@ -101,7 +101,7 @@ _SOURCES = {
     "normalize_slots": "sparo_train.models.readout:normalize_slots",
     "only_slots": "evals.suite.evaluate:only_slots",
     "read_records": "evals.report.results_file:read_records",
-    "spotlight": "evals.slots.overlay:spotlight",
+    "overlay": "evals.slots.overlay:overlay",
     "word_profiles": "evals.slots.attend:word_profiles",
 }
 __all__ = ["__version__", *_SOURCES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -96,6 +96,18 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     return attended
 
 
+def top_words(one: Attended, slot: int, count: int = 2) -> list[str]:
+    """Return the words of the caption with the highest attention of a slot, as `red 55%`, in the caption's order.
+
+    Attention on articles, punctuation, start and end says nothing about the image, so these are not counted as words.
+    """
+    naming = [
+        i for i, word in enumerate(one.words) if word.lower() not in FUNCTION_WORDS and any(map(str.isalnum, word))
+    ]
+    top = sorted(sorted(naming, key=lambda i: -float(one.weights[slot, i]))[:count])
+    return [f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top]
+
+
 def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     """Split (n, L, N), with or without the `prefix` tokens (class token, registers) first, into (n, L, g, g) and (n, L)."""
     n = attention.shape[-1]

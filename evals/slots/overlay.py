@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from PIL import Image
 from torch import Tensor
@@ -39,25 +38,39 @@ def image_crop(encoder: Encoder, image: Image.Image) -> ImageCrop:
     return ImageCrop(part, (0, 0, part.width, part.height))
 
 
+# The page of the explorer draws the same (launch/explorer/page/heat.js).
+_DIMMED, _LIFT = 0.4, 0.08  # brightness of unattended pixels: grey * _DIMMED + _LIFT
+_OUTSIDE = 0.15  # brightness outside of the model's crop
+
+
 def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
-    """Draw attention (g, g) over the grey image, black outside the crop; its longer side has `size` pixels.
+    """Draw attention (g, g): attended pixels keep their colours, others become grey and dim, and a line encloses half of the attention.
 
     Args:
-        what, heat: the image and its attention.
-        brightest: attention that gets the brightest colour.
+        what: the image.
+        heat: its attention.
+        brightest: attention at which colours remain completely.
         size: pixels of the longer side.
     """
     picture, level, looked = _laid(what, heat, brightest, size)
-    grey = picture @ np.asarray([0.299, 0.587, 0.114], np.float32)
-    colour = matplotlib.colormaps["inferno"](level)[..., :3]
-    out = np.where(looked[..., None], 0.4 * grey[..., None] + 0.6 * colour, 0.25 * grey[..., None])
-    return _image(out)
+    grey = np.repeat((picture @ np.asarray([0.299, 0.587, 0.114], np.float32))[..., None], 3, axis=-1)
+    share = np.sqrt(level)[..., None]  # makes weaker maxima visible next to the strongest
+    out = share * picture + (1 - share) * (_DIMMED * grey + _LIFT)
+    out[contour(level, looked)] = 1
+    return _image(np.where(looked[..., None], out, _OUTSIDE * grey))
 
 
-def spotlight(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
-    """Draw the image in colour where the slot attends, and fade it to white elsewhere; otherwise like `overlay`."""
-    picture, level, _ = _laid(what, heat, brightest, size)
-    return _image(picture * level[..., None] + (0.25 * picture + 0.75) * (1 - level[..., None]))
+def contour(level: np.ndarray, looked: np.ndarray) -> np.ndarray:
+    """Return the mask (H, W) of the border pixels of the smallest region of `looked` with half of the attention; empty if it covers more than a third."""
+    falling = np.sort(level[looked])[::-1]
+    total = falling.sum(dtype=np.float64)
+    if total <= 0:
+        return np.zeros(level.shape, bool)
+    inside = looked & (level >= falling[np.searchsorted(falling.cumsum(dtype=np.float64), total / 2)])
+    if inside.sum() > looked.sum() / 3:
+        return np.zeros(level.shape, bool)
+    around = np.pad(inside, 1, constant_values=True)
+    return inside & ~(around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:])
 
 
 def _laid(what: ImageCrop, heat: Tensor, brightest: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

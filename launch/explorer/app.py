@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -122,7 +121,6 @@ class Explorer:
                 {"key": escape_control_chars(s.key), "caption": escape_control_chars(s.caption), "own": s.own}
                 for s in self.pictures.entries
             ],
-            "colours": (255 * matplotlib.colormaps["inferno"](np.arange(256))[:, :3]).round().astype(int).tolist(),
         }
 
     def side_facts(self, number: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Guard:
         if self._token is not None:
             if query_token and secrets.compare_digest(query_token.encode(), self._token.encode()):
                 # Remove the token from the address bar, whose content gets copied and logged. Neither the address nor the
-                # cookie names a path, because a proxy may serve the page below a prefix that it does not tell.
+                # cookie names a path, because a proxy may serve the page below a prefix that requests do not contain.
                 cookie_header = f"{cookie}={self._token}; HttpOnly; SameSite=Strict"
                 extra += [(b"set-cookie", cookie_header.encode()), (b"location", b"./")]
                 await _refuse(send, 303, "", extra)

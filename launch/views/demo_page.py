@@ -22,8 +22,8 @@ from PIL import Image
 from evals.encoders.sparo_encoders import ClipEncoder
 from evals.report.plots import save_figure
 from evals.sets.wds import WdsSet
-from evals.slots.attend import FUNCTION_WORDS, Attended, attend, informative_slots, word_profiles
-from evals.slots.overlay import image_crop, jpeg, spotlight, thumbnail
+from evals.slots.attend import attend, informative_slots, top_words, word_profiles
+from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
 from evals.tasks.result import Result, format_metric, is_share, wilson
 from sparo_train.core.files import write_whole
 
@@ -77,21 +77,14 @@ def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Se
     for slot in informative_slots(attended, profiles, _SLOTS):
         tiles = [
             SlotTile(
-                spotlight(image_crop(encoder, images[i]), attended[i].maps[slot], float(brightest[slot]), _SIZE),
-                _top_words(attended[i], slot),
+                overlay(image_crop(encoder, images[i]), attended[i].maps[slot], float(brightest[slot]), _SIZE),
+                "  ".join(top_words(attended[i], slot)),
             )
             for i in some
         ]
         words = ", ".join(f"{word} {share:.0%}" for word, share in profiles.of(slot, 4))
         galleries.append(SlotGallery(slot, words, tiles))
     return DemoSlots([(thumbnail(image_crop(encoder, images[i]), _SIZE), captions[i]) for i in some], galleries)
-
-
-def _top_words(one: Attended, slot: int) -> str:
-    # Attention on the start or on "a" says nothing about the image.
-    naming = [i for i, word in enumerate(one.words) if word.lower() not in FUNCTION_WORDS]
-    top = sorted(sorted(naming, key=lambda i: -float(one.weights[slot, i]))[:2])
-    return "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
 
 
 def draw_slots(demo: DemoSlots, path: Path) -> None:

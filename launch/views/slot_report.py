@@ -18,7 +18,7 @@ from PIL import Image
 
 from evals.encoders.encoder import Encoder
 from evals.report.plots import literal, save_figure
-from evals.slots.attend import Attended, filter_slots, gallery
+from evals.slots.attend import Attended, filter_slots, gallery, top_words
 from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
 from sparo_train.core.files import escape_control_chars, write_whole
 
@@ -125,10 +125,8 @@ class _Overlays:
         one = self.attended[number]
         if not one.words:
             return ""
-        # In the caption's order, so that they read naturally.
-        top = one.weights[slot].topk(min(2, len(one.words))).indices.sort().values.tolist()
-        top_words = "  ".join(f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top)
-        return escape_control_chars(f": {top_words}; cosine {float(one.cosine[slot]):.2f}")
+        words = "  ".join(top_words(one, slot))
+        return escape_control_chars(f": {words}; cosine {float(one.cosine[slot]):.2f}")
 
 
 def _example_slots(one: Attended, slot_ids: Sequence[int] | None, show_options: Any) -> list[int]:
@@ -194,7 +192,9 @@ def _section(overlays: _Overlays, slot: int, rows: Mapping[str, Sequence[int]], 
 
 
 def _short_title(one: CaptionedImage) -> str:
-    return escape_control_chars((one.caption or one.key)[:60])
+    text = one.caption or one.key
+    short = textwrap.shorten(text, 60, placeholder=" …")
+    return escape_control_chars(f"{text[:59]}…" if short.strip() == "…" else short)  # of a script without spaces
 
 
 def _uri(image: Image.Image) -> str:

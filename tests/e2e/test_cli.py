@@ -99,7 +99,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         ),
         (["data", "scenes", "{root}/small", "--size", "8"], "size: Input should be greater than or equal to 16"),
         (["export", "{root}/shards"], "has no config.yaml, so it is not a run folder"),
-        (["export", "{root}/runs/cli", "--layout", "x"], "--layout: 'x'; known: dino, open_clip, sparo-clip"),
+        (["export", "{root}/runs/cli", "--layout", "x"], "--layout: 'x'; known: dino, onnx, open_clip, sparo-clip"),
         (
             ["data", "convert", "{root}/recipe.yaml", "{root}/out"],
             "cannot be converted. Name an image folder, a .csv or .tsv file or a data set, or pass --as NAME",

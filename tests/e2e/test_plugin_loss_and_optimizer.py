@@ -208,6 +208,6 @@ def test_the_blocks_of_the_documentation_work():
     )
     assert answers.correct["acc"].tolist() == [True, False] and names["TASK"].facts == "captions"
     assert (
-        names["METHOD"].exports == ("open_clip", "sparo-clip")
+        names["METHOD"].exports == ("open_clip", "sparo-clip", "transformers", "onnx")
         and names["METHOD"].config.model_fields["kind"].default == "margin_clip"
     )

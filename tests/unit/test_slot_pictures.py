@@ -40,12 +40,12 @@ def test_the_box_is_what_the_model_saw(size, resize):
     assert whole.box == (0, 0, *size)
 
 
-def test_attention_overlays_keep_attended_pixels_and_darken_the_rest():
+def test_attention_overlays_keep_attended_colours_and_dim_the_rest():
     what = image_crop(Cut(Pixels(32, 32)), Image.new("RGB", (96, 48), (255, 255, 255)))
     heat = torch.zeros(4, 4)
     heat[0, 3] = 0.9  # top right of the middle square
     drawn = np.asarray(overlay(what, heat, 0.9, size=96)).astype(int)
-    assert drawn.shape == (48, 96, 3) and (drawn[:, :24] == 63).all() and (drawn[:, 72:] == 63).all()
+    assert drawn.shape == (48, 96, 3) and (drawn[:, :24] == 38).all() and (drawn[:, 72:] == 38).all()
     brightest = np.unravel_index(drawn[..., 0].argmax(), (48, 96))
     assert brightest[0] < 12 and 60 <= brightest[1] < 72
     nothing = np.asarray(overlay(what, torch.zeros(4, 4), 0.0, size=96))

@@ -6,7 +6,7 @@ from PIL import Image
 from rich.console import Console
 
 from evals.slots.attend import Attended, informative_slots, word_profiles
-from evals.slots.overlay import ImageCrop, overlay, spotlight
+from evals.slots.overlay import ImageCrop, overlay
 from evals.tasks.result import Result
 from launch.views.results_table import heading, results_table
 from launch.views.terminal import out
@@ -40,14 +40,16 @@ def test_informative_slots_attend_to_different_content_words():
     assert [word for word, _ in profiles.of(3, 1)] == ["cube"]
 
 
-def test_a_spotlight_keeps_colours_where_the_slot_looks_and_pales_the_rest():
+def test_attended_pixels_keep_their_colours_within_a_line_around_half_of_the_attention():
     image = Image.new("RGB", (64, 64), (200, 20, 20))
-    heat = torch.zeros(2, 2)
+    heat = torch.zeros(4, 4)
     heat[0, 0] = 1.0
-    lit = np.asarray(spotlight(ImageCrop(image, (0, 0, 64, 64)), heat, 1.0, 64)).astype(int)
-    assert abs(lit[4, 4] - [200, 20, 20]).max() < 12 and (lit[60, 60] > [230, 190, 190]).all()
-    dark = np.asarray(overlay(ImageCrop(image, (16, 16, 48, 48)), heat, 1.0, 64)).astype(int)
-    assert dark[2, 2].max() < 40 < dark[18, 18].max()  # what the model did not see is dark
+    drawn = np.asarray(overlay(ImageCrop(image, (0, 0, 64, 64)), heat, 1.0, 64)).astype(int)
+    assert abs(drawn[2, 2] - [200, 20, 20]).max() < 12
+    assert len(set(drawn[60, 60])) == 1 and drawn[60, 60, 0] < 70  # grey and dim
+    assert (drawn[:24, :24] == 255).all(-1).any() and not (drawn[32:] == 255).all(-1).any()
+    even = np.asarray(overlay(ImageCrop(image, (16, 16, 48, 48)), torch.ones(4, 4), 1.0, 64)).astype(int)
+    assert not (even == 255).all(-1).any() and even[2, 2].max() < 40  # no line; dark where the model saw nothing
 
 
 def test_tables_fit_eighty_columns_and_split_no_word(monkeypatch):

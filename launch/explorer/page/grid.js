@@ -62,11 +62,11 @@ export class Grid {
   }
 
   // Where slots look; nothing where nothing is known.
-  heat(heat) {
+  heat(heat, own) {
     for (const box of this.list.children) {
       const canvas = box.querySelector("canvas");
       canvas.hidden = !heat;
-      if (heat) heat.draw(canvas, Number(box.dataset.slot));
+      if (heat) heat.draw(canvas, Number(box.dataset.slot), own);
     }
   }
 

@@ -1,59 +1,96 @@
-// Attention over an image: grey below, a slot's share of attention above it where the model looked.
+// Attention over an image, drawn as in evals/slots/overlay.py: attended pixels keep their colours, others become grey and dim,
+// and a line encloses half of the attention.
 
 const SIDE = 112; // pixels of a canvas's longest side
+const DIMMED = 0.4, LIFT = 20, OUTSIDE = 0.15;
 
 export class Heat {
-  constructor(image, attention, maps, colours) {
+  constructor(image, attention, maps) {
     const scale = SIDE / Math.max(image.naturalWidth, image.naturalHeight);
     this.width = Math.max(1, Math.round(image.naturalWidth * scale));
     this.height = Math.max(1, Math.round(image.naturalHeight * scale));
-    this.image = image;
-    this.colours = colours;
     this.side = attention?.side ?? 0;
     this.maps = maps;
-    const box = attention?.box ?? [0, 0, 1, 1];
-    this.box = [box[0] * this.width, box[1] * this.height, (box[2] - box[0]) * this.width, (box[3] - box[1]) * this.height];
-    this.small = document.createElement("canvas");
-    this.small.width = this.small.height = Math.max(1, this.side);
+    const [left, top, right, bottom] = attention?.box ?? [0, 0, 1, 1];
+    this.box = { left: left * this.width, top: top * this.height, right: right * this.width, bottom: bottom * this.height };
+    this.pixels = this.#read(image);
+    this.strongest = maps?.reduce((a, b) => Math.max(a, b), 0) ?? 0;
   }
 
-  // The share of its attention that a slot gives to the patch it looks at most.
+  // The share of its attention that a slot gives to the patch with the most.
   peak(slot) {
-    const cells = this.side * this.side;
-    return this.maps.subarray(slot * cells, (slot + 1) * cells).reduce((a, b) => Math.max(a, b), 0);
+    return this.#cells(slot).reduce((a, b) => Math.max(a, b), 0);
   }
 
-  draw(canvas, slot) {
+  // own: scale each slot to its own peak, instead of all to the strongest.
+  draw(canvas, slot, own) {
+    canvas.width = this.width;
+    canvas.height = this.height;
+    const brush = canvas.getContext("2d"), out = brush.createImageData(this.width, this.height);
+    const levels = this.#levels(slot, Math.max(own ? this.peak(slot) : this.strongest, 1e-12));
+    const line = contour(levels, this.width);
+    for (let i = 0; i < levels.length; i++) {
+      const [red, green, blue] = this.pixels.subarray(4 * i, 4 * i + 3);
+      const grey = 0.299 * red + 0.587 * green + 0.114 * blue, level = levels[i], share = Math.sqrt(Math.max(level, 0));
+      const rest = (1 - share) * (DIMMED * grey + LIFT);
+      const colour = level < 0 ? [OUTSIDE * grey, OUTSIDE * grey, OUTSIDE * grey]
+        : line[i] ? [255, 255, 255] : [share * red + rest, share * green + rest, share * blue + rest];
+      out.data.set([...colour, 255], 4 * i);
+    }
+    brush.putImageData(out, 0, 0);
+  }
+
+  #cells(slot) {
+    const cells = this.side * this.side;
+    return this.maps.subarray(slot * cells, (slot + 1) * cells);
+  }
+
+  #read(image) {
+    const canvas = document.createElement("canvas");
     canvas.width = this.width;
     canvas.height = this.height;
     const brush = canvas.getContext("2d");
-    if (!this.maps) {
-      brush.drawImage(this.image, 0, 0, this.width, this.height);
-      return;
-    }
-    brush.filter = "grayscale(1) brightness(0.25)"; // what the model did not see stays dark
-    brush.drawImage(this.image, 0, 0, this.width, this.height);
-    brush.save();
-    brush.beginPath();
-    brush.rect(...this.box);
-    brush.clip();
-    brush.filter = "grayscale(1) brightness(0.4)";
-    brush.drawImage(this.image, 0, 0, this.width, this.height);
-    brush.filter = "none";
-    brush.globalCompositeOperation = "lighter";
-    brush.globalAlpha = 0.6;
-    brush.drawImage(this.#coloured(slot), ...this.box);
-    brush.restore();
+    brush.drawImage(image, 0, 0, this.width, this.height);
+    return brush.getImageData(0, 0, this.width, this.height).data;
   }
 
-  #coloured(slot) {
-    const cells = this.side * this.side, brush = this.small.getContext("2d"), peak = Math.max(this.peak(slot), 1e-12);
-    const pixels = brush.createImageData(this.side, this.side);
-    for (let i = 0; i < cells; i++) {
-      const colour = this.colours[Math.round((255 * this.maps[slot * cells + i]) / peak)];
-      pixels.data.set([...colour, 255], 4 * i);
+  // Attention at every pixel, bilinear, as a share of `scale`, at most 1; below 0 where the model saw nothing.
+  #levels(slot, scale) {
+    const { left, top, right, bottom } = this.box, { side, width, height } = this;
+    const cells = this.#cells(slot), levels = new Float32Array(width * height).fill(-1);
+    const place = (at, begin, end) => {
+      const exact = Math.min(Math.max(((at + 0.5 - begin) / (end - begin)) * side - 0.5, 0), side - 1), low = Math.floor(exact);
+      return [low, Math.min(low + 1, side - 1), exact - low];
+    };
+    const inside = (at, begin, end) => at + 0.5 >= begin && at + 0.5 <= end;
+    for (let y = 0; y < height; y++) {
+      if (!inside(y, top, bottom)) continue;
+      const [row, next, down] = place(y, top, bottom);
+      for (let x = 0; x < width; x++) {
+        if (!inside(x, left, right)) continue;
+        const [column, beside, along] = place(x, left, right);
+        const upper = cells[row * side + column] * (1 - along) + cells[row * side + beside] * along;
+        const lower = cells[next * side + column] * (1 - along) + cells[next * side + beside] * along;
+        levels[y * width + x] = Math.min(1, (upper * (1 - down) + lower * down) / scale);
+      }
     }
-    brush.putImageData(pixels, 0, 0);
-    return this.small;
+    return levels;
   }
+}
+
+// The border pixels of the smallest region with half of the attention; none if it covers more than a third.
+function contour(levels, width) {
+  const line = new Uint8Array(levels.length), falling = levels.filter((level) => level >= 0).sort().reverse();
+  const total = falling.reduce((a, b) => a + b, 0);
+  if (!falling.length || total <= 0) return line;
+  let sum = 0, last = 0;
+  while (last < falling.length - 1 && (sum += falling[last]) < total / 2) last++;
+  if (falling.filter((level) => level >= falling[last]).length > falling.length / 3) return line;
+  const inside = (i) => levels[i] >= falling[last], height = levels.length / width;
+  for (let i = 0; i < levels.length; i++) {
+    if (!inside(i)) continue;
+    const x = i % width, y = Math.floor(i / width);
+    line[i] = Number((x > 0 && !inside(i - 1)) || (x < width - 1 && !inside(i + 1)) || (y > 0 && !inside(i - width)) || (y < height - 1 && !inside(i + width)));
+  }
+  return line;
 }

@@ -52,12 +52,16 @@ function shown(picture, attention) {
   const maps = attention?.maps ? floats(attention.maps) : null;
   page.weights = attention?.weights ? floats(attention.weights) : null;
   const cosine = attention?.cosine ? floats(attention.cosine) : null;
-  page.heat = picture && maps ? new Heat(picture, attention, maps, page.colours) : null;
-  grid.heat(page.heat);
+  page.heat = picture && maps ? new Heat(picture, attention, maps) : null;
+  paintHeat();
   page.shown = (slot) => [page.heat && `peak ${percent(page.heat.peak(slot))} %`, cosine && `cosine ${cosine[slot].toFixed(2)}`].filter(Boolean).join(", ");
   lines();
   at("picture-words").textContent = picture ? words(attention) : "";
   detail();
+}
+
+export function paintHeat() {
+  grid.heat(page.heat, at("own-scale").checked);
 }
 
 function words(attention) {
@@ -65,7 +69,8 @@ function words(attention) {
   const title = `“${caption || key}”. `;
   if (!attention) return `${title}The attention for this image is not part of this saved page.`;
   if (!page.heat) return `${title}These ${side().facts.units} have no attention.`;
-  return `${title}Each map has its own scale, up to the peak below it: the share of attention on one patch. Attention shows where a slot takes its information from, not how it uses it.`;
+  const uniform = percent(1 / (page.heat.side * page.heat.side));
+  return `${title}Colours remain where a slot attends; a line encloses half of its attention, unless that covers more than a third of the image. Peak: the largest share of attention on one patch (uniform: ${uniform} %). Attention shows where a slot takes its information from, not how it uses it.`;
 }
 
 export function lines() {

@@ -1,7 +1,7 @@
 // The page: what is in sight, and what happens when somebody presses something.
 
 import { made } from "./boxes.js";
-import { bestAlone, detail, focus, look, search, showAll } from "./looking.js";
+import { bestAlone, detail, focus, look, paintHeat, search, showAll } from "./looking.js";
 import { painted, prepare, scored, setAll, shared, toggle } from "./marks.js";
 import { captions, gallery, grid, table } from "./parts.js";
 import { downloaded, saved, savedAsOne } from "./saving.js";
@@ -105,6 +105,7 @@ function listen() {
   at("none").addEventListener("click", () => setAll(() => false));
   at("invert").addEventListener("click", () => setAll((value) => !value));
   at("clear").addEventListener("click", showAll);
+  at("own-scale").addEventListener("change", paintHeat);
   at("one-file").addEventListener("click", () => tried(() => savedAsOne(page).then(tell)));
   submitted("search", search);
   submitted("top", bestAlone);
@@ -193,7 +194,6 @@ function keys(event) {
 
 async function begin() {
   const facts = await factsOf();
-  page.colours = facts.colours;
   Object.assign(grid, { onToggle: toggle, onFocus: focus });
   gallery.onChoose = look;
   listen();
