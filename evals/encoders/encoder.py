@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
+from sparo_train.core.files import read_bytes
 from sparo_train.core.world import stop_here
-from sparo_train.data.decode.decoding import TRAINING, Decoding, from_array, to_8bit
+from sparo_train.data.decode.bands import PixelRange
+from sparo_train.data.decode.decoding import TRAINING, Decoding, band_values, decode, from_array, to_8bit
 from sparo_train.data.examples.image_transforms import normalise
-from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..sets.base import Transform
@@ -96,6 +98,16 @@ Precision = Literal["fp32", "bf16", "fp16"]
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class ReadingConfig(Protocol):
+    """The keys of a `data` block that an encoder must follow."""
+
+    @property
+    def bands(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def pixel_range(self) -> PixelRange: ...
+
+
 class Encoder(ABC):
     """A model in evaluation mode with its preprocessing.
 
@@ -116,6 +128,7 @@ class Encoder(ABC):
     slots = 1
     takes_images = True  # False: it needs more than an image, and `encode` raises
     precision: Precision = "fp32"
+    fixed_precision: str | None = None  # of an encoder whose precision cannot be chosen
     trained: TrainingRun | None = None  # of a run, while its objective is available
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float], label: str = ""):
@@ -172,13 +185,13 @@ class Encoder(ABC):
     def encode(self, pixels: Tensor) -> Tensor:
         """Encode (n, 3, S, S) uint8 to fp32 (n, D), or (n, L, D) with separate slots, on the encoder's device."""
 
-    def images(self, pictures: Sequence[Image.Image | np.ndarray]) -> Tensor:
+    def images(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> Tensor:
         """Return `encode` of images, preprocessed as in evaluation: EXIF orientation is not applied.
 
         Args:
-            pictures: PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. Other than 8-bit pixels are mapped by the run's
-                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1. If the run has `data.bands`: arrays
-                (H, W, bands) with all bands of a file, of which it chooses.
+            pictures: paths of files, PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. Other than 8-bit pixels are mapped by the run's
+                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1. If the run has `data.bands`, it chooses
+                them from a file, or from arrays (H, W, bands) with all bands of a file.
 
         Raises:
             DataError: arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.
@@ -186,14 +199,18 @@ class Encoder(ABC):
         encodings = self.encode(self.stacked(self.preprocessed(pictures)))
         return encodings.clone()  # an ordinary tensor, with which a probe can be trained
 
-    def preprocessed(self, pictures: Sequence[Image.Image | np.ndarray]) -> list[np.ndarray]:
+    def preprocessed(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> list[np.ndarray]:
         """Return the pixels (S, S, C) uint8 of images; arguments and errors are those of `images`."""
         how = self.decoding.pixel_range or "by_type"
         rows = []
         for number, picture in enumerate(pictures):
             try:
-                if self.decoding.bands is not None:
-                    image: Any = picture
+                image: Any = picture
+                if isinstance(picture, str | Path):
+                    data = read_bytes(picture, DataError)
+                    image = decode(data, self.decoding) if self.decoding.bands is None else band_values(data)
+                elif self.decoding.bands is not None:
+                    pass
                 else:
                     image = to_8bit(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
                 rows.append(np.asarray(self.transform(image)))
@@ -216,7 +233,7 @@ class Encoder(ABC):
             raise ConfigError(f"resize={resize}: {self.label} has its own transform. Remove resize.")
         return replace(self.transform, resize=resize)
 
-    def read_like(self, data: DataConfig) -> None:
+    def read_like(self, data: ReadingConfig) -> None:
         """Read bands and map 16-bit, 32-bit and float pixels to 8 bits as in training, instead of clipping them like Pillow."""
         self.decoding = TRAINING._replace(pixel_range=data.pixel_range, bands=data.bands)
         if isinstance(self.transform, Pixels):

@@ -87,6 +87,7 @@ _DESCRIBED = (
     "config.yaml",
     "meta.json",
     "open_clip_config.json",
+    "onnx.json",
 )  # names in a run folder, a checkpoint folder and an export
 
 
@@ -123,14 +124,14 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         )
     if named:
         return CHECKPOINTS.get(scheme)(rest)
-    if (path / "onnx.json").is_file():
-        return CHECKPOINTS.get("onnx")(str(path))
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         return _from_run(path, slots)
     if slots is not None:
         raise ConfigError(f"{checkpoint}?slots={slots}: only runs of slot models take a number of slots. Remove it.")
     if (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
+    elif (path / "onnx.json").is_file():
+        encoder = CHECKPOINTS.get("onnx")(str(path))
     # Read once: the content of a file, not its name, shows its kind.
     elif path.is_file() and (path.parent / "meta.json").is_file() and path.name.startswith("model"):
         # A checkpoint's weights do not determine pixels and activations; the run's recipe does.

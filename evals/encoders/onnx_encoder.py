@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import read_bytes, read_json
+from sparo_train.data.decode.bands import Bands, PixelRange
 from sparo_train.data.examples.image_text import ClipTokenizer
 from sparo_train.models.readout import Slots
 
 from .encoder import Encoder, TextEncoder, encode_texts
 from .pixels import MappedPixels
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "onnx.json"
 PRECISIONS = ("fp32", "fp16", "int8")
@@ -34,6 +38,8 @@ class _Image(BaseModel):
     size: int = Field(gt=0)
     resize: int = Field(gt=0)
     prefix: int = Field(ge=0)
+    bands: Bands | None = None
+    pixel_range: PixelRange = "by_type"
 
 
 class _Text(BaseModel):
@@ -88,14 +94,14 @@ class OnnxEncoder(Encoder):
         self.facts, self._folder, self._suffix = facts, folder, "" if precision == "fp32" else f".{precision}"
         self.image_size, self.slots = facts.image.size, facts.slots
         self.transform = MappedPixels(facts.image.size, facts.image.resize, rgb_first=facts.text is None)
+        self.read_like(facts.image)
+        self.fixed_precision = precision
         self.prefix_tokens = facts.image.prefix
         self._image = self._session("image")
 
     def to(self, device: str) -> Self:
         if device != "cpu":
-            raise ConfigError(
-                f"--device {device}: programs of ONNX run on the CPU here. Use the run itself on other devices."
-            )
+            logger.warning(f"{self.label}: runs on the CPU, not on {device}. Use the run itself on other devices.")
         return self
 
     @property

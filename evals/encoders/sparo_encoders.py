@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,7 +174,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
             return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
 
     @torch.inference_mode()
-    def describe(self, images: Sequence[Image.Image | np.ndarray]) -> ImageDescription:
+    def describe(self, images: Sequence[Image.Image | np.ndarray | str | Path]) -> ImageDescription:
         """Return encoding, class token, patches, slots and their attention of images of any size; see `images`."""
         x = self.normalised(self.stacked(self.preprocessed(images)))
         with self.autocast():
@@ -218,7 +219,7 @@ class TimmDinoEncoder(DinoEncoder):
         return self.prefix_tokens > 0
 
     @torch.inference_mode()
-    def describe(self, images: Sequence[Image.Image | np.ndarray]) -> ImageDescription:
+    def describe(self, images: Sequence[Image.Image | np.ndarray | str | Path]) -> ImageDescription:
         """Return encoding, pooled features (`cls`), features per position (`patches`), slots and their attention."""
         x = self.normalised(self.stacked(self.preprocessed(images)))
         found = super().describe(images)

@@ -267,5 +267,5 @@ def _torch(trained: TrainedWeights, path: Path) -> Path:
     return path
 
 
-TIMM = Export(_timm, "timm", _TIMM_LOAD, folder=True)
+TIMM = Export(_timm, "timm", _TIMM_LOAD, folder=True, library="timm")
 TORCH = Export(_torch, "backbone.pt2", _TORCH_LOAD)

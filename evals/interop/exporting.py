@@ -18,6 +18,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.files import give_usual_mode, whole_file, write_whole
 from sparo_train.core.registries import EXPORTS, METHODS
 from sparo_train.data.read.plan import epoch_sizes, source_shares
+from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.vit_config import ARCHS, VitConfig
 from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import write_dino
@@ -27,7 +28,7 @@ from sparo_train.train.build import num_trained_parameters
 from sparo_train.train.run_config import RunConfig
 
 from ..encoders.loading import read_run, run_weights
-from ..report.model_card import CardFacts, CardScore, DataFacts, is_own_card, model_card
+from ..report.model_card import CardFacts, CardScore, DataFacts, bands_text, is_own_card, model_card
 from ..report.results_file import read_records
 
 _PIECE = 1 << 20
@@ -135,6 +136,7 @@ class TrainedWeights(NamedTuple):
         weights: state dict of the objective.
         epochs: passes over the data so far.
         batch_size, lr: values of the recipe.
+        data: the `data` block of its recipe; None: its defaults.
     """
 
     name: str
@@ -143,10 +145,13 @@ class TrainedWeights(NamedTuple):
     epochs: int
     batch_size: int
     lr: float
+    data: DataConfig | None = None
 
     @staticmethod
     def of(config: RunConfig, weights: Mapping[str, Tensor], epochs: int = 0) -> TrainedWeights:
-        return TrainedWeights(config.name, config.objective, weights, epochs, config.batch_size, config.optim.lr)
+        return TrainedWeights(
+            config.name, config.objective, weights, epochs, config.batch_size, config.optim.lr, config.data
+        )
 
 
 @dataclass(frozen=True)
@@ -156,18 +161,20 @@ class Export:
     Args:
         write: writes weights to a path and returns the files that it wrote.
         name: name in RUN/export; empty: the folder itself.
-        use: Python that loads the export, for the model card; PLACE stands for the path. Empty: the card names no
-            program.
+        use: Python that loads the export, for the model card, or a function of the `objective` block that returns it; PLACE stands for the
+            path. Empty: the card names no program.
         methods: methods whose runs it can write, in addition to those that name it in their `exports`, for a layout
             that a package adds to a method of another package.
         folder: `name` is a folder.
+        library: the library for which the Hugging Face hub shows how to load the export, under the hub's name.
     """
 
     write: Callable[[TrainedWeights, Path], Path]
     name: str = ""
-    use: str = ""
+    use: str | Callable[[Any], str] = ""
     methods: tuple[str, ...] = ()
     folder: bool = False
+    library: str | None = None
 
     @property
     def is_folder(self) -> bool:
@@ -185,9 +192,7 @@ def export_run(
     Args:
         run: the run or checkpoint.
         to: path of the export; None: in the run folder.
-        layout: `open_clip` (a `local-dir:` folder) or `sparo-clip` (one .pt file) for CLIP; `dino` (one .pth file with
-            student, teacher and centre), `timm` (a folder) or `torch` (a .pt2 program) for DINO; `transformers` or `onnx` (folders) for
-            both; or a plug-in's; None: the method's default.
+        layout: entry of sparo.exports (docs/guides/export.md); None: the method's default.
         average: `last:N`: export the mean of the newest N checkpoints instead.
 
     Raises:
@@ -208,8 +213,13 @@ def export_run(
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
     trained = TrainedWeights.of(config, weights, _epochs_done(config.samples_per_epoch, meta))
     path = export_weights(trained, home, to, layout)
-    use = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0]).use.replace("PLACE", path.as_posix())
-    facts = card_facts(config.name, config.objective, meta, folder, num_trained_parameters(config, weights), use)
+    export = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0])
+    use = export.use if isinstance(export.use, str) else export.use(config.objective)
+    parameters = num_trained_parameters(config, weights)
+    facts = card_facts(config.name, config.objective, meta, folder, parameters, use.replace("PLACE", path.as_posix()))
+    facts = facts._replace(
+        library=export.library, what=facts.what + bands_text(config.data.bands, config.data.pixel_range)
+    )
     if average is not None:
         mean = f"the mean of the weights at steps {', '.join(str(read_run_meta(s)['step']) for s in steps)}"
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
@@ -308,6 +318,10 @@ def _sparo_clip(trained: TrainedWeights, path: Path) -> Path:
 
 def _dino(trained: TrainedWeights, path: Path) -> Path:
     objective = trained.objective
+    if trained.data is not None and trained.data.bands is not None:
+        raise ConfigError(
+            "--layout dino: the official code reads red, green and blue, got a run with data.bands. Use another layout."
+        )
     if objective.model.timm_model_name is not None:
         raise ConfigError("--layout dino: the official code has no models of timm. Use --layout timm or torch.")
     description = objective.model_dump(mode="json", include=_EXPORTED_KEYS)
@@ -330,6 +344,6 @@ def _arch(model: VitConfig) -> str:
     return next((name for name, arch_sizes in ARCHS.items() if arch_sizes == sizes), f"vit_{model.width}x{model.depth}")
 
 
-OPEN_CLIP = Export(_open_clip, use=_OPEN_CLIP_LOAD)
+OPEN_CLIP = Export(_open_clip, use=_OPEN_CLIP_LOAD, library="open_clip")
 SPARO_CLIP = Export(_sparo_clip, "sparo_clip.pt", _LOAD)
 DINO = Export(_dino, "dino.pth", _LOAD)

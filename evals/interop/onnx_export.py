@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from sparo_train import __version__
 from sparo_train.core.files import whole_file, write_whole
 from sparo_train.data.examples.image_text import EOT, SOT
+from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.dino_head import build_backbone
@@ -171,7 +173,7 @@ def _clip(trained: TrainedWeights) -> tuple[dict[str, _Program], dict[str, Any]]
         "logit_scale": float(model.logit_scale.detach().exp()),
         "logit_bias": None if model.logit_bias is None else float(model.logit_bias.detach()),
     }
-    facts["image"]["outputs"] = programs["image"].outputs
+    _complete(facts, programs["image"])
     return programs, facts
 
 
@@ -184,11 +186,12 @@ def _backbone(trained: TrainedWeights) -> tuple[dict[str, _Program], dict[str, A
     size, bands = config.image_size, config.bands
     program = _Program(module, {"pixels": _images(2, bands, size)}, {"pixels": {0: "images"}})
     facts = _facts(trained, size, round(size * 256 / 224), bands, backbone.prefix, config.slots)
-    facts["image"]["outputs"] = program.outputs
+    _complete(facts, program)
     return {"image": program}, facts
 
 
 def _facts(trained: TrainedWeights, size: int, resize: int, bands: int, prefix: int, slots: int) -> dict[str, Any]:
+    data = trained.data or DataConfig(sources={})
     return {
         "format": 1,
         "sparo": __version__,
@@ -202,10 +205,24 @@ def _facts(trained: TrainedWeights, size: int, resize: int, bands: int, prefix: 
             # The shorter side is resized to `resize` (bicubic, antialiased), and the centre of `size` pixels is cut out.
             "size": size,
             "resize": resize,
-            # Tokens before the patches in `attention`, unless it has one value per patch only.
+            # Bands of a file, from 1, and how values become 8 bits; null: an image in red, green and blue.
+            "bands": None if data.bands is None else list(data.bands),
+            "pixel_range": data.pixel_range,
+            # Values of `attention` before those of the patches.
             "prefix": prefix,
         },
     }
+
+
+def _complete(facts: dict[str, Any], program: _Program) -> None:
+    """Add the outputs of the image program, and correct the number of tokens before the patches if the readout excludes them."""
+    image = facts["image"]
+    image["outputs"] = program.outputs
+    if "attention" in image["outputs"]:
+        with torch.no_grad():
+            length = program.module(*program.inputs.values())[image["outputs"].index("attention")].shape[-1]
+        patches = length - image["prefix"]
+        image["prefix"] = image["prefix"] if math.isqrt(max(0, patches)) ** 2 == patches else 0
 
 
 def _images(count: int, bands: int, size: int) -> Tensor:
@@ -300,4 +317,4 @@ def _quiet() -> Iterator[None]:
             one.setLevel(level)
 
 
-ONNX = Export(_onnx, "onnx", _LOAD, folder=True)
+ONNX = Export(_onnx, "onnx", _LOAD, folder=True, library="onnx")

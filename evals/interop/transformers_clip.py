@@ -22,6 +22,13 @@ from .tokenizer_file import tokenizer_json
 
 logger = logging.getLogger(__name__)
 
+CLIP_LOAD = """from transformers import CLIPModel, CLIPProcessor
+
+model = CLIPModel.from_pretrained("PLACE").eval()
+processor = CLIPProcessor.from_pretrained("PLACE")
+inputs = processor(text=["a cat", "a dog"], images=image, return_tensors="pt", padding=True, truncation=True)  # a PIL image
+shares = model(**inputs).logits_per_image.softmax(-1)"""
+
 _BLOCK = {
     "ln_1.": "layer_norm1.", "ln_2.": "layer_norm2.", "attn.out_proj.": "self_attn.out_proj.", "mlp.c_fc.": "mlp.fc1.", "mlp.c_proj.": "mlp.fc2.",
 }  # fmt: skip

@@ -17,7 +17,7 @@ from sparo_train.models.vit_config import VitConfig
 
 from .backbone_exports import backbone_weights, refuse_mixtures, write_folder
 from .exporting import Export, TrainedWeights
-from .transformers_clip import write_clip_folder
+from .transformers_clip import CLIP_LOAD, write_clip_folder
 
 _HF_LOAD = """from transformers import AutoImageProcessor, AutoModel
 
@@ -158,4 +158,8 @@ def _hf_name(name: str, names: _HfNames) -> str:
     return next((to + name.removeprefix(own) for own, to in stem.items() if name.startswith(own)), name)
 
 
-TRANSFORMERS = Export(_transformers, "transformers", _HF_LOAD, folder=True)
+def _use(objective: Any) -> str:
+    return CLIP_LOAD if isinstance(objective.model, ClipConfig) else _HF_LOAD
+
+
+TRANSFORMERS = Export(_transformers, "transformers", _use, folder=True, library="transformers")

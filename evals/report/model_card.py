@@ -29,7 +29,11 @@ class CardScore(NamedTuple):
 
 
 class CardFacts(NamedTuple):
-    """Facts about the weights. `what` describes the model, `use` is Python that loads the export, `tags` are for the hub."""
+    """Facts about the weights.
+
+    `what` describes the model, `use` is Python that loads the export, `tags` and `library` are for the hub, which shows how to load
+    with the library.
+    """
 
     name: str
     what: str
@@ -41,13 +45,12 @@ class CardFacts(NamedTuple):
     use: str
     tags: Sequence[str]
     version: str
+    library: str | None = None
 
 
 def model_card(facts: CardFacts) -> str:
     """Return Markdown with the front matter that the Hugging Face hub reads."""
-    # The hub shows loading code for the named library; open_clip does not load DINO's weights.
-    library = "open_clip" if "zero-shot-image-classification" in facts.tags else None
-    header = ModelCardData(tags=list(facts.tags), library_name=library)
+    header = ModelCardData(tags=list(facts.tags), library_name=facts.library)
     lines = [
         "---",
         *header.to_yaml().splitlines(),
@@ -65,6 +68,13 @@ def model_card(facts: CardFacts) -> str:
     lines += [f"| {_cell(source.name)} | {source.samples:,} | {source.passes:.2f} |" for source in facts.data]
     lines += ["", "## Scores", "", *_scores(facts)]
     return "\n".join(lines) + "\n"
+
+
+def bands_text(bands: Sequence[int] | None, pixel_range: object) -> str:
+    """Return what a card must say about the pixels of a run with `data.bands`."""
+    if bands is None:
+        return ""
+    return f", for bands {', '.join(map(str, bands))} of an image, mapped to 8 bits by data.pixel_range={pixel_range}"
 
 
 def is_own_card(path: Path) -> bool:

@@ -286,12 +286,12 @@ def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image
     Raises:
         DataError: naming `where`. For a TIFF of bands that only some encoders read, it is raised when the pixels are used.
     """
+    scored = "; scores need all images" if how == PUBLISHED else ""
     if how.bands is not None:
         how = PUBLISHED
     try:
         return decode(data, how)
     except BadSampleError as bad:
-        scored = "; scores need all images" if how == PUBLISHED else ""
         error = DataError(f"{where}: {bad.full_message()}{scored}")
         if how == PUBLISHED and is_tiff(data):
             return TiffFile(data, error)

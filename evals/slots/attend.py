@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.examples.image_text import decode_words
 
 from ..encoders.encoder import Encoder
@@ -73,7 +74,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     attended: list[Attended] = []
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
-        image = show([encoder.transform(one) for one in images[some]])
+        image = show([pixels_of(encoder, one) for one in images[some]])
         # On the CPU in fp32, because maps of a whole set are kept, and pictures need no more.
         maps, on_class = _maps(image.attention.float().cpu(), getattr(encoder, "prefix_tokens", 1))
         if read is None or captions is None:
@@ -106,6 +107,14 @@ def top_words(one: Attended, slot: int, count: int = 2) -> list[str]:
     ]
     top = sorted(sorted(naming, key=lambda i: -float(one.weights[slot, i]))[:count])
     return [f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top]
+
+
+def pixels_of(encoder: Encoder, image: Image.Image) -> np.ndarray:
+    """Return the preprocessed pixels of an image. Raises `DataError` if the encoder cannot read it, for example for lack of a band."""
+    try:
+        return np.asarray(encoder.transform(image))
+    except BadSampleError as bad:
+        raise DataError(f"{encoder.label}: cannot read this image, got {bad.full_message()}") from None
 
 
 def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

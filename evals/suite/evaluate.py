@@ -208,7 +208,12 @@ def evaluate_checkpoint(
     # Reported with the scores, because scores on other images must be marked.
     odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
     encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(how.device, ranks)))
-    encoder.precision = how.precision
+    if encoder.fixed_precision is None:
+        encoder.precision = how.precision
+    elif how.precision != "fp32":
+        raise ConfigError(
+            f"--precision {how.precision}: {encoder.label} has the precision {encoder.fixed_precision}. Remove it."
+        )
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # normalised as in training
     if how.slots is not None:
@@ -316,7 +321,7 @@ def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str
             **pooling,
         },
         "preprocessing": repr(encoder.transform),
-        "precision": how.precision,
+        "precision": encoder.fixed_precision or how.precision,
         "storage": how.storage,
         "limit": how.limit,
         "seconds": round(seconds, 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from sparo_train.core.config import field
 from sparo_train.core.distributed import Ranks, sum_over_ranks
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.world import stop_here
-from sparo_train.data.examples.image_transforms import random_resized_crop_box, resized_crop
+from sparo_train.data.decode.decoding import TRAINING, Decoding, bands_of, to_8bit
+from sparo_train.data.examples.image_transforms import random_resized_crop_box, resized_crop, size_of
 
 from ..encoders.capabilities import BlocksEncoder
 from ..feature_store.feature_table import Features, View
@@ -120,7 +121,7 @@ def _augmented_batches(
     """Yield an epoch through the backbone."""
     encoder = scoring.encoder
     dealt = list(_rank_batches(order, task.batch_size, scoring.ranks))
-    crops = _Crops(train, encoder.image_size, task.seed, epoch)
+    crops = _Crops(train, encoder.image_size, task.seed, epoch, encoder.decoding)
     single_rank = scoring.ranks.size == 1
     if not single_rank:  # gradients are summed in every step, so ranks may only stop together, between epochs
         scoring.ranks.call_on_all(stop_here)
@@ -141,22 +142,34 @@ def _augmented_batches(
 
 
 class _Crops(EvalSet):
-    """torchvision's RandomResizedCrop and flip as in eval_linear.py: bilinear, 8 to 100 per cent of the area."""
+    """torchvision's RandomResizedCrop and flip as in eval_linear.py: bilinear, 8 to 100 per cent of the area.
 
-    def __init__(self, whole: EvalSet, size: int, seed: int, epoch: int):
-        self.whole, self.size, self.names = whole, size, (seed, epoch)
+    Pixels are read like those of the encoder's `decoding`.
+    """
+
+    def __init__(self, whole: EvalSet, size: int, seed: int, epoch: int, decoding: Decoding = TRAINING):
+        self.whole, self.size, self.names, self.decoding = whole, size, (seed, epoch), decoding
         self.root, self.kind = whole.root, whole.kind
 
     def __len__(self) -> int:
         return len(self.whole)
 
-    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+    def read(self, number: int) -> tuple[str, Any, Fact]:
         key, image, fact = self.whole.read(number)
+        how = self.decoding
+        try:
+            picture = (
+                to_8bit(image, how.pixel_range or "by_type").convert("RGB")
+                if how.bands is None
+                else bands_of(image, how)
+            )
+        except BadSampleError as bad:
+            raise DataError(f"{self.root}: {key}: {bad.full_message()}; scores need all images") from None
         rng = generator(self.names[0], "probe-augment", self.names[1], number)
         # Seeded by the image's number, not by the order in which workers process images.
-        box = random_resized_crop_box(image.size, (0.08, 1.0), rng)
-        pixels = resized_crop(image.convert("RGB"), box, self.size, Image.Resampling.BILINEAR)
-        return key, Image.fromarray(pixels[:, ::-1] if rng.random() < 0.5 else pixels), fact
+        box = random_resized_crop_box(size_of(picture), (0.08, 1.0), rng)
+        pixels = resized_crop(picture, box, self.size, Image.Resampling.BILINEAR)
+        return key, np.ascontiguousarray(pixels[:, ::-1]) if rng.random() < 0.5 else pixels, fact
 
     def identity(self) -> str:
         return self.whole.identity()

@@ -200,11 +200,12 @@ def check(
     ] = None,
     processes: Processes = 2,
     pixel_range: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="As data.pixel_range of the recipe: by_type, percentiles, [LOW, HIGH] or one such pair per band."
+            help="As data.pixel_range of the recipe: by_type, percentiles, [LOW, HIGH] or one such pair per band. Default: by_type; "
+            "percentiles with --bands."
         ),
-    ] = "by_type",
+    ] = None,
     bands: Annotated[
         str | None,
         typer.Option(
@@ -247,7 +248,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _pixels(pixel_range: str, bands: str | None) -> tuple[PixelRange, tuple[int, ...] | None]:
+def _pixels(pixel_range: str | None, bands: str | None) -> tuple[PixelRange, tuple[int, ...] | None]:
     """Return the values of --pixel-range and --bands, written as in a recipe. Raises `ConfigError`."""
     from pydantic import TypeAdapter, ValidationError
 
@@ -258,13 +259,15 @@ def _pixels(pixel_range: str, bands: str | None) -> tuple[PixelRange, tuple[int,
         try:
             return TypeAdapter(kind).validate_json(json.dumps(parse_yaml(text, option), default=str))
         except ValidationError:
-            raise ConfigError(f"{option}: is {expected}, got {text}. Write it as in the recipe.") from None
+            raise ConfigError(f"{option}: expected {expected}, got {text}. Write it as in the recipe.") from None
 
-    ranges = "neither by_type, percentiles nor [LOW, HIGH] with LOW < HIGH, or a list of these"
-    how = value("--pixel-range", PixelRange, pixel_range, ranges)
-    numbers = None if bands is None else value("--bands", Bands, f"[{bands.strip('[]')}]", "no list of numbers from 1")
+    ranges = "by_type, percentiles, [LOW, HIGH] with LOW < HIGH, or one such pair per band"
+    usual = "by_type" if bands is None else "percentiles"
+    how = value("--pixel-range", PixelRange, pixel_range or usual, ranges)
+    listed = "band numbers, counted from 1, such as 1,2,3,8"
+    numbers = None if bands is None else value("--bands", Bands, f"[{bands.strip('[]')}]", listed)
     try:
-        check_bands(numbers, how, "fast")
+        check_bands(numbers, how)
     except ValueError as error:
         raise ConfigError(f"--pixel-range: {str(error).partition(': ')[2]}") from None
     if numbers is not None:

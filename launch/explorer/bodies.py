@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from sparo_train.core.errors import ConfigError, SparoError
+from sparo_train.core.errors import BadSampleError, ConfigError, SparoError
 from sparo_train.core.files import escape_control_chars
 
 from .selection_file import ChangedError
@@ -83,6 +83,8 @@ async def respond(work: Callable[[], Any]) -> Response:
         result = await run_in_threadpool(work)
     except ChangedError as error:
         return JSONResponse({"error": escape_control_chars(str(error)), "changed": True}, 409)
+    except BadSampleError as error:
+        return JSONResponse({"error": escape_control_chars(error.full_message())}, 400)
     except SparoError as error:
         return JSONResponse({"error": escape_control_chars(str(error))}, 400)
     except OSError as error:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from evals.encoders.encoder import Encoder, TextEncoder
 from evals.sets.base import EvalSet, decode_image
 from evals.sets.task_config import TaskConfig
-from evals.slots.attend import attend, captions_of
+from evals.slots.attend import attend, captions_of, pixels_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
 from evals.slots.page_arrays import LIMIT, Arrays, limited
@@ -218,7 +217,7 @@ class Side:
         if number < len(self._vectors):
             return self._vectors[number]
         if number not in self._own:
-            pixels = self.encoder.stacked([np.asarray(self.encoder.transform(self.pictures.image(number)))])
+            pixels = self.encoder.stacked([pixels_of(self.encoder, self.pictures.image(number))])
             with torch.inference_mode():
                 self._own[number] = self.units.images(self.encoder.encode(pixels).flatten(1).cpu())[0]
         return self._own[number]

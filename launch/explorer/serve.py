@@ -38,8 +38,8 @@ class Guard:
     """ASGI middleware that checks requests.
 
     The Host header must name this machine, or a foreign page could reach the server under its own name (DNS rebinding).
-    Requests that change something must come from the explorer's own page: with its Origin, and with a header that forms
-    cannot send.
+    Requests that change something must come from the explorer's own page, by their Origin or Sec-Fetch-Site, and have a header
+    that forms cannot send.
 
     Args:
         app: the application.

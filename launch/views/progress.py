@@ -207,11 +207,11 @@ def _survey_lines(survey: Survey) -> list[str]:
     )
     gray = f"; {survey.gray:.0%} of images are gray" if survey.gray else ""
     mean, std = (str(list(values)).replace(" ", "") for values in (survey.mean, survey.std))
-    lines = [f"formats: {kinds}", f"pixels: {sizes}", f"colours: objective.mean={mean} objective.std={std}{gray}"]
+    lines = [f"formats: {kinds}", f"pixels: {sizes}"]
     if survey.low:
         ranges = str([list(pair) for pair in survey.ranges]).replace(" ", "")
         lines.append(f"1st to 99th percentile of each band: data.pixel_range={ranges}")
-    return lines
+    return [*lines, f"colours: objective.mean={mean} objective.std={std}{gray}"]
 
 
 def _totals(report: Report) -> list[str]:

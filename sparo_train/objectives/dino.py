@@ -36,7 +36,7 @@ class DinoObjective(BackboneObjective):
     """DINO: `student` learns to predict the output of `teacher`, its moving average, for other crops of the same image.
 
     Batches contain `global_crops` (B, G, C, S, S) uint8, `local_crops` (B, n, C, s, s) uint8 if there are any, and with
-    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE; with Gram anchoring `plain_crops` (B, G, 3, P, P)
+    drop path `drop` (B, G + n, 2 * blocks) int32 below DROP_RANGE; with Gram anchoring `plain_crops` (B, G, C, P, P)
     uint8. The centre moves once per step, by the mean of the teacher's raw logits over the global batch, however many
     micro-batches and ranks it is split over.
     """

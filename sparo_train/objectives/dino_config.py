@@ -197,10 +197,15 @@ def check_recipe(run: Any) -> None:
     objective = run.objective
     named = 3 if run.data.bands is None else len(run.data.bands)
     if objective.model.bands != named:
-        raise ValueError(
-            f"objective.model.bands={objective.model.bands}: data.bands gives {named} bands. Set objective.model.bands={named}, and a mean "
-            "and std for each."
+        given = (
+            "data.bands is not set, so images have 3 bands"
+            if run.data.bands is None
+            else f"data.bands gives {named} bands"
         )
+        remedy = (
+            "data.bands" if run.data.bands is None else f"objective.model.bands={named}, and a mean and std for each"
+        )
+        raise ValueError(f"objective.model.bands={objective.model.bands}: {given}. Set {remedy}.")
     if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
         raise ValueError(
             "objective.gram.first_step=0: anchors to random weights. Set start_from (on the command line: init=) to a trained run or "

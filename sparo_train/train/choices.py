@@ -51,9 +51,12 @@ def _situation(tree: Tree) -> Situation:
     device = engine.get("device", "auto") if isinstance(engine, Mapping) else "auto"
     gpu = tree["auto"] == "gpu" or (tree["auto"] == "here" and find_device(device, "engine.device").type != "cpu")
     images = sum(source.samples for source in sources)
-    found = survey(sources, config)
-    if found.low and _at(tree, "data.pixel_range") is None:
-        # Mean and standard deviation depend on the range, so they are measured again with the one that will be chosen.
+    if config.bands is None or _at(tree, "data.pixel_range") is not None:
+        return Situation(tree, images, survey(sources, config), gpu)
+    # Any values can be read by percentiles. Mean and standard deviation depend on the range, so they are measured again
+    # with the one that will be chosen.
+    found = survey(sources, config.model_copy(update={"pixel_range": "percentiles"}))
+    if found.low:
         found = survey(sources, config.model_copy(update={"pixel_range": found.ranges}))
     return Situation(tree, images, found, gpu)
 

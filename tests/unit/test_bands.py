@@ -17,6 +17,7 @@ from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets.base import open_image, read_batches
 from evals.sets.image_files import FileSet
 from evals.slots.overlay import image_crop
+from evals.suite.linear_probe import _Crops
 from launch.recipes import load_run
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.decode.bands import as_rgb
@@ -109,6 +110,31 @@ def test_values_become_8_bits_by_band():
         read(tiff(missing, **CONTIGUOUS), pixel_range="by_type")
 
 
+def test_any_values_give_ranges_and_pixels_without_data_give_none(tmp_path):
+    for number, values in enumerate((VALUES / 3.0, VALUES.astype(np.int16) - 9, VALUES.astype(np.uint32) * 100)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        marked = values.astype(np.float32 if number == 0 else values.dtype)
+        marked[:10] = -9999 if number < 2 else 0
+        nodata = (42113, "s", 0, str(int(marked[0, 0, 0])), True)
+        for i in range(8):
+            (folder / f"{i}.tif").write_bytes(tiff(marked, **CONTIGUOUS, extratags=[nodata]))
+        ranges = load_run("own_images", [f"data={folder}", "auto=cpu", "data.bands=[1,3]", "epochs=1"]).data.pixel_range
+        low, high = np.percentile(values[10:, :, 0], (1, 99))
+        assert ranges[0] == pytest.approx((low, high), rel=0.02, abs=0.02 * high)
+
+
+def test_gray_with_opacity_and_inverted_gray():
+    gray = np.random.default_rng(4).integers(0, 65536, (9, 8), dtype=np.uint16)
+    stream = io.BytesIO()
+    Image.merge("LA", [Image.fromarray((gray >> 8).astype(np.uint8))] * 2).save(stream, "PNG")
+    assert read(stream.getvalue(), (1, 2)).shape == (9, 8, 2)
+    white = tiff(gray, photometric="miniswhite")
+    assert np.array_equal(read(white, (1,), "by_type")[..., 0], (65535 - gray) >> 8)
+    with pytest.raises(BadSampleError, match="bad image"):
+        read(tiff((gray >> 8).astype(np.uint8), photometric="palette", colormap=np.zeros((3, 256), np.uint16)), (1,))
+
+
 def test_files_without_bands_are_refused(monkeypatch):
     for data in (
         tiff(np.zeros((2, 3, 8, 8), np.uint16), imagej=True),  # a stack of several channels
@@ -178,6 +204,14 @@ def test_encoders_read_bands_like_training_and_others_name_the_file(tmp_path):
     assert np.array_equal(row.transpose(2, 0, 1), pixels[0])
     with pytest.raises(DataError, match="band 5 of 3"):
         encoder.preprocessed([VALUES[..., :3]])
+    with pytest.raises(DataError, match=r"expected \(height, width, bands\)"):
+        encoder.preprocessed([PLANES])
+    for layout in ("planes", "pages"):
+        values, options = LAYOUTS[layout]
+        (tmp_path / "planes.tif").write_bytes(tiff(values, **options))
+        assert np.array_equal(encoder.preprocessed([tmp_path / "planes.tif"])[0], row)
+    crops = _Crops(files, 8, 0, 0, encoder.decoding)
+    assert crops.read(0)[1].shape == (8, 8, 4)
     crop = image_crop(encoder, open_image(tmp_path / "0.tif"))
     assert crop.image.mode == "RGB" and crop.image.size == (50, 40)
 
@@ -237,6 +271,11 @@ def test_a_satellite_run_from_files_to_scores_and_exports(scenes, tmp_path):
     with torch.no_grad():
         features = model.forward_features(encoder.normalised(pixels))
     assert torch.allclose(features[:, 1:], described.patches, atol=1e-4) or features.shape[1] == 5
+    output("export", str(run), "--layout", "onnx")
+    exported = load_encoder(str(run / "export" / "onnx"))
+    assert torch.allclose(exported.images([scenes / "water" / "0.tif"]), described.encoding, atol=1e-5)
+    assert "for bands 1, 2, 3, 4 of an image" in (run / "export" / "onnx" / "README.md").read_text()
+    output("export", str(run), "--layout", "dino", code=2)
     # Continue with other bands: the embedding of patches is adapted.
     more = output("train", "own_satellite", *words[:1], "data.bands=[4,1]", *words[2:3], "name=two", "auto=cpu", "steps=1",
                  f"init={run}/export/timm/model.safetensors", "objective.model.heads=4", "objective.model.readout={kind: cls}")  # fmt: skip
@@ -247,7 +286,7 @@ def test_check_reports_bands_and_their_ranges(scenes):
     report = output("data", "check", str(scenes), "--bands", "1,4")
     assert "24 TIFF uint16, 4 bands" in report and "data.pixel_range=[[" in report
     assert report.partition("objective.mean=[")[2].partition("]")[0].count(",") == 1
-    assert "--bands: is no list" in output("data", "check", str(scenes), "--bands", "red", code=2)
+    assert "--bands: expected band numbers" in output("data", "check", str(scenes), "--bands", "red", code=2)
     refused = output("data", "check", str(scenes), "--bands", "1,4", "--pixel-range", "[[0,1],[0,1],[0,1]]", code=2)
     assert "3 ranges, but bands names 2 bands" in refused
 
@@ -267,7 +306,22 @@ def test_check_reports_bands_and_their_ranges(scenes):
         ),
         (["data.bands=[1,4]", "objective.mean=[0.5,0.5,0.5]"], r"mean: expected 2 numbers \(model.bands\), got 3"),
         (["data.bands=[1,4]", "data.pixel_range=[[0,1]]"], "has 1 ranges, but bands names 2 bands"),
-        (["data.pixel_range=[[0,1]]"], "but bands names 0 bands"),
+        (["data.pixel_range=[]"], "expected \\[low, high\\]"),
+        (["data.bands=[1,4]", "data.scaled_decoding=true"], "scaled_decoding=true: applies to JPEG"),
+        (
+            [
+                "objective.model.bands=4",
+                "objective.mean=[0,0,0,0]",
+                "objective.std=[1,1,1,1]",
+                "auto=off",
+                "batch_size=8",
+                "epochs=1",
+                "objective.crops.jitter=[0,0,0,0]",
+                "objective.crops.gray_prob=0",
+            ],
+            "data.bands is not set, so images have 3 bands",
+        ),
+        (["data.pixel_range=[[0,1]]"], "but bands is not set"),
         ([], "no image can be read; .*4 bands of 16 bits.*data.bands"),
     ],
 )

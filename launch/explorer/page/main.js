@@ -120,7 +120,8 @@ function listen() {
   submitted("own", async () => {
     const { files } = at("own-image");
     if (!files.length) throw new Error("Choose an image first.");
-    await addOwn(files, at("own-caption").value);
+    await addOwn(files);
+    at("own").reset();
   });
   if (!held) listenToFiles();
   submitted("captions", async () => {
@@ -152,9 +153,9 @@ function listen() {
 }
 
 // One after the other: the server limits what it reads at once, and the first refusal ends the list.
-async function addOwn(files, caption = "") {
+async function addOwn(files) {
   for (const file of files) {
-    const facts = new URLSearchParams({ name: file.name, caption });
+    const facts = new URLSearchParams({ name: file.name, caption: at("own-caption").value });
     const added = await (await post(`own?${facts}`, file)).json();
     gallery.add(added, added.image);
   }
@@ -162,19 +163,22 @@ async function addOwn(files, caption = "") {
 
 // Images that are dropped on the page, or pasted.
 function listenToFiles() {
-  const images = (data) => [...(data?.files ?? [])].filter((file) => file.type.startsWith("image/"));
-  const take = (event, data) => {
-    const files = images(data);
+  const take = (event, files) => {
     if (!files.length) return;
-    event.preventDefault();
+    event.preventDefault(); // or the browser would open the file
     quiet();
-    tried(() => addOwn(files, at("own-caption").value));
+    tried(() => addOwn(files)); // the server refuses what is not an image
   };
   document.addEventListener("dragover", (event) => {
-    if ([...event.dataTransfer.types].includes("Files")) event.preventDefault(); // or the browser would open the file
+    if ([...event.dataTransfer.types].includes("Files")) event.preventDefault();
   });
-  document.addEventListener("drop", (event) => take(event, event.dataTransfer));
-  document.addEventListener("paste", (event) => take(event, event.clipboardData));
+  document.addEventListener("drop", (event) => take(event, event.dataTransfer.files));
+  document.addEventListener("paste", (event) => {
+    const { target, clipboardData } = event;
+    // Text from an office program comes with an image of itself.
+    const typed = target.closest("input, textarea") && [...clipboardData.types].includes("text/plain");
+    if (!typed) take(event, clipboardData.files);
+  });
 }
 
 function keys(event) {

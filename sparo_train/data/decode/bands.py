@@ -16,10 +16,13 @@ from ...core.errors import BadSampleError, ConfigError
 
 MAX_BANDS = 512  # OpenCV's limit
 _MAX_BYTES = 1 << 32  # of a decoded file with all its bands
+_NODATA, _MINISWHITE, _PALETTE = 42113, 0, 3  # a tag, and values of the tag for colours
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: files above 4 GiB
 
 
 def _rising(value: Any) -> Any:
+    if len(value) == 0:
+        raise ValueError("expected [low, high], or such a pair for each band")
     pairs = () if isinstance(value, str) else (value,) if not isinstance(value[0], tuple) else value
     if not all(low < high for low, high in pairs):
         raise ValueError("expected [low, high] with low < high")
@@ -34,25 +37,28 @@ PixelRange = Annotated[
 Bands = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=MAX_BANDS)]
 
 
-def check_bands(bands: Sequence[int] | None, how: PixelRange, decode: str) -> None:
+def check_bands(bands: Sequence[int] | None, how: PixelRange, decode: str = "fast", scaled: bool = False) -> None:
     """Raise `ValueError` if keys of a `data` block cannot be combined."""
     ranges = () if isinstance(how, str) or not isinstance(how[0], tuple) else how
     named = len(bands or ())
     if ranges and len(ranges) != named:
-        raise ValueError(
-            f"pixel_range: has {len(ranges)} ranges, but bands names {named} bands. Give one range, or one per band."
-        )
+        bands_text = f"bands names {named} bands" if named else "bands is not set"
+        raise ValueError(f"pixel_range: has {len(ranges)} ranges, but {bands_text}. Give one range, or one per band.")
     if bands is not None and decode == "exact":
         raise ValueError("decode=exact: Pillow does not resize chosen bands. Set decode=fast, or remove bands.")
+    if bands is not None and scaled:
+        raise ValueError(
+            "scaled_decoding=true: applies to JPEG files in red, green and blue only. Remove it, or bands."
+        )
 
 
 class TiffFile(Image.Image):
-    """A TIFF that Pillow cannot read, in place of an image: encoders with `data.bands` read its bytes, in others its pixels raise `error`."""
+    """A TIFF that Pillow cannot read, in place of an image: encoders with `data.bands` read its bytes; other uses of its pixels raise `error`."""
 
     def __init__(self, data: bytes, error: Exception):
         super().__init__()
         self.data, self.error = data, error
-        self._mode, self._size = "L", (1, 1)
+        self._mode, self._size = "L", _tiff_size(data)
 
     def load(self) -> Any:
         raise self.error
@@ -80,14 +86,40 @@ def tiff_values(data: bytes) -> np.ndarray:
                 raise BadSampleError("bad image", detail=f"axes {axes} of {shape}; expected rows, columns and bands")
             _refuse_size(shape[axes.index("X")] * shape[axes.index("Y")], series.nbytes)
             values = series.asarray()
+            photometric = int(file.pages[0].photometric)
     except BadSampleError:
         raise
     except Exception as error:  # damaged files raise many kinds of errors
         raise BadSampleError("bad image", detail=str(error).partition("\n")[0][:120]) from None
     if values.size == 0 or values.shape != shape:
         raise BadSampleError("bad image", detail=f"shape {values.shape}")
+    if photometric == _PALETTE:
+        raise BadSampleError(
+            "bad image", detail="a TIFF with a palette. Convert it to colours, or to a value per pixel."
+        )
+    if photometric == _MINISWHITE and values.dtype in (np.uint8, np.uint16):
+        values = np.iinfo(values.dtype).max - values
     order = [axes.index("Y"), axes.index("X"), *(axes.index(axis) for axis in others)]
     return values.transpose(order).reshape(*(shape[i] for i in order[:2]), -1)
+
+
+def _tiff_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of a TIFF, (1, 1) if they cannot be found."""
+    try:
+        with tifffile_module().TiffFile(io.BytesIO(data)) as file:
+            page = file.pages[0]
+            return int(page.imagewidth), int(page.imagelength)
+    except Exception:
+        return 1, 1
+
+
+def tiff_nodata(data: bytes) -> float | None:
+    """Return the value that marks pixels without data in a TIFF (GDAL's tag), if there is one."""
+    try:
+        with tifffile_module().TiffFile(io.BytesIO(data)) as file:
+            return float(str(file.pages[0].tags[_NODATA].value).strip("\0 "))
+    except Exception:
+        return None
 
 
 def tifffile_module() -> Any:
@@ -107,7 +139,7 @@ def image_values(image: Image.Image, file: bytes | None) -> np.ndarray:
         values = cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_UNCHANGED)
         if values is None or values.ndim != 3 or values.shape[2] < 3:
             raise BadSampleError("bad image", detail="its 16-bit channels cannot be decoded")
-        return values[..., [2, 1, 0, 3][: values.shape[2]]]
+        return values[..., [0, 3] if image.mode == "LA" and values.shape[2] == 4 else [2, 1, 0, 3][: values.shape[2]]]
     if image.mode not in ("L", "LA", "RGB", "RGBA", "I;16", "I;16B", "I;16L", "I", "F"):
         image = image.convert("L" if image.mode == "1" else "RGB")
     values = np.asarray(image)
@@ -142,7 +174,7 @@ def to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool, per_band
     Raises:
         BadSampleError: values outside of the range of by_type, or without `per_band` values that are not finite.
     """
-    if per_band and real and how != "by_type":
+    if per_band and real:
         missing = ~np.isfinite(values)
         values = np.where(missing, np.nan, values)
         if missing.all():
@@ -156,7 +188,11 @@ def to_uint8(values: np.ndarray[Any, Any], how: PixelRange, real: bool, per_band
                 "pixel range",
                 detail=f"{kind} from {low:g} to {high:g}, expected {expected_range[0]:g} to {expected_range[1]:g}. Set data.pixel_range.",
             )
-        return np.rint(values * 255).astype(np.uint8) if real else (values.astype(np.uint32) >> 8).astype(np.uint8)
+        return (
+            np.rint(np.nan_to_num(values) * 255).astype(np.uint8)
+            if real
+            else (values.astype(np.uint32) >> 8).astype(np.uint8)
+        )
     if not (np.isfinite(low) and np.isfinite(high)):
         raise BadSampleError("pixel range", detail="pixels that are not finite")
     lows, highs = _range(values, how, per_band)

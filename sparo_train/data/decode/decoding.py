@@ -135,10 +135,13 @@ def bands_of(image: Image.Image | np.ndarray, how: Decoding) -> np.ndarray:
     assert how.bands is not None
     if isinstance(image, np.ndarray):
         values = image[..., None] if image.ndim == 2 else image
-        if values.ndim != 3 or not values.size:
-            raise BadSampleError("bad image", detail=f"shape {values.shape}, expected (H, W, bands)")
+        # Readers of TIFF files often return bands first, which would pass as a very low image of many bands.
+        if values.ndim != 3 or not values.size or (values.shape[0] <= 32 < values.shape[2]):
+            raise BadSampleError("bad image", detail=f"shape {values.shape}, expected (height, width, bands)")
     else:
         tiff = image.data if isinstance(image, TiffFile) else image.info.get(_TIFF)
+        if tiff is None and _FILE not in image.info and has_16bit_channels(image):
+            raise BadSampleError("bad image", detail="Pillow keeps 8 of its 16 bits. Give the path of the file instead")
         values = tiff_values(tiff) if tiff is not None else image_values(image, image.info.get(_FILE))
     return select(values, how.bands, how.pixel_range or "by_type")
 

@@ -165,6 +165,12 @@ def eval_pixels(
     if isinstance(picture, Image.Image):
         return np.asarray(centre(picture, size, resize, filter))
     width, height = _size_with_shortest_side(size_of(picture), resize or size)
+    if width * height > _MAX_PIXELS and picture.shape[2] != 3:
+        bands = (
+            centre(Image.fromarray(np.ascontiguousarray(band)), size, resize, filter)
+            for band in np.moveaxis(picture, -1, 0)
+        )
+        return np.stack([np.asarray(band) for band in bands], -1)
     if width * height > _MAX_PIXELS:
         return np.asarray(centre(Image.fromarray(picture), size, resize, filter))
     left, top = round((width - size) / 2), round((height - size) / 2)

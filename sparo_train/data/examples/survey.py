@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
-from ..decode.bands import PixelRange, as_rgb, is_tiff, select
+from ..decode.bands import PixelRange, as_rgb, is_tiff, select, tiff_nodata
 from ..decode.decoding import band_values, open_picture
 from ..sources.base import DataConfig, Source
 from .samples import decode_image, image_bytes
@@ -61,9 +61,9 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
         values = band_values(data)
         height, width = values.shape[:2]
         kind = f"{'TIFF' if is_tiff(data) else open_picture(data).format} {values.dtype}, {values.shape[2]} bands"
-        pixels = select(values, bands, pixel_range)
         sparse = values[:: -(-height // _SMALL), :: -(-width // _SMALL)]
-        low, high = ((), ()) if values.dtype == np.uint8 else _percentiles(sparse, bands)
+        low, high = ((), ()) if values.dtype == np.uint8 else _percentiles(sparse, bands, tiff_nodata(data))
+        pixels = select(values, bands, pixel_range)
         small = cv2.resize(pixels, (min(width, _SMALL), min(height, _SMALL)), interpolation=cv2.INTER_AREA)
     small = small.reshape(*small.shape[:2], -1)  # OpenCV drops the channel of gray images
     shares = small.reshape(-1, small.shape[2]) / 255
@@ -72,9 +72,13 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
     return ImageFacts(kind, width, height, mean, square, bool(gray), _look(as_rgb(small)), low, high)
 
 
-def _percentiles(values: np.ndarray, bands: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _percentiles(
+    values: np.ndarray, bands: Sequence[int], nodata: float | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if max(bands) > values.shape[2] or values.dtype.kind not in "uif":
+        return (), ()  # refused below
     chosen = values[..., [band - 1 for band in bands]].astype(np.float64)
-    chosen[~np.isfinite(chosen)] = np.nan
+    chosen[~np.isfinite(chosen) | (chosen == nodata)] = np.nan
     if np.isnan(chosen).all((0, 1)).any():  # a band without a single pixel
         return (), ()
     low, high = np.nanpercentile(chosen, (1, 99), axis=(0, 1))
@@ -187,7 +191,7 @@ def survey(sources: Sequence[Source], config: DataConfig, count: int = 256) -> S
     storages = [(storage, source) for source in sources for storage in source.storages]
     ends = list(accumulate(len(storage) for storage, _ in storages))
     total = ends[-1] if ends else 0
-    measures, problem = Measures(), "there is none"
+    measures, problem = Measures(), "the data contain none"
     for at in sorted({i * total // count for i in range(count)} if total else ()):
         number = bisect_right(ends, at)
         storage, source = storages[number]

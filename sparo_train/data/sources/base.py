@@ -200,7 +200,7 @@ class DataConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_bands(self) -> DataConfig:
-        check_bands(self.bands, self.pixel_range, self.decode)
+        check_bands(self.bands, self.pixel_range, self.decode, self.scaled_decoding)
         return self
 
     @model_validator(mode="before")
