@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from sparo_train import __version__
 from sparo_train.core.files import whole_file, write_whole
 from sparo_train.data.examples.image_text import EOT, SOT
-from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.dino_head import build_backbone
@@ -191,7 +190,7 @@ def _backbone(trained: TrainedWeights) -> tuple[dict[str, _Program], dict[str, A
 
 
 def _facts(trained: TrainedWeights, size: int, resize: int, bands: int, prefix: int, slots: int) -> dict[str, Any]:
-    data = trained.data or DataConfig(sources={})
+    data = trained.data
     return {
         "format": 1,
         "sparo": __version__,
@@ -206,8 +205,8 @@ def _facts(trained: TrainedWeights, size: int, resize: int, bands: int, prefix: 
             "size": size,
             "resize": resize,
             # Bands of a file, from 1, and how values become 8 bits; null: an image in red, green and blue.
-            "bands": None if data.bands is None else list(data.bands),
-            "pixel_range": data.pixel_range,
+            "bands": None if data is None else data.bands,
+            "pixel_range": "by_type" if data is None else data.pixel_range,
             # Values of `attention` before those of the patches.
             "prefix": prefix,
         },
