@@ -201,24 +201,27 @@ class Encoder(ABC):
 
     def preprocessed(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> list[np.ndarray]:
         """Return the pixels (S, S, C) uint8 of images; arguments and errors are those of `images`."""
-        how = self.decoding.pixel_range or "by_type"
         rows = []
         for number, picture in enumerate(pictures):
             try:
-                image: Any = picture
-                if isinstance(picture, str | Path):
-                    data = read_bytes(picture, DataError)
-                    image = decode(data, self.decoding) if self.decoding.bands is None else band_values(data)
-                elif self.decoding.bands is not None:
-                    pass
-                else:
-                    image = to_8bit(picture, how) if isinstance(picture, Image.Image) else from_array(picture, how)
-                rows.append(np.asarray(self.transform(image)))
+                rows.append(np.asarray(self.transform(self._opened(picture))))
             except BadSampleError as bad:
                 raise DataError(
                     f"image {number}: cannot be encoded by {self.label}, got {bad.full_message()}"
                 ) from None
         return rows
+
+    def _opened(self, picture: Image.Image | np.ndarray | str | Path) -> Any:
+        """Return the input of `transform` for a path, an image or an array."""
+        how = self.decoding
+        if isinstance(picture, str | Path):
+            data = read_bytes(picture, DataError)
+            return decode(data, how) if how.bands is None else band_values(data)
+        if how.bands is not None:
+            return picture
+        if isinstance(picture, Image.Image):
+            return to_8bit(picture, how.pixel_range or "by_type")
+        return from_array(picture, how.pixel_range or "by_type")
 
     @cached_property
     def weights(self) -> str:

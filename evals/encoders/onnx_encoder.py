@@ -119,11 +119,11 @@ class OnnxEncoder(Encoder):
         """Return slots with attention maps of a few images."""
         return self._slots(self._run(self._image, self.facts.image, self.stacked(pixels)))
 
-    def _slots(self, found: dict[str, np.ndarray]) -> Slots:
-        if "attention" not in found:
+    def _slots(self, outputs: dict[str, np.ndarray]) -> Slots:
+        if "attention" not in outputs:
             raise ConfigError(f"{self.label}: has no slots with attention. Export a run with a readout.")
         return Slots(
-            torch.from_numpy(found["encoding"]).unflatten(1, (self.slots, -1)), torch.from_numpy(found["attention"])
+            torch.from_numpy(outputs["encoding"]).unflatten(1, (self.slots, -1)), torch.from_numpy(outputs["attention"])
         )
 
     def _session(self, part: str) -> Any:

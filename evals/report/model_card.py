@@ -71,7 +71,7 @@ def model_card(facts: CardFacts) -> str:
 
 
 def bands_text(bands: Sequence[int] | None, pixel_range: object) -> str:
-    """Return what a card must say about the pixels of a run with `data.bands`."""
+    """Return a clause for the card on the bands of a run, empty without `data.bands`."""
     if bands is None:
         return ""
     return f", for bands {', '.join(map(str, bands))} of an image, mapped to 8 bits by data.pixel_range={pixel_range}"

@@ -208,12 +208,7 @@ def evaluate_checkpoint(
     # Reported with the scores, because scores on other images must be marked.
     odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
     encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(how.device, ranks)))
-    if encoder.fixed_precision is None:
-        encoder.precision = how.precision
-    elif how.precision != "fp32":
-        raise ConfigError(
-            f"--precision {how.precision}: {encoder.label} has the precision {encoder.fixed_precision}. Remove it."
-        )
+    _set_precision(encoder, how.precision)
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # normalised as in training
     if how.slots is not None:
@@ -308,6 +303,16 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _set_precision(encoder: Encoder, precision: Precision) -> None:
+    """Let an encoder compute in a precision. Raises `ConfigError` if it has another that cannot be changed."""
+    if encoder.fixed_precision is None:
+        encoder.precision = precision
+    elif precision != "fp32":
+        raise ConfigError(
+            f"--precision {precision}: {encoder.label} has the precision {encoder.fixed_precision}. Remove it."
+        )
 
 
 def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _tiff_size(data: bytes) -> tuple[int, int]:
         with tifffile_module().TiffFile(io.BytesIO(data)) as file:
             page = file.pages[0]
             return int(page.imagewidth), int(page.imagelength)
-    except Exception:
+    except Exception:  # damaged, which `error` reports; or tifffile is missing, which encoders with data.bands report
         return 1, 1
 
 
@@ -118,7 +118,7 @@ def tiff_nodata(data: bytes) -> float | None:
     try:
         with tifffile_module().TiffFile(io.BytesIO(data)) as file:
             return float(str(file.pages[0].tags[_NODATA].value).strip("\0 "))
-    except Exception:
+    except Exception:  # no such tag, or no number in it; a damaged file was refused when it was decoded
         return None
 
 
