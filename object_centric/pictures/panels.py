@@ -18,9 +18,9 @@ from ..tasks.slot_encoder import Decomposition, MaskingEncoder
 from ..tasks.video_encoder import TimedEncoder
 
 _GAP, _HEAD, _SIDE = 4, 14, 90  # pixels between tiles, and for text above columns and after rows
-# Okabe and Ito's colours, which colour-blind readers can distinguish; then darker ones.
+# Grey for the background, then Okabe and Ito's colours, which colour-blind readers can distinguish; then darker ones.
 _COLOURS = [
-    (0, 0, 0),
+    (110, 110, 110),
     (230, 159, 0),
     (86, 180, 233),
     (0, 158, 115),
@@ -106,7 +106,7 @@ def _tiles_of_clips(
             model_input = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
         (decomposition,) = encoder.decompose_clips(model_input[None], clip.window)
         true_masks = [None] * len(pixels) if clip.true is None else list(clip.true)
-        yield tiles_of(encoder, pixels, true_masks, decomposition, has_masks)
+        yield tiles_of(encoder, pixels, true_masks, decomposition, has_masks, one_clip=True)
 
 
 def tiles_of(
@@ -115,9 +115,18 @@ def tiles_of(
     true_masks: Sequence[np.ndarray | None],
     decomposition: Decomposition,
     has_masks: bool | None = None,
+    one_clip: bool = False,
 ) -> tuple[list[list[Tensor]], list[str]]:
-    """Return a row of tiles per image, and the titles of the columns; `has_masks`: whether true masks have a column."""
+    """Return a row of tiles per image, and the titles of the columns.
+
+    Args:
+        encoder, pixels, true_masks, decomposition: the model, its images, and their masks.
+        has_masks: whether true masks have a column.
+        one_clip: the images are frames of a video, so that the same slot is the background of all.
+    """
     soft_masks = decomposition.soft_masks.cpu()
+    predicted = soft_masks.argmax(1).numpy()
+    background = background_label(predicted) if one_clip else None
     reconstruction = None if decomposition.reconstruction is None else decomposition.reconstruction.clamp(0, 1).cpu()
     slot_images = None if decomposition.slot_images is None else decomposition.slot_images.clamp(0, 1).cpu()
     has_masks = any(true is not None for true in true_masks) if has_masks is None else has_masks
@@ -133,7 +142,7 @@ def tiles_of(
         tiles = [
             image,
             true if has_masks else None,
-            coloured(soft_masks[i].argmax(0).numpy() + 1),
+            coloured_slots(predicted[i], background_label(predicted[i]) if background is None else background),
             None if reconstruction is None else reconstruction[i],
             *slot_tiles,
         ]
@@ -144,13 +153,24 @@ def tiles_of(
 
 
 def coloured(labels: np.ndarray) -> Tensor:
-    """Convert a label map to colours (3, h, w), 0 black."""
+    """Convert a label map to colours (3, h, w), 0 grey."""
     table = torch.tensor(_COLOURS)
     numbers = torch.from_numpy(labels.astype(np.int64))
     # After eight colours, they repeat in darker tones.
     lap = torch.div((numbers - 1).clamp(min=0), len(_COLOURS) - 1, rounding_mode="floor")
     index = torch.where(numbers > 0, (numbers - 1) % (len(_COLOURS) - 1) + 1, 0)
     return (table[index] / 255 * (0.6 ** lap[..., None])).permute(2, 0, 1)
+
+
+def background_label(labels: np.ndarray) -> int:
+    """Return the label that covers most of the border of label maps (…, h, w)."""
+    rows, columns = labels[..., [0, -1], :], labels[..., [0, -1]]
+    return int(np.bincount(np.concatenate([rows.ravel(), columns.ravel()])).argmax())
+
+
+def coloured_slots(labels: np.ndarray, background: int) -> Tensor:
+    """Convert a map of slot numbers to colours (3, h, w), the background's slot grey."""
+    return coloured(np.where(labels == background, 0, labels + 1))
 
 
 def sheet_of(

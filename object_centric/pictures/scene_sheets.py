@@ -16,7 +16,7 @@ from sparo_train.data.video.cameras import look_at
 from ..scenes3d.rays import common_point, pixel_rays
 from ..tasks.mask_task import transform_mask
 from ..tasks.scene_encoder import EveryView, SceneEncoder
-from .panels import coloured, sheet_of
+from .panels import background_label, coloured, coloured_slots, sheet_of
 
 
 def scene_sheet(
@@ -43,14 +43,17 @@ def scene_sheet(
     heads = ["view", "true", "masks", "rendered", *(["depth"] if encoder.predicts_depth else [])]
     heads += [f"slot {k}" for k in range(encoder.slots)]
     rows, names = [], []
+    background = None
     for t in times:
         for number, view in enumerate(posed[t]):
             own, rays = slots[t : t + 1], view[None, 3:]
             rendered, slot_images = encoder.render(own, rays), encoder.render_slots(own, rays)[0]
+            labels = rendered.labels[0].cpu().numpy()
+            background = background_label(labels) if background is None else background  # that of the first view
             parts = [
                 view[:3],
                 coloured(transform_mask(encoder, true_masks[t, number])),
-                coloured(rendered.labels[0].cpu().numpy() + 1),
+                coloured_slots(labels, background),
                 rendered.colours[0],
             ]
             parts += [] if rendered.depth is None else [_grey(rendered.depth[0])]

@@ -83,7 +83,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
     with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, decoded, three slots; three rows
         assert sheet.size == (7 * 36 + 4, 3 * 36 + 18)
         colours = {tuple(c) for c in np.asarray(sheet)[18:50, 40:72].reshape(-1, 3).tolist()}
-        assert len(colours) == 4 and (0, 0, 0) in colours  # three pieces on black
+        assert len(colours) == 4 and (110, 110, 110) in colours  # three pieces on grey
     (tmp_path / "own.jpg").write_bytes(jpeg(1))
     (tmp_path / "other.yaml").write_text(json.dumps({"tasks": {"elsewhere": tasks["masks"]}}))
     others = ("--image", "own.jpg", "--data", "other.yaml", "--task", "elsewhere", "--images", "1")

@@ -8,6 +8,7 @@ from PIL import Image
 from evals.encoders.pixels import Pixels, SquarePixels
 from evals.slots.attend import Attended, attend, filter_slots, gallery
 from evals.slots.overlay import image_crop, overlay
+from object_centric.pictures.panels import background_label, coloured_slots
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
 
@@ -96,3 +97,16 @@ def test_attention_of_a_model_adds_up():
     assert alone[0].words == [] and torch.equal(alone[0].maps, found[0].maps)
     with pytest.raises(ConfigError, match="has no slots with attention"):
         attend(clip({"kind": "token"}), images, None)
+
+
+def test_the_slot_on_the_border_is_drawn_as_background():
+    labels = np.full((6, 6), 2)
+    labels[2:4, 1:5] = 0
+    labels[3, 0] = 1
+    assert background_label(labels) == 2 and background_label(np.stack([labels, labels])) == 2
+    colours = coloured_slots(labels, 2)
+    grey = torch.full((3,), 110 / 255)
+    assert (colours[:, labels == 2] == grey[:, None]).all() and not (colours[:, labels != 2] == grey[:, None]).all(
+        0
+    ).any()
+    assert not torch.equal(colours[:, 2, 2], colours[:, 3, 0])
