@@ -1,4 +1,4 @@
-"""Write the generated pages of the documentation: command line, recipe keys, Python API, paper index.
+"""Write the generated pages of the documentation: command line, recipe keys, Python API, paper index, colours.
 
     python docs/generate.py
 
@@ -21,6 +21,7 @@ import sparo
 from launch.commands.key_tables import TABLES, own_keys
 from launch.jobs.clusters import ClusterConfig
 from launch.jobs.sbatch_options import option_table
+from launch.views.html import STYLE_FILES
 from sparo_train.core.recipe.config_keys import Key, default_text, type_text
 from sparo_train.core.registries import (
     ENGINES,
@@ -245,6 +246,7 @@ def generated() -> dict[str, str]:
         "reference/python_api.md": python_api(),
         "papers.md": papers(),
         "reference/sbatch_options.md": sbatch_options(),
+        "stylesheets/tokens.css": STYLE_FILES[0].read_text(encoding="utf-8"),
         **KeyPages().pages(),
     }
 
