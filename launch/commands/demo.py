@@ -20,7 +20,7 @@ from sparo_train.core.disk.metrics import read
 from sparo_train.train.run_config import RunConfig, load_run
 
 from ..recipes import recipe
-from ..views.demo_page import six_rows, write_page
+from ..views.demo_page import six_rows, text_only_note, write_page
 from ..views.results_table import rows_table
 from ..views.terminal import console, out
 from .making import make_scenes
@@ -43,26 +43,25 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     for name, config in configs.items():
         console.rule(f"training {name}")
         exit_if_stopped(train(config))
-    # The score of captions without images, which a model has to exceed.
-    results: dict[str, dict[str, Result]] = {"text only": {"pairs": score_text_only(data)}}
     encoders = {name: load_encoder(config.folder) for name, config in configs.items()}
     records = {name: {r.task: r for r in read_records([config.folder])} for name, config in configs.items()}
-    for name, by_task in records.items():  # training evaluates at its end
-        results[name] = {task: record.result for task, record in by_task.items()}
-    parameters = {name: sum(p.numel() for p in e.model.parameters()) for name, e in encoders.items()}
+    # A training evaluates at its end.
+    results = {name: {task: one.result for task, one in by_task.items()} for name, by_task in records.items()}
+    text_only = score_text_only(data)  # the score of captions without images, which a model has to exceed
+    model_sizes = {name: f"{sum(p.numel() for p in e.model.parameters()) / 1e6:.2f} M" for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
     sparo = encoders["CLIP+SPARO"]
     assert isinstance(sparo, ClipEncoder)
     zeroshot = predictions_of(records["CLIP+SPARO"]["zeroshot"])
-    facts = {**_facts(configs), "scenes": 400 if quick else 8000}
-    page = write_page(folder, results, zeroshot, curves, parameters, sparo, data, facts)
-    size_labels = {n: f"{parameters[n] / 1e6:.2f} M" if n in parameters else "" for n in results}
-    out.print(rows_table(six_rows(results), size_labels, "sparo demo: per cent, 95 % intervals; one seed"))
+    facts = {**_facts(configs), "scenes": 400 if quick else 8000, "quick": quick, "sizes": model_sizes}
+    page = write_page(folder, results, text_only, zeroshot, curves, sparo, data, facts)
+    out.print(rows_table(six_rows(results), model_sizes, "sparo demo: per cent, 95 % intervals; one seed"))
+    out.print(text_only_note(text_only))
     out.print(
         f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True
     )
     run = shlex.quote(str(configs["CLIP+SPARO"].folder))
-    out.print(f"next: sparo eval {run}   own data: docs/tutorials/own_images.md", soft_wrap=True)
+    out.print(f"next: sparo slots explore {run}   own data: docs/tutorials/own_images.md", soft_wrap=True)
     return results
 
 

@@ -1,35 +1,33 @@
-"""The demo's page: six scores, examples, slots with their attention, and next commands."""
+"""The demo's page: what a slot is, slots with their attention, scores, examples, and next commands."""
 
 from __future__ import annotations
 
-import base64
+import io
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
-from jinja2 import Environment
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
 from evals.encoders.sparo_encoders import ClipEncoder
-from evals.report.plots import save_figure
 from evals.sets.wds import WdsSet
-from evals.slots.attend import attend, informative_slots, top_words, word_profiles
-from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
 from evals.tasks.result import Result, format_metric, is_share, wilson
 from sparo_train.core.files import write_whole
 
-from .results_table import ScoreRow
+from .demo_slots import COSINE, MIN_PASSING, SHARE, demo_slots, draw_slots
+from .html import data_uri, render
+from .results_table import ScoreCell, ScoreRow
 
-_EXAMPLES, _CAPTIONS = 8, 200
+_EXAMPLES, _CAPTIONS = 4, 200  # right and wrong answers each; images that are searched for slots
+_SERIES = {"#a04000": "var(--other)", "#0b5394": "var(--accent)"}  # colours of the two models
 # label, task, part
 _ROWS = (
     ("Zero-shot, 24 colour-shape classes", "zeroshot", "acc1"),
@@ -40,109 +38,45 @@ _ROWS = (
     ("Caption pairs, same words in another order", "pairs", "order_only"),
 )
 
-_SLOTS, _COLUMNS, _SIZE = 4, 6, 192
-_IN_PICTURE = (0, 2, 3, 4)
-
-
-class SlotTile(NamedTuple):
-    """One image under a slot's attention, and the words of its caption that the slot attends to."""
-
-    picture: Image.Image
-    words: str
-
-
-class SlotGallery(NamedTuple):
-    """A slot: its words over all captions, and its tiles."""
-
-    number: int
-    words: str
-    tiles: list[SlotTile]
-
-
-class DemoSlots(NamedTuple):
-    """Images with captions, and the same images under each slot's attention."""
-
-    images: list[tuple[Image.Image, str]]
-    slots: list[SlotGallery]
-
-
-def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Sequence[str]) -> DemoSlots:
-    """Select slots by attention over all images, and show them on a few, evenly spaced."""
-    attended = attend(encoder, images, captions)
-    profiles = word_profiles(attended)
-    # One scale per slot, from its median image, so that one image with a very bright patch does not dim all others.
-    brightest = torch.stack([one.maps.flatten(1).amax(1) for one in attended]).median(0).values
-    some = [i * len(images) // _COLUMNS for i in range(_COLUMNS)]
-    galleries = []
-    for slot in informative_slots(attended, profiles, _SLOTS):
-        tiles = [
-            SlotTile(
-                overlay(image_crop(encoder, images[i]), attended[i].maps[slot], float(brightest[slot]), _SIZE),
-                "  ".join(top_words(attended[i], slot)),
-            )
-            for i in some
-        ]
-        words = ", ".join(f"{word} {share:.0%}" for word, share in profiles.of(slot, 4))
-        galleries.append(SlotGallery(slot, words, tiles))
-    return DemoSlots([(thumbnail(image_crop(encoder, images[i]), _SIZE), captions[i]) for i in some], galleries)
-
-
-def draw_slots(demo: DemoSlots, path: Path) -> None:
-    """Draw a picture with fewer images, for small screens: images on top, then a row per slot."""
-    some = _IN_PICTURE
-    rows = len(demo.slots) + 1
-    figure, axes = plt.subplots(rows, len(some), figsize=(1.9 * len(some), 2.3 * rows), layout="constrained")
-    for axis, (picture, caption) in zip(axes[0], (demo.images[i] for i in some), strict=True):
-        axis.imshow(picture)
-        axis.set_title(textwrap.fill(caption, 22), fontsize=9.5)
-    for line, slot in zip(axes[1:], demo.slots, strict=True):
-        for axis, tile in zip(line, (slot.tiles[i] for i in some), strict=True):
-            axis.imshow(tile.picture)
-            axis.set_xlabel(tile.words.replace("  ", "\n"), fontsize=11)
-        line[0].set_ylabel(f"slot {slot.number}", fontsize=12)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
-        for side in axis.spines.values():
-            side.set_visible(False)
-    save_figure(figure, path, 110)
-
 
 def write_page(
     folder: Path,
     results: Mapping[str, Mapping[str, Result]],
+    text_only: Result,
     zeroshot: Mapping[str, np.ndarray],
     curves: Mapping[str, Sequence[Mapping[str, Any]]],
-    parameters: Mapping[str, int],
     encoder: ClipEncoder,
     data: Path,
     facts: Mapping[str, Any],
 ) -> Path:
-    """Write `demo.html`, `demo.png` and `curves.png` to `folder`; return the page's path.
+    """Write `demo.html` and `demo.png` to `folder`; return the page's path.
 
     Args:
         folder: the folder.
         results: by model, then task.
+        text_only: the score of captions without images.
         zeroshot: predictions of `encoder` on the zero-shot test.
         curves: records of metrics.jsonl by model.
-        parameters, encoder, data: parameters by model, the encoder of slots, and the data.
-        facts: facts about the trainings, for the first lines.
+        encoder, data: the encoder with slots, and the folder of its data.
+        facts: facts about the trainings; `sizes` are the models' sizes as text.
     """
     captioned = WdsSet(data / "retrieval", "captions")
     samples = [captioned.read(i) for i in range(min(_CAPTIONS, len(captioned)))]
     slots = demo_slots(encoder, [image for _, image, _ in samples], [texts[0] for _, _, texts in samples])
     draw_slots(slots, folder / "demo.png")
-    save_figure(draw_curves(curves), folder / "curves.png", 110)
-    template = Path(__file__).with_name("demo.html.jinja").read_text(encoding="utf-8")
-    html = Environment(autoescape=True).from_string(template).render(
-        facts={**facts, "slots": encoder.slots},
-        names=[{"name": n, "size": f"{parameters[n] / 1e6:.2f} M" if n in parameters else ""} for n in results],
+    html = render(
+        "demo.html.jinja",
+        facts={**facts, "slots": encoder.slots, "cosine": COSINE, "share": SHARE, "min_passing": MIN_PASSING},
+        demo=slots,
+        uri=data_uri,
+        names=list(results),
         rows=six_rows(results),
         all=all_rows(results),
-        examples=_examples(data, zeroshot),
-        curves="data:image/png;base64," + base64.b64encode((folder / "curves.png").read_bytes()).decode(),
+        text_only=text_only_note(text_only),
+        answers=_answers(data, zeroshot),
+        curves=Markup(_svg(draw_curves(curves))),
         commands=_commands(folder),
-        **_pictures(slots),
-    )  # fmt: skip
+    )
     return write_whole(folder / "demo.html", html)
 
 
@@ -150,33 +84,27 @@ def six_rows(results: Mapping[str, Mapping[str, Result]]) -> list[ScoreRow]:
     """Return the first six scores with their intervals."""
     rows = []
     for label, task, part in _ROWS:
-        task_results = [by_task.get(task) for by_task in results.values()]
-        # The text-only baseline lacks some metrics; n and chance come from the column with most metrics.
-        first = max((r for r in task_results if r is not None), key=lambda r: len(r.metrics))
-        rows.append(
-            ScoreRow(
-                label,
-                first.counts.get(part, first.n),
-                _chance(first, part),
-                [_cell(result, part) for result in task_results],
-            )
-        )
+        task_results = [by_task[task] for by_task in results.values()]
+        first = task_results[0]
+        chance = first.chance if is_share(part) else None
+        n = first.counts.get(part, first.n)
+        rows.append(ScoreRow(label, n, chance, [_cell(result, part) for result in task_results]))
     return rows
 
 
-def _chance(result: Result, part: str) -> str:
-    return format_metric(part, result.chance) if is_share(part) else ""
-
-
-def _cell(result: Result | None, part: str) -> dict[str, str]:
-    if result is None or part not in result.metrics:
-        return {"value": "–", "interval": ""}
+def _cell(result: Result, part: str) -> ScoreCell:
     value = result.metrics[part]
     low, high = result.intervals.get(part) or wilson(value, result.n)
-    return {
-        "value": format_metric(part, value),
-        "interval": f"{format_metric(part, low)} to {format_metric(part, high)}",
-    }
+    return ScoreCell(part, value, low, high)
+
+
+def text_only_note(result: Result) -> str:
+    """Return a sentence on the score of captions without images."""
+    cell = _cell(result, "macro")
+    return (
+        f"For comparison: of three guessers that read only the captions of these pairs, the best reaches {cell.text} "
+        f"({cell.interval}) on caption pairs of all kinds."
+    )
 
 
 def all_rows(results: Mapping[str, Mapping[str, Result]]) -> list[dict[str, Any]]:
@@ -196,44 +124,44 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     """Draw loss and batch accuracy over samples."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for axis, key, title in zip(
-        axes, ("loss", "accuracy"), ("contrastive loss", "accuracy inside the batch"), strict=True
+        axes, ("loss", "accuracy"), ("Contrastive loss", "Accuracy within the batch"), strict=True
     ):
-        for name, records in curves.items():
-            axis.plot([r["samples"] for r in records], [r[key] for r in records], label=name)
-        axis.set(title=title, xlabel="samples seen")
+        for (name, records), colour in zip(curves.items(), _SERIES, strict=False):
+            axis.plot([r["samples"] for r in records], [r[key] for r in records], label=name, color=colour)
+        axis.set(title=title, xlabel="samples")
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
     return figure
 
 
-def _examples(data: Path, predictions: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+def _svg(figure: Figure) -> str:
+    """Return a figure as SVG in the page's colours, so that it fits light and dark pages; close it."""
+    out = io.StringIO()
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sparo"}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    svg = out.getvalue()
+    for colour, variable in {"#000000": "currentColor", **_SERIES}.items():
+        svg = svg.replace(colour, variable)
+    return svg[svg.index("<svg") :]
+
+
+def _answers(data: Path, predictions: Mapping[str, np.ndarray]) -> list[list[dict[str, Any]]]:
+    """Return right answers and wrong ones, evenly spaced over the images of each kind."""
     images = WdsSet(data / "zeroshot", "label")
     classes = images.classnames()
-    examples = []
-    # Steps of seven classes, because every third class has the same shape.
-    for number in [i * 7 * len(images) // len(classes) % len(images) for i in range(_EXAMPLES)]:
-        _, image, label = images.read(number)
-        guess = int(predictions["predicted"][number][0])
-        picture = _uri(image.resize((160, 160), Image.Resampling.BICUBIC))
-        examples.append(
-            {"truth": classes[label], "predicted": classes[guess], "right": guess == label, "picture": picture}
-        )
-    return examples
-
-
-def _pictures(demo: DemoSlots) -> dict[str, Any]:
-    slots = [
-        {
-            "number": slot.number,
-            "words": slot.words,
-            "tiles": [
-                {"picture": _uri(tile.picture), "words": tile.words, "caption": caption}
-                for tile, (_, caption) in zip(slot.tiles, demo.images, strict=True)
-            ],
-        }
-        for slot in demo.slots
-    ]
-    return {"slots": slots, "pictures": [{"picture": _uri(p), "caption": c} for p, c in demo.images]}
+    guesses = predictions["predicted"][:, 0]
+    labels = np.asarray([images.read(i)[2] for i in range(len(images))])
+    answers: list[list[dict[str, Any]]] = []
+    for right in (True, False):
+        numbers = np.flatnonzero((guesses == labels) == right)
+        some = numbers[np.unique(np.linspace(0, len(numbers) - 1, _EXAMPLES).astype(int))] if len(numbers) else numbers
+        answers.append([])
+        for number in some.tolist():
+            picture = data_uri(images.read(number)[1].resize((160, 160), Image.Resampling.BICUBIC))
+            names = {"truth": classes[labels[number]], "predicted": classes[guesses[number]]}
+            answers[-1].append({**names, "right": right, "picture": picture})
+    return answers
 
 
 def _commands(folder: Path) -> dict[str, str]:
@@ -244,8 +172,5 @@ def _commands(folder: Path) -> dict[str, str]:
         "sparo data check data/mine/train",
         "sparo train own_pairs",
     ]
-    return {"own": "\n".join(own), "data": "\n".join(mine)}
-
-
-def _uri(image: Image.Image) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg(image.convert("RGB"))).decode()
+    explore = f"sparo slots explore {run} --task retrieval"
+    return {"explore": explore, "own": "\n".join(own), "data": "\n".join(mine)}

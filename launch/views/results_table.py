@@ -165,13 +165,37 @@ def heading(name: str) -> str:
     return "\n".join(line.strip() for line in lines)
 
 
+class ScoreCell(NamedTuple):
+    """A score with its interval."""
+
+    metric: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """Return the score as text."""
+        return format_metric(self.metric, self.value)
+
+    @property
+    def interval(self) -> str:
+        """Return the interval as text."""
+        return f"{format_metric(self.metric, self.low)} to {format_metric(self.metric, self.high)}"
+
+
 class ScoreRow(NamedTuple):
-    """A row's label, and per column `value` and `interval`, empty if there is none."""
+    """A test with a score per model; `chance` is None if it is not known."""
 
     label: str
     n: int
-    chance: str
-    cells: list[dict[str, str]]
+    chance: float | None
+    cells: list[ScoreCell]
+
+    @property
+    def chance_text(self) -> str:
+        """Return the chance level as text."""
+        return "" if self.chance is None else format_metric(self.cells[0].metric, self.chance)
 
 
 def rows_table(rows: Sequence[ScoreRow], names: Mapping[str, str], title: str) -> Table:
@@ -183,6 +207,5 @@ def rows_table(rows: Sequence[ScoreRow], names: Mapping[str, str], title: str) -
     for name, below in names.items():
         table.add_column(f"{name}\n{below}".strip(), justify="right", no_wrap=True)
     for row in rows:
-        cells = [f"{cell['value']}\n{cell['interval']}".strip() for cell in row.cells]
-        table.add_row(row.label, str(row.n), row.chance, *cells)
+        table.add_row(row.label, str(row.n), row.chance_text, *(f"{cell.text}\n{cell.interval}" for cell in row.cells))
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,39 +12,18 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from jinja2 import Environment
 from PIL import Image
 
 from evals.encoders.encoder import Encoder
 from evals.report.plots import literal, save_figure
 from evals.slots.attend import Attended, filter_slots, gallery, top_words
-from evals.slots.overlay import image_crop, jpeg, overlay, thumbnail
+from evals.slots.overlay import image_crop, overlay, thumbnail
 from sparo_train.core.files import escape_control_chars, write_whole
+
+from .html import data_uri, render, shaded_caption
 
 _TILE_HEIGHT = 1.25  # inches of a tile with its title, for a picture of size 1
 _MAX_GALLERIES = 16  # default number of slots with a gallery
-_HTML = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>Slots of {{ facts.checkpoint }}</title>
-<style>body{font:16px/1.5 system-ui,sans-serif;max-width:75rem;margin:2rem auto;padding:0 1rem;color:#1a1a1a;background:#fff}
-figure{display:inline-block;margin:.3rem;max-width:11rem;vertical-align:top}img{max-width:100%;display:block}
-figcaption{font-size:.8rem;overflow-wrap:anywhere}h3{margin-bottom:.2rem}p.note{color:#555}</style>
-<h1>Slots of {{ facts.checkpoint }}</h1>
-<p>{{ facts.n }} images of {{ facts.task }}; {{ facts.slots }} slots. A picture is grey under its slot's attention; pixels that the model did
-not see are dark. One scale per slot, so an image in which it finds nothing stays dark.</p>
-<p class="note">Attention says where a slot takes its information from, not how it uses it.</p>
-{% if examples %}<h2>Images, and what their slots look at</h2>
-<p class="note">{{ filter }}</p>
-{% for one in examples %}<section><h3>{{ one.caption or one.key }}</h3>
-<figure><img alt="{{ one.key }}" src="{{ one.picture }}"><figcaption>{{ one.key }}</figcaption></figure>
-{% for tile in one.tiles %}<figure><img alt="slot {{ tile.slot }} over {{ one.key }}" src="{{ tile.picture }}">
-<figcaption>slot {{ tile.slot }}{{ tile.text }}</figcaption></figure>{% endfor %}
-{% if not one.tiles %}<p>No slot of this image passes.</p>{% endif %}</section>{% endfor %}{% endif %}
-{% if slots %}<h2>Slots, and the images they agree with</h2>{% endif %}
-{% for one in slots %}<section><h3>Slot {{ one.slot }}{% if one.name %}: {{ one.name }}{% endif %}</h3><p class="note">{{ one.note }}</p>
-{% for row in one.rows %}<h4>{{ row.title }}</h4>{% for tile in row.tiles %}<figure><img alt="slot {{ one.slot }} over {{ tile.key }}" src="{{ tile.picture }}">
-<figcaption>{{ tile.text }}</figcaption></figure>{% endfor %}{% endfor %}</section>{% endfor %}
-</html>"""
 
 
 class CaptionedImage(NamedTuple):
@@ -84,15 +62,14 @@ def write_report(
     galleries = {slot: _gallery(attended, slot, show_options.tiles) for slot in slots}
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "report.html"]
-    page = (
-        Environment(autoescape=True)
-        .from_string(_HTML)
-        .render(
-            facts={name: escape_control_chars(str(value)) for name, value in facts.items()},
-            filter=_filter_note(attended, show_options, slot_ids),
-            examples=[_example(overlays, i, passing[i]) for i in order],
-            slots=[_section(overlays, slot, rows, names.get(slot, "")) for slot, rows in galleries.items()],
-        )
+    page = render(
+        "slots.html.jinja",
+        facts={name: escape_control_chars(str(value)) for name, value in facts.items()},
+        uniform=f"{1 / attended[0].maps[0].numel():.1%}",
+        shaded=bool(attended[0].words),
+        filter=_filter_note(attended, show_options, slot_ids),
+        examples=[_example(overlays, i, passing[i]) for i in order],
+        slots=[_section(overlays, slot, rows, names.get(slot, "")) for slot, rows in galleries.items()],
     )
     write_whole(paths[0], page)
     paths.append(_grid(folder / "examples.png", [[_Tile(overlays.plain(i), _short_title(samples[i]))] + [
@@ -119,6 +96,18 @@ class _Overlays:
 
     def over(self, number: int, slot: int) -> Image.Image:
         return overlay(self._views[number], self.attended[number].maps[slot], float(self._brightest[slot]))
+
+    def tile(self, number: int, slot: int) -> dict[str, Any]:
+        """Return the values that a page shows for an image under a slot."""
+        one, sample = self.attended[number], self.samples[number]
+        return {
+            "slot": slot,
+            "key": escape_control_chars(sample.key),
+            "title": _short_title(sample),
+            "picture": data_uri(self.over(number, slot)),
+            "words": shaded_caption(one, slot) if one.words else [],
+            "cosine": f"{float(one.cosine[slot]):.2f}",
+        }
 
     def words(self, number: int, slot: int) -> str:
         """Return the two words with the highest attention of a slot, and its cosine."""
@@ -166,10 +155,12 @@ def _gallery(attended: Sequence[Attended], slot: int, tiles: int) -> dict[str, l
 
 def _example(overlays: _Overlays, number: int, slots: Sequence[int]) -> dict[str, Any]:
     one = overlays.samples[number]
-    tiles = [{"slot": s, "picture": _uri(overlays.over(number, s)), "text": overlays.words(number, s)} for s in slots]
     return {
-        "key": escape_control_chars(one.key), "caption": escape_control_chars(one.caption or ""), "picture": _uri(overlays.plain(number)), "tiles": tiles,
-    }  # fmt: skip
+        "key": escape_control_chars(one.key),
+        "caption": escape_control_chars(one.caption or ""),
+        "picture": data_uri(overlays.plain(number)),
+        "tiles": [overlays.tile(number, slot) for slot in slots],
+    }
 
 
 def _section(overlays: _Overlays, slot: int, rows: Mapping[str, Sequence[int]], name: str) -> dict[str, Any]:
@@ -179,15 +170,7 @@ def _section(overlays: _Overlays, slot: int, rows: Mapping[str, Sequence[int]], 
         f", mean cosine {float(cosine):.2f}" if overlays.attended[0].words else ""
     )
 
-    def tile(number: int) -> dict[str, Any]:
-        one = overlays.samples[number]
-        return {
-            "key": escape_control_chars(one.key),
-            "picture": _uri(overlays.over(number, slot)),
-            "text": _short_title(one) + overlays.words(number, slot),
-        }
-
-    tiles = [{"title": title, "tiles": [tile(i) for i in numbers]} for title, numbers in rows.items()]
+    tiles = [{"title": title, "tiles": [overlays.tile(i, slot) for i in numbers]} for title, numbers in rows.items()]
     return {"slot": slot, "name": escape_control_chars(name), "note": note, "rows": tiles}
 
 
@@ -195,10 +178,6 @@ def _short_title(one: CaptionedImage) -> str:
     text = one.caption or one.key
     short = textwrap.shorten(text, 60, placeholder=" …")
     return escape_control_chars(f"{text[:59]}…" if short.strip() == "…" else short)  # of a script without spaces
-
-
-def _uri(image: Image.Image) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg(image)).decode()
 
 
 @literal()

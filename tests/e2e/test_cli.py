@@ -266,15 +266,17 @@ def test_evaluations_are_neither_lost_nor_repeated(trained, tmp_path):
 def test_the_quick_demo_writes_the_whole_page(tmp_path):
     done = sparo("demo", "--quick", "--folder", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr
-    assert "text only" in done.stdout and "CLIP+SPARO" in done.stdout
+    assert "read only the captions" in " ".join(done.stdout.split()) and "CLIP+SPARO" in done.stdout
     assert max(map(len, done.stdout.partition("page:")[0].splitlines())) <= 80
     page = (tmp_path / "demo/demo.html").read_text()
-    assert page.count("<section>") == 4 and "mean_R@5" in page.partition("<details>")[2]
-    first = page.partition("<table>")[2].partition("</table>")[0]
-    assert first.count("<tr>") == 7 and first.count(" to ") >= 12  # six rows, both models with an interval
+    assert 2 <= page.count('<section class="slot">') <= 4 and "mean_R@5" in page.partition("<details>")[2]
+    assert "Quick run." in page and '<mark class="w' in page
+    first = page.partition('<table class="scores">')[2].partition("</table>")[0]
+    assert first.count("<tr>") == 7 and first.count('class="interval"') == 12  # six rows, both models with an interval
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
+    assert "<pre>sparo slots explore " in page
     # what the page says to type next
-    own = page.partition("<pre>")[2].partition("</pre>")[0].replace("&#39;", "'").splitlines()
+    own = page.partition('<pre class="own">')[2].partition("</pre>")[0].replace("&#39;", "'").splitlines()
     assert len(own) == 3
     for line in own:
         done = sparo(*shlex.split(line)[1:], cwd=tmp_path)

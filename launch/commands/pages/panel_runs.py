@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment
-
 from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable, whole_records
@@ -28,7 +26,7 @@ from sparo_train.core.accelerator import available_device
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import escape_control_chars, read_bytes, write_whole
 
-from ... import views
+from ...views.html import render
 from ..slot_work import SlotOptions
 
 
@@ -43,9 +41,7 @@ def write_page(
     out: Path, checkpoint: str, task: str, title: str, summary: str, note: str, rows: Sequence[PageRow]
 ) -> Path:
     """Write OUT/report.html; return its path."""
-    template = (Path(views.__file__).parent / "pictures.html.jinja").read_text(encoding="utf-8")
     # Keys and names are foreign text, and the page is opened in a browser.
-    page = Environment(autoescape=True).from_string(template)
     escaped_rows = [
         PageRow(escape_control_chars(row.key), [(name, escape_control_chars(alt)) for name, alt in row.pictures])
         for row in rows
@@ -53,9 +49,10 @@ def write_page(
     place = out / "report.html"
     write_whole(
         place,
-        page.render(
+        render(
+            "pictures.html.jinja",
             title=escape_control_chars(title),
-            said=summary,
+            summary=summary,
             note=note,
             rows=escaped_rows,
             scores=_scores(Path(checkpoint), task),
