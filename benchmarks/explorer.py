@@ -4,7 +4,7 @@
 
 At the size of the bars: 128 slots, 500 images, tasks of every kind that such a model has (zero-shot of 100 classes, retrieval among 500
 captions, 7,500 pairs). The other side of every row is the bar itself. A switch is timed from the press of Space until all scores
-stand in the table and are laid out; its row is the 95th percentile of each round of 50. Needs chromium, playwright and the extra `explore`.
+stand in the table and are laid out; its row is the 95th percentile of each round of 50. Needs chromium and playwright.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparo_data.writer import write_wds_layout
 SLOTS, IMAGES, CLASSES, PAIRS = 128, 500, 100, 7500
 _SWITCH = """() => {
     const times = [];
-    const list = document.getElementById("slots"), table = document.getElementById("scores");
+    const list = document.getElementById("slots"), table = document.getElementById("score-bar");
     for (let i = 0; i < 50; i++) {
         const box = list.children[(i * 37) % list.children.length];
         box.focus();

@@ -61,13 +61,13 @@ def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) ->
 
 
 def contour(level: np.ndarray, looked: np.ndarray) -> np.ndarray:
-    """Return the mask (H, W) of the border pixels of the smallest region of `looked` with half of the attention; empty if it covers more than a third."""
+    """Return the mask (H, W) of the border pixels of the smallest region of `looked` with half of the attention; empty if it covers more than a quarter."""
     falling = np.sort(level[looked])[::-1]
     total = falling.sum(dtype=np.float64)
     if total <= 0:
         return np.zeros(level.shape, bool)
     inside = looked & (level >= falling[np.searchsorted(falling.cumsum(dtype=np.float64), total / 2)])
-    if inside.sum() > looked.sum() / 3:
+    if inside.sum() > looked.sum() / 4:
         return np.zeros(level.shape, bool)
     around = np.pad(inside, 1, constant_values=True)
     return inside & ~(around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:])

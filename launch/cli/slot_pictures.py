@@ -34,7 +34,7 @@ def explore(
         typer.Option(help="Tasks whose scores are shown, as in `sparo eval --tasks`. Default: all that fit."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task whose images are shown. Default: one with captions.")] = None,
-    images: Annotated[int, typer.Option(min=1, max=5000, help="Number of images, evenly spaced.")] = 500,
+    images: Annotated[int, typer.Option(min=1, max=50_000, help="Number of images, evenly spaced.")] = 500,
     compare: Annotated[
         str | None, typer.Option(help="Second checkpoint to compare with. It can also be opened on the page.")
     ] = None,

@@ -22,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import escape_control_chars
 
+from ..views.html import stylesheet
 from .bodies import MAX_IMAGE_BYTES, MAX_JSON_BYTES, json_object, respond, respond_to_body
 from .opened import Pictures, Side
 from .selection_file import SelectionFile
@@ -29,7 +30,7 @@ from .selection_file import SelectionFile
 _IMPORT = re.compile(r'^import (?:\{[^}]*\}|\w+) from "\./(\w+)\.js";\n', re.MULTILINE)
 _MAX_BYTES = 256 << 20
 _ICON = '<link rel="icon" href="page/icon.svg">'
-_STYLE = '<link rel="stylesheet" href="page/page.css">'
+_STYLE = '<link rel="stylesheet" href="page/base.css">\n<link rel="stylesheet" href="page/page.css">'
 _SCRIPT = '<script type="module" src="page/main.js"></script>'
 
 
@@ -45,13 +46,16 @@ def build_offline_page(page: Path, offline_bundle: Mapping[str, Any]) -> bytes:
     """
     # No sequence in it can end the element that contains it.
     data = json.dumps(offline_bundle).replace("<", "\\u003c")
-    style, script = (page / "page.css").read_text(encoding="utf-8"), bundle_modules(page, "main")
+    style, script = stylesheet() + (page / "page.css").read_text(encoding="utf-8"), bundle_modules(page, "main")
     policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     html = (page / "index.html").read_text(encoding="utf-8")
     for old, new in (
         (_ICON, ""),
         (_STYLE, f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'),
-        (_SCRIPT, f'<script type="application/json" id="held">{data}</script><script type="module">{script}</script>'),
+        (
+            _SCRIPT,
+            f'<script type="application/json" id="offline-data">{data}</script><script type="module">{script}</script>',
+        ),
     ):
         if old not in html:
             raise ConfigError(f"{page / 'index.html'}: does not contain {old}. Install sparo again.")
@@ -85,6 +89,7 @@ def _hash(text: str) -> str:
 
 PAGE = Path(__file__).parent / "page"
 _THUMBNAIL_SIZE = 200  # pixels of a picture in the single file
+_MAX_RUNS = 200  # runs that the page offers for a comparison
 _MAX_SECOND_CHECKPOINTS = 2  # further checkpoints that stay open
 
 
@@ -111,8 +116,9 @@ class Explorer:
         self.attention_cache: dict[tuple[int, int], dict[str, Any]] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Return the data that the page draws first: the checkpoint, and the second one that was opened last."""
-        return self._facts(list(dict.fromkeys((self.first, list(self.sides)[-1]))))
+        """Return the data that the page draws first: the checkpoint, the second one that was opened last, and other runs of its folder."""
+        facts = self._facts(list(dict.fromkeys((self.first, list(self.sides)[-1]))))
+        return {**facts, "runs": sibling_runs(self.sides[self.first].bench.checkpoint)}
 
     def _facts(self, sides: list[int]) -> dict[str, Any]:
         return {
@@ -202,6 +208,17 @@ class Explorer:
             return to_jsonable(work())
 
 
+def sibling_runs(checkpoint: str) -> list[str]:
+    """Return the other runs in the folder of a run that have a checkpoint, at most 200; none if `checkpoint` is not a run."""
+    run = Path(checkpoint)
+    if not (run / "config.yaml").is_file():
+        return []
+    others = (
+        path for path in sorted(run.parent.iterdir()) if path.name != run.name and (path / "config.yaml").is_file()
+    )
+    return [escape_control_chars(str(path)) for path in others if any((path / "checkpoints").glob("*"))][:_MAX_RUNS]
+
+
 def to_jsonable(value: Any) -> Any:
     """Convert arrays to base64 of little-endian fp32, and remove control characters from text."""
     if isinstance(value, np.ndarray):
@@ -218,6 +235,9 @@ def make_app(explorer: Explorer) -> Starlette:
 
     async def index(_: Request) -> Response:
         return FileResponse(PAGE / "index.html")
+
+    async def base_style(_: Request) -> Response:
+        return Response(stylesheet(), media_type="text/css")
 
     async def facts(_: Request) -> Response:
         return await respond(explorer.facts)
@@ -298,6 +318,7 @@ def make_app(explorer: Explorer) -> Starlette:
             post("/read/{side:int}", read),
             post("/compare", lambda _, given: explorer.compare(_required_text(given, "checkpoint"))),
             post("/one-file", export_html),
+            Route("/page/base.css", base_style),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
     )

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+import uvicorn
+
 from evals.report.results_file import refuse_unwritable
 from evals.sets.task_config import TaskConfig
 from sparo_train.core.errors import ConfigError
 
 from ..commands.slot_work import EITHER, Bench, SlotOptions
 from ..views.terminal import console, out
+from .app import Explorer, make_app
 from .opened import Pictures, Side, supported_tasks
 
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -180,14 +183,6 @@ class PageOptions(NamedTuple):
 
 def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) -> None:
     """Serve the page until Ctrl-C."""
-    try:
-        import uvicorn
-
-        from .app import Explorer, make_app
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"sparo slots explore: needs {error.name}. pip install -e '.[explore]' in sparo's checkout."
-        ) from None
     if options.units == "heads":
         raise ConfigError("--units heads: the page supports slots or parts. Select heads with sparo slots select.")
     refuse_unwritable(page_options.out.parent, "--out")

@@ -87,7 +87,7 @@ def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
         page.fill("#top-k", "2")
         page.select_option("#top-task", label="zero")
         page.click("#top button")
-        says(page, "#told", "The 2 best alone")
+        says(page, "#status", "The 2 best alone")
         done = sparo(
             "slots",
             "score",
@@ -112,13 +112,46 @@ def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
         seen.fine()
 
 
+def switches_back_and_forth(page):
+    """Undo and redo by keyboard and button; the bar shows the change against all slots."""
+    before, bar = shown(page), page.inner_text("#score-bar")
+    assert page.locator("#undo").is_disabled() and " to " not in bar
+    press(page, "#slots [data-slot='1']", "Space")
+    off = shown(page)
+    for row in page.locator("#score-bar li").all():
+        task = row.locator(".task").inner_text().partition(" (")[0]
+        assert row.locator("strong").inner_text() == off[task][1] and off[task][2] in row.inner_text()
+        low, high = (float(n.replace("−", "-")) for n in row.locator(".interval").inner_text()[1:-1].split(" to "))
+        change = "better" if low > 0 else "worse" if high < 0 else ""
+        assert abs(low * high) < 1e-6 or row.get_attribute("class") == change
+    page.keyboard.press("Control+z")
+    says(page, "#status", "Undone: slot 1.")
+    assert shown(page) == before and page.inner_text("#score-bar") == bar and page.locator("#undo").is_disabled()
+    page.click("#redo")
+    assert shown(page) == off
+    page.click("#undo")
+    page.keyboard.press("?")
+    page.wait_for_selector("#shortcuts[open]")
+    page.keyboard.press("Escape")
+    assert page.locator("#shortcuts").is_hidden()
+
+
+def takes_the_tour(page):
+    """It starts at the first visit only, marks what it explains, and ends."""
+    for number in (1, 2, 3, 4):
+        assert page.inner_text("#tour-title") == f"Tour, {number} of 4"
+        assert page.locator(".tour-target").count() == 1
+        page.click("#next-step")
+    assert page.locator("#tour").is_hidden() and page.locator(".tour-target").count() == 0
+
+
 def adds_an_image(page, tmp_path):
     """A file that is no picture, then one with a caption that would be a script, then captions for it."""
     page.set_input_files("#own-image", tmp_path / "no.jpg")
     page.click("#own button")
-    page.wait_for_selector("#trouble:visible")
-    assert "no.jpg" in page.inner_text("#trouble-text") and page.locator("#images [role=option]").count() == 12
-    page.click("#trouble button")
+    page.wait_for_selector("#error:visible")
+    assert "no.jpg" in page.inner_text("#error-text") and page.locator("#images [role=option]").count() == 12
+    page.click("#error button")
     page.set_input_files("#own-image", tmp_path / "own.jpg")
     page.fill("#own-caption", "<script>alert(1)</script>")
     page.click("#own button")
@@ -138,19 +171,19 @@ def saves_from_two_tabs(seen, address, world):
     other = seen.tab()  # two tabs, of which both save
     seen.go(address, other)
     press(other, "#slots [data-slot='1']", "Space", "Control+s")
-    says(other, "#told", "Saved")
+    says(other, "#status", "Saved")
     press(page, "#slots [data-slot='3']", "Space", "Control+s")
-    page.wait_for_selector("#trouble:visible")
-    assert "by_hand.json: was changed by another tab or program" in page.inner_text("#trouble-text")
+    page.wait_for_selector("#error:visible")
+    assert "by_hand.json: was changed by another tab or program" in page.inner_text("#error-text")
     assert json.loads((world / "by_hand.json").read_text())["chosen"] == [2, 3]
     seen.fine()
-    page.click("#trouble button:has-text('Write over it')")
-    says(page, "#told", "Saved")
+    page.click("#error button:has-text('Write over it')")
+    says(page, "#status", "Saved")
     assert json.loads((world / "by_hand.json").read_text())["chosen"] == [1, 2]
     press(other, "#slots [data-slot='0']", "Space", "Control+s")
-    other.wait_for_selector("#trouble:visible")
-    other.click("#trouble button:has-text('Read it again')")
-    says(other, "#told", "was read again")
+    other.wait_for_selector("#error:visible")
+    other.click("#error button:has-text('Read it again')")
+    says(other, "#status", "was read again")
     assert other.eval_on_selector_all("#slots [aria-selected=true]", "all => all.map(b => b.dataset.slot)") == [
         "1",
         "2",
@@ -166,7 +199,15 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         seen = Watched(browser, address, accept_downloads=True)
         page = seen.page
         assert page.locator("#images [role=option]").count() == 12 and page.locator("#slots canvas").count() == 4
-        says(page, "#picture-words", "“a thing 0”")  # which comes behind the first paint
+        says(page, "#picture-words", "“a thing 0”")  # loads after the first paint
+        takes_the_tour(page)
+        switches_back_and_forth(page)
+        caption = page.inner_text("#large-caption")
+        page.locator("#slots [data-slot='3']").hover()  # shown while the pointer is on it
+        says(page, "#large-title", "Slot 3: at most")
+        page.locator("#title").hover()
+        says(page, "#large-title", "Slot 1: at most")
+        assert caption == page.inner_text("#large-caption") == "a thing 0"
 
         press(page, "#slots [data-slot='2']", "n")
         page.keyboard.type("<img src=x onerror=alert(1)>")
@@ -179,13 +220,13 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         page.locator("#query").focus()
         page.keyboard.type("RED")
         page.keyboard.press("Enter")
-        assert "1 of 4 slots have “RED” in their name or note" in page.inner_text("#told")
+        assert "1 of 4 slots have “RED” in their name or note" in page.inner_text("#status")
         assert page.locator("#slots [role=option]:visible").count() == 1
         page.select_option("#search-by", "text")
         page.press("#query", "Enter")
-        says(page, "#told", "distinguishes images of “RED” most")
+        says(page, "#status", "distinguishes images of “RED” most")
         (winner,) = page.eval_on_selector_all("#slots [role=option]:first-child", "all => all.map(b => b.dataset.slot)")
-        assert page.inner_text("#slot-title") == f"Slot {winner}" and "(uniform: 25.0 %)" in page.inner_text("#told")
+        assert page.inner_text("#slot-title") == f"Slot {winner}" and "(uniform: 25.0 %)" in page.inner_text("#status")
         assert page.locator("#slots [role=option]:visible").count() == 4
         parts = page.eval_on_selector_all("#slots .fact", "all => all.map(f => parseFloat(f.textContent))")
         assert parts == sorted(parts, reverse=True) and sum(parts) == pytest.approx(100, abs=0.3)
@@ -196,9 +237,10 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         before = shown(page)
         page.reload()  # nothing was saved, nothing is lost
         page.wait_for_selector("body[data-ready=yes]")
-        assert shown(page) == before and "Unsaved changes" in page.inner_text("#told")
+        assert page.locator("#tour").is_hidden()
+        assert shown(page) == before and "Unsaved changes" in page.inner_text("#status")
         page.keyboard.press("Control+s")
-        says(page, "#told", "Saved to by_hand.json: 3 of 4")
+        says(page, "#status", "Saved to by_hand.json: 3 of 4")
         saved = json.loads((world / "by_hand.json").read_text())
         assert saved["chosen"] == [1, 2, 3] and saved["notes"] == {"2": "looks at red"} and saved["method"] == "hand"
         assert saved["names"] == {"2": "<img src=x onerror=alert(1)>"} and saved["looked_at"]
@@ -216,11 +258,13 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
     with explorer("runs/s0", "--data", "tasks.yaml", "--out", "two.json", cwd=world) as address:
         seen = Watched(browser, address, accept_downloads=True)
         page = seen.page
+        runs = page.eval_on_selector_all("#runs option", "all => all.map(o => o.value)")
+        assert "runs/s1" in runs and "runs/s0" not in runs
         for name, told in (("runs/s9", "runs/s9"), ("runs/s0", "has the weights of the open checkpoint")):
             page.fill("#compare-with", name)
             page.press("#compare-with", "Enter")
-            says(page, "#trouble-text", told)
-            page.click("#trouble button")
+            says(page, "#error-text", told)
+            page.click("#error button")
         page.fill("#compare-with", "runs/s1")
         page.press("#compare-with", "Enter")
         counts(page, "#scores tr[data-task=knn] .value", 6)
@@ -232,7 +276,7 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
         press(page, "#slots [data-slot='1']", "Space")  # of the second alone
         assert shown(page)["ret"][1] == shown(page)["ret"][0]
         page.keyboard.press("Control+s")
-        says(page, "#told", "Saved to two_")
+        says(page, "#status", "Saved to two_")
         (file,) = world.glob("two_*.json")
         assert json.loads(file.read_text())["chosen"] == [0, 2, 3] and not (world / "two.json").exists()
         page.locator("#sides input").first.check()
@@ -320,7 +364,7 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
         page.keyboard.press("Control+s")
         page.fill("#note", "written while it was being saved")
         press(page, "#slots [data-slot='1']", "Space")
-        says(page, "#told", "Saved to late.json: 3 of 4")
+        says(page, "#status", "Saved to late.json: 3 of 4")
         assert json.loads((world / "late.json").read_text())["chosen"] == [1, 2, 3]
         assert page.eval_on_selector_all("#slots [aria-selected=true]", "all => all.map(b => b.dataset.slot)") == [
             "2",
@@ -328,18 +372,18 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
         ]
         page.reload()
         page.wait_for_selector("body[data-ready=yes]")
-        says(page, "#told", "Unsaved changes")
+        says(page, "#status", "Unsaved changes")
         page.locator("#slots [data-slot='0']").focus()
         assert page.input_value("#note") == "written while it was being saved"
 
         saved = json.loads((world / "late.json").read_text())
         (world / "late.json").write_text(json.dumps({**saved, "names": {"3": "a colleague's"}}))
         page.keyboard.press("Control+s")
-        page.wait_for_selector("#trouble:visible")
+        page.wait_for_selector("#error:visible")
         page.locator("#sides input").nth(1).check()  # the answer is for the first, whatever is in sight
         assert page.evaluate("document.activeElement.type") == "radio"
-        page.click("#trouble button:has-text('Write over it')")
-        says(page, "#told", "Saved to late.json: 2 of 4")
+        page.click("#error button:has-text('Write over it')")
+        says(page, "#status", "Saved to late.json: 2 of 4")
         assert (
             json.loads((world / "late.json").read_text())["chosen"] == [2, 3]
             and len(list(world.glob("late_*.json"))) == 0
@@ -350,13 +394,13 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
         (world / "late.json").write_text("{broken")
         page.reload()
         page.wait_for_selector("body[data-ready=yes]")
-        assert "late.json" in page.inner_text("#trouble-text")
+        assert "late.json" in page.inner_text("#error-text")
         assert shown(page)["zero"][0] == f"{100 * scored(world, 'runs/s0')['zero']['metrics']['acc1']:.1f}"
-        page.click("#trouble button:has-text('Write over it')")
-        says(page, "#told", "Saved to late.json")
+        page.click("#error button:has-text('Write over it')")
+        says(page, "#status", "Saved to late.json")
         seen.fine()
     page.locator("#images [data-image='5']").click()  # the server is gone
-    says(page, "#trouble-text", "The server does not answer")
+    says(page, "#error-text", "The server does not answer")
     assert not page.inner_text("#picture-words")
 
 
@@ -369,7 +413,7 @@ def test_the_explorer_shows_a_model_without_text_tower(others, browser):
         assert set(shown(page)) == {"knn"} and page.locator("#slots canvas").first.is_visible()
         assert page.locator("#search-by option").nth(0).is_disabled() and page.input_value("#search-by") == "name"
         assert page.locator("#search-by option").nth(0).is_disabled() and page.locator("#captions").is_hidden()
-        assert "20 of 30 images" in page.inner_text("#scores")
+        assert "20 of 30 images" in page.inner_text("#score-bar")
         assert page.evaluate(
             "document.documentElement.scrollWidth <= innerWidth"
         )  # nothing has to be scrolled sideways

@@ -1,18 +1,18 @@
-// The images: some of a task's, which are fetched as they come into sight, and a person's own.
+// List of images: the user's own first, then images of a task, which load when they scroll into view.
 
-import { Boxes, made } from "./boxes.js";
-import { pictureOf } from "./source.js";
+import { element, Listbox } from "./listbox.js";
+import { pictureUrl } from "./requests.js";
 
 export class Gallery {
   constructor(list) {
     this.list = list;
     this.onChoose = () => {};
-    this.boxes = new Boxes(list, (box) => this.choose(Number(box.dataset.image)));
+    this.boxes = new Listbox(list, (box) => this.choose(Number(box.dataset.image)));
     this.chosen = -1;
     list.addEventListener("click", (event) => {
       const box = event.target.closest("[role=option]");
       box?.focus();
-      if (box) this.choose(Number(box.dataset.image)); // where it had the focus already
+      if (box) this.choose(Number(box.dataset.image)); // a second click on the focused box
     });
   }
 
@@ -22,7 +22,7 @@ export class Gallery {
     this.boxes.settle();
   }
 
-  // A person's own goes first.
+  // Add a user's own image in front.
   add(image, number) {
     this.images[number] = image;
     this.list.prepend(this.#box(image, number));
@@ -33,22 +33,24 @@ export class Gallery {
   choose(number) {
     if (number === this.chosen) return;
     this.chosen = number;
-    for (const box of this.list.children) {
-      const here = Number(box.dataset.image) === number;
-      box.setAttribute("aria-selected", String(here));
-      box.tabIndex = here ? 0 : -1;
+    for (const box of this.list.querySelectorAll("[aria-selected=true], [tabindex='0']")) {
+      box.setAttribute("aria-selected", "false");
+      box.tabIndex = -1;
     }
+    const box = this.list.querySelector(`[data-image="${number}"]`);
+    box.setAttribute("aria-selected", "true");
+    box.tabIndex = 0;
     this.onChoose(number);
   }
 
-  // The image in sight is as if it had not been chosen.
+  // Let a second click open the current image again.
   forget() {
     this.chosen = -1;
   }
 
   #box({ key, caption }, number) {
-    const picture = made("img", { src: pictureOf(number), alt: "", loading: "lazy", width: 80, height: 80 });
-    return made("div", { role: "option", "data-image": number, "aria-selected": "false", tabindex: -1 }, picture,
-      made("span", { text: caption || key, dir: "auto" }));
+    const picture = element("img", { src: pictureUrl(number), alt: "", loading: "lazy", width: 80, height: 80 });
+    return element("div", { role: "option", "data-image": number, "aria-selected": "false", tabindex: -1 }, picture,
+      element("span", { text: caption || key, dir: "auto" }));
   }
 }

@@ -1,18 +1,23 @@
-// The slots of the checkpoint that is in sight, as boxes.
+// The slots of the current checkpoint as boxes.
 
-import { Boxes, made } from "./boxes.js";
+import { element, Listbox } from "./listbox.js";
 
-export class Grid {
+export class SlotGrid {
   constructor(list) {
     this.list = list;
-    this.onToggle = this.onFocus = () => {};
-    this.boxes = new Boxes(list, (box) => this.onFocus(Number(box.dataset.slot)));
+    this.onToggle = this.onFocus = this.onHover = () => {};
+    this.boxes = new Listbox(list, (box) => this.onFocus(Number(box.dataset.slot)));
     list.addEventListener("click", (event) => {
       const box = event.target.closest("[role=option]");
       if (!box) return;
       box.focus();
       if (event.target.closest(".switch")) this.onToggle(Number(box.dataset.slot));
     });
+    list.addEventListener("pointerover", (event) => {
+      const box = event.target.closest("[role=option]");
+      if (box) this.onHover(Number(box.dataset.slot));
+    });
+    list.addEventListener("pointerleave", () => this.onHover(null));
     list.addEventListener("keydown", (event) => {
       if (event.key !== " " || !document.activeElement?.dataset.slot) return;
       event.preventDefault();
@@ -20,12 +25,12 @@ export class Grid {
     });
   }
 
-  // A box per slot.
+  // Create a box per slot.
   show(count) {
     this.list.replaceChildren(...Array.from({ length: count }, (_, slot) => {
-      const head = made("span", { class: "head" }, made("span", { class: "number", text: String(slot) }), made("span", { class: "switch" }));
-      return made("div", { role: "option", "data-slot": slot, tabindex: -1 },
-        head, made("canvas", { "aria-hidden": "true", height: 1 }), made("span", { class: "name", dir: "auto" }), made("span", { class: "fact" }));
+      const head = element("span", { class: "head" }, element("span", { class: "number", text: String(slot) }), element("span", { class: "switch" }));
+      return element("div", { role: "option", "data-slot": slot, tabindex: -1 },
+        head, element("canvas", { "aria-hidden": "true", height: 1 }), element("span", { class: "name", dir: "auto" }), element("span", { class: "fact" }));
     }));
     this.boxes.settle();
   }
@@ -34,7 +39,7 @@ export class Grid {
     return this.list.querySelector(`[data-slot="${slot}"]`);
   }
 
-  // Switches and names.
+  // Update switches and names.
   paint(choice) {
     for (const box of this.list.children) {
       const slot = Number(box.dataset.slot), on = Boolean(choice.on[slot]);
@@ -56,12 +61,12 @@ export class Grid {
     this.box(slot).scrollIntoView({ block: "nearest" });
   }
 
-  // A line below each slot's name.
+  // Set the line below each slot's name.
   facts(of) {
     for (const box of this.list.children) box.querySelector(".fact").textContent = of(Number(box.dataset.slot));
   }
 
-  // Where slots look; nothing where nothing is known.
+  // Draw the attention; hide the pictures if there is none.
   heat(heat, own) {
     for (const box of this.list.children) {
       const canvas = box.querySelector("canvas");
@@ -70,7 +75,7 @@ export class Grid {
     }
   }
 
-  // These slots in this order, the others out of sight; null: all by number.
+  // Show only these slots in this order; null: all by number.
   order(slots) {
     const shown = new Set(slots ?? []);
     const boxes = [...this.list.children].sort((a, b) => a.dataset.slot - b.dataset.slot);

@@ -1,12 +1,12 @@
 // Attention over an image, drawn as in evals/slots/overlay.py: attended pixels keep their colours, others become grey and dim,
 // and a line encloses half of the attention.
 
-const SIDE = 112; // pixels of a canvas's longest side
 const DIMMED = 0.4, LIFT = 20, OUTSIDE = 0.15;
 
 export class Heat {
-  constructor(image, attention, maps) {
-    const scale = SIDE / Math.max(image.naturalWidth, image.naturalHeight);
+  // size: pixels of the longer side
+  constructor(image, attention, maps, size) {
+    const scale = size / Math.max(image.naturalWidth, image.naturalHeight);
     this.width = Math.max(1, Math.round(image.naturalWidth * scale));
     this.height = Math.max(1, Math.round(image.naturalHeight * scale));
     this.side = attention?.side ?? 0;
@@ -17,7 +17,7 @@ export class Heat {
     this.strongest = maps?.reduce((a, b) => Math.max(a, b), 0) ?? 0;
   }
 
-  // The share of its attention that a slot gives to the patch with the most.
+  // Return the largest share of a slot's attention on one patch.
   peak(slot) {
     return this.#cells(slot).reduce((a, b) => Math.max(a, b), 0);
   }
@@ -54,7 +54,7 @@ export class Heat {
     return brush.getImageData(0, 0, this.width, this.height).data;
   }
 
-  // Attention at every pixel, bilinear, as a share of `scale`, at most 1; below 0 where the model saw nothing.
+  // Return the attention at every pixel, bilinear, as a share of `scale`, at most 1; below 0 outside of the model's crop.
   #levels(slot, scale) {
     const { left, top, right, bottom } = this.box, { side, width, height } = this;
     const cells = this.#cells(slot), levels = new Float32Array(width * height).fill(-1);
@@ -68,9 +68,9 @@ export class Heat {
       const [row, next, down] = place(y, top, bottom);
       for (let x = 0; x < width; x++) {
         if (!inside(x, left, right)) continue;
-        const [column, beside, along] = place(x, left, right);
-        const upper = cells[row * side + column] * (1 - along) + cells[row * side + beside] * along;
-        const lower = cells[next * side + column] * (1 - along) + cells[next * side + beside] * along;
+        const [column, after, along] = place(x, left, right);
+        const upper = cells[row * side + column] * (1 - along) + cells[row * side + after] * along;
+        const lower = cells[next * side + column] * (1 - along) + cells[next * side + after] * along;
         levels[y * width + x] = Math.min(1, (upper * (1 - down) + lower * down) / scale);
       }
     }
@@ -78,14 +78,14 @@ export class Heat {
   }
 }
 
-// The border pixels of the smallest region with half of the attention; none if it covers more than a third.
+// The border pixels of the smallest region with half of the attention; none if it covers more than a quarter.
 function contour(levels, width) {
   const line = new Uint8Array(levels.length), falling = levels.filter((level) => level >= 0).sort().reverse();
   const total = falling.reduce((a, b) => a + b, 0);
   if (!falling.length || total <= 0) return line;
   let sum = 0, last = 0;
   while (last < falling.length - 1 && (sum += falling[last]) < total / 2) last++;
-  if (falling.filter((level) => level >= falling[last]).length > falling.length / 3) return line;
+  if (falling.filter((level) => level >= falling[last]).length > falling.length / 4) return line;
   const inside = (i) => levels[i] >= falling[last], height = levels.length / width;
   for (let i = 0; i < levels.length; i++) {
     if (!inside(i)) continue;

@@ -1,7 +1,7 @@
-// What is decided from similarities (n, m) of two sides: classes, retrieval in both directions, and votes of neighbours.
+// Decisions from similarities (n, m): classes, retrieval in both directions, and votes of neighbours.
 
-// (n,) is the label the first of the best classes?
-export function classified(total, labels, classes) {
+// Return for each of n images whether the first of the best classes is its label.
+export function classificationHits(total, labels, classes) {
   const right = new Uint8Array(labels.length);
   for (let i = 0; i < labels.length; i++) {
     let best = 0;
@@ -12,12 +12,12 @@ export function classified(total, labels, classes) {
   return right;
 }
 
-// Hits within k: (I,) of an image's texts, (T,) of a text's image. Equal ones are decided by the lower number.
-export function retrieved(total, owner, images, k, size) {
+// Return hits within k: (I,) for images, (T,) for texts. Among equal similarities, the lower number is first.
+export function retrievalHits(total, owner, images, k, size) {
   const texts = owner.length;
   const own = new Float64Array(texts), ahead = new Int32Array(texts);
   for (let j = 0; j < texts; j++) own[j] = total[owner[j] * texts + j] * size[owner[j]];
-  const best = new Int32Array(images).fill(-1); // the text of each image that is found first
+  const best = new Int32Array(images).fill(-1); // the first of each image's texts
   for (let j = 0; j < texts; j++) {
     const row = owner[j] * texts, held = best[owner[j]];
     if (held < 0 || total[row + j] > total[row + held]) best[owner[j]] = j;
@@ -37,8 +37,8 @@ export function retrieved(total, owner, images, k, size) {
   return { texted, pictured: Uint8Array.from(ahead, (count) => (count < k ? 1 : 0)) };
 }
 
-// (n,) is the class with most weight among the k nearest of the bank the right one?
-export function voted(total, labels, bank, facts, sizes) {
+// Return for each of n images whether the class with most weight among its k nearest neighbours is its label.
+export function knnHits(total, labels, bank, facts, sizes) {
   const { k, temperature, classes } = facts;
   const m = bank.length, right = new Uint8Array(labels.length);
   const near = new Float64Array(k), row = new Int32Array(k), votes = new Float64Array(classes);

@@ -1,4 +1,4 @@
-// Accuracies over groups of questions, with 95 % intervals: Wilson's of one group, else normal, as means of independent groups.
+// Accuracies over groups of questions with 95 % intervals: Wilson's for one group, otherwise normal, for a mean of independent groups.
 
 const Z = 1.959964;
 
@@ -9,15 +9,15 @@ export function wilson(p, n) {
   return [Math.max(0, centre - half), Math.min(1, centre + half)];
 }
 
-function counted(groups, count, columns) {
+function groupSums(groups, count, columns) {
   const found = columns.map(() => new Float64Array(count));
   for (let i = 0; i < groups.length; i++) for (let c = 0; c < columns.length; c++) found[c][groups[i]] += columns[c](i);
   return found;
 }
 
-// The mean over groups that occur of the share of right answers (n,) in each.
+// Return the mean accuracy over the groups that occur.
 export function accuracy(right, groups, count) {
-  const [of, hits] = counted(groups, count, [() => 1, (i) => right[i]]);
+  const [of, hits] = groupSums(groups, count, [() => 1, (i) => right[i]]);
   let sum = 0, spread = 0, some = 0;
   for (let g = 0; g < count; g++) {
     if (!of[g]) continue;
@@ -32,9 +32,9 @@ export function accuracy(right, groups, count) {
   return { value, low: between[0], high: between[1] };
 }
 
-// Accuracy of the first answers less that of the second, paired.
-export function gained(first, second, groups, count) {
-  const [of, sums, squares] = counted(groups, count, [
+// Return the accuracy of the first answers minus that of the second, paired.
+export function accuracyGain(first, second, groups, count) {
+  const [of, sums, squares] = groupSums(groups, count, [
     () => 1, (i) => first[i] - second[i], (i) => (first[i] - second[i]) ** 2,
   ]);
   let sum = 0, spread = 0, some = 0;
@@ -49,7 +49,7 @@ export function gained(first, second, groups, count) {
   return { value: sum / some, low: sum / some - half, high: sum / some + half };
 }
 
-// Half the width of the interval of a mean, from each cluster's influence on it.
+// Return half of the width of a mean's interval, from the influence of each cluster.
 export function halfWidth(influence) {
   let squares = 0;
   for (const value of influence) squares += value * value;

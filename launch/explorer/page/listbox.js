@@ -1,6 +1,6 @@
-// A list of boxes that is walked with arrow keys: one of them can be reached by Tab, the others from it.
+// A list of boxes with arrow keys: Tab reaches one box, and arrow keys reach the others from it.
 
-export class Boxes {
+export class Listbox {
   constructor(list, onFocus) {
     this.list = list;
     this.onFocus = onFocus;
@@ -12,7 +12,7 @@ export class Boxes {
     return [...this.list.children].filter((box) => !box.hidden);
   }
 
-  // Where Tab goes: the box that was last in use, or the first.
+  // Let Tab reach the box that had the focus last, or the first.
   settle() {
     const { options } = this;
     const current = options.find((box) => box.tabIndex === 0) ?? options[0];
@@ -29,8 +29,8 @@ export class Boxes {
   #key(event) {
     const { options } = this, at = options.indexOf(document.activeElement);
     if (at < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
-    const top = options[0].offsetTop;
-    const wide = Math.max(1, options.filter((box) => box.offsetTop === top).length);
+    const second = options.findIndex((box) => box.offsetTop > options[0].offsetTop); // first box of the second row
+    const wide = second > 0 ? second : options.length;
     const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + wide, ArrowUp: at - wide, Home: 0, End: options.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
@@ -38,8 +38,8 @@ export class Boxes {
   }
 }
 
-// Text of others is text: nothing on this page is ever made by reading HTML.
-export function made(tag, facts = {}, ...children) {
+// Create an element. Foreign text is set as text; the page never parses HTML.
+export function element(tag, facts = {}, ...children) {
   const found = document.createElement(tag);
   for (const [name, value] of Object.entries(facts)) {
     if (name === "class") found.className = value;

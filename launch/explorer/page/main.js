@@ -1,173 +1,178 @@
-// The page: what is in sight, and what happens when somebody presses something.
+// Entry point of the page: opens checkpoints and connects buttons, forms and keys.
 
-import { made } from "./boxes.js";
-import { bestAlone, detail, focus, look, paintHeat, search, showAll } from "./looking.js";
-import { painted, prepare, scored, setAll, shared, toggle } from "./marks.js";
-import { captions, gallery, grid, table } from "./parts.js";
-import { downloaded, saved, savedAsOne } from "./saving.js";
-import { at, page, quiet, side, tell, tried, trouble } from "./sight.js";
-import { ask, factsOf, floats, held, post } from "./source.js";
-import { Choice } from "./state.js";
+import { showShortcuts, startGuide } from "./guide.js";
+import { element } from "./listbox.js";
+import { byId, clearError, currentSide, page, reportErrors, showError, showStatus } from "./page_state.js";
+import { fetchFacts, floats, offline, post, postJson } from "./requests.js";
+import { downloadSelection, saveOffline, saveSelection } from "./save.js";
+import { Selection } from "./selection.js";
+import { paintSwitches, prepare, redo, setAll, toggle, undo, updateScores, updateShare } from "./switches.js";
+import { drawLarge, focus, openImage, paintHeat, search, selectBest, showAll, showSlotFacts } from "./view.js";
+import { captions, gallery, grid, scoreBar, table } from "./widgets.js";
 
 async function open(facts) {
   const before = page.sides[1];
   if (before?.choice.dirty && !confirm(`${before.facts.label} has unsaved changes. Close it anyway?`)) return null;
   const number = page.sides.length ? 1 : 0;
-  const opened = { facts, choice: new Choice(facts, held?.state.sides[number]), tasks: facts.tasks.map(() => null) };
+  const opened = { facts, choice: new Selection(facts, offline?.state.sides[number]), tasks: facts.tasks.map(() => null) };
   page.sides[number] = opened;
   const [first] = page.sides;
   const names = page.sides.map((one) => one.facts.label);
   const others = page.sides.slice(1).flatMap((one) => one.facts.tasks);
   page.rows = [...first.facts.tasks, ...others.filter((task) => !first.facts.tasks.some((own) => own.name === task.name))];
-  at("title").textContent = `Slots of ${names.join(" and ")}`;
-  document.title = at("title").textContent;
+  byId("title").textContent = `Slots of ${names.join(" and ")}`;
+  document.title = byId("title").textContent;
   table.show(names, page.rows);
-  if (!page.rows.length) at("scores").replaceChildren(made("p", { text: "None of the tasks can be scored slot by slot. You can still look at slots, name them and save a selection." }));
-  at("top").hidden = !page.rows.length;
-  at("sides").hidden = page.sides.length < 2;
-  at("sides").replaceChildren(made("legend", { text: "Slots of" }), ...page.sides.map((one, index) => {
-    const button = made("input", { type: "radio", name: "side", value: index });
-    button.addEventListener("change", () => see(index));
-    return made("label", {}, button, ` ${one.facts.label} `);
+  scoreBar.show(page.rows);
+  if (!page.rows.length) byId("scores").replaceChildren(element("p", { text: "None of the tasks can be scored slot by slot. You can still look at slots, name them and save a selection." }));
+  byId("all-scores").open = !page.rows.length;
+  byId("top").hidden = !page.rows.length;
+  byId("sides").hidden = page.sides.length < 2;
+  byId("sides").replaceChildren(element("legend", { text: "Slots of" }), ...page.sides.map((one, index) => {
+    const button = element("input", { type: "radio", name: "side", value: index });
+    button.addEventListener("change", () => showSide(index));
+    return element("label", {}, button, ` ${one.facts.label} `);
   }));
-  if (opened.choice.restored) tell("Unsaved changes of this tab are back.");
-  if (facts.selection.error) trouble(new Error(facts.selection.error), conflict(opened));
+  if (opened.choice.restored) showStatus("Unsaved changes of this tab are back.");
+  if (facts.selection.error) showError(new Error(facts.selection.error), conflict(opened));
   return opened;
 }
 
-function see(index) {
+function showSide(index) {
   page.now = index;
   page.part = null;
-  at("query").value = "";
-  const { facts, choice } = side();
+  byId("query").value = "";
+  const { facts, choice } = currentSide();
   grid.show(facts.count);
   grid.paint(choice);
-  at("top-k").max = facts.count;
-  at("top-k").value = Math.max(1, Math.floor(facts.count / 2));
-  at("top-task").replaceChildren(...facts.tasks.map((task, number) => made("option", { value: number, text: task.name })));
-  const lone = held ? "this is a saved page" : "this model reads no text";
-  const [byText] = at("search-by").options;
-  byText.disabled = Boolean(held) || !facts.reads;
-  if (byText.disabled) at("search-by").value = "name";
+  byId("top-k").max = facts.count;
+  byId("top-k").value = Math.max(1, Math.floor(facts.count / 2));
+  byId("top-task").replaceChildren(...facts.tasks.map((task, number) => element("option", { value: number, text: task.name })));
+  const lone = offline ? "this is a saved page" : "this model reads no text";
+  const [byText] = byId("search-by").options;
+  byText.disabled = Boolean(offline) || !facts.reads;
+  if (byText.disabled) byId("search-by").value = "name";
   byText.text = byText.disabled ? `text (${lone})` : "text, through the text tower";
-  at("captions").hidden = Boolean(held) || !facts.reads;
+  byId("captions").hidden = Boolean(offline) || !facts.reads;
   captions.clear();
   focus(Math.min(page.slot, facts.count - 1));
-  shared();
-  if (page.image >= 0) look(page.image);
-  at("sides").querySelectorAll("input").forEach((button, number) => (button.checked = number === index));
+  updateScores(index);
+  if (page.image >= 0) openImage(page.image);
+  byId("sides").querySelectorAll("input").forEach((button, number) => (button.checked = number === index));
 }
 
-function submitted(id, work) {
-  at(id).addEventListener("submit", async (event) => {
+function onSubmit(id, work) {
+  byId(id).addEventListener("submit", async (event) => {
     event.preventDefault();
-    const button = at(id).querySelector("button:not([type])");
-    if (button.disabled) return; // it is being done
+    const button = byId(id).querySelector("button:not([type])");
+    if (button.disabled) return; // it is running
     button.disabled = true;
-    quiet();
-    await tried(work);
+    clearError();
+    await reportErrors(work);
     button.disabled = false;
   });
 }
 
-function save(one = side(), over = false) {
+function save(one = currentSide(), over = false) {
   const { choice, facts } = one;
-  if (!choice.chosen.length) return trouble(new Error("All slots are off. Switch on at least one to save a selection."));
-  if (held) {
-    downloaded(facts, choice);
-    return tell("selection.json is in the browser's downloads.");
+  if (!choice.chosen.length) return showError(new Error("All slots are off. Switch on at least one to save a selection."));
+  if (offline) {
+    downloadSelection(facts, choice);
+    return showStatus("selection.json is in the browser's downloads.");
   }
   const count = choice.chosen.length;
-  return saved(facts.id, choice, over).then(
+  return saveSelection(facts.id, choice, over).then(
     () => {
-      quiet();
-      tell(`Saved to ${choice.saved.path}: ${count} of ${facts.count}. Score it: sparo eval ${facts.label} --slots ${choice.saved.path}`);
-      if (one === side()) shared();
+      clearError();
+      showStatus(`Saved to ${choice.saved.path}: ${count} of ${facts.count}. Score it: sparo eval ${facts.label} --slots ${choice.saved.path}`);
+      if (one === currentSide()) updateShare();
     },
-    (error) => trouble(error, error.changed ? conflict(one) : []),
+    (error) => showError(error, error.changed ? conflict(one) : []),
   );
 }
 
-// The two ways out, for the checkpoint whose file it is, whatever is in sight by then.
+// Two ways to resolve a conflict, for the checkpoint whose file it is, even if another one is current by then.
 const conflict = (one) => [["Read it again", () => reread(one)], ["Write over it", () => save(one, true)]];
 
 async function reread(one) {
-  one.choice.reread(await ask(`read/${one.facts.id}`, {}));
-  painted(one);
-  scored(page.sides.indexOf(one));
-  if (one === side()) focus(page.slot);
-  tell(`${one.choice.saved.path} was read again.`);
+  one.choice.reread(await postJson(`read/${one.facts.id}`, {}));
+  paintSwitches(one);
+  updateScores(page.sides.indexOf(one));
+  if (one === currentSide()) focus(page.slot);
+  showStatus(`${one.choice.saved.path} was read again.`);
 }
 
-function listen() {
-  at("save").addEventListener("click", () => save());
-  at("all").addEventListener("click", () => setAll(() => true));
-  at("none").addEventListener("click", () => setAll(() => false));
-  at("invert").addEventListener("click", () => setAll((value) => !value));
-  at("clear").addEventListener("click", showAll);
-  at("own-scale").addEventListener("change", paintHeat);
-  at("one-file").addEventListener("click", () => tried(() => savedAsOne(page).then(tell)));
-  submitted("search", search);
-  submitted("top", bestAlone);
-  submitted("compare", async () => {
-    tell("Opening …");
-    const opened = await open(await ask("compare", { checkpoint: at("compare-with").value }));
-    tell(opened ? `${opened.facts.label} is open.` : "");
+function addListeners() {
+  byId("undo").addEventListener("click", undo);
+  byId("redo").addEventListener("click", redo);
+  byId("save").addEventListener("click", () => save());
+  byId("all").addEventListener("click", () => setAll(() => true));
+  byId("none").addEventListener("click", () => setAll(() => false));
+  byId("invert").addEventListener("click", () => setAll((value) => !value));
+  byId("clear").addEventListener("click", showAll);
+  byId("own-scale").addEventListener("change", paintHeat);
+  byId("one-file").addEventListener("click", () => reportErrors(() => saveOffline(page).then(showStatus)));
+  onSubmit("search", search);
+  onSubmit("top", selectBest);
+  onSubmit("compare", async () => {
+    showStatus("Opening …");
+    const opened = await open(await postJson("compare", { checkpoint: byId("compare-with").value }));
+    showStatus(opened ? `${opened.facts.label} is open.` : "");
     if (!opened) return;
-    see(1);
-    prepare(opened).catch(trouble);
+    showSide(1);
+    prepare(opened).catch(showError);
   });
-  submitted("own", async () => {
-    const { files } = at("own-image");
+  onSubmit("own", async () => {
+    const { files } = byId("own-image");
     if (!files.length) throw new Error("Choose an image first.");
     await addOwn(files);
-    at("own").reset();
+    byId("own").reset();
   });
-  if (!held) listenToFiles();
-  submitted("captions", async () => {
-    const texts = at("captions-text").value.split("\n").map((line) => line.trim()).filter(Boolean);
+  if (!offline) listenToFiles();
+  onSubmit("captions", async () => {
+    const texts = byId("captions-text").value.split("\n").map((line) => line.trim()).filter(Boolean);
     if (page.image < 0) throw new Error("Choose an image first.");
-    const one = side(), { image } = page;
-    const { shares, squares } = await ask(`captions/${one.facts.id}`, { image, captions: texts });
-    if (one === side() && image === page.image) captions.show(texts, floats(shares), floats(squares), one.choice.on);
+    const one = currentSide(), { image } = page;
+    const { shares, squares } = await postJson(`captions/${one.facts.id}`, { image, captions: texts });
+    if (one === currentSide() && image === page.image) captions.show(texts, floats(shares), floats(squares), one.choice.on);
   });
   for (const [id, key] of [["name", "names"], ["note", "notes"]]) {
-    at(id).addEventListener("input", () => {
-      const { choice } = side(), text = at(id).value.trim();
+    byId(id).addEventListener("input", () => {
+      const { choice } = currentSide(), text = byId(id).value.trim();
       if (text) choice[key][page.slot] = text;
       else delete choice[key][page.slot];
       choice.keep();
       grid.box(page.slot).querySelector(".name").textContent = choice.names[page.slot] ?? "";
     });
   }
-  at("name").addEventListener("keydown", (event) => {
+  byId("name").addEventListener("keydown", (event) => {
     if (event.isComposing || (event.key !== "Enter" && event.key !== "Escape")) return; // Enter may end a composition
     if (grid.box(page.slot).hidden) showAll();
     grid.box(page.slot).focus();
   });
-  document.addEventListener("keydown", keys);
-  document.addEventListener("prepared", detail);
+  document.addEventListener("keydown", onKey);
+  document.addEventListener("prepared", showSlotFacts);
   window.addEventListener("beforeunload", (event) => {
     if (page.sides.some(({ choice }) => choice.dirty)) event.preventDefault();
   });
 }
 
-// One after the other: the server limits what it reads at once, and the first refusal ends the list.
+// One after the other, because the server limits concurrent uploads. The first refusal ends the list.
 async function addOwn(files) {
   for (const file of files) {
-    const facts = new URLSearchParams({ name: file.name, caption: at("own-caption").value });
+    const facts = new URLSearchParams({ name: file.name, caption: byId("own-caption").value });
     const added = await (await post(`own?${facts}`, file)).json();
     gallery.add(added, added.image);
   }
 }
 
-// Images that are dropped on the page, or pasted.
+// Add images that are dropped on the page or pasted.
 function listenToFiles() {
   const take = (event, files) => {
     if (!files.length) return;
     event.preventDefault(); // or the browser would open the file
-    quiet();
-    tried(() => addOwn(files)); // the server refuses what is not an image
+    clearError();
+    reportErrors(() => addOwn(files)); // the server refuses what is not an image
   };
   document.addEventListener("dragover", (event) => {
     if ([...event.dataTransfer.types].includes("Files")) event.preventDefault();
@@ -175,40 +180,50 @@ function listenToFiles() {
   document.addEventListener("drop", (event) => take(event, event.dataTransfer.files));
   document.addEventListener("paste", (event) => {
     const { target, clipboardData } = event;
-    // Text from an office program comes with an image of itself.
+    // Office programs copy text together with an image of it.
     const typed = target.closest("input, textarea") && [...clipboardData.types].includes("text/plain");
     if (!typed) take(event, clipboardData.files);
   });
 }
 
-function keys(event) {
-  if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "s") {
+function onKey(event) {
+  const key = event.key.toLowerCase(), control = event.ctrlKey || event.metaKey;
+  const typing = event.target.closest("input:not([type=checkbox], [type=radio]), textarea, select");
+  if (control && key === "s") {
     event.preventDefault();
     save();
     return;
   }
-  const typing = event.target.closest("input, textarea, select");
+  if (control && !typing && (key === "z" || key === "y")) {
+    event.preventDefault();
+    if (key === "y" || event.shiftKey) redo();
+    else undo();
+    return;
+  }
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (key === "?") showShortcuts();
   const field = { n: "name", "/": "query" }[event.key];
   if (!field) return;
   event.preventDefault();
-  at(field).focus();
-  at(field).select();
+  byId(field).focus();
+  byId(field).select();
 }
 
-async function begin() {
-  const facts = await factsOf();
-  Object.assign(grid, { onToggle: toggle, onFocus: focus });
-  gallery.onChoose = look;
-  listen();
-  if (held) for (const id of ["compare", "own", "one-file"]) at(id).hidden = true;
+async function start() {
+  const facts = await fetchFacts();
+  Object.assign(grid, { onToggle: toggle, onFocus: focus, onHover: (slot) => drawLarge(slot ?? page.slot) });
+  gallery.onChoose = openImage;
+  addListeners();
+  if (offline) for (const id of ["compare", "own", "one-file"]) byId(id).hidden = true;
   gallery.show(facts.images);
+  byId("runs").replaceChildren(...(facts.runs ?? []).map((run) => element("option", { value: run })));
+  startGuide();
   const opened = [];
   for (const one of facts.sides) opened.push(await open(one));
-  see(0);
-  gallery.choose(held?.state.image ?? 0);
+  showSide(0);
+  gallery.choose(offline?.state.image ?? 0);
   for (const one of opened) await prepare(one);
   document.body.dataset.ready = "yes";
 }
 
-tried(begin);
+reportErrors(start);

@@ -1,42 +1,43 @@
-// What is in sight, and words to whoever sits before it.
+// State of the page, its status line and its errors.
 
-import { made } from "./boxes.js";
+import { element } from "./listbox.js";
 
-export const at = (id) => document.getElementById(id);
+export const byId = (id) => document.getElementById(id);
 
-// sides: checkpoints, each {facts, choice, tasks}; now: the one whose slots are shown; slot, image: in use; part: of a query, by slot.
-export const page = { sides: [], rows: [], now: 0, slot: 0, image: -1, attention: null, weights: null, heat: null, part: null, query: "" };
+// sides: checkpoints, each {facts, choice, tasks}; now: number of the one whose slots are shown; slot, image: current ones; heat, large:
+// attention drawn small and large; part: a slot's share of the query.
+export const page = { sides: [], rows: [], now: 0, slot: 0, image: -1, attention: null, weights: null, heat: null, large: null, part: null, query: "" };
 
-export const side = () => page.sides[page.now];
+export const currentSide = () => page.sides[page.now];
 
-export function tell(text) {
-  at("told").textContent = text;
+export function showStatus(text) {
+  byId("status").textContent = text;
 }
 
-// What was wrong is over once something else is done.
-export function quiet() {
-  at("trouble").hidden = true;
+// Called when a user does something else.
+export function clearError() {
+  byId("error").hidden = true;
 }
 
-// An error stays until something else is done; ways: [[text, function]].
-export function trouble(error, ways = []) {
-  tell("");
-  at("trouble").hidden = false;
-  at("trouble-text").textContent = error.message;
-  at("trouble-ways").replaceChildren(...[...ways, ["Close", () => {}]].map(([text, act]) => {
-    const button = made("button", { type: "button", text });
+// Show an error until the user does something else; actions: [[text, function]].
+export function showError(error, actions = []) {
+  showStatus("");
+  byId("error").hidden = false;
+  byId("error-text").textContent = error.message;
+  byId("error-actions").replaceChildren(...[...actions, ["Close", () => {}]].map(([text, act]) => {
+    const button = element("button", { type: "button", text });
     button.addEventListener("click", () => {
-      quiet();
-      tried(act);
+      clearError();
+      reportErrors(act);
     });
     return button;
   }));
 }
 
-export async function tried(work) {
+export async function reportErrors(work) {
   try {
     await work();
   } catch (error) {
-    trouble(error);
+    showError(error);
   }
 }

@@ -1,58 +1,58 @@
-// Where everything comes from: the server, or the page itself where it was saved as one file.
+// Requests to the server. A page that was saved as one file has no server, and contains the answers.
 
-const holder = document.getElementById("held");
-export const held = holder ? JSON.parse(holder.textContent) : null;
+const offlineData = document.getElementById("offline-data");
+export const offline = offlineData ? JSON.parse(offlineData.textContent) : null;
 
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(text, changed) {
     super(text);
-    this.changed = changed; // the file was written by somebody else
+    this.changed = changed; // another tab or program has written the file
   }
 }
 
-async function answered(request) {
+async function checkResponse(request) {
   let response;
   try {
     response = await request;
   } catch {
-    throw new Refused("The server does not answer. Is sparo slots explore still running?", false);
+    throw new RequestError("The server does not answer. Is sparo slots explore still running?", false);
   }
   if (response.ok) return response;
   const text = await response.text();
-  let told = { error: text };
+  let body = { error: text };
   try {
-    told = JSON.parse(text);
+    body = JSON.parse(text);
   } catch {
-    // not ours: shown as it is
+    // not an answer of the explorer, for example a proxy's page
   }
-  throw new Refused(told.error || `${response.status} ${response.statusText}`, Boolean(told.changed));
+  throw new RequestError(body.error || `${response.status} ${response.statusText}`, Boolean(body.changed));
 }
 
 export async function post(path, body) {
-  return answered(fetch(path, { method: "POST", headers: { "x-sparo": "explore" }, body }));
+  return checkResponse(fetch(path, { method: "POST", headers: { "x-sparo": "explore" }, body }));
 }
 
-export async function ask(path, given) {
+export async function postJson(path, given) {
   return (await post(path, JSON.stringify(given))).json();
 }
 
-export async function factsOf() {
-  return held ? held.facts : (await answered(fetch("facts"))).json();
+export async function fetchFacts() {
+  return offline ? offline.facts : (await checkResponse(fetch("facts"))).json();
 }
 
-export async function taskOf(side, number) {
-  if (held) return bytes(held.tasks[`${side}/${number}`]).buffer;
-  return (await answered(fetch(`task/${side}/${number}`))).arrayBuffer();
+export async function fetchTask(side, number) {
+  if (offline) return bytes(offline.tasks[`${side}/${number}`]).buffer;
+  return (await checkResponse(fetch(`task/${side}/${number}`))).arrayBuffer();
 }
 
-// Null where the page is one file and nobody looked at the image before it was saved.
-export async function attentionOf(side, image) {
-  if (held) return held.attention[`${side}/${image}`] ?? null;
-  return (await answered(fetch(`attention/${side}/${image}`))).json();
+// Null if the page is one file and the image was not opened before it was saved.
+export async function fetchAttention(side, image) {
+  if (offline) return offline.attention[`${side}/${image}`] ?? null;
+  return (await checkResponse(fetch(`attention/${side}/${image}`))).json();
 }
 
-export function pictureOf(number) {
-  return held ? `data:image/jpeg;base64,${held.pictures[number]}` : `image/${number}`;
+export function pictureUrl(number) {
+  return offline ? `data:image/jpeg;base64,${offline.pictures[number]}` : `image/${number}`;
 }
 
 export function floats(text) {

@@ -1,10 +1,10 @@
-// One task's score for any choice of units. Sums are held in fp64 and changed by the units that were switched: a switch costs one
-// unit's share, and what is switched there and back is as it was, to rounding that is nine digits below the shares' own.
+// A task's score for any selection of units. Sums are fp64 and updated by the units that were switched, so a switch costs as much as one
+// unit. Switching a unit off and on changes sums by rounding only, nine digits below the values.
 
-import { accuracy, gained, halfWidth } from "./intervals.js";
-import { classified, retrieved, voted } from "./ranks.js";
+import { accuracy, accuracyGain, halfWidth } from "./intervals.js";
+import { classificationHits, knnHits, retrievalHits } from "./hits.js";
 
-const PAUSE = 25; // ms of work between two chances for the page
+const PAUSE = 25; // ms of work before the page may react
 
 export class TaskScores {
   constructor(facts, buffer) {
@@ -20,8 +20,8 @@ export class TaskScores {
     this.columns = right ? right.shape[1] : 1;
     this.depth = right ? left.shape[2] : 1;
     this.squares = {};
-    if (facts.kind === "retrieval" || facts.kind === "knn") this.squares.left = squared(left);
-    if (facts.kind === "knn") this.squares.right = squared(right);
+    if (facts.kind === "retrieval" || facts.kind === "knn") this.squares.left = squaredNorms(left);
+    if (facts.kind === "knn") this.squares.right = squaredNorms(right);
     this.now = this.#empty();
     this.all = null;
   }
@@ -32,7 +32,7 @@ export class TaskScores {
     return of;
   }
 
-  // All units, in pieces that leave the page alive; then the first score.
+  // Sum over all units, with pauses in which the page reacts, and compute the first score.
   async prepare() {
     const all = this.#empty();
     let since = performance.now();
@@ -45,17 +45,17 @@ export class TaskScores {
     this.all = all;
     this.allRight = this.#right(all);
     this.whole = this.#score(this.allRight);
-    this.now = copied(all);
+    this.now = copySums(all);
     return this;
   }
 
-  // Which units are on: (U,) of zeros and ones; null where none is.
+  // Score the units that are on, (U,) of zeros and ones; null if none is.
   set(on) {
     const apart = (other) => on.reduce((sum, value, u) => sum + (value !== other[u] ? 1 : 0), 0);
     const count = on.reduce((a, b) => a + b, 0);
     const from = apart(this.now.on);
-    // From all or from none where that is nearer, so that "all on" is exactly what it was at first.
-    if (this.units - count < from) this.now = copied(this.all);
+    // Start from all or from none if that takes fewer switches, so that "all on" is exact.
+    if (this.units - count < from) this.now = copySums(this.all);
     else if (count < from) this.now = this.#empty();
     for (let u = 0; u < this.units; u++) if (on[u] !== this.now.on[u]) this.#add(this.now, u, on[u] ? 1 : -1);
     if (!count) return null;
@@ -63,9 +63,9 @@ export class TaskScores {
     return { ...this.#score(right), gain: this.#gain(right) };
   }
 
-  // A unit alone, and all the others without it.
+  // Score a unit alone, and all others without it.
   aloneAndWithout(u) {
-    const alone = this.#empty(), without = copied(this.all);
+    const alone = this.#empty(), without = copySums(this.all);
     this.#add(alone, u, 1);
     this.#add(without, u, -1);
     return { alone: this.#score(this.#right(alone)).value, without: this.units > 1 ? this.#score(this.#right(without)).value : null };
@@ -99,9 +99,9 @@ export class TaskScores {
     const sizes = {};
     for (const [side, norms] of Object.entries(of.norms)) sizes[side] = norms.map((value) => 1 / Math.max(Math.sqrt(Math.max(value, 0)), 1e-12));
     if (kind === "pairs") return Uint8Array.from(of.total, (value) => (value > 0 ? 1 : 0));
-    if (kind === "zeroshot") return classified(of.total, part.labels.values, this.columns);
-    if (kind === "knn") return voted(of.total, part.labels.values, part.bank_labels.values, facts, sizes);
-    return retrieved(of.total, part.owner.values, this.rows, facts.k, sizes.left);
+    if (kind === "zeroshot") return classificationHits(of.total, part.labels.values, this.columns);
+    if (kind === "knn") return knnHits(of.total, part.labels.values, part.bank_labels.values, facts, sizes);
+    return retrievalHits(of.total, part.owner.values, this.rows, facts.k, sizes.left);
   }
 
   #groups() {
@@ -119,13 +119,13 @@ export class TaskScores {
   }
 
   #gain(right) {
-    if (this.facts.kind !== "retrieval") return gained(right, this.allRight, ...this.#groups());
+    if (this.facts.kind !== "retrieval") return accuracyGain(right, this.allRight, ...this.#groups());
     const ours = this.#recalled(right), all = this.#recalled(this.allRight), value = ours.value - all.value;
     const half = halfWidth(ours.influence.map((one, i) => one - all.influence[i]));
     return { value, low: value - half, high: value + half };
   }
 
-  // The mean of both directions, and what each image with its texts does to it.
+  // Return the mean of both directions, and the influence of each image with its texts on it.
   #recalled({ texted, pictured }) {
     const owner = this.part.owner.values, own = new Float64Array(this.rows), hits = new Float64Array(this.rows);
     for (let j = 0; j < owner.length; j++) {
@@ -140,12 +140,12 @@ export class TaskScores {
   }
 }
 
-function copied({ on, total, norms }) {
+function copySums({ on, total, norms }) {
   return { on: on.slice(), total: total.slice(), norms: Object.fromEntries(Object.entries(norms).map(([side, of]) => [side, of.slice()])) };
 }
 
-// (U, n, d) to the squared norms (U, n).
-function squared({ shape, values }) {
+// Convert (U, n, d) to squared norms (U, n).
+function squaredNorms({ shape, values }) {
   const [units, n, d] = shape, found = new Float64Array(units * n);
   for (let i = 0; i < found.length; i++) for (let k = 0; k < d; k++) found[i] += values[i * d + k] ** 2;
   return found;

@@ -1,9 +1,9 @@
-// What is switched on, named and noted, for each checkpoint that is open; unsaved changes outlive a reload of the tab.
+// Switches, names and notes of a checkpoint, with undo. Unsaved changes survive a reload of the tab.
 
-import { held } from "./source.js";
+import { offline } from "./requests.js";
 
-export class Choice {
-  // given: what a page that was saved as one file holds in place of the selection's file.
+export class Selection {
+  // given: the selection that a page saved as one file contains
   constructor(facts, given = null) {
     this.facts = facts;
     const { selection, count } = facts;
@@ -12,6 +12,8 @@ export class Choice {
     this.names = {};
     this.notes = {};
     this.looked = new Set();
+    this.undone = [];
+    this.done = [];
     this.take(selection);
     const draft = this.#draft();
     if (given) {
@@ -22,7 +24,7 @@ export class Choice {
     if (draft) this.take(draft);
   }
 
-  // As a file, a draft or a page holds it; no choice at all is all of them.
+  // Read a selection from a file, a draft or a page. Without a selection, all slots are on.
   take({ chosen, names, notes, looked_at: looked, revision }) {
     this.on.fill(chosen ? 0 : 1);
     for (const slot of chosen ?? []) this.on[slot] = 1;
@@ -36,18 +38,32 @@ export class Choice {
     return [...this.on.keys()].filter((slot) => this.on[slot]);
   }
 
-  // Scores that are in sight while somebody switches are no longer those of other data.
+  // Remember the data whose scores were visible while slots were switched.
   switched(tasks) {
     for (const task of tasks) for (const data of task.data) this.looked.add(data);
     this.keep();
   }
 
-  told() {
+  // Call before the switches change, so that the change can be undone.
+  remember() {
+    this.done.push(this.on.slice());
+    this.undone = [];
+  }
+
+  // Undo or redo; returns whether there was anything to do.
+  travel(from, to) {
+    if (!from.length) return false;
+    to.push(this.on.slice());
+    this.on.set(from.pop());
+    return true;
+  }
+
+  toJson() {
     const { chosen, names, notes, revision } = this;
     return { chosen, names, notes, revision, looked_at: [...this.looked] };
   }
 
-  // In words: what the choice has to do with a task's data.
+  // Describe whether the selection was made on a task's data.
   share(task) {
     if (this.on.every((value) => value)) return "all";
     if (task.data.some((data) => this.looked.has(data))) return "same data";
@@ -70,28 +86,28 @@ export class Choice {
 
   keep() {
     try {
-      if (this.dirty) sessionStorage.setItem(this.#key(), JSON.stringify(this.told()));
+      if (this.dirty) sessionStorage.setItem(this.#key(), JSON.stringify(this.toJson()));
       else sessionStorage.removeItem(this.#key());
     } catch {
-      // a browser that keeps nothing: leaving the page asks first all the same
+      // without storage, leaving the page still asks first
     }
   }
 
-  // Saved as it was when it was sent; what has changed since is still unsaved.
-  written(selection) {
+  // Mark the selection as saved as it was sent; later changes remain unsaved.
+  markSaved(selection) {
     this.saved = { ...selection };
     this.revision = selection.revision;
     this.keep();
   }
 
-  // The file's in place of what is here.
+  // Replace the selection by that of the file.
   reread(selection) {
     this.take(selection);
-    this.written(selection);
+    this.markSaved(selection);
   }
 
   #key() {
-    return `sparo ${held ? location.pathname : ""} ${this.facts.weights} ${this.facts.units} ${this.facts.count} ${this.facts.selection.path}`;
+    return `sparo ${offline ? location.pathname : ""} ${this.facts.weights} ${this.facts.units} ${this.facts.count} ${this.facts.selection.path}`;
   }
 
   #draft() {

@@ -1,73 +1,91 @@
 // Switches, and the scores that follow them.
 
-import { captions, grid, table } from "./parts.js";
+import { byId, clearError, currentSide, page, showStatus } from "./page_state.js";
+import { fetchTask } from "./requests.js";
 import { TaskScores } from "./scores.js";
-import { at, page, quiet, side } from "./sight.js";
-import { taskOf } from "./source.js";
+import { captions, grid, scoreBar, table } from "./widgets.js";
 
-// Fetch a checkpoint's arrays and score all of its slots; the page is alive meanwhile.
+// Fetch a checkpoint's arrays and score all of its slots; the page stays responsive.
 export async function prepare(opened) {
   for (const [number, facts] of opened.facts.tasks.entries()) {
-    opened.tasks[number] = await new TaskScores(facts, await taskOf(opened.facts.id, number)).prepare();
+    opened.tasks[number] = await new TaskScores(facts, await fetchTask(opened.facts.id, number)).prepare();
     if (!page.sides.includes(opened)) return; // another was opened in its place
-    for (const index of page.sides.keys()) scored(index);
+    for (const index of page.sides.keys()) updateScores(index);
   }
   document.dispatchEvent(new Event("prepared"));
 }
 
-export function scored(index) {
+export function updateScores(index) {
   const { choice, tasks, facts } = page.sides[index];
   for (const [row, { name }] of page.rows.entries()) {
     const number = facts.tasks.findIndex((task) => task.name === name);
+    const score = tasks[number]?.set(choice.on);
     if (number < 0) table.absent(row, index);
     else if (tasks[number]) {
       table.whole(row, index, tasks[number].whole);
-      table.chosen(row, index, tasks[number].set(choice.on));
+      table.chosen(row, index, score);
     }
+    if (index === page.now) scoreBar.set(row, number < 0 ? undefined : score, choice.on.every(Boolean));
   }
-  if (index === page.now) shared();
+  if (index === page.now) updateShare();
 }
 
-export function shared() {
-  const { choice, facts } = side();
+export function updateShare() {
+  const { choice, facts } = currentSide();
   const count = choice.chosen.length;
-  const groups = grouped(facts.tasks, choice);
-  const told = [...groups].filter(([share]) => share !== "all").map(([share, tasks]) => `${share} for ${tasks.map((task) => task.name).join(", ")}`);
-  const warned = [...groups.keys()].some((share) => share.includes("same")) ? " On data that it was chosen on a gain is too good: sparo slots select holds data out." : "";
-  const renormed = facts.classifier_slots === "renorm" ? " Class vectors' slots are brought to one norm here; sparo eval takes them as they are, and its zero-shot scores are others." : "";
-  const words = told.length ? ` What the choice was made on: ${told.join("; ")}.${warned}` : "";
-  at("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${words}${renormed}`;
-  at("save").disabled = count === 0;
+  const groups = groupBySharing(facts.tasks, choice);
+  const sources = [...groups].filter(([share]) => share !== "all").map(([share, tasks]) => `${share} for ${tasks.map((task) => task.name).join(", ")}`);
+  const warning = [...groups.keys()].some((share) => share.includes("same")) ? " On the data of the selection, a gain is overestimated; sparo slots select holds data out." : "";
+  const renorm = facts.classifier_slots === "renorm" ? " Slots of class vectors are normalised here; sparo eval does not normalise them, so its zero-shot scores differ." : "";
+  const text = sources.length ? ` Data on which the selection was made: ${sources.join("; ")}.${warning}` : "";
+  byId("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${text}${renorm}`;
+  byId("save").disabled = count === 0;
+  byId("undo").disabled = !choice.done.length;
+  byId("redo").disabled = !choice.undone.length;
 }
 
-function grouped(tasks, choice) {
-  const found = new Map();
-  for (const task of tasks) found.set(choice.share(task), [...(found.get(choice.share(task)) ?? []), task]);
-  return found;
+function groupBySharing(tasks, choice) {
+  const groups = new Map();
+  for (const task of tasks) groups.set(choice.share(task), [...(groups.get(choice.share(task)) ?? []), task]);
+  return groups;
 }
 
-function changed(one) {
-  quiet();
+function onSwitched(one) {
+  clearError();
   one.choice.switched(one.facts.tasks);
-  scored(page.sides.indexOf(one));
-  if (one === side()) captions.paint(one.choice.on);
+  updateScores(page.sides.indexOf(one));
+  if (one === currentSide()) captions.paint(one.choice.on);
 }
 
 export function toggle(slot) {
-  const one = side(), { on } = one.choice;
+  const one = currentSide(), { on } = one.choice;
+  one.choice.remember();
   on[slot] = on[slot] ? 0 : 1;
   grid.switch(slot, Boolean(on[slot]));
-  changed(one);
+  onSwitched(one);
 }
 
-// one: the checkpoint that is meant, which may be out of sight by now.
-export function setAll(of, one = side()) {
+// one: the checkpoint, which may no longer be the current one.
+export function setAll(of, one = currentSide()) {
   const { choice } = one;
+  choice.remember();
   choice.on.forEach((value, slot) => (choice.on[slot] = of(value, slot) ? 1 : 0));
-  painted(one);
-  changed(one);
+  paintSwitches(one);
+  onSwitched(one);
 }
 
-export function painted(one) {
-  if (one === side()) grid.paint(one.choice);
+export const undo = () => travel("Undone", ({ choice }) => choice.travel(choice.done, choice.undone));
+export const redo = () => travel("Done again", ({ choice }) => choice.travel(choice.undone, choice.done));
+
+function travel(word, move) {
+  const one = currentSide(), before = one.choice.on.slice();
+  if (!move(one)) return;
+  paintSwitches(one);
+  onSwitched(one);
+  const slots = [...before.keys()].filter((slot) => before[slot] !== one.choice.on[slot]);
+  showStatus(`${word}: ${slots.length === 1 ? `slot ${slots[0]}` : `${slots.length} slots`}.`);
+}
+
+export function paintSwitches(one) {
+  if (one === currentSide()) grid.paint(one.choice);
 }

@@ -1,6 +1,6 @@
-// The scores of all tasks, for one checkpoint or two.
+// The scores of all tasks: a bar for the current checkpoint, and a table for one checkpoint or two.
 
-import { made } from "./boxes.js";
+import { element } from "./listbox.js";
 
 export const percent = (value) => (100 * value).toFixed(1);
 function signed(value) {
@@ -8,54 +8,81 @@ function signed(value) {
   return (Number(size) === 0 ? "" : value < 0 ? "−" : "+") + size;
 }
 
+// One line per task: the score, and its change against all slots, in colour only if the interval excludes zero.
+export class ScoreBar {
+  constructor(home) {
+    this.home = home;
+  }
+
+  show(tasks) {
+    this.items = tasks.map((task) => element("li", { title: `${task.metric}, n = ${task.n}` }, element("span", { class: "task", text: `${task.name}${someImages(task)}` }), " ", element("strong", { text: "…" })));
+    this.home.replaceChildren(...this.items);
+  }
+
+  // score: undefined if this checkpoint has no such task or it is not ready, null if no slot is on; all: every slot is on
+  set(row, score, all) {
+    const item = this.items[row], [task] = item.children, gain = score && !all ? score.gain : null;
+    const sign = gain && gain.low > 0 ? "better" : gain && gain.high < 0 ? "worse" : "";
+    const value = score ? percent(score.value) : score === null ? "–" : "…";
+    const key = `${value} ${sign} ${gain ? intervalText(gain, signed) : ""}`;
+    if (item.dataset.shown === key) return; // screen readers repeat what is replaced
+    item.dataset.shown = key;
+    item.className = sign;
+    const change = gain ? [" ", element("span", { class: "change", text: `${{ better: "▲ ", worse: "▼ " }[sign] ?? ""}${signed(gain.value)}` }), " ", element("span", { class: "interval", text: `(${intervalText(gain, signed)})` })] : [];
+    item.replaceChildren(task, " ", element("strong", { text: value }), ...change);
+  }
+}
+
 export class ScoreTable {
   constructor(home) {
     this.home = home;
   }
 
-  // names: of the checkpoints; tasks: [{name, kind, metric, n, images, of}], the first checkpoint's, then what only others have.
+  // names: labels of the checkpoints; tasks: [{name, kind, metric, n, images, of}], those of the first checkpoint first
   show(names, tasks) {
-    const heads = ["task", "score", "n"].map((text) => made("th", { text, scope: "col" }));
-    for (const _ of names) for (const text of ["all", "chosen", "change"]) heads.push(made("th", { text, scope: "col", class: "number" }));
-    const above = made("tr", {}, made("td", { colspan: 3 }), ...names.map((text) => made("th", { text, scope: "colgroup", colspan: 3 })));
-    const body = made("tbody");
+    const heads = ["task", "score", "n"].map((text) => element("th", { text, scope: "col" }));
+    for (const _ of names) for (const text of ["all", "chosen", "change"]) heads.push(element("th", { text, scope: "col", class: "number" }));
+    const above = element("tr", {}, element("td", { colspan: 3 }), ...names.map((text) => element("th", { text, scope: "colgroup", colspan: 3 })));
+    const body = element("tbody");
     this.cells = tasks.map((task) => {
-      const some = task.images < task.of ? ` (${task.images.toLocaleString("en")} of ${task.of.toLocaleString("en")} images)` : "";
-      const row = made("tr", {}, made("th", { text: task.name, scope: "row" }), made("td", { text: task.metric }), made("td", { text: `${task.n.toLocaleString("en")}${some}`, class: "number" }));
-      const cells = names.map(() => ["all", "chosen", "change"].map((what) => made("td", { class: `number ${what}`, text: "…" })));
+      const row = element("tr", {}, element("th", { text: task.name, scope: "row" }), element("td", { text: task.metric }), element("td", { text: `${task.n.toLocaleString("en")}${someImages(task)}`, class: "number" }));
+      const cells = names.map(() => ["all", "chosen", "change"].map((what) => element("td", { class: `number ${what}`, text: "…" })));
       row.append(...cells.flat());
       row.dataset.task = task.name;
       body.append(row);
       return cells;
     });
-    this.home.replaceChildren(made("table", {}, made("thead", {}, ...(names.length > 1 ? [above] : []), made("tr", {}, ...heads)), body));
+    this.home.replaceChildren(element("table", {}, element("thead", {}, ...(names.length > 1 ? [above] : []), element("tr", {}, ...heads)), body));
   }
 
   whole(task, side, score) {
-    written(this.cells[task][side][0], percent(score.value), between(score, percent));
+    setCell(this.cells[task][side][0], percent(score.value), intervalText(score, percent));
   }
 
   chosen(task, side, score) {
     const [, chosen, change] = this.cells[task][side];
     if (score === null) {
-      written(chosen, "–", "nothing is on");
-      written(change, "–", "");
+      setCell(chosen, "–", "nothing is on");
+      setCell(change, "–", "");
       return;
     }
-    written(chosen, percent(score.value), between(score, percent));
-    written(change, signed(score.gain.value), between(score.gain, signed));
+    setCell(chosen, percent(score.value), intervalText(score, percent));
+    setCell(change, signed(score.gain.value), intervalText(score.gain, signed));
   }
 
   absent(task, side) {
-    for (const cell of this.cells[task][side]) written(cell, "–", "");
+    for (const cell of this.cells[task][side]) setCell(cell, "–", "");
   }
 }
 
-const between = (score, as) => `${as(score.low)} to ${as(score.high)}`;
+// Say so if scores use some of a task's images only.
+const someImages = ({ images, of }) => (images < of ? ` (${images.toLocaleString("en")} of ${of.toLocaleString("en")} images)` : "");
 
-function written(cell, value, rest) {
+const intervalText = (score, as) => `${as(score.low)} to ${as(score.high)}`;
+
+function setCell(cell, value, rest) {
   const now = `${value} ${rest}`;
-  if (cell.dataset.now === now) return; // what did not change is not read aloud again
+  if (cell.dataset.now === now) return; // screen readers repeat what is replaced
   cell.dataset.now = now;
-  cell.replaceChildren(made("span", { class: "value", text: value }), " ", made("span", { class: "between", text: rest }));
+  cell.replaceChildren(element("span", { class: "value", text: value }), " ", element("span", { class: "interval", text: rest }));
 }

@@ -1,120 +1,155 @@
-// One image and one slot in sight, and looking for slots.
+// The current image, the current slot, and search.
 
 import { Heat } from "./heat.js";
-import { setAll } from "./marks.js";
+import { element } from "./listbox.js";
+import { byId, currentSide, page, reportErrors, showStatus } from "./page_state.js";
 import { slotFacts } from "./panel.js";
-import { captions, gallery, grid } from "./parts.js";
-import { at, page, side, tell, tried } from "./sight.js";
-import { ask, attentionOf, floats, pictureOf } from "./source.js";
+import { fetchAttention, floats, pictureUrl, postJson } from "./requests.js";
+import { setAll } from "./switches.js";
 import { percent } from "./table.js";
+import { captions, gallery, grid } from "./widgets.js";
 
-let resting = 0;
+const SMALL = 112, LARGE = 360; // pixels of pictures
+const MARKERS = ["[start]", "[end]"];
+
+let resting = 0, drawing = 0;
+
 export function focus(slot) {
   page.slot = slot;
-  const { choice } = side();
-  at("slot-title").textContent = `Slot ${slot}`;
-  at("name").value = choice.names[slot] ?? "";
-  at("note").value = choice.notes[slot] ?? "";
+  const { choice } = currentSide();
+  byId("slot-title").textContent = `Slot ${slot}`;
+  byId("name").value = choice.names[slot] ?? "";
+  byId("note").value = choice.notes[slot] ?? "";
+  drawLarge(slot);
   clearTimeout(resting);
-  resting = setTimeout(detail, 120); // do not compute scores for each slot while an arrow key is held down
+  resting = setTimeout(showSlotFacts, 120); // do not compute scores for each slot while an arrow key is held down
 }
 
-export function detail() {
-  const { slot, part, query } = page, found = part?.get(slot);
-  slotFacts(at("slot-facts"), slot, page.attention, page.weights, side().tasks, found && {
-    text: `Share of “${query}”: ${percent(found.score)} % (uniform: ${percent(1 / side().facts.count)} %). The images most similar to this text in this slot:`,
-    images: found.best.map((image) => ({ picture: pictureOf(image), words: gallery.images[image].caption || gallery.images[image].key })),
+// Draw a slot's attention large, and its share of each word of the caption.
+export function drawLarge(slot = page.slot) {
+  cancelAnimationFrame(drawing);
+  drawing = requestAnimationFrame(() => {
+    byId("large-view").hidden = !page.large;
+    if (!page.large) return;
+    const canvas = byId("large"), name = currentSide().choice.names[slot];
+    page.large.draw(canvas, slot, byId("own-scale").checked);
+    canvas.setAttribute("aria-label", `Attention of slot ${slot} over the image`);
+    const peak = percent(page.large.peak(slot)), uniform = percent(1 / page.large.side ** 2);
+    byId("large-title").textContent = `Slot ${slot}${name ? ` (${name})` : ""}: at most ${peak} % of its attention on one patch (uniform: ${uniform} %).`;
+    byId("large-caption").replaceChildren(...shadedCaption(slot));
   });
 }
 
-export function look(image) {
+function shadedCaption(slot) {
+  const { words } = page.attention, shaded = [];
+  if (!page.weights) return [gallery.images[page.image].caption];
+  for (const [i, word] of words.entries()) {
+    if (MARKERS.includes(word)) continue;
+    const share = page.weights[slot * words.length + i];
+    if (shaded.length && !/^[,.;:!?]+$/.test(word)) shaded.push(" ");
+    shaded.push(share < 0.1 ? word : element("mark", { class: `w${Math.min(5, 1 + Math.floor(5 * share))}`, text: word, title: `${percent(share)} %` }));
+  }
+  return shaded;
+}
+
+export function showSlotFacts() {
+  const { slot, part, query } = page, hit = part?.get(slot);
+  slotFacts(byId("slot-facts"), slot, currentSide().tasks, hit && {
+    text: `Share of “${query}”: ${percent(hit.score)} % (uniform: ${percent(1 / currentSide().facts.count)} %). The images most similar to this text in this slot:`,
+    images: hit.best.map((image) => ({ picture: pictureUrl(image), words: gallery.images[image].caption || gallery.images[image].key })),
+  });
+}
+
+export function openImage(image) {
   page.image = image;
   captions.clear();
-  const { id } = side().facts;
-  const gone = () => page.image !== image || side().facts.id !== id; // somebody has gone on
-  return tried(async () => {
+  const { id } = currentSide().facts;
+  const outdated = () => page.image !== image || currentSide().facts.id !== id; // the user has opened another one since
+  return reportErrors(async () => {
     const picture = new Image();
-    picture.src = pictureOf(image);
+    picture.src = pictureUrl(image);
     try {
-      const [attention] = await Promise.all([attentionOf(id, image), picture.decode()]);
-      if (!gone()) shown(picture, attention);
+      const [attention] = await Promise.all([fetchAttention(id, image), picture.decode()]);
+      if (!outdated()) showAttention(picture, attention);
     } catch (error) {
-      if (gone()) return;
-      shown(null, null);
+      if (outdated()) return;
+      showAttention(null, null);
       gallery.forget(); // a second click tries again
       throw error;
     }
   });
 }
 
-function shown(picture, attention) {
+function showAttention(picture, attention) {
   page.attention = attention;
   const maps = attention?.maps ? floats(attention.maps) : null;
   page.weights = attention?.weights ? floats(attention.weights) : null;
   const cosine = attention?.cosine ? floats(attention.cosine) : null;
-  page.heat = picture && maps ? new Heat(picture, attention, maps) : null;
+  const heat = (size) => (picture && maps ? new Heat(picture, attention, maps, size) : null);
+  page.heat = heat(SMALL);
+  page.large = heat(LARGE);
   paintHeat();
   page.shown = (slot) => [page.heat && `peak ${percent(page.heat.peak(slot))} %`, cosine && `cosine ${cosine[slot].toFixed(2)}`].filter(Boolean).join(", ");
-  lines();
-  at("picture-words").textContent = picture ? words(attention) : "";
-  detail();
+  showFacts();
+  byId("picture-words").textContent = picture ? pictureText(attention) : "";
+  showSlotFacts();
 }
 
 export function paintHeat() {
-  grid.heat(page.heat, at("own-scale").checked);
+  grid.heat(page.heat, byId("own-scale").checked);
+  drawLarge();
 }
 
-function words(attention) {
+function pictureText(attention) {
   const { caption, key } = gallery.images[page.image];
   const title = `“${caption || key}”. `;
   if (!attention) return `${title}The attention for this image is not part of this saved page.`;
-  if (!page.heat) return `${title}These ${side().facts.units} have no attention.`;
-  const uniform = percent(1 / (page.heat.side * page.heat.side));
-  return `${title}Colours remain where a slot attends; a line encloses half of its attention, unless that covers more than a third of the image. Peak: the largest share of attention on one patch (uniform: ${uniform} %). Attention shows where a slot takes its information from, not how it uses it.`;
+  if (!page.heat) return `${title}These ${currentSide().facts.units} have no attention.`;
+  return `${title}Colours remain where a slot attends; a line encloses half of its attention, unless that covers more than a quarter of the image. Attention shows where a slot takes its information from, not how it uses it.`;
 }
 
-export function lines() {
+export function showFacts() {
   grid.facts((slot) => [page.part && `${percent(page.part.get(slot).score)} % of the query`, page.shown?.(slot)].filter(Boolean).join("; "));
 }
 
 export function showAll() {
   page.part = null;
-  at("query").value = "";
+  byId("query").value = "";
   grid.order(null);
-  lines();
-  detail();
+  showFacts();
+  showSlotFacts();
 }
 
 export async function search() {
-  const query = at("query").value.trim(), one = side();
+  const query = byId("query").value.trim(), one = currentSide();
   if (!query) return showAll();
-  if (at("search-by").value === "name") {
+  if (byId("search-by").value === "name") {
     const { names, notes } = one.choice, like = query.toLowerCase();
-    const found = [...one.choice.on.keys()].filter((slot) => `${names[slot] ?? ""}\n${notes[slot] ?? ""}`.toLowerCase().includes(like) || String(slot) === query);
+    const slots = [...one.choice.on.keys()].filter((slot) => `${names[slot] ?? ""}\n${notes[slot] ?? ""}`.toLowerCase().includes(like) || String(slot) === query);
     page.part = null;
-    grid.order(found.length ? found : null);
-    tell(`${found.length} of ${one.facts.count} slots have “${query}” in their name or note.`);
+    grid.order(slots.length ? slots : null);
+    showStatus(`${slots.length} of ${one.facts.count} slots have “${query}” in their name or note.`);
   } else {
-    const { found } = await ask(`search/${one.facts.id}`, { text: query });
-    if (one !== side()) return;
-    page.part = new Map(found.map((one) => [one.slot, one]));
+    const { found: hits } = await postJson(`search/${one.facts.id}`, { text: query });
+    if (one !== currentSide()) return;
+    page.part = new Map(hits.map((hit) => [hit.slot, hit]));
     page.query = query;
-    grid.order(found.map((one) => one.slot));
-    const [best] = found, { caption, key } = gallery.images[best.best[0]];
-    tell(`Slot ${best.slot} distinguishes images of “${query}” most: ${percent(best.score)} % of the difference to other images (uniform: ${percent(1 / one.facts.count)} %). Its best image: “${caption || key}”.`);
-    lines();
+    grid.order(hits.map((hit) => hit.slot));
+    const [best] = hits, { caption, key } = gallery.images[best.best[0]];
+    showStatus(`Slot ${best.slot} distinguishes images of “${query}” most: ${percent(best.score)} % of the difference to other images (uniform: ${percent(1 / one.facts.count)} %). Its best image: “${caption || key}”.`);
+    showFacts();
     focus(best.slot);
     grid.reveal(best.slot);
     return;
   }
-  lines();
-  detail();
+  showFacts();
+  showSlotFacts();
 }
 
-export async function bestAlone() {
-  const one = side(), number = Number(at("top-task").value), score = one.tasks[number], k = Number(at("top-k").value) || 1;
-  if (!score) throw new Error("The scores are not there yet.");
-  tell("Scoring every slot alone …");
+export async function selectBest() {
+  const one = currentSide(), number = Number(byId("top-task").value), score = one.tasks[number], k = Number(byId("top-k").value) || 1;
+  if (!score) throw new Error("The scores are still being computed. Try again in a moment.");
+  showStatus("Scoring every slot alone …");
   const alone = [];
   for (let slot = 0; slot < one.facts.count; slot++) {
     alone.push(score.aloneAndWithout(slot).alone);
@@ -123,5 +158,5 @@ export async function bestAlone() {
   if (!page.sides.includes(one)) return;
   const best = [...alone.keys()].sort((a, b) => alone[b] - alone[a] || a - b).slice(0, Math.min(Math.max(1, k), alone.length));
   setAll((_, slot) => best.includes(slot), one);
-  tell(`The ${best.length} best alone on ${score.facts.name} are on${page.sides.length > 1 ? ` in ${one.facts.label}` : ""}.`);
+  showStatus(`The ${best.length} best alone on ${score.facts.name} are on${page.sides.length > 1 ? ` in ${one.facts.label}` : ""}.`);
 }

@@ -1,12 +1,13 @@
-// The parts of the page, one of each; main.js says what they do when they are used.
+// The widgets of the page. main.js connects them.
 
 import { Gallery } from "./gallery.js";
-import { Grid } from "./grid.js";
+import { SlotGrid } from "./grid.js";
 import { Captions } from "./panel.js";
-import { at } from "./sight.js";
-import { ScoreTable } from "./table.js";
+import { byId } from "./page_state.js";
+import { ScoreBar, ScoreTable } from "./table.js";
 
-export const table = new ScoreTable(at("scores"));
-export const captions = new Captions(at("captions-found"));
-export const grid = new Grid(at("slots"));
-export const gallery = new Gallery(at("images"));
+export const scoreBar = new ScoreBar(byId("score-bar"));
+export const table = new ScoreTable(byId("scores"));
+export const captions = new Captions(byId("captions-found"));
+export const grid = new SlotGrid(byId("slots"));
+export const gallery = new Gallery(byId("images"));
