@@ -16,7 +16,7 @@ from sparo_train.core.errors import ConfigError, SparoError, StoppedError
 from sparo_train.core.world import launched_world
 
 from ..views.terminal import out
-from . import data, eval, jobs, slot_pictures, slot_verbs
+from . import data, eval, jobs, slot_names, slot_pictures, slot_verbs
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, normalize_overrides
 from .plain_flags import hide_types_of_flags
 from .process import call, leave, share_cores
@@ -30,7 +30,14 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="launch")
 app.add_typer(eval.app, name="eval")
-for verb in (slot_pictures.show, slot_pictures.panels, slot_pictures.views, slot_pictures.explore):
+for verb in (
+    slot_names.name,
+    slot_names.search,
+    slot_pictures.show,
+    slot_pictures.panels,
+    slot_pictures.views,
+    slot_pictures.explore,
+):
     slot_verbs.app.command()(verb)
 app.add_typer(slot_verbs.app, name="slots")
 

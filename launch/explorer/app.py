@@ -290,6 +290,15 @@ def make_app(explorer: Explorer) -> Starlette:
         explorer.pictures.check(number)
         return explorer.run_locked(lambda: explorer.side(side).captions(number, texts))
 
+    def alike(side: int, body: dict[str, Any]) -> Any:
+        number, slots = body.get("image"), body.get("slots")
+        if not isinstance(slots, list) or not all(type(slot) is int for slot in slots) or type(number) is not int:
+            raise ConfigError("alike: expected an image's number and a list of slots")
+        explorer.pictures.check(number)
+        return {
+            "matches": explorer.run_locked(lambda: [one._asdict() for one in explorer.side(side).alike(number, slots)])
+        }
+
     def save(side: int, body: dict[str, Any]) -> Any:
         explorer.side(side)
         return explorer.files[side].write(body)
@@ -314,6 +323,7 @@ def make_app(explorer: Explorer) -> Starlette:
             Route("/own", own, methods=["POST"]),
             post("/search/{side:int}", search),
             post("/captions/{side:int}", captions),
+            post("/alike/{side:int}", alike),
             post("/save/{side:int}", save),
             post("/read/{side:int}", read),
             post("/compare", lambda _, given: explorer.compare(_required_text(given, "checkpoint"))),

@@ -17,6 +17,7 @@ from evals.slots.attend import attend, captions_of, pixels_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
 from evals.slots.page_arrays import LIMIT, Arrays, limited
+from evals.slots.slot_search import DIFFERENT, Match, search_slots
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.registries import TASKS
 from sparo_train.data.decode.decoding import display_image, to_8bit
@@ -101,6 +102,7 @@ class Pictures:
 KINDS = ("zeroshot", "pairs", "retrieval", "knn")
 MAX_TEXTS = 200  # captions per request
 _NUM_BEST = 10  # images that agree most with a query
+_NUM_ALIKE = 8  # images that are alike in some units
 
 
 class SearchHit(NamedTuple):
@@ -211,6 +213,16 @@ class Side:
         images = shares.argsort(dim=0, descending=True, stable=True)[:6].T.tolist()
         order = part.argsort(descending=True, stable=True).tolist()
         return [SearchHit(slot, float(part[slot]), images[slot]) for slot in order]
+
+    def alike(self, number: int, units: Sequence[int]) -> list[Match]:
+        """Return the images of the page that are most like an image in these units, and different from it in the others.
+
+        Raises:
+            ConfigError: units that do not exist.
+        """
+        if not units or not all(0 <= unit < self.units.number for unit in units):
+            raise ConfigError(f"slots: expected numbers below {self.units.number}")
+        return search_slots([self._vectors], self._vector(number), units, DIFFERENT, _NUM_ALIKE, number)
 
     def _vector(self, number: int) -> Tensor:
         """Return (U, d) of an image."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from evals.slots.mask_study import MaskRow, relative_change
+from evals.slots.naming import Naming
 from evals.slots.quality_measures import Quality
 from evals.slots.selection_report import ChoiceReport, FourColumn, Score
+from sparo_train.core.files import escape_control_chars
 
 from .terminal import out
 
@@ -133,6 +136,36 @@ def quality_table(rows: Sequence[Quality], by: str | None) -> Table:
         "in effect: exp of the entropy of the eigenvalues of the slots' similarity; redundancy: mean similarity (linear CKA) of two "
         f"slots; sharpness: 1 minus the entropy of image attention, median slot; meaning: MonoSemanticity score{meaning_note}"
     )
+    return table
+
+
+def names_table(title: str, naming: Naming) -> Table:
+    """Return a row per slot: its names with their AUC on held-out images, and the AUC of other slots' names."""
+    table = _table(title)
+    for head, justify in (("slot", "right"), ("names", "left"), ("AUC, held out", "left"), ("other names", "right")):
+        table.add_column(head, justify=justify)  # pyright: ignore[reportArgumentType]
+    for one in naming.slots:
+        passing = set(one.passing)
+        names = ", ".join(test.name if test.name in passing else f"({test.name})" for test in one.tests)
+        tests = ", ".join(f"{test.auc:.2f} ({test.low:.2f}–{test.high:.2f})" for test in one.tests[:1])
+        table.add_row(str(one.slot), escape_control_chars(names), tests, f"{one.shuffled:.2f}")
+    p = "p < 0.001" if naming.p < 0.001 else f"p = {naming.p:.3f}"
+    table.caption = (
+        f"{naming.names} names, {naming.images} images: one half chose the names, the other half tested them. AUC of the best name, "
+        f"mean over slots: {naming.auc:.2f}; of the same names on other slots: {naming.shuffled:.2f} ({p}, 1,000 random "
+        "assignments). In parentheses: names that do not exceed the names of other slots."
+    )
+    return table
+
+
+def matches_table(title: str, rows: Sequence[Mapping[str, Any]], with_rest: bool) -> Table:
+    """Return a row per match of a search: its key, its caption, and its cosines in the chosen slots and in the others."""
+    table = _table(escape_control_chars(title))
+    for head in ("image", "caption", "alike", *(["other slots"] if with_rest else [])):
+        table.add_column(head, justify="left" if head in ("image", "caption") else "right")
+    for row in rows:
+        rest = [f"{row['rest']:.2f}"] if with_rest else []
+        table.add_row(row["key"], row["caption"], f"{row['alike']:.2f}", *rest)
     return table
 
 

@@ -207,6 +207,14 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         says(page, "#large-title", "Slot 3: at most")
         page.locator("#title").hover()
         says(page, "#large-title", "Slot 1: at most")
+        page.click("#alike button")
+        counts(page, "#alike-found button", 8)
+        assert "in the others" in page.locator("#alike-found img").first.get_attribute("alt")
+        page.locator("#alike-found button").first.click()
+        page.wait_for_selector("#alike-found button", state="detached")
+        assert page.locator("#images [aria-selected=true]").get_attribute("data-image") != "0"
+        page.locator("#images [data-image='0']").click()
+        says(page, "#picture-words", "“a thing 0”")
         assert caption == page.inner_text("#large-caption") == "a thing 0"
 
         press(page, "#slots [data-slot='2']", "n")

@@ -7,7 +7,7 @@ import { fetchFacts, floats, offline, post, postJson } from "./requests.js";
 import { downloadSelection, saveOffline, saveSelection } from "./save.js";
 import { Selection } from "./selection.js";
 import { paintSwitches, prepare, redo, setAll, toggle, undo, updateScores, updateShare } from "./switches.js";
-import { drawLarge, focus, openImage, paintHeat, search, selectBest, showAll, showSlotFacts } from "./view.js";
+import { drawLarge, findAlike, focus, openImage, paintHeat, search, selectBest, showAll, showSlotFacts } from "./view.js";
 import { captions, gallery, grid, scoreBar, table } from "./widgets.js";
 
 async function open(facts) {
@@ -114,6 +114,7 @@ function addListeners() {
   byId("one-file").addEventListener("click", () => reportErrors(() => saveOffline(page).then(showStatus)));
   onSubmit("search", search);
   onSubmit("top", selectBest);
+  onSubmit("alike", findAlike);
   onSubmit("compare", async () => {
     showStatus("Opening …");
     const opened = await open(await postJson("compare", { checkpoint: byId("compare-with").value }));
@@ -214,7 +215,7 @@ async function start() {
   Object.assign(grid, { onToggle: toggle, onFocus: focus, onHover: (slot) => drawLarge(slot ?? page.slot) });
   gallery.onChoose = openImage;
   addListeners();
-  if (offline) for (const id of ["compare", "own", "one-file"]) byId(id).hidden = true;
+  if (offline) for (const id of ["compare", "own", "one-file", "alike"]) byId(id).hidden = true;
   gallery.show(facts.images);
   byId("runs").replaceChildren(...(facts.runs ?? []).map((run) => element("option", { value: run })));
   startGuide();

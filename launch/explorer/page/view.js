@@ -63,6 +63,7 @@ export function showSlotFacts() {
 export function openImage(image) {
   page.image = image;
   captions.clear();
+  byId("alike-found").replaceChildren();
   const { id } = currentSide().facts;
   const outdated = () => page.image !== image || currentSide().facts.id !== id; // the user has opened another one since
   return reportErrors(async () => {
@@ -144,6 +145,22 @@ export async function search() {
   }
   showFacts();
   showSlotFacts();
+}
+
+// Find images that are like the current one in the current slot, or in the slots that are on.
+export async function findAlike() {
+  if (page.image < 0) throw new Error("Choose an image first.");
+  const one = currentSide(), { image, slot } = page;
+  const slots = byId("alike-slots").value === "on" ? one.choice.chosen : [slot];
+  if (!slots.length) throw new Error("All slots are off. Switch on at least one.");
+  const { matches } = await postJson(`alike/${one.facts.id}`, { image, slots });
+  if (one !== currentSide() || image !== page.image) return;
+  byId("alike-found").replaceChildren(...matches.map(({ image: number, alike, rest }) => {
+    const { caption, key } = gallery.images[number], words = `${caption || key}: cosine ${alike.toFixed(2)} in these slots, ${rest.toFixed(2)} in the others`;
+    const button = element("button", { type: "button", class: "picture", title: words }, element("img", { src: pictureUrl(number), alt: words, width: 72, height: 72 }));
+    button.addEventListener("click", () => gallery.choose(number));
+    return button;
+  }));
 }
 
 export async function selectBest() {

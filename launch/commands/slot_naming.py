@@ -1,0 +1,139 @@
+"""`sparo slots name`: names for slots, tested on held-out images, and stored with a selection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.encoders.selection import Selection, read_selection, selected, write_selection
+from evals.report.results_file import refuse_unwritable
+from evals.sets.base import EvalSet, lines
+from evals.slots.eval_inputs import open_images
+from evals.slots.naming import Naming, caption_words, contained, name_slots
+from evals.slots.units import texts_of
+from sparo_train.core.errors import ConfigError
+
+from ..views import slot_tables
+from ..views.terminal import out
+from .slot_work import Bench, SlotOptions, write_facts
+
+_MAX_NAMES = 2000  # names that are compared
+
+
+class NameOptions(NamedTuple):
+    """Options of `sparo slots name`.
+
+    Attributes:
+        task_name: task with captions or classes.
+        vocabulary: file with one name per line; None: the words of the captions.
+        template: prompt with `{c}` for the name.
+        per_slot: number of names per slot.
+        min_images: images of each half that must have a name, and that must not.
+        seed: seed of the halves.
+        replace: replace names that the selection has.
+        out, json_file: files.
+    """
+
+    task_name: str
+    vocabulary: Path | None
+    template: str
+    per_slot: int
+    min_images: int
+    seed: int
+    replace: bool
+    out: Path
+    json_file: Path | None
+
+
+def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions) -> None:
+    """Name slots, print the tests, and write the names to the selection."""
+    refuse_unwritable(name_options.out.parent, f"--out {name_options.out}")
+    if "{c}" not in name_options.template:
+        raise ConfigError(f"--template {name_options.template!r}: must contain {{c}}, which stands for the name.")
+    vocabulary = None if name_options.vocabulary is None else _read_names(name_options.vocabulary)
+    bench = Bench(checkpoint, options)
+    tower = texts_of(bench.units)
+    selection = _open_selection(bench, name_options.out)
+    name, task = bench.single_task(name_options.task_name, "--task")
+    source = open_images(task)
+    features = bench.images(source)
+    captions = captions_of_set(source, list(features.facts))
+    if captions is None:
+        raise ConfigError(
+            f"--task {name}: has no captions and no classes, so names cannot be tested on it. Name another."
+        )
+    names = vocabulary or caption_words(captions, _MAX_NAMES)
+    naming = name_slots(
+        bench.units.images(features.in_memory()),
+        bench.units.texts(tower.text([name_options.template.replace("{c}", one) for one in names])),
+        names,
+        contained(captions, names),
+        name_options.per_slot,
+        name_options.min_images,
+        name_options.seed,
+    )
+    out.print(slot_tables.names_table(f"{checkpoint}: names of slots on {name}", naming))
+    written = _with_names(selection, naming, name_options.replace)
+    write_selection(name_options.out, written)
+    passing = sum(bool(one.passing) for one in naming.slots)
+    out.print(
+        f"{name_options.out}: names of {passing} of {len(naming.slots)} slots; sparo slots explore and show use them",
+        soft_wrap=True,
+    )
+    slots = [
+        {**one._asdict(), "tests": [test._asdict() for test in one.tests], "passing": one.passing}
+        for one in naming.slots
+    ]
+    write_facts(name_options.json_file, {**naming._asdict(), "checkpoint": checkpoint, "task": name, "slots": slots})
+
+
+def _read_names(path: Path) -> list[str]:
+    names = list(dict.fromkeys(line.strip() for line in lines(path) if line.strip()))
+    if not 0 < len(names) <= _MAX_NAMES:
+        raise ConfigError(f"--vocabulary {path}: expected 1 to {_MAX_NAMES} lines with a name each, got {len(names)}.")
+    return names
+
+
+def captions_of_set(source: EvalSet, facts: Sequence[Any]) -> list[list[str]] | None:
+    """Return the captions of each image, or the name of its class; None if there is neither."""
+    if source.kind == "captions":
+        return [list(fact) for fact in facts]
+    if source.kind == "pairs":
+        return [[pair.caption for pair in fact] for fact in facts]
+    if source.kind == "label":
+        classes = source.classnames()
+        return [[classes[int(fact)]] for fact in facts]
+    return None
+
+
+def _open_selection(bench: Bench, path: Path) -> Selection:
+    if not path.exists():
+        return Selection(
+            checkpoint=bench.encoder.weights,
+            label=bench.checkpoint,
+            units=bench.units.kind,
+            count=bench.units.number,
+            chosen=tuple(range(bench.units.number)),
+        )
+    selection = read_selection(path)
+    selected(bench.encoder, selection, f"--out {path}")
+    if (selection.units, selection.count) != (bench.units.kind, bench.units.number):
+        raise ConfigError(
+            f"--out {path}: selects from {selection.count} {selection.units}, but --units {bench.units.kind} has "
+            f"{bench.units.number}. Name another file."
+        )
+    return selection
+
+
+def _with_names(selection: Selection, naming: Naming, replace: bool) -> Selection:
+    """Add names and notes with the tests; those of the user stay, unless `replace`."""
+    names, notes = dict(selection.names), dict(selection.notes)
+    for one in naming.slots:
+        if not one.passing or (one.slot in names and not replace):
+            continue
+        names[one.slot] = ", ".join(one.passing)
+        tests = "; ".join(f"{t.name} {t.auc:.2f} ({t.low:.2f} to {t.high:.2f})" for t in one.tests)
+        if one.slot not in notes or replace:
+            notes[one.slot] = f"Held-out AUC: {tests}. Names of other slots: {one.shuffled:.2f}."
+    return selection.model_copy(update={"names": names, "notes": notes})

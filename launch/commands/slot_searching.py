@@ -1,0 +1,123 @@
+"""`sparo slots search`: images that are alike in some slots and different in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from evals.report.results_file import refuse_unwritable
+from evals.sets.base import decode_image
+from evals.slots.attend import pixels_of
+from evals.slots.eval_inputs import open_images
+from evals.slots.overlay import ImageCrop, thumbnail
+from evals.slots.slot_search import Match, search_slots
+from evals.slots.units import texts_of
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import escape_control_chars, read_bytes, write_whole
+from sparo_train.data.decode.decoding import display_image
+
+from ..views import slot_tables
+from ..views.html import data_uri, render
+from ..views.terminal import out
+from .slot_naming import captions_of_set
+from .slot_work import Bench, SlotOptions, write_facts
+
+_BLOCK = 4096  # images whose encodings are in memory
+_SIZE = 192  # pixels of a picture on the page
+
+
+class SearchOptions(NamedTuple):
+    """Options of `sparo slots search`.
+
+    Attributes:
+        query: path of an image, or a text.
+        slots: slots in which results are alike.
+        task_name: task whose images are searched.
+        different: weight of the difference in other slots.
+        num_results: number of results.
+        out: folder for a page; None: no page.
+        json_file: file.
+    """
+
+    query: str
+    slots: tuple[int, ...]
+    task_name: str
+    different: float
+    num_results: int
+    out: Path | None
+    json_file: Path | None
+
+
+def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) -> None:
+    """Print the best matches of a query, and write a page with their pictures if requested."""
+    if search.out is not None:
+        refuse_unwritable(search.out, "--out")
+    path = Path(search.query)
+    is_image = path.is_file()
+    data = read_bytes(path, ConfigError) if is_image else b""
+    if not is_image and path.suffix.lower() in Image.registered_extensions():
+        raise ConfigError(f"{search.query}: there is no such file. Name an image, or type a text.")
+    bench = Bench(checkpoint, options)
+    if wrong := [slot for slot in search.slots if not 0 <= slot < bench.units.number]:
+        raise ConfigError(f"--slots {wrong[0]}: {checkpoint} has {bench.units.number} slots, numbered from 0")
+    picture = decode_image(data, path, bench.encoder.decoding) if is_image else None
+    query = _encode_text(bench, search.query) if picture is None else _encode_image(bench, picture)
+    name, task = bench.single_task(search.task_name, "--index")
+    source = open_images(task)
+    features = bench.images(source)
+    # A text describes no other slots, so results cannot be different from it there.
+    different = search.different if is_image else 0.0
+    blocks: Iterator[Tensor] = (bench.units.images(rows) for rows in features.blocks(_BLOCK))
+    matches = search_slots(blocks, query, search.slots, different, search.num_results)
+    captions = captions_of_set(source, list(features.facts))
+    rows = [_row(one, features.keys[one.image], captions[one.image] if captions else []) for one in matches]
+    slots = ", ".join(map(str, search.slots))
+    out.print(slot_tables.matches_table(f"{search.query}: images of {name}, alike in slots {slots}", rows, is_image))
+    write_facts(
+        search.json_file, {"query": search.query, "slots": search.slots, "different": different, "matches": rows}
+    )
+    if search.out is not None:
+        pictures = [display_image(source.read(one.image)[1], bench.encoder.decoding) for one in matches]
+        page = render(
+            "search.html.jinja",
+            query=escape_control_chars(search.query),
+            picture=None if picture is None else _uri(display_image(picture, bench.encoder.decoding)),
+            facts={
+                "checkpoint": escape_control_chars(checkpoint),
+                "index": name,
+                "slots": slots,
+                "different": different,
+            },
+            rows=[{**row, "picture": _uri(one)} for row, one in zip(rows, pictures, strict=True)],
+        )
+        search.out.mkdir(parents=True, exist_ok=True)
+        out.print(str(write_whole(search.out / "report.html", page)), soft_wrap=True)
+
+
+def _encode_image(bench: Bench, image: Image.Image) -> Tensor:
+    pixels = bench.encoder.stacked([pixels_of(bench.encoder, image)])
+    with torch.inference_mode():
+        return bench.units.images(bench.encoder.encode(pixels).flatten(1).cpu())[0]
+
+
+def _encode_text(bench: Bench, text: str) -> Tensor:
+    return bench.units.texts(texts_of(bench.units).text([text]))[0]
+
+
+def _row(match: Match, key: str, captions: list[str]) -> dict[str, Any]:
+    return {
+        "image": match.image,
+        "key": escape_control_chars(key),
+        "caption": escape_control_chars(captions[0] if captions else ""),
+        "alike": match.alike,
+        "rest": match.rest,
+    }
+
+
+def _uri(image: Image.Image) -> str:
+    return data_uri(thumbnail(ImageCrop(image, (0, 0, image.width, image.height)), _SIZE))

@@ -1,0 +1,75 @@
+"""`sparo slots name` and `search` from the command line."""
+
+import json
+
+from tests.helpers.processes import sparo
+from tests.helpers.samples import jpeg
+
+
+def test_names_are_written_and_names_of_the_user_stay(world):
+    common = ("--data", "tasks.yaml", "--features", "store")
+    (world / "words.txt").write_text("thing\na thing 1\n1\n2\nabsent\n\n")
+    done = sparo("slots", "name", "runs/s0", "--task", "ret", "--vocabulary", "words.txt", "--min-images", "2", "--out", "named.json",
+                 "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
+    assert done.returncode == 2 and "none of 5 names" in done.stderr  # 12 images with one number each
+    done = sparo("slots", "name", "runs/s0", "--task", "zero", "--template", "a {c}", "--min-images", "2", "--out", "named.json",
+                 "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((world / "named_facts.json").read_text())
+    assert len(facts["slots"]) == 4 and 0 <= facts["auc"] <= 1 and "random" in done.stdout
+    saved = json.loads((world / "named.json").read_text())
+    assert saved["chosen"] == [0, 1, 2, 3] and set(saved["names"]) == {
+        str(s["slot"]) for s in facts["slots"] if s["passing"]
+    }
+    saved["names"]["2"] = "mine"
+    saved["chosen"] = [1, 2]
+    (world / "named.json").write_text(json.dumps(saved))
+    done = sparo(
+        "slots", "name", "runs/s0", "--task", "zero", "--min-images", "2", "--out", "named.json", *common, cwd=world
+    )
+    assert done.returncode == 0, done.stderr
+    again = json.loads((world / "named.json").read_text())
+    assert again["names"]["2"] == "mine" and again["chosen"] == [1, 2]
+    for words, problem in (
+        (("--task", "zero", "--template", "none"), "must contain {c}"),
+        (("--task", "zero", "--vocabulary", "no.txt"), "no.txt"),
+        (("--task", "zero", "--units", "heads"), "--units heads"),
+    ):
+        done = sparo("slots", "name", "runs/s0", *words, "--out", "named2.json", *common, cwd=world)
+        assert done.returncode == 2 and problem in done.stderr.replace("\n", " "), done.stderr
+
+
+def test_search_by_image_and_by_text(world):
+    common = ("--index", "ret", "--data", "tasks.yaml", "--features", "store")
+    (world / "query.jpg").write_bytes(jpeg(3, (60, 40)))
+    done = sparo("slots", "search", "runs/s0", "query.jpg", "--slots", "0,2", "--count", "4", "--out", "search", "--json", "search.json",
+                 *common, cwd=world)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    matches = json.loads((world / "search.json").read_text())["matches"]
+    score = [one["alike"] - 0.25 * max(one["rest"], 0) for one in matches]
+    assert len(matches) == 4 and score == sorted(score, reverse=True)
+    page = (world / "search/report.html").read_text()
+    assert page.count("<figure>") == 5 and "<script" not in page
+    done = sparo(
+        "slots",
+        "search",
+        "runs/s0",
+        "<b>a thing</b>",
+        "--slots",
+        "1",
+        "--count",
+        "2",
+        "--out",
+        "search",
+        *common,
+        cwd=world,
+    )
+    assert done.returncode == 0 and "other slots" not in done.stdout, done.stderr
+    assert "<b>a thing" not in (world / "search/report.html").read_text()
+    for words, problem in (
+        (("no.jpg", "--slots", "1"), "no.jpg: there is no such file"),
+        (("a", "--slots", "9"), "--slots 9: runs/s0 has 4 slots"),
+        (("words.txt", "--slots", "1"), "words.txt"),
+    ):
+        done = sparo("slots", "search", "runs/s0", *words, *common, cwd=world)
+        assert done.returncode == 2 and problem in done.stderr.replace("\n", " "), (words, done.stderr)
