@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,8 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError
 from sparo_train.core.rng import generator
+
+from .npm import install_packages
 
 VENDORS = {
     "noto": "1.2.9",
@@ -92,41 +93,9 @@ class Drawing(NamedTuple):
 
 
 def install(folder: Path) -> Path:
-    """Fetch the pinned npm packages into `folder`; return its node_modules. Nothing is fetched twice.
-
-    Raises:
-        DataError: npm is missing or fails; the end of its output is repeated.
-    """
-    packages = [f"@iconify-json/{name}@{version}" for name, version in VENDORS.items()] + ["@".join(TEXTS)]
-    modules = folder / "node_modules"
-    # Check the files, because npm would contact its registry, and the network may be absent the second time.
-    if all((modules / name.rpartition("@")[0] / "package.json").is_file() for name in packages):
-        return modules
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        "npm",
-        "install",
-        "--no-audit",
-        "--no-fund",
-        "--no-save",
-        "--ignore-scripts",
-        "--prefix",
-        str(folder),
-        *packages,
-    ]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    except subprocess.TimeoutExpired:
-        raise DataError(
-            "sparo data emoji: npm took more than ten minutes. Check the connection and run it again."
-        ) from None
-    except FileNotFoundError:
-        raise DataError(
-            "sparo data emoji: npm is not installed. Install Node.js (Debian: apt-get install npm)."
-        ) from None
-    if process.returncode:
-        raise DataError(f"sparo data emoji: npm failed with code {process.returncode}: {process.stderr.strip()[-500:]}")
-    return modules
+    """Fetch the pinned npm packages into `folder`; return its node_modules. Raises `DataError`."""
+    packages = {**{f"@iconify-json/{name}": version for name, version in VENDORS.items()}, TEXTS[0]: TEXTS[1]}
+    return install_packages(folder, packages, "sparo data emoji")
 
 
 def read_emoji(modules: Path) -> list[Emoji]:

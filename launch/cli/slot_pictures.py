@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, did_you_mean
 
-from .given_options import parse_slots
+from .given_options import parse_slots, refuse_options
 from .slot_verbs import (
     Checkpoint,
     Classifier,
@@ -34,7 +34,10 @@ def explore(
         typer.Option(help="Tasks whose scores are shown, as in `sparo eval --tasks`. Default: all that fit."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task whose images are shown. Default: one with captions.")] = None,
-    images: Annotated[int, typer.Option(min=1, max=50_000, help="Number of images, evenly spaced.")] = 500,
+    images: Annotated[
+        int | None,
+        typer.Option(min=1, max=50_000, help="Number of images, evenly spaced. Default: 500; with --static, 100."),
+    ] = None,
     compare: Annotated[
         str | None, typer.Option(help="Second checkpoint to compare with. It can also be opened on the page.")
     ] = None,
@@ -52,6 +55,13 @@ def explore(
             help="Require a token on loopback, too, so that other accounts of this machine cannot open the page.",
         ),
     ] = False,
+    static: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the page with the model to this folder, or to one file if it ends with .html, instead of serving it."
+        ),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="With --static: precision of the model, fp32, fp16 or int8.")] = "fp16",
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,9 +77,9 @@ def explore(
     parts: Parts = None,
     classifier_slots: Classifier = "slice",
 ) -> None:
-    """Serve a local page to look at slots, switch them, watch scores change, name them, and save a selection."""
+    """Serve a page to look at slots, switch them, watch scores change, name them, and save a selection; or write it with its model."""
     from ..commands.slot_work import split_names
-    from ..explorer.serve import PageOptions
+    from ..explorer.serve import PageOptions, write_page
     from ..explorer.serve import explore as serve
 
     # Before anything is encoded, because a selection must be readable again.
@@ -81,7 +91,16 @@ def explore(
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9.-]+", name):
             raise ConfigError(f"--allow-host: expected a name without scheme, port and path, got {name}.")
-    serve(checkpoint, PageOptions(split_names(tasks), task, images, compare, out, host, port, token, names), options)
+    count = images or (500 if static is None else 100)
+    page_options = PageOptions(split_names(tasks), task, count, compare, out, host, port, token, names)
+    if static is None:
+        refuse_options(context, ("precision",), "applies to --static only")
+        serve(checkpoint, page_options, options)
+        return
+    refuse_options(context, ("compare", "host", "port", "token", "allow_host"), "does not apply to --static")
+    if precision not in ("fp32", "fp16", "int8"):
+        raise ConfigError(f"--precision {precision}: {did_you_mean(precision, ('fp32', 'fp16', 'int8'))}")
+    write_page(checkpoint, page_options, options, static, precision)
 
 
 def show(

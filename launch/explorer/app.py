@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -34,12 +35,16 @@ _STYLE = '<link rel="stylesheet" href="page/base.css">\n<link rel="stylesheet" h
 _SCRIPT = '<script type="module" src="page/main.js"></script>'
 
 
-def build_offline_page(page: Path, offline_bundle: Mapping[str, Any]) -> bytes:
+def build_offline_page(
+    page: Path, offline_bundle: Mapping[str, Any], assets: Mapping[str, bytes] | None = None, with_model: bool = False
+) -> bytes:
     """Return HTML that contains the page, style, modules, and the data that they would request from a server.
 
     Args:
         page: folder of the page's files.
         offline_bundle: result of `Explorer.offline_bundle`.
+        assets: files to contain, by name; without them, a page with a model reads them from its own folder.
+        with_model: the page runs a model, so its policy allows WebAssembly.
 
     Raises:
         ConfigError: the file would be too large for a browser.
@@ -47,14 +52,25 @@ def build_offline_page(page: Path, offline_bundle: Mapping[str, Any]) -> bytes:
     # No sequence in it can end the element that contains it.
     data = json.dumps(offline_bundle).replace("<", "\\u003c")
     style, script = stylesheet() + (page / "page.css").read_text(encoding="utf-8"), bundle_modules(page, "main")
-    policy = f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    scripts, images, connect = _hash(script), "data:", "'none'"
+    if with_model:
+        scripts, images = f"{scripts} 'wasm-unsafe-eval' blob:", "data: blob:"
+        connect = "'none'" if assets else "'self'"
+    policy = (
+        f"default-src 'none'; img-src {images}; style-src {_hash(style)}; script-src {scripts}; connect-src {connect}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    held = "".join(
+        f'<script type="text/plain" id="asset-{name}">{base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()}</script>'
+        for name, content in (assets or {}).items()
+    )
     html = (page / "index.html").read_text(encoding="utf-8")
     for old, new in (
         (_ICON, ""),
         (_STYLE, f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'),
         (
             _SCRIPT,
-            f'<script type="application/json" id="offline-data">{data}</script><script type="module">{script}</script>',
+            f'<script type="application/json" id="offline-data">{data}</script>{held}<script type="module">{script}</script>',
         ),
     ):
         if old not in html:

@@ -132,7 +132,7 @@ class Side:
         features = bench.images(pictures.source)
         self.pictures = pictures
         self._keys, self._facts = features.keys, features.facts
-        self._vectors = self.units.images(features.rows(torch.tensor(pictures.numbers)))
+        self.vectors = self.units.images(features.rows(torch.tensor(pictures.numbers)))
         self._own: dict[int, Tensor] = {}
 
     def set_picture_metadata(self) -> None:
@@ -203,7 +203,7 @@ class Side:
         if not text.strip():
             raise ConfigError("the text is empty. Type what to search for.")
         read = self.units.texts(self._texts([text]))[0]
-        shares = torch.einsum("nud,ud->nu", self._vectors, read)
+        shares = torch.einsum("nud,ud->nu", self.vectors, read)
         # At most half of few images, or the best would be compared with themselves.
         best = min(_NUM_BEST, max(1, len(shares) // 2))
         top = shares.sum(1).argsort(descending=True, stable=True)[:best]
@@ -222,12 +222,12 @@ class Side:
         """
         if not units or not all(0 <= unit < self.units.number for unit in units):
             raise ConfigError(f"slots: expected numbers below {self.units.number}")
-        return search_slots([self._vectors], self._vector(number), units, DIFFERENT, _NUM_ALIKE, number)
+        return search_slots([self.vectors], self._vector(number), units, DIFFERENT, _NUM_ALIKE, number)
 
     def _vector(self, number: int) -> Tensor:
         """Return (U, d) of an image."""
-        if number < len(self._vectors):
-            return self._vectors[number]
+        if number < len(self.vectors):
+            return self.vectors[number]
         if number not in self._own:
             pixels = self.encoder.stacked([pixels_of(self.encoder, self.pictures.image(number))])
             with torch.inference_mode():

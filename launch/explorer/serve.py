@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ipaddress
 import secrets
+import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ..commands.slot_work import EITHER, Bench, SlotOptions
 from ..views.terminal import console, out
 from .app import Explorer, make_app
 from .opened import Pictures, Side, supported_tasks
+from .static_page import write_static
 
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = [
@@ -183,23 +185,11 @@ class PageOptions(NamedTuple):
 
 def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) -> None:
     """Serve the page until Ctrl-C."""
-    if options.units == "heads":
-        raise ConfigError("--units heads: the page supports slots or parts. Select heads with sparo slots select.")
-    refuse_unwritable(page_options.out.parent, "--out")
     sock = _listening_socket(
         page_options.host, page_options.port
     )  # before anything is loaded, so that a port in use is reported at once
     with sock:
-        bench = Bench(checkpoint, options)
-        tasks = bench.tasks(page_options.tasks, "--tasks")
-        pictures = Pictures(_image_task(bench, tasks, page_options.image_task), bench.encoder, page_options.images)
-        first = Side(bench, tasks, pictures)
-        first.set_picture_metadata()
-        # An encoding without slots is divided into equal parts for comparison, as in the paper.
-        second = replace(options, units=EITHER, parts=options.parts or first.units.number)
-        explorer = Explorer(first, pictures, page_options.out, lambda name: Side(Bench(name, second), tasks, pictures))
-        if page_options.compare is not None:
-            explorer.compare(page_options.compare)
+        explorer = _open(checkpoint, page_options, options)
         local = is_loopback(page_options.host) and not page_options.token and not page_options.names
         token = None if local else secrets.token_urlsafe(24)
         app = Guard(make_app(explorer), page_options.host, token, page_options.names)
@@ -210,6 +200,37 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
             uvicorn.Server(config).run(sockets=[sock])
         except KeyboardInterrupt:  # uvicorn has closed everything, and raises it again
             return
+
+
+def write_page(checkpoint: str, page_options: PageOptions, options: SlotOptions, target: Path, precision: str) -> None:
+    """Write the page with its model, for any web server, or as one file if `target` ends with .html."""
+    one_file = target.suffix.lower() == ".html"
+    refuse_unwritable(target.parent if one_file else target, "--static")
+    paths = write_static(_open(checkpoint, page_options, options), checkpoint, precision, target, one_file)
+    for path in paths:
+        out.print(f"{path}  {path.stat().st_size / 1e6:.1f} MB", soft_wrap=True)
+    how = (
+        f"open {target} in a browser" if one_file else f"python3 -m http.server --directory {shlex.quote(str(target))}"
+    )
+    console.print(f"next: {how}", soft_wrap=True)
+
+
+def _open(checkpoint: str, page_options: PageOptions, options: SlotOptions) -> Explorer:
+    """Open the checkpoints, and encode their tasks."""
+    if options.units == "heads":
+        raise ConfigError("--units heads: the page supports slots or parts. Select heads with sparo slots select.")
+    refuse_unwritable(page_options.out.parent, "--out")
+    bench = Bench(checkpoint, options)
+    tasks = bench.tasks(page_options.tasks, "--tasks")
+    pictures = Pictures(_image_task(bench, tasks, page_options.image_task), bench.encoder, page_options.images)
+    first = Side(bench, tasks, pictures)
+    first.set_picture_metadata()
+    # An encoding without slots is divided into equal parts for comparison, as in the paper.
+    second = replace(options, units=EITHER, parts=options.parts or first.units.number)
+    explorer = Explorer(first, pictures, page_options.out, lambda name: Side(Bench(name, second), tasks, pictures))
+    if page_options.compare is not None:
+        explorer.compare(page_options.compare)
+    return explorer
 
 
 def _image_task(bench: Bench, tasks: dict[str, TaskConfig], task_name: str | None) -> TaskConfig:

@@ -48,7 +48,7 @@ def scene_sheet(
         for number, view in enumerate(posed[t]):
             own, rays = slots[t : t + 1], view[None, 3:]
             rendered, slot_images = encoder.render(own, rays), encoder.render_slots(own, rays)[0]
-            labels = rendered.labels[0].cpu().numpy()
+            labels = rendered.labels[0].nan_to_num(0).long().cpu().numpy()
             background = background_label(labels) if background is None else background  # that of the first view
             parts = [
                 view[:3],

@@ -1,9 +1,10 @@
 // Entry point of the page: opens checkpoints and connects buttons, forms and keys.
 
+import { floats } from "./binary.js";
 import { showShortcuts, startGuide } from "./guide.js";
 import { element } from "./listbox.js";
 import { byId, clearError, currentSide, page, reportErrors, showError, showStatus } from "./page_state.js";
-import { fetchFacts, floats, offline, post, postJson } from "./requests.js";
+import { addImage, compareCaptions, fetchFacts, hasModel, offline, postJson } from "./requests.js";
 import { downloadSelection, saveOffline, saveSelection } from "./save.js";
 import { Selection } from "./selection.js";
 import { paintSwitches, prepare, redo, setAll, toggle, undo, updateScores, updateShare } from "./switches.js";
@@ -48,12 +49,12 @@ function showSide(index) {
   byId("top-k").max = facts.count;
   byId("top-k").value = Math.max(1, Math.floor(facts.count / 2));
   byId("top-task").replaceChildren(...facts.tasks.map((task, number) => element("option", { value: number, text: task.name })));
-  const lone = offline ? "this is a saved page" : "this model reads no text";
+  const why = hasModel ? "this model reads no text" : "this is a saved page";
   const [byText] = byId("search-by").options;
-  byText.disabled = Boolean(offline) || !facts.reads;
+  byText.disabled = !hasModel || !facts.reads;
   if (byText.disabled) byId("search-by").value = "name";
-  byText.text = byText.disabled ? `text (${lone})` : "text, through the text tower";
-  byId("captions").hidden = Boolean(offline) || !facts.reads;
+  byText.text = byText.disabled ? `text (${why})` : "text, through the text tower";
+  byId("captions").hidden = !hasModel || !facts.reads;
   captions.clear();
   focus(Math.min(page.slot, facts.count - 1));
   updateScores(index);
@@ -129,12 +130,12 @@ function addListeners() {
     await addOwn(files);
     byId("own").reset();
   });
-  if (!offline) listenToFiles();
+  if (hasModel) listenToFiles();
   onSubmit("captions", async () => {
     const texts = byId("captions-text").value.split("\n").map((line) => line.trim()).filter(Boolean);
     if (page.image < 0) throw new Error("Choose an image first.");
     const one = currentSide(), { image } = page;
-    const { shares, squares } = await postJson(`captions/${one.facts.id}`, { image, captions: texts });
+    const { shares, squares } = await compareCaptions(one.facts.id, image, texts);
     if (one === currentSide() && image === page.image) captions.show(texts, floats(shares), floats(squares), one.choice.on);
   });
   for (const [id, key] of [["name", "names"], ["note", "notes"]]) {
@@ -161,8 +162,7 @@ function addListeners() {
 // One after the other, because the server limits concurrent uploads. The first refusal ends the list.
 async function addOwn(files) {
   for (const file of files) {
-    const facts = new URLSearchParams({ name: file.name, caption: byId("own-caption").value });
-    const added = await (await post(`own?${facts}`, file)).json();
+    const added = await addImage(file, byId("own-caption").value);
     gallery.add(added, added.image);
   }
 }
@@ -215,7 +215,8 @@ async function start() {
   Object.assign(grid, { onToggle: toggle, onFocus: focus, onHover: (slot) => drawLarge(slot ?? page.slot) });
   gallery.onChoose = openImage;
   addListeners();
-  if (offline) for (const id of ["compare", "own", "one-file", "alike"]) byId(id).hidden = true;
+  if (offline) for (const id of ["compare", "one-file"]) byId(id).hidden = true;
+  if (!hasModel) for (const id of ["own", "alike"]) byId(id).hidden = true;
   gallery.show(facts.images);
   byId("runs").replaceChildren(...(facts.runs ?? []).map((run) => element("option", { value: run })));
   startGuide();

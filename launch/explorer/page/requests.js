@@ -1,7 +1,12 @@
-// Requests to the server. A page that was saved as one file has no server, and contains the answers.
+// Requests to the server. A page without a server contains answers, and may contain the model.
+
+import { bytes } from "./binary.js";
+import { LocalModel } from "./local_model.js";
 
 const offlineData = document.getElementById("offline-data");
 export const offline = offlineData ? JSON.parse(offlineData.textContent) : null;
+const local = offline?.model ? new LocalModel(offline.model, offline.vectors) : null;
+export const hasModel = !offline || Boolean(local);
 
 export class RequestError extends Error {
   constructor(text, changed) {
@@ -45,20 +50,24 @@ export async function fetchTask(side, number) {
   return (await checkResponse(fetch(`task/${side}/${number}`))).arrayBuffer();
 }
 
-// Null if the page is one file and the image was not opened before it was saved.
+// Return null if the page has no server and no model, and the image was not opened before it was saved.
 export async function fetchAttention(side, image) {
-  if (offline) return offline.attention[`${side}/${image}`] ?? null;
-  return (await checkResponse(fetch(`attention/${side}/${image}`))).json();
+  if (!offline) return (await checkResponse(fetch(`attention/${side}/${image}`))).json();
+  return offline.attention[`${side}/${image}`] ?? (local?.urlOf(image) ? local.attention(image) : null);
 }
 
 export function pictureUrl(number) {
-  return offline ? `data:image/jpeg;base64,${offline.pictures[number]}` : `image/${number}`;
+  if (!offline) return `image/${number}`;
+  return local?.urlOf(number) ?? `data:image/jpeg;base64,${offline.pictures[number]}`;
 }
 
-export function floats(text) {
-  return new Float32Array(bytes(text).buffer);
+// Add a user's image; returns its number, key and caption.
+export async function addImage(file, caption) {
+  if (local) return local.add(file, file.name, caption);
+  return (await post(`own?${new URLSearchParams({ name: file.name, caption })}`, file)).json();
 }
 
-function bytes(text) {
-  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-}
+// Ask the model, in the server or in this page.
+export const searchText = (side, text) => (local ? local.search(text) : postJson(`search/${side}`, { text }));
+export const compareCaptions = (side, image, texts) => (local ? local.captions(image, texts) : postJson(`captions/${side}`, { image, captions: texts }));
+export const similarImages = (side, image, slots) => (local ? local.alike(image, slots) : postJson(`alike/${side}`, { image, slots }));

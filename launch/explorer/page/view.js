@@ -1,10 +1,11 @@
 // The current image, the current slot, and search.
 
+import { floats } from "./binary.js";
 import { Heat } from "./heat.js";
 import { element } from "./listbox.js";
 import { byId, currentSide, page, reportErrors, showStatus } from "./page_state.js";
 import { slotFacts } from "./panel.js";
-import { fetchAttention, floats, pictureUrl, postJson } from "./requests.js";
+import { fetchAttention, pictureUrl, searchText, similarImages } from "./requests.js";
 import { setAll } from "./switches.js";
 import { percent } from "./table.js";
 import { captions, gallery, grid } from "./widgets.js";
@@ -131,7 +132,7 @@ export async function search() {
     grid.order(slots.length ? slots : null);
     showStatus(`${slots.length} of ${one.facts.count} slots have “${query}” in their name or note.`);
   } else {
-    const { found: hits } = await postJson(`search/${one.facts.id}`, { text: query });
+    const { found: hits } = await searchText(one.facts.id, query);
     if (one !== currentSide()) return;
     page.part = new Map(hits.map((hit) => [hit.slot, hit]));
     page.query = query;
@@ -153,7 +154,7 @@ export async function findAlike() {
   const one = currentSide(), { image, slot } = page;
   const slots = byId("alike-slots").value === "on" ? one.choice.chosen : [slot];
   if (!slots.length) throw new Error("All slots are off. Switch on at least one.");
-  const { matches } = await postJson(`alike/${one.facts.id}`, { image, slots });
+  const { matches } = await similarImages(one.facts.id, image, slots);
   if (one !== currentSide() || image !== page.image) return;
   byId("alike-found").replaceChildren(...matches.map(({ image: number, alike, rest }) => {
     const { caption, key } = gallery.images[number], words = `${caption || key}: cosine ${alike.toFixed(2)} in these slots, ${rest.toFixed(2)} in the others`;

@@ -1,0 +1,101 @@
+"""`sparo slots explore --static FOLDER`: the explorer with its model in the browser, as a folder for any web server or as one file."""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from evals.encoders.onnx_encoder import OnnxEncoder, from_onnx
+from evals.interop.exporting import export_run
+from sparo_data.npm import install_packages
+from sparo_train.core.errors import ConfigError
+from sparo_train.core.files import cache_folder, read_bytes, write_whole
+
+from .app import PAGE, Explorer, build_offline_page
+from .opened import Side
+
+RUNTIME = {"onnxruntime-web": "1.30.0"}
+_RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
+_PREFIX = "onnx:"
+
+
+def write_static(explorer: Explorer, checkpoint: str, precision: str, out: Path, one_file: bool) -> list[Path]:
+    """Write the page to a folder, or as one file; return the paths, the page first.
+
+    Args:
+        explorer: the page with its first checkpoint.
+        checkpoint: a run, or `onnx:FOLDER`.
+        precision: precision of the exported programs: fp32, fp16 or int8.
+        out: folder or file.
+        one_file: write everything into one HTML file.
+
+    Raises:
+        ConfigError: the checkpoint cannot be exported as ONNX, or needs more than its encodings for a score.
+        DataError: npm cannot fetch onnxruntime-web.
+    """
+    modules = install_packages(cache_folder() / "npm", RUNTIME, "--static")
+    assets = {name: read_bytes(modules / "onnxruntime-web/dist" / name, ConfigError) for name in _RUNTIME_FILES}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _programs(checkpoint, Path(temporary))
+        encoder = from_onnx(f"{folder}?precision={precision}")
+        assert isinstance(encoder, OnnxEncoder)
+        suffix = "" if precision == "fp32" else f".{precision}"
+        for name in ("image", *(["text"] if encoder.facts.text else [])):
+            assets[f"{name}.onnx"] = read_bytes(folder / f"{name}{suffix}.onnx", ConfigError)
+        if encoder.facts.text:
+            assets["tokenizer.json"] = read_bytes(folder / "tokenizer.json", ConfigError)
+    side = explorer.sides[explorer.first]
+    bundle = {**_bundle(explorer), **_model(side, encoder)}
+    page = build_offline_page(PAGE, bundle, assets if one_file else {}, with_model=True)
+    if one_file:
+        return [write_whole(out, page.decode())]
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [write_whole(out / "index.html", page.decode())]
+    for name, data in assets.items():
+        paths.append(out / name)
+        write_whole(paths[-1], data)
+    return paths
+
+
+def _programs(checkpoint: str, temporary: Path) -> Path:
+    """Return a folder with ONNX programs of a checkpoint."""
+    if checkpoint.startswith(_PREFIX):
+        return Path(checkpoint.removeprefix(_PREFIX).partition("?")[0])
+    if not Path(checkpoint).is_dir():
+        raise ConfigError(f"--static: {checkpoint} is neither a run nor onnx:FOLDER. Train or export it with sparo.")
+    exported = export_run(Path(checkpoint), temporary / "onnx", "onnx")
+    return exported if exported.is_dir() else exported.parent
+
+
+def _bundle(explorer: Explorer) -> dict[str, Any]:
+    """Return the data of the page as it opens, with the attention of all of its images."""
+    first = explorer.first
+    for image in range(len(explorer.pictures.entries)):
+        explorer.attention(first, image)
+    selection = explorer.files[first].facts()
+    keys = ("chosen", "names", "notes", "looked_at")
+    return explorer.offline_bundle({"sides": [{"id": first, **{key: selection.get(key) for key in keys}}], "image": 0})
+
+
+def _model(side: Side, encoder: OnnxEncoder) -> dict[str, Any]:
+    """Return the facts with which the page runs the programs, and the encodings of its images."""
+    facts = encoder.facts
+    if facts.image.bands is not None or facts.image.channels != 3:
+        raise ConfigError(
+            f"--static: a browser reads red, green and blue, but {encoder.label} needs {facts.image.channels} bands."
+        )
+    if "patches" in facts.image.outputs and facts.text is not None:
+        raise ConfigError(
+            "--static: a readout that depends on the text has no slots of an image alone. Use another readout."
+        )
+    vectors = side.vectors
+    model = {
+        "image": facts.image.model_dump(exclude={"bands", "pixel_range"}),
+        "text": facts.text and facts.text.model_dump(),
+        "units": side.units.number,
+        "dimension": vectors.shape[-1],
+    }
+    data = vectors.numpy().astype("<f4").tobytes()
+    return {"model": model, "vectors": base64.b64encode(data).decode()}
