@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from scipy import ndimage
 from torch import Tensor
 
 from sparo_train.data.decode.decoding import display_image
@@ -41,6 +42,7 @@ def image_crop(encoder: Encoder, image: Image.Image) -> ImageCrop:
 # The page of the explorer draws the same (launch/explorer/page/heat.js).
 _DIMMED, _LIFT = 0.4, 0.08  # brightness of unattended pixels: grey * _DIMMED + _LIFT
 _OUTSIDE = 0.15  # brightness outside of the model's crop
+_SMALLEST_PART = 0.05  # of the pixels that a line encloses
 
 
 def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) -> Image.Image:
@@ -61,7 +63,10 @@ def overlay(what: ImageCrop, heat: Tensor, brightest: float, size: int = 160) ->
 
 
 def contour(level: np.ndarray, looked: np.ndarray) -> np.ndarray:
-    """Return the mask (H, W) of the border pixels of the smallest region of `looked` with half of the attention; empty if it covers more than a quarter."""
+    """Return the mask (H, W) of the border pixels of the smallest region of `looked` with half of the attention.
+
+    Parts with less than 5 % of the region's pixels are left out. The mask is empty if the region covers more than a quarter.
+    """
     falling = np.sort(level[looked])[::-1]
     total = falling.sum(dtype=np.float64)
     if total <= 0:
@@ -69,6 +74,9 @@ def contour(level: np.ndarray, looked: np.ndarray) -> np.ndarray:
     inside = looked & (level >= falling[np.searchsorted(falling.cumsum(dtype=np.float64), total / 2)])
     if inside.sum() > looked.sum() / 4:
         return np.zeros(level.shape, bool)
+    parts, _ = ndimage.label(inside)
+    sizes = np.bincount(parts.ravel())
+    inside &= sizes[parts] >= _SMALLEST_PART * inside.sum()
     around = np.pad(inside, 1, constant_values=True)
     return inside & ~(around[:-2, 1:-1] & around[2:, 1:-1] & around[1:-1, :-2] & around[1:-1, 2:])
 

@@ -36,6 +36,7 @@ for verb in (
     slot_pictures.show,
     slot_pictures.panels,
     slot_pictures.views,
+    slot_pictures.edit,
     slot_pictures.explore,
 ):
     slot_verbs.app.command()(verb)

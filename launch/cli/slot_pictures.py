@@ -193,3 +193,38 @@ def views(
     options = make_slot_options(None, data, root, "none", None, "slots", None, 4, "slice")
     for path in draw_scenes(checkpoint, task, scenes, tile, out, options):
         printed.print(str(path), soft_wrap=True)
+
+
+def edit(
+    checkpoint: Checkpoint,
+    image: Annotated[Path, typer.Argument(help="Image file.")],
+    slot: Annotated[int, typer.Option(min=0, help="Number of the slot, as in `sparo slots panels --image FILE`.")],
+    move: Annotated[
+        str | None,
+        typer.Option(help="Move the object by dx,dy in shares of the image: 0.25,0 is a quarter to the right."),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Factor of the object's size; needs slots with scales (TS-SA).")] = 1.0,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the slot.")] = False,
+    swap: Annotated[
+        str | None,
+        typer.Option(help="Exchange places with this slot, or replace the slot by that of another image: FILE:SLOT."),
+    ] = None,
+    tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 128,
+    out: Annotated[
+        Path, typer.Option("--out", help="Output: a .png file with steps of the edit, or an animated .webp or .gif.")
+    ] = Path("edited.png"),
+) -> None:
+    """Draw an image from its slots after one slot is moved, scaled, deleted or swapped."""
+    from ..commands.pages.edit_runs import EditOptions, edit_image
+    from ..views.terminal import out as printed
+
+    if out.suffix.lower() not in (".png", ".webp", ".gif"):
+        raise ConfigError(f"--out {out}: expected a .png, .webp or .gif file.")
+    if sum((move is not None or scale != 1.0, delete, swap is not None)) != 1:
+        raise ConfigError("sparo slots edit: give one edit: --move and --scale, or --delete, or --swap.")
+    try:
+        dx, dy = (0.0, 0.0) if move is None else tuple(float(part) for part in move.split(","))
+    except ValueError:
+        raise ConfigError(f"--move {move}: expected two numbers, as in 0.25,-0.1") from None
+    options = EditOptions(image, slot, (dx, dy), scale, delete, swap, tile, out)
+    printed.print(str(edit_image(checkpoint, options)), soft_wrap=True)

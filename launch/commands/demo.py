@@ -48,7 +48,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     # A training evaluates at its end.
     results = {name: {task: one.result for task, one in by_task.items()} for name, by_task in records.items()}
     text_only = score_text_only(data)  # the score of captions without images, which a model has to exceed
-    model_sizes = {name: f"{sum(p.numel() for p in e.model.parameters()) / 1e6:.2f} M" for name, e in encoders.items()}
+    model_sizes = {name: f"{sum(p.numel() for p in e.model.parameters()) / 1e6:.1f} M" for name, e in encoders.items()}
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
     sparo = encoders["CLIP+SPARO"]
     assert isinstance(sparo, ClipEncoder)

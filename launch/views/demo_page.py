@@ -31,7 +31,7 @@ _SERIES = {"#a04000": "var(--other)", "#0b5394": "var(--accent)"}  # colours of 
 # label, task, part
 _ROWS = (
     ("Zero-shot, 24 colour-shape classes", "zeroshot", "acc1"),
-    ("The six pairs held out of training", "heldout", "acc1"),
+    ("Zero-shot, colour-shape pairs absent from training", "heldout", "acc1"),
     ("Image to its caption, R@5", "retrieval", "text_R@5"),
     ("Caption to its image, R@5", "retrieval", "image_R@5"),
     ("Caption pairs, all kinds", "pairs", "macro"),
@@ -102,7 +102,7 @@ def text_only_note(result: Result) -> str:
     """Return a sentence on the score of captions without images."""
     cell = _cell(result, "macro")
     return (
-        f"For comparison: of three guessers that read only the captions of these pairs, the best reaches {cell.text} "
+        f"Baseline without images: a model that sees only the two captions of a pair, the best of three, reaches {cell.text} "
         f"({cell.interval}) on caption pairs of all kinds."
     )
 

@@ -29,9 +29,10 @@ _IN_PICTURE = 4  # columns of the picture, for small screens
 
 
 class SlotTile(NamedTuple):
-    """One image under a slot's attention, and its caption with the words that the slot attends to."""
+    """One image under a slot's attention, whether the slot passes the filter on it, and its caption with the words that it attends to."""
 
     picture: Image.Image
+    passes: bool
     words: list[str]
     caption: list[tuple[str, str, int]]
 
@@ -73,12 +74,13 @@ def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Se
         tiles = [
             SlotTile(
                 overlay(view, attended[i].maps[slot], float(brightest[slot]), _SIZE),
+                slot in passing[i],
                 top_words(attended[i], slot),
                 shaded_caption(attended[i], slot),
             )
             for i, view in zip(some, views, strict=True)
         ]
-        words = ", ".join(f"{word} {share:.0%}" for word, share in profiles.of(slot, 4))
+        words = ", ".join(f"{word} {share:.0%}" for word, share in profiles.of(slot, 3))
         galleries.append(SlotGallery(slot, passes[slot], words, tiles))
     plain = [(thumbnail(view, _SIZE), captions[i]) for i, view in zip(some, views, strict=True)]
     return DemoSlots(plain, galleries, len(images))

@@ -74,14 +74,18 @@ class SlotModel(nn.Module):
 
     def forward(self, images: Tensor, noise: Tensor) -> SlotOutput:
         slots, attention, frames, features = self.tower(images, noise)
-        positions = grid(self.decoder.side, images)
+        # In fp32, because errors of features are compared with those of pixels and of other precisions.
+        target = images if self.config.target == "pixels" else at_least_fp32(features.permute(0, 3, 1, 2))
+        return SlotOutput(slots, attention, self.decode(slots, frames), target)
+
+    def decode(self, slots: Tensor, frames: tuple[Tensor, Tensor] | None) -> DecoderOutput:
+        """Decode slots (b, K, D) with their positions and scales (b, K, 2), if they have them."""
+        positions = grid(self.decoder.side, slots)
         if frames is not None:
             # The decoded object moves with its slot's frame, as the encoded one did; otherwise frames would only affect
             # the encoder.
             positions = self.tower.grouping.relative(positions, *frames)
-        # In fp32, because errors of features are compared with those of pixels and of other precisions.
-        target = images if self.config.target == "pixels" else at_least_fp32(features.permute(0, 3, 1, 2))
-        return SlotOutput(slots, attention, self.decoder(slots, positions), target)
+        return self.decoder(slots, positions)
 
 
 class SlotAutoencoderConfig(Frozen):

@@ -57,6 +57,8 @@ ELSEWHERE = [
     r"^mkdocs serve$",
     r"^ruff check .* && pytest$",
     r"^sparo demo --quick$",
+    r"^sparo slots name ",  # needs captions that share words; tests/e2e/test_slot_names.py
+    r"^sparo slots explore \S+ --static ",  # needs npm's real packages; tests/e2e/test_static_page.py
     r"^pytest -m stress",
     r"^apt-get install .* slurmctld",
     r"^eval .*tests/slurm/cluster.py start",
@@ -118,7 +120,7 @@ def shortened(command: str) -> str:
             part += " --patients 5 --tiles 20 --size 32"
         if part == "sparo data scenes":
             part += " --train 140 --test 40"
-        if part.startswith("sparo slots explore") and "--static" not in part:  # until it says where it serves, and Ctrl-C
+        if part.startswith("sparo slots explore"):  # until it says where it serves, and Ctrl-C
             part = (
                 f"set -m; {part} --port 0 > at & until grep -q ^http at; do sleep 0.2; jobs %1 | grep -q Running; done; "
                 "kill -INT %1; wait %1"

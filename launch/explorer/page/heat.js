@@ -1,7 +1,7 @@
 // Attention over an image, drawn as in evals/slots/overlay.py: attended pixels keep their colours, others become grey and dim,
 // and a line encloses half of the attention.
 
-const DIMMED = 0.4, LIFT = 20, OUTSIDE = 0.15;
+const DIMMED = 0.4, LIFT = 20, OUTSIDE = 0.15, SMALLEST_PART = 0.05;
 
 export class Heat {
   // size: pixels of the longer side
@@ -78,19 +78,42 @@ export class Heat {
   }
 }
 
-// The border pixels of the smallest region with half of the attention; none if it covers more than a quarter.
+// Return the border pixels of the smallest region with half of the attention, without parts of less than 5 % of its pixels; none if the
+// region covers more than a quarter.
 function contour(levels, width) {
   const line = new Uint8Array(levels.length), falling = levels.filter((level) => level >= 0).sort().reverse();
   const total = falling.reduce((a, b) => a + b, 0);
   if (!falling.length || total <= 0) return line;
   let sum = 0, last = 0;
   while (last < falling.length - 1 && (sum += falling[last]) < total / 2) last++;
-  if (falling.filter((level) => level >= falling[last]).length > falling.length / 4) return line;
-  const inside = (i) => levels[i] >= falling[last], height = levels.length / width;
+  const area = falling.filter((level) => level >= falling[last]).length;
+  if (area > falling.length / 4) return line;
+  const inside = largeParts(levels.map((level) => Number(level >= falling[last])), width, SMALLEST_PART * area);
+  const height = levels.length / width;
   for (let i = 0; i < levels.length; i++) {
-    if (!inside(i)) continue;
+    if (!inside[i]) continue;
     const x = i % width, y = Math.floor(i / width);
-    line[i] = Number((x > 0 && !inside(i - 1)) || (x < width - 1 && !inside(i + 1)) || (y > 0 && !inside(i - width)) || (y < height - 1 && !inside(i + width)));
+    line[i] = Number((x > 0 && !inside[i - 1]) || (x < width - 1 && !inside[i + 1]) || (y > 0 && !inside[i - width]) || (y < height - 1 && !inside[i + width]));
   }
   return line;
+}
+
+// Return the connected parts of a region that have at least `smallest` pixels.
+function largeParts(region, width, smallest) {
+  const left = Uint8Array.from(region), large = new Uint8Array(region.length);
+  for (let first = 0; first < left.length; first++) {
+    if (!left[first]) continue;
+    const part = [first];
+    left[first] = 0;
+    for (let next = 0; next < part.length; next++) {
+      const i = part[next], x = i % width;
+      for (const j of [x > 0 ? i - 1 : -1, x < width - 1 ? i + 1 : -1, i - width, i + width]) {
+        if (!left[j]) continue;
+        left[j] = 0;
+        part.push(j);
+      }
+    }
+    if (part.length >= smallest) for (const i of part) large[i] = 1;
+  }
+  return large;
 }
