@@ -74,7 +74,8 @@ def contour(level: np.ndarray, looked: np.ndarray) -> np.ndarray:
     inside = looked & (level >= falling[np.searchsorted(falling.cumsum(dtype=np.float64), total / 2)])
     if inside.sum() > looked.sum() / 4:
         return np.zeros(level.shape, bool)
-    parts, _ = ndimage.label(inside)
+    parts = np.zeros(inside.shape, np.int32)
+    ndimage.label(inside, output=parts)
     sizes = np.bincount(parts.ravel())
     inside &= sizes[parts] >= _SMALLEST_PART * inside.sum()
     around = np.pad(inside, 1, constant_values=True)

@@ -197,7 +197,7 @@ def views(
 
 def edit(
     checkpoint: Checkpoint,
-    image: Annotated[Path, typer.Argument(help="Image file.")],
+    image: Annotated[str, typer.Argument(help="Image file, or TASK:NUMBER for an image of a task, as in masks:0.")],
     slot: Annotated[int, typer.Option(min=0, help="Number of the slot, as in `sparo slots panels --image FILE`.")],
     move: Annotated[
         str | None,
@@ -207,12 +207,14 @@ def edit(
     delete: Annotated[bool, typer.Option("--delete", help="Remove the slot.")] = False,
     swap: Annotated[
         str | None,
-        typer.Option(help="Exchange places with this slot, or replace the slot by that of another image: FILE:SLOT."),
+        typer.Option(help="Exchange places with this slot, or replace the slot by that of another image: IMAGE:SLOT."),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 128,
     out: Annotated[
         Path, typer.Option("--out", help="Output: a .png file with steps of the edit, or an animated .webp or .gif.")
     ] = Path("edited.png"),
+    data: Data = None,
+    root: Root = Path("data"),
 ) -> None:
     """Draw an image from its slots after one slot is moved, scaled, deleted or swapped."""
     from ..commands.pages.edit_runs import EditOptions, edit_image
@@ -226,5 +228,6 @@ def edit(
         dx, dy = (0.0, 0.0) if move is None else tuple(float(part) for part in move.split(","))
     except ValueError:
         raise ConfigError(f"--move {move}: expected two numbers, as in 0.25,-0.1") from None
-    options = EditOptions(image, slot, (dx, dy), scale, delete, swap, tile, out)
+    slot_options = make_slot_options(None, data, root, "none", None, "slots", None, 4, "slice")
+    options = EditOptions(image, slot, (dx, dy), scale, delete, swap, tile, out, slot_options)
     printed.print(str(edit_image(checkpoint, options)), soft_wrap=True)

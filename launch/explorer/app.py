@@ -315,6 +315,13 @@ def make_app(explorer: Explorer) -> Starlette:
             "matches": explorer.run_locked(lambda: [one._asdict() for one in explorer.side(side).alike(number, slots)])
         }
 
+    def edit(side: int, body: dict[str, Any]) -> Any:
+        number = body.get("image")
+        if type(number) is not int:
+            raise ConfigError("edit: expected an image's number")
+        explorer.pictures.check(number)
+        return Response(explorer.run_locked(lambda: explorer.side(side).edit(number, body)), media_type="image/jpeg")
+
     def save(side: int, body: dict[str, Any]) -> Any:
         explorer.side(side)
         return explorer.files[side].write(body)
@@ -340,6 +347,7 @@ def make_app(explorer: Explorer) -> Starlette:
             post("/search/{side:int}", search),
             post("/captions/{side:int}", captions),
             post("/alike/{side:int}", alike),
+            post("/edit/{side:int}", edit),
             post("/save/{side:int}", save),
             post("/read/{side:int}", read),
             post("/compare", lambda _, given: explorer.compare(_required_text(given, "checkpoint"))),

@@ -27,7 +27,7 @@ from .app import Explorer, make_app
 from .opened import Pictures, Side, supported_tasks
 from .static_page import write_static
 
-POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+POLICY = "default-src 'self'; img-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = [
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),

@@ -58,6 +58,12 @@ def edit_pictures(
     return EditPictures(sheet_of(rows, heads, tile), [*frames, *frames[::-1]])
 
 
+def edited_image(encoder: EditableEncoder, image: Image.Image, edit: SlotEdit, size: int) -> Image.Image:
+    """Return an image as drawn after an edit, with sides of about `size` pixels."""
+    state = apply_edit(slot_state(encoder, image), edit, encoder.image_size)
+    return _picture(draw_state(encoder, state).image, size)
+
+
 def _labels(shares: Tensor, side: int, without: int | None) -> np.ndarray:
     """Return the slot (side, side) of each pixel; slots after a deleted one keep their numbers."""
     labels = F.interpolate(shares[None], (side, side), mode="bilinear")[0].argmax(0).numpy()

@@ -67,6 +67,18 @@ def editable(encoder: Encoder) -> EditableEncoder:
     return encoder
 
 
+def supported_edits(encoder: Encoder) -> list[str]:
+    """Return the edits that a model supports, of delete, move and scale; empty if it does not draw images from slots."""
+    if not isinstance(encoder, SlotEncoder | SlateEncoder) or encoder.draws != "pixels":
+        return []
+    frame = getattr(encoder.model.config, "frame", None)
+    return [
+        "delete",
+        *(["move"] if frame is not None else []),
+        *(["scale"] if frame is not None and frame.scales else []),
+    ]
+
+
 @torch.inference_mode()
 def slot_state(encoder: EditableEncoder, image: Image.Image) -> SlotState:
     """Return the slots of an image, and their frames."""

@@ -76,9 +76,9 @@ def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
                 value = 100 * found[name]["metrics"][headline[name]]
                 assert shown(page)[name][1] == f"{value:.1f}", (name, on)
                 assert shown(page)[name][0] == f"{100 * whole[name]['metrics'][headline[name]]:.1f}"
-            assert f"{len(on)} of 4 slots are on" in page.inner_text("#share") and "same data for" in page.inner_text(
+            assert f"{len(on)} of 4 slots are on" in page.inner_text(
                 "#share"
-            )
+            ) and "was made on the data of" in page.inner_text("#share")
         page.click("#none")
         assert set(shown(page).values()) == {(shown(page)[t][0], "–", "–") for t in shown(page)}
         assert page.locator("#save").is_disabled()
@@ -232,7 +232,7 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         assert page.locator("#slots [role=option]:visible").count() == 1
         page.select_option("#search-by", "text")
         page.press("#query", "Enter")
-        says(page, "#status", "distinguishes images of “RED” most")
+        says(page, "#status", "fits “RED” best")
         (winner,) = page.eval_on_selector_all("#slots [role=option]:first-child", "all => all.map(b => b.dataset.slot)")
         assert page.inner_text("#slot-title") == f"Slot {winner}" and "(uniform: 25.0 %)" in page.inner_text("#status")
         assert page.locator("#slots [role=option]:visible").count() == 4

@@ -128,7 +128,7 @@ def agrees(browser, address, run, path):
     assert [float(text.removesuffix(" best")) for text in rows] == pytest.approx(similarities, abs=1.1e-3)
     page.fill("#query", "a thing")
     page.press("#query", "Enter")
-    until(page.locator("#status")).to_contain_text("distinguishes images of “a thing” most", timeout=30_000)
+    until(page.locator("#status")).to_contain_text("fits “a thing” best", timeout=30_000)
     page.click("#alike button")
     until(page.locator("#alike-found button")).to_have_count(8)
     (path.parent / "no.png").write_bytes(b"no image")

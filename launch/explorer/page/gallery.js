@@ -3,6 +3,8 @@
 import { element, Listbox } from "./listbox.js";
 import { pictureUrl } from "./requests.js";
 
+const MAX_CAPTION = 60; // characters below an image
+
 export class Gallery {
   constructor(list) {
     this.list = list;
@@ -40,6 +42,8 @@ export class Gallery {
     const box = this.list.querySelector(`[data-image="${number}"]`);
     box.setAttribute("aria-selected", "true");
     box.tabIndex = 0;
+    const list = this.list.getBoundingClientRect(), place = box.getBoundingClientRect();
+    if (place.top < list.top || place.bottom > list.bottom) this.list.scrollTop += place.top - list.top; // the list only, not the page
     this.onChoose(number);
   }
 
@@ -51,6 +55,13 @@ export class Gallery {
   #box({ key, caption }, number) {
     const picture = element("img", { src: pictureUrl(number), alt: "", loading: "lazy", width: 80, height: 80 });
     return element("div", { role: "option", "data-image": number, "aria-selected": "false", tabindex: -1 }, picture,
-      element("span", { text: caption || key, dir: "auto" }));
+      element("span", { text: shortened(caption || key), dir: "auto" }));
   }
+}
+
+// Cut a long caption after a word.
+function shortened(text) {
+  if (text.length <= MAX_CAPTION) return text;
+  const words = text.slice(0, MAX_CAPTION).match(/^.*(?=\s)/s)?.[0] ?? text.slice(0, MAX_CAPTION); // scripts without spaces
+  return `${words.trimEnd()} …`;
 }

@@ -55,6 +55,12 @@ export class SlotGrid {
     box.querySelector(".switch").textContent = on ? "on" : "off";
   }
 
+  // Mark the slot whose details are shown.
+  mark(slot) {
+    for (const box of this.list.querySelectorAll(".current")) box.classList.remove("current");
+    this.box(slot)?.classList.add("current");
+  }
+
   // Scroll to a slot, which Tab then reaches first.
   reveal(slot) {
     for (const box of this.list.children) box.tabIndex = Number(box.dataset.slot) === slot ? 0 : -1;

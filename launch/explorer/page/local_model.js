@@ -56,9 +56,10 @@ export class LocalModel {
     return Object.assign(answer, { words: words.map(([word]) => word), weights, cosine });
   }
 
-  // Rank units by their share of what distinguishes the images that fit a text best from the mean of all.
+  // Rank units by their share of what distinguishes the images that fit a text best from the mean of all, as Side.search.
   async search(text) {
-    const query = (await this.#text(text)).encoding, n = this.vectors.length;
+    const nothing = (await this.#text("")).encoding, n = this.vectors.length;
+    const query = (await this.#text(text)).encoding.map((value, i) => value - nothing[i]);
     const shares = this.vectors.map((vector) => Float32Array.from({ length: this.units }, (_, u) => this.#dot(vector, query, u)));
     const total = shares.map((values) => values.reduce((a, b) => a + b, 0));
     const falling = (values) => [...values.keys()].sort((a, b) => values[b] - values[a] || a - b);

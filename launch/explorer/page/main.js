@@ -1,6 +1,7 @@
 // Entry point of the page: opens checkpoints and connects buttons, forms and keys.
 
 import { floats } from "./binary.js";
+import { startEditing } from "./edit.js";
 import { showShortcuts, startGuide } from "./guide.js";
 import { element } from "./listbox.js";
 import { byId, clearError, currentSide, page, reportErrors, showError, showStatus } from "./page_state.js";
@@ -165,6 +166,7 @@ async function addOwn(files) {
     const added = await addImage(file, byId("own-caption").value);
     gallery.add(added, added.image);
   }
+  showStatus(files.length === 1 ? `Added ${files[0].name}.` : `Added ${files.length} images.`);
 }
 
 // Add images that are dropped on the page or pasted.
@@ -220,6 +222,7 @@ async function start() {
   gallery.show(facts.images);
   byId("runs").replaceChildren(...(facts.runs ?? []).map((run) => element("option", { value: run })));
   startGuide();
+  startEditing();
   const opened = [];
   for (const one of facts.sides) opened.push(await open(one));
   showSide(0);

@@ -33,21 +33,25 @@ export function updateScores(index) {
 export function updateShare() {
   const { choice, facts } = currentSide();
   const count = choice.chosen.length;
-  const groups = groupBySharing(facts.tasks, choice);
-  const sources = [...groups].filter(([share]) => share !== "all").map(([share, tasks]) => `${share} for ${tasks.map((task) => task.name).join(", ")}`);
-  const warning = [...groups.keys()].some((share) => share.includes("same")) ? " On the data of the selection, a gain is overestimated; sparo slots select holds data out." : "";
   const renorm = facts.classifier_slots === "renorm" ? " Slots of class vectors are normalised here; sparo eval does not normalise them, so its zero-shot scores differ." : "";
-  const text = sources.length ? ` Data on which the selection was made: ${sources.join("; ")}.${warning}` : "";
-  byId("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${text}${renorm}`;
+  byId("share").textContent = `${count} of ${facts.count} ${facts.units} are on.${provenance(facts.tasks, choice)}${renorm}`;
   byId("save").disabled = count === 0;
   byId("undo").disabled = !choice.done.length;
   byId("redo").disabled = !choice.undone.length;
 }
 
-function groupBySharing(tasks, choice) {
-  const groups = new Map();
-  for (const task of tasks) groups.set(choice.share(task), [...(groups.get(choice.share(task)) ?? []), task]);
-  return groups;
+// Say on which data the selection was made, because gains on this data are overestimated.
+function provenance(tasks, choice) {
+  const sentences = {
+    "same data": (names) => `The selection was made on the data of ${names}, so gains there are overestimated. (The command “sparo slots select” holds data out.)`,
+    "half of it is the same data": (names) => `The selection was made on half of the data of ${names}, so gains there are overestimated.`,
+    "other data": (names) => `The selection was made on other data than that of ${names}.`,
+    "unknown data": (names) => `It is unknown whether the selection was made on the data of ${names}.`,
+  };
+  return Object.entries(sentences).map(([share, sentence]) => {
+    const names = tasks.filter((task) => choice.share(task) === share).map((task) => task.name);
+    return names.length ? ` ${sentence(names.join(", "))}` : "";
+  }).join("");
 }
 
 function onSwitched(one) {
@@ -69,6 +73,7 @@ export function toggle(slot) {
 export function setAll(of, one = currentSide()) {
   const { choice } = one;
   choice.remember();
+  showStatus("");
   choice.on.forEach((value, slot) => (choice.on[slot] = of(value, slot) ? 1 : 0));
   paintSwitches(one);
   onSwitched(one);

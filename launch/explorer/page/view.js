@@ -1,6 +1,7 @@
 // The current image, the current slot, and search.
 
 import { floats } from "./binary.js";
+import { resetEdit } from "./edit.js";
 import { Heat } from "./heat.js";
 import { element } from "./listbox.js";
 import { byId, currentSide, page, reportErrors, showStatus } from "./page_state.js";
@@ -17,8 +18,10 @@ let resting = 0, drawing = 0;
 
 export function focus(slot) {
   page.slot = slot;
+  resetEdit();
   const { choice } = currentSide();
   byId("slot-title").textContent = `Slot ${slot}`;
+  grid.mark(slot);
   byId("name").value = choice.names[slot] ?? "";
   byId("note").value = choice.notes[slot] ?? "";
   drawLarge(slot);
@@ -32,6 +35,7 @@ export function drawLarge(slot = page.slot) {
   drawing = requestAnimationFrame(() => {
     byId("large-view").hidden = !page.large;
     if (!page.large) return;
+    byId("slot-title").textContent = slot === page.slot ? `Slot ${slot}` : `Slot ${slot}, preview`;
     const canvas = byId("large"), name = currentSide().choice.names[slot];
     page.large.draw(canvas, slot, byId("own-scale").checked);
     canvas.setAttribute("aria-label", `Attention of slot ${slot} over the image`);
@@ -56,13 +60,14 @@ function shadedCaption(slot) {
 export function showSlotFacts() {
   const { slot, part, query } = page, hit = part?.get(slot);
   slotFacts(byId("slot-facts"), slot, currentSide().tasks, hit && {
-    text: `Share of “${query}”: ${percent(hit.score)} % (uniform: ${percent(1 / currentSide().facts.count)} %). The images most similar to this text in this slot:`,
+    text: `Share of “${query}”: ${percent(hit.score)} % (uniform: ${percent(1 / currentSide().facts.count)} %). Images that match this text best in this slot:`,
     images: hit.best.map((image) => ({ picture: pictureUrl(image), words: gallery.images[image].caption || gallery.images[image].key })),
   });
 }
 
 export function openImage(image) {
   page.image = image;
+  resetEdit();
   captions.clear();
   byId("alike-found").replaceChildren();
   const { id } = currentSide().facts;
@@ -107,7 +112,7 @@ function pictureText(attention) {
   const title = `“${caption || key}”. `;
   if (!attention) return `${title}The attention for this image is not part of this saved page.`;
   if (!page.heat) return `${title}These ${currentSide().facts.units} have no attention.`;
-  return `${title}Colours remain where a slot attends; a line encloses half of its attention, unless that covers more than a quarter of the image. Attention shows where a slot takes its information from, not how it uses it.`;
+  return `${title}Colours remain where a slot attends; a line encloses half of its attention if that fits into a quarter of the image. Attention shows where a slot takes its information from, not how it uses it.`;
 }
 
 export function showFacts() {
@@ -117,6 +122,7 @@ export function showFacts() {
 export function showAll() {
   page.part = null;
   byId("query").value = "";
+  showStatus("");
   grid.order(null);
   showFacts();
   showSlotFacts();
@@ -137,8 +143,10 @@ export async function search() {
     page.part = new Map(hits.map((hit) => [hit.slot, hit]));
     page.query = query;
     grid.order(hits.map((hit) => hit.slot));
-    const [best] = hits, { caption, key } = gallery.images[best.best[0]];
-    showStatus(`Slot ${best.slot} distinguishes images of “${query}” most: ${percent(best.score)} % of the difference to other images (uniform: ${percent(1 / one.facts.count)} %). Its best image: “${caption || key}”.`);
+    const [best] = hits, uniform = percent(1 / one.facts.count);
+    const unknown = gallery.images.some(({ caption }) => caption?.toLowerCase().includes(query.toLowerCase())) ? "" : ` No caption of these images contains “${query}”.`;
+    showStatus(`Slot ${best.slot} fits “${query}” best: of what sets matching images apart, ${percent(best.score)} % is in this slot (uniform: ${uniform} %).${unknown} The image is its best match.`);
+    gallery.choose(best.best[0]);
     showFacts();
     focus(best.slot);
     grid.reveal(best.slot);
