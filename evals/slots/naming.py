@@ -33,7 +33,7 @@ class NameTest(NamedTuple):
 
 
 class SlotNames(NamedTuple):
-    """Names of a slot, best first, and the mean and the 97.5 % quantile of the AUC of other slots' names that are none of its own."""
+    """Names of a slot, best first, and the mean and the 97.5 % quantile of the AUC of names that only other slots have."""
 
     slot: int
     tests: list[NameTest]

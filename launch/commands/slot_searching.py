@@ -61,7 +61,7 @@ def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) 
     is_image = path.is_file()
     data = read_bytes(path, ConfigError) if is_image else b""
     if not is_image and path.suffix.lower() in Image.registered_extensions():
-        raise ConfigError(f"{search.query}: there is no such file. Name an image, or type a text.")
+        raise ConfigError(f"{search.query}: file not found. Name an image, or type a text.")
     bench = Bench(checkpoint, options)
     if wrong := [slot for slot in search.slots if not 0 <= slot < bench.units.number]:
         raise ConfigError(f"--slots {wrong[0]}: {checkpoint} has {bench.units.number} slots, numbered from 0")

@@ -13,7 +13,8 @@ from sparo_data.npm import install_packages
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import cache_folder, read_bytes, write_whole
 
-from .app import PAGE, Explorer, build_offline_page
+from .app import Explorer
+from .offline_page import PAGE, build_offline_page
 from .opened import Side
 
 RUNTIME = {"onnxruntime-web": "1.30.0"}

@@ -1,4 +1,4 @@
-"""The demo's page: what a slot is, slots with their attention, scores, examples, and next commands."""
+"""The demo's page: an explanation of slots, slots with their attention, scores, examples, and next commands."""
 
 from __future__ import annotations
 

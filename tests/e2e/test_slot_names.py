@@ -67,7 +67,7 @@ def test_search_by_image_and_by_text(world):
     assert done.returncode == 0 and "other slots" not in done.stdout, done.stderr
     assert "<b>a thing" not in (world / "search/report.html").read_text()
     for words, problem in (
-        (("no.jpg", "--slots", "1"), "no.jpg: there is no such file"),
+        (("no.jpg", "--slots", "1"), "no.jpg: file not found"),
         (("a", "--slots", "9"), "--slots 9: runs/s0 has 4 slots"),
         (("words.txt", "--slots", "1"), "words.txt"),
     ):

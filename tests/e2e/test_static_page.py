@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-import launch.explorer.app as app
 from evals.encoders.loading import load_encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.base import decode_image
 from evals.slots.attend import attend, pixels_of
 from evals.slots.units import units_of
+from launch.explorer.offline_page import PAGE
 from sparo_train.data.examples.image_text import ClipTokenizer, decode_words
 from tests.helpers.browser import Watched, chromium, until
 from tests.helpers.processes import sparo
@@ -51,7 +51,7 @@ def served(folder):
 
 
 def test_pixels_and_tokens_of_the_browser_are_those_of_python(browser, tmp_path):
-    shutil.copytree(app.PAGE, tmp_path / "page")
+    shutil.copytree(PAGE, tmp_path / "page")
     (tmp_path / "blank.html").write_text("<!doctype html><title>blank</title>")
     rng = np.random.default_rng(0)
     with served(tmp_path) as address:

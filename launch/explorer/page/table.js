@@ -41,7 +41,7 @@ export class ScoreTable {
   // names: labels of the checkpoints; tasks: [{name, kind, metric, n, images, of}], those of the first checkpoint first
   show(names, tasks) {
     const heads = ["task", "score", "n"].map((text) => element("th", { text, scope: "col" }));
-    for (const _ of names) for (const text of ["all", "chosen", "change"]) heads.push(element("th", { text, scope: "col", class: "number" }));
+    for (let i = 0; i < names.length; i++) for (const text of ["all", "chosen", "change"]) heads.push(element("th", { text, scope: "col", class: "number" }));
     const above = element("tr", {}, element("td", { colspan: 3 }), ...names.map((text) => element("th", { text, scope: "colgroup", colspan: 3 })));
     const body = element("tbody");
     this.cells = tasks.map((task) => {
