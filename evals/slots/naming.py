@@ -100,12 +100,19 @@ def roc_auc(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def auc_interval(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float, float]:
-    """Return the AUC of scores (n,) and its 95 % interval by DeLong et al. (1988), within 0 and 1."""
+    """Return the AUC of scores (n,) and its 95 % interval, within 0 and 1.
+
+    The interval is that of DeLong et al. (1988). At an AUC of 0 or 1, where it has no width, it is the exact interval of a
+    proportion over as many trials as the smaller class has samples.
+    """
     positive, negative = scores[labels], scores[~labels]
     ranks = rankdata(scores)
     above = (ranks[labels] - rankdata(positive)) / len(negative)  # for each positive: share of negatives below it
     below = 1 - (ranks[~labels] - rankdata(negative)) / len(positive)
     auc = float(above.mean())
+    if auc in (0.0, 1.0):
+        limit = 0.025 ** (1 / min(len(positive), len(negative)))
+        return (auc, limit, 1.0) if auc == 1 else (auc, 0.0, 1 - limit)
     half = _Z * math.sqrt(above.var(ddof=1) / len(positive) + below.var(ddof=1) / len(negative))
     return auc, max(0.0, auc - half), min(1.0, auc + half)
 

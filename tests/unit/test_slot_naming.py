@@ -26,6 +26,14 @@ def test_auc_equals_scikit_learns(rows):
         assert auc == pytest.approx(expected, abs=1e-12) and 0 <= low <= auc <= high <= 1
 
 
+def test_a_perfect_auc_of_few_images_has_a_wide_interval():
+    scores = np.arange(100.0)
+    for positives, low in ((2, 0.158), (5, 0.478), (30, 0.884)):
+        found = auc_interval(scores, scores >= 100 - positives)
+        assert found == (1.0, pytest.approx(low, abs=1e-3), 1.0)
+        assert auc_interval(-scores, scores >= 100 - positives) == (0.0, 0.0, pytest.approx(1 - low, abs=1e-3))
+
+
 def test_the_interval_covers_the_auc():
     """Scores of positives are one standard deviation above those of negatives: AUC 0.760."""
     rng, covered = np.random.default_rng(0), 0
