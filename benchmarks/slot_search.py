@@ -49,7 +49,7 @@ def measured(run: Path) -> dict[str, tuple[float, float]]:
     tasks = load_run(run / "config.yaml", []).eval.tasks
     images, captions = encoded(units, WdsSet(Path(tasks["pairs"].root), "pairs"))
     texts = units.texts(texts_of(units).text(list(COLOURS)))
-    naming = name_slots(images, texts, COLOURS, contained(captions, COLOURS), 1, 5, 0)
+    naming = name_slots(images, texts, COLOURS, contained(captions, COLOURS), 1, 10, 0)
     images, captions = encoded(units, WdsSet(Path(tasks["retrieval"].root), "captions"))
     has = contained(captions, COLOURS)
     scores: dict[str, list[tuple[float, float]]] = {name: [] for name in (*FORMS, "chance")}

@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import expit, logit
 from scipy.stats import rankdata
+from scipy.stats import t as student_t
 from torch import Tensor
 
 from sparo_train.core.errors import ConfigError
 
 from .attend import FUNCTION_WORDS
 
-_Z = 1.959964
 _SHUFFLES = 1000
 _WORD = re.compile(r"[^\W\d_][\w'-]*")
 
@@ -33,16 +34,18 @@ class NameTest(NamedTuple):
 
 
 class SlotNames(NamedTuple):
-    """Names of a slot, best first, and the mean and the 97.5 % quantile of the AUC of names that only other slots have."""
+    """Names of a slot, best first, and the mean and the 97.5 % quantile of the AUC of names that only other slots have, if there are any."""
 
     slot: int
     tests: list[NameTest]
-    shuffled: float
-    shuffled_high: float
+    shuffled: float | None
+    shuffled_high: float | None
 
     @property
     def passing(self) -> list[str]:
         """Return the names whose interval lies above the AUC of other slots' names."""
+        if self.shuffled_high is None:
+            return []
         return [test.name for test in self.tests if test.low > max(0.5, self.shuffled_high)]
 
 
@@ -72,9 +75,19 @@ def caption_words(captions: Sequence[Sequence[str]], limit: int) -> list[str]:
 
 def contained(captions: Sequence[Sequence[str]], names: Sequence[str]) -> np.ndarray:
     """Return (n, W): whether a caption of the image contains the name as whole words, in upper or lower case."""
-    patterns = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in names]
-    joined = ["\n".join(texts) for texts in captions]
-    return np.array([[pattern.search(text) is not None for pattern in patterns] for text in joined], dtype=bool)
+    labels = np.zeros((len(captions), len(names)), dtype=bool)
+    # Most names are single words, which are found by looking up the words of a caption.
+    columns = {name.lower(): i for i, name in enumerate(names) if re.fullmatch(r"\w+", name)}
+    patterns = {
+        i: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE)
+        for i, name in enumerate(names)
+        if name.lower() not in columns
+    }
+    for row, texts in zip(labels, captions, strict=True):
+        joined = "\n".join(texts)
+        row[[columns[word] for word in set(re.findall(r"\w+", joined.lower())) if word in columns]] = True
+        row[[i for i, pattern in patterns.items() if pattern.search(joined)]] = True
+    return labels
 
 
 def testable(labels: np.ndarray, halves: tuple[np.ndarray, np.ndarray], min_images: int) -> np.ndarray:
@@ -102,19 +115,23 @@ def roc_auc(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def auc_interval(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float, float]:
     """Return the AUC of scores (n,) and its 95 % interval, within 0 and 1.
 
-    The interval is that of DeLong et al. (1988). At an AUC of 0 or 1, where it has no width, it is the exact interval of a
-    proportion over as many trials as the smaller class has samples.
+    The variance is that of DeLong et al. (1988), on the logit scale, with a quantile of Student's t for as many samples as the
+    smaller class has. At an AUC of 0 or 1, where the variance is 0, the interval is the exact one of a proportion over as many
+    trials.
     """
     positive, negative = scores[labels], scores[~labels]
     ranks = rankdata(scores)
     above = (ranks[labels] - rankdata(positive)) / len(negative)  # for each positive: share of negatives below it
     below = 1 - (ranks[~labels] - rankdata(negative)) / len(positive)
     auc = float(above.mean())
+    smaller = min(len(positive), len(negative))
     if auc in (0.0, 1.0):
-        limit = 0.025 ** (1 / min(len(positive), len(negative)))
+        limit = 0.025 ** (1 / smaller)
         return (auc, limit, 1.0) if auc == 1 else (auc, 0.0, 1 - limit)
-    half = _Z * math.sqrt(above.var(ddof=1) / len(positive) + below.var(ddof=1) / len(negative))
-    return auc, max(0.0, auc - half), min(1.0, auc + half)
+    error = math.sqrt(above.var(ddof=1) / len(positive) + below.var(ddof=1) / len(negative))
+    half = float(student_t.ppf(0.975, smaller - 1)) * error / (auc * (1 - auc))
+    low, high = expit(np.array([-half, half]) + logit(auc))
+    return auc, float(low), float(high)
 
 
 def name_slots(
@@ -144,20 +161,24 @@ def name_slots(
             f"none of {len(names)} names is contained in the captions of {min_images} images of each half, and absent "
             f"from as many. Use more images, or lower --min-images."
         )
-    scores = {w: torch.einsum("nud,ud->nu", images, texts[w]).numpy() for w in usable.tolist()}
-    chosen_auc = np.stack([roc_auc(scores[w][choosing], labels[choosing, w]) for w in usable], 1)
-    tested_auc = np.stack([roc_auc(scores[w][held_out], labels[held_out, w]) for w in usable], 1)
+    chosen_auc, tested_auc = (np.empty((images.shape[1], len(usable))) for _ in range(2))
+    # One name at a time: the scores of all names of many images would not fit into memory.
+    for column, w in enumerate(usable.tolist()):
+        scores = torch.einsum("nud,ud->nu", images, texts[w]).numpy()
+        chosen_auc[:, column] = roc_auc(scores[choosing], labels[choosing, w])
+        tested_auc[:, column] = roc_auc(scores[held_out], labels[held_out, w])
     best = np.argsort(-chosen_auc, axis=1, kind="stable")[:, :count]
     slots = []
     for slot, columns in enumerate(best):
         tests = []
         for column in columns.tolist():
             w = int(usable[column])
-            auc, low, high = auc_interval(scores[w][held_out, slot], labels[held_out, w])
+            scores = (images[held_out, slot] @ texts[w, slot]).numpy()
+            auc, low, high = auc_interval(scores, labels[held_out, w])
             tests.append(NameTest(names[w], auc, low, high, int(labels[held_out, w].sum())))
         others = np.delete(best[:, 0], slot)
         values = tested_auc[slot, others[~np.isin(others, columns)]]
-        shuffled = (float(values.mean()), float(np.quantile(values, 0.975))) if len(values) else (0.5, 0.5)
+        shuffled = (float(values.mean()), float(np.quantile(values, 0.975))) if len(values) else (None, None)
         slots.append(SlotNames(slot, tests, *shuffled))
     rng, everyone = np.random.default_rng(seed), np.arange(len(best))
     actual = float(tested_auc[everyone, best[:, 0]].mean())

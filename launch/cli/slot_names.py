@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -40,8 +41,8 @@ def name(
     count: Annotated[int, typer.Option(min=1, max=20, help="Number of names per slot.")] = 3,
     min_images: Annotated[
         int,
-        typer.Option(min=2, help="Images of each half whose captions must contain a name, and must not contain it."),
-    ] = 5,
+        typer.Option(min=2, help="Least number of images per half with a name, and without it."),
+    ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,
     out: Annotated[
         Path, typer.Option("--out", help="Selection file that receives the names; it is created if it does not exist.")
@@ -94,17 +95,18 @@ def search(
     json_file: Json = None,
 ) -> None:
     """Find images that are like an image or a text in some slots, and different in the others."""
-    from evals.encoders.selection import read_selection
-
     from ..commands.slot_searching import SearchOptions, search_images
 
     if units == "heads":
         raise ConfigError("--units heads: only slots and parts can be searched, got heads.")
     refuse_other_units(context, units)
     chosen = parse_slots(slots)
-    numbers = read_selection(chosen).chosen if isinstance(chosen, Path) else chosen
-    if not numbers:
+    if not chosen:
         raise ConfigError("--slots: is empty. Give at least one slot, such as 0,3.")
+    if not math.isfinite(different):
+        raise ConfigError(f"--different: expected a finite number, got {different}")
     options = make_slot_options(model, data, root, features, limit, units, parts, 4, "slice")
-    search_options = SearchOptions(query, numbers, index, different, count, out, check_json_path(json_file))
+    source = context.get_parameter_source("different")
+    given_different = None if source is not None and source.name == "DEFAULT" else different
+    search_options = SearchOptions(query, chosen, index, given_different, count, out, check_json_path(json_file))
     search_images(checkpoint, search_options, options)

@@ -207,7 +207,7 @@ def edit(
     delete: Annotated[bool, typer.Option("--delete", help="Remove the slot.")] = False,
     swap: Annotated[
         str | None,
-        typer.Option(help="Exchange places with this slot, or replace the slot by that of another image: IMAGE:SLOT."),
+        typer.Option(help="Slot to exchange places with, or slot of another image that replaces it: IMAGE:SLOT."),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 128,
     out: Annotated[

@@ -19,6 +19,7 @@ from ..views.terminal import out
 from .slot_work import Bench, SlotOptions, write_facts
 
 _MAX_NAMES = 2000  # names that are compared
+_NOTE = "Held-out AUC:"  # beginning of notes that this command writes
 
 
 class NameOptions(NamedTuple):
@@ -76,11 +77,9 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
     out.print(slot_tables.names_table(f"{checkpoint}: names of slots on {name}", naming))
     written = _with_names(selection, naming, name_options.replace)
     write_selection(name_options.out, written)
-    passing = sum(bool(one.passing) for one in naming.slots)
-    out.print(
-        f"{name_options.out}: names of {passing} of {len(naming.slots)} slots; sparo slots explore and show use them",
-        soft_wrap=True,
-    )
+    changed = sum(written.names.get(one.slot) != selection.names.get(one.slot) for one in naming.slots)
+    kept = len(written.names) - sum(written.names[slot] != selection.names.get(slot) for slot in written.names)
+    out.print(f"{name_options.out}: {changed} names written or removed, {kept} unchanged", soft_wrap=True)
     slots = [
         {**one._asdict(), "tests": [test._asdict() for test in one.tests], "passing": one.passing}
         for one in naming.slots
@@ -89,7 +88,9 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
 
 
 def _read_names(path: Path) -> list[str]:
-    names = list(dict.fromkeys(line.strip() for line in lines(path) if line.strip()))
+    if not path.is_file():
+        raise ConfigError(f"--vocabulary {path}: file not found. Name a text file with one name per line.")
+    names = list({name.casefold(): name for name in reversed(lines(path))}.values())[::-1]  # the first spelling of each
     if not 0 < len(names) <= _MAX_NAMES:
         raise ConfigError(f"--vocabulary {path}: expected 1 to {_MAX_NAMES} lines with a name each, got {len(names)}.")
     return names
@@ -108,6 +109,8 @@ def captions_of_set(source: EvalSet, facts: Sequence[Any]) -> list[list[str]] | 
 
 
 def _open_selection(bench: Bench, path: Path) -> Selection:
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: is a folder. Name a .json file.")
     if not path.exists():
         return Selection(
             checkpoint=bench.encoder.weights,
@@ -127,13 +130,19 @@ def _open_selection(bench: Bench, path: Path) -> Selection:
 
 
 def _with_names(selection: Selection, naming: Naming, replace: bool) -> Selection:
-    """Add names and notes with the tests; those of the user stay, unless `replace`."""
+    """Add names, and their tests as notes. Names that exist stay, unless `replace`; notes of the user always stay."""
     names, notes = dict(selection.names), dict(selection.notes)
     for one in naming.slots:
-        if not one.passing or (one.slot in names and not replace):
+        generated = notes.get(one.slot, _NOTE).startswith(_NOTE)
+        if one.slot in names and not replace:
+            continue
+        if generated:  # an earlier name that does not pass any more
+            names.pop(one.slot, None)
+            notes.pop(one.slot, None)
+        if not one.passing:
             continue
         names[one.slot] = ", ".join(one.passing)
         tests = "; ".join(f"{t.name} {t.auc:.2f} ({t.low:.2f} to {t.high:.2f})" for t in one.tests)
-        if one.slot not in notes or replace:
-            notes[one.slot] = f"Held-out AUC: {tests}. Names of other slots: {one.shuffled:.2f}."
+        if generated:
+            notes[one.slot] = f"{_NOTE} {tests}. Names of other slots: {one.shuffled:.2f}."
     return selection.model_copy(update={"names": names, "notes": notes})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from evals.encoders.selection import read_selection, selected
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import decode_image
 from evals.slots.attend import pixels_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, thumbnail
-from evals.slots.slot_search import Match, search_slots
+from evals.slots.slot_search import DIFFERENT, Match, search_slots
 from evals.slots.units import texts_of
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import escape_control_chars, read_bytes, write_whole
@@ -36,18 +38,18 @@ class SearchOptions(NamedTuple):
 
     Attributes:
         query: path of an image, or a text.
-        slots: slots in which results are alike.
+        slots: slots in which results are alike, or a selection.
         task_name: task whose images are searched.
-        different: weight of the difference in other slots.
+        different: weight of the difference in other slots; None: the default for an image, 0 for a text.
         num_results: number of results.
         out: folder for a page; None: no page.
         json_file: file.
     """
 
     query: str
-    slots: tuple[int, ...]
+    slots: tuple[int, ...] | Path
     task_name: str
-    different: float
+    different: float | None
     num_results: int
     out: Path | None
     json_file: Path | None
@@ -57,30 +59,27 @@ def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) 
     """Print the best matches of a query, and write a page with their pictures if requested."""
     if search.out is not None:
         refuse_unwritable(search.out, "--out")
-    path = Path(search.query)
-    is_image = path.is_file()
-    data = read_bytes(path, ConfigError) if is_image else b""
-    if not is_image and path.suffix.lower() in Image.registered_extensions():
-        raise ConfigError(f"{search.query}: file not found. Name an image, or type a text.")
+    is_image = _is_image(search.query)
+    if not is_image and search.different is not None:
+        raise ConfigError(
+            "--different: applies to an image as the query, because a text describes no other slots. Remove it."
+        )
+    data = read_bytes(Path(search.query), ConfigError) if is_image else b""
     bench = Bench(checkpoint, options)
-    if wrong := [slot for slot in search.slots if not 0 <= slot < bench.units.number]:
-        raise ConfigError(f"--slots {wrong[0]}: {checkpoint} has {bench.units.number} slots, numbered from 0")
-    picture = decode_image(data, path, bench.encoder.decoding) if is_image else None
+    chosen = _slot_numbers(bench, search.slots)
+    picture = decode_image(data, search.query, bench.encoder.decoding) if is_image else None
     query = _encode_text(bench, search.query) if picture is None else _encode_image(bench, picture)
     name, task = bench.single_task(search.task_name, "--index")
     source = open_images(task)
     features = bench.images(source)
-    # A text describes no other slots, so results cannot be different from it there.
-    different = search.different if is_image else 0.0
+    different = 0.0 if not is_image else DIFFERENT if search.different is None else search.different
     blocks: Iterator[Tensor] = (bench.units.images(rows) for rows in features.blocks(_BLOCK))
-    matches = search_slots(blocks, query, search.slots, different, search.num_results)
+    matches = search_slots(blocks, query, chosen, different, search.num_results)
     captions = captions_of_set(source, list(features.facts))
     rows = [_row(one, features.keys[one.image], captions[one.image] if captions else []) for one in matches]
-    slots = ", ".join(map(str, search.slots))
+    slots = ", ".join(map(str, chosen))
     out.print(slot_tables.matches_table(f"{search.query}: images of {name}, alike in slots {slots}", rows, is_image))
-    write_facts(
-        search.json_file, {"query": search.query, "slots": search.slots, "different": different, "matches": rows}
-    )
+    write_facts(search.json_file, {"query": search.query, "slots": chosen, "different": different, "matches": rows})
     if search.out is not None:
         pictures = [display_image(source.read(one.image)[1], bench.encoder.decoding) for one in matches]
         page = render(
@@ -97,6 +96,38 @@ def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) 
         )
         search.out.mkdir(parents=True, exist_ok=True)
         out.print(str(write_whole(search.out / "report.html", page)), soft_wrap=True)
+
+
+def _is_image(query: str) -> bool:
+    """Return whether a query is a file. Raises `ConfigError` for an empty query, a folder, and a path that does not exist."""
+    if not query.strip():
+        raise ConfigError("QUERY: is empty. Name an image, or type a text.")
+    try:
+        path = Path(query)
+        if path.is_file():
+            return True
+        if path.is_dir():
+            raise ConfigError(f"{query}: is a folder. Name an image, or type a text.")
+    except (OSError, ValueError):  # too long for a path, or with a null byte
+        return False
+    if " " not in query.strip() and (os.sep in query or path.suffix):
+        raise ConfigError(f"{query}: file not found. Name an image, or type a text.")
+    return False
+
+
+def _slot_numbers(bench: Bench, slots: tuple[int, ...] | Path) -> list[int]:
+    if isinstance(slots, Path):
+        selection = read_selection(slots)
+        selected(bench.encoder, selection, f"--slots {slots}")
+        if (selection.units, selection.count) != (bench.units.kind, bench.units.number):
+            raise ConfigError(
+                f"--slots {slots}: selects from {selection.count} {selection.units}, but --units {bench.units.kind} has "
+                f"{bench.units.number}. Name another file."
+            )
+        return sorted(selection.chosen)
+    if wrong := [slot for slot in slots if not 0 <= slot < bench.units.number]:
+        raise ConfigError(f"--slots {wrong[0]}: {bench.checkpoint} has {bench.units.number} slots, numbered from 0")
+    return list(slots)
 
 
 def _encode_image(bench: Bench, image: Image.Image) -> Tensor:

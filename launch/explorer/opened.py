@@ -165,7 +165,7 @@ class Side:
         try:
             dx, dy = (float(part) for part in edit["move"])
             one = SlotEdit(int(edit["slot"]), (dx, dy), float(edit["scale"]), edit.get("delete") is True)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ConfigError("edit: expected slot, move [dx, dy], scale and delete") from None
         check_edit(model, one)
         return jpeg(edited_image(model, self.pictures.image(number), one, SIZE))

@@ -25,7 +25,7 @@ from ..commands.slot_work import EITHER, Bench, SlotOptions
 from ..views.terminal import console, out
 from .app import Explorer, make_app
 from .opened import Pictures, Side, supported_tasks
-from .static_page import write_static
+from .static_page import refuse_unsupported, write_static
 
 POLICY = "default-src 'self'; img-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _HEADERS = [
@@ -205,6 +205,7 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
 def write_page(checkpoint: str, page_options: PageOptions, options: SlotOptions, target: Path, precision: str) -> None:
     """Write the page with its model, for any web server, or as one file if `target` ends with .html."""
     one_file = target.suffix.lower() == ".html"
+    refuse_unsupported(checkpoint, target, one_file)
     refuse_unwritable(target.parent if one_file else target, "--static")
     paths = write_static(_open(checkpoint, page_options, options), checkpoint, precision, target, one_file)
     for path in paths:

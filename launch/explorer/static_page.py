@@ -7,11 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from evals.encoders.loading import read_run
 from evals.encoders.onnx_encoder import OnnxEncoder, from_onnx
 from evals.interop.exporting import export_run
 from sparo_data.npm import install_packages
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import cache_folder, read_bytes, write_whole
+from sparo_train.core.registries import METHODS
 
 from .app import Explorer
 from .offline_page import PAGE, build_offline_page
@@ -60,12 +62,48 @@ def write_static(explorer: Explorer, checkpoint: str, precision: str, out: Path,
     return paths
 
 
+def refuse_unsupported(checkpoint: str, target: Path, one_file: bool) -> None:
+    """Raise `ConfigError` if a checkpoint cannot run in a browser, or if the target has files that are not from an earlier call."""
+    if one_file and target.is_dir():
+        raise ConfigError(f"--static {target}: is a folder. Name a file.")
+    page = target if one_file else target / "index.html"
+    occupied = page.exists() if one_file else target.is_dir() and any(target.iterdir())
+    if occupied and not (page.is_file() and b'id="offline-data"' in page.read_bytes()):
+        raise ConfigError(
+            f"--static {target}: has other content, which would be overwritten. Name a new {'file' if one_file else 'folder'}."
+        )
+    if checkpoint.startswith(_PREFIX):
+        encoder = from_onnx(str(_onnx_folder(checkpoint)))
+        assert isinstance(encoder, OnnxEncoder)
+        data, pooled = encoder.facts.image, encoder.facts.text is not None and "patches" in encoder.facts.image.outputs
+    elif Path(checkpoint).is_dir():
+        config, _ = read_run(Path(checkpoint))
+        if "onnx" not in METHODS.get(config.objective.kind).exports:
+            raise ConfigError(
+                f"--static: {checkpoint} is a run of {config.objective.kind}, which has no ONNX programs. Use a run of CLIP or DINO."
+            )
+        model = getattr(config.objective, "model", None)
+        data, pooled = config.data, bool(getattr(getattr(model, "readout", None), "conditioned", False))
+    else:
+        raise ConfigError(f"--static: {checkpoint} is neither a run nor onnx:FOLDER. Train or export it with sparo.")
+    if data.bands is not None or data.pixel_range != "by_type":
+        raise ConfigError(
+            f"--static: {checkpoint} has data.bands or data.pixel_range, but browsers read 8 bits of red, green and blue only."
+        )
+    if pooled:
+        raise ConfigError(
+            f"--static: slots of {checkpoint} depend on the text, so an image alone has none. Use another readout."
+        )
+
+
+def _onnx_folder(checkpoint: str) -> Path:
+    return Path(checkpoint.removeprefix(_PREFIX).partition("?")[0])
+
+
 def _programs(checkpoint: str, temporary: Path) -> Path:
     """Return a folder with ONNX programs of a checkpoint."""
     if checkpoint.startswith(_PREFIX):
-        return Path(checkpoint.removeprefix(_PREFIX).partition("?")[0])
-    if not Path(checkpoint).is_dir():
-        raise ConfigError(f"--static: {checkpoint} is neither a run nor onnx:FOLDER. Train or export it with sparo.")
+        return _onnx_folder(checkpoint)
     exported = export_run(Path(checkpoint), temporary / "onnx", "onnx")
     return exported if exported.is_dir() else exported.parent
 
@@ -77,25 +115,24 @@ def _bundle(explorer: Explorer) -> dict[str, Any]:
         explorer.attention(first, image)
     selection = explorer.files[first].facts()
     keys = ("chosen", "names", "notes", "looked_at")
-    return explorer.offline_bundle({"sides": [{"id": first, **{key: selection.get(key) for key in keys}}], "image": 0})
+    bundle = explorer.offline_bundle(
+        {"sides": [{"id": first, **{key: selection.get(key) for key in keys}}], "image": 0}
+    )
+    for side in bundle["facts"]["sides"]:  # the page may be published: names of files, without folders of this machine
+        side["label"] = Path(side["label"]).name
+        side["selection"] = {**side["selection"], "path": Path(side["selection"]["path"]).name}
+    return bundle
 
 
 def _model(side: Side, encoder: OnnxEncoder) -> dict[str, Any]:
     """Return the facts with which the page runs the programs, and the encodings of its images."""
     facts = encoder.facts
-    if facts.image.bands is not None or facts.image.channels != 3:
-        raise ConfigError(
-            f"--static: a browser reads red, green and blue, but {encoder.label} needs {facts.image.channels} bands."
-        )
-    if "patches" in facts.image.outputs and facts.text is not None:
-        raise ConfigError(
-            "--static: a readout that depends on the text has no slots of an image alone. Use another readout."
-        )
     vectors = side.vectors
     model = {
         "image": facts.image.model_dump(exclude={"bands", "pixel_range"}),
         "text": facts.text and facts.text.model_dump(),
         "units": side.units.number,
+        "slots": side.units.kind == "slots",
         "dimension": vectors.shape[-1],
     }
     data = vectors.numpy().astype("<f4").tobytes()

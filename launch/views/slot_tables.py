@@ -148,7 +148,8 @@ def names_table(title: str, naming: Naming) -> Table:
         passing = set(one.passing)
         names = ", ".join(test.name if test.name in passing else f"({test.name})" for test in one.tests)
         tests = ", ".join(f"{test.auc:.2f} ({test.low:.2f}–{test.high:.2f})" for test in one.tests[:1])
-        table.add_row(str(one.slot), escape_control_chars(names), tests, f"{one.shuffled:.2f}")
+        shuffled = "–" if one.shuffled is None else f"{one.shuffled:.2f}"
+        table.add_row(str(one.slot), escape_control_chars(names), tests, shuffled)
     p = "p < 0.001" if naming.p < 0.001 else f"p = {naming.p:.3f}"
     table.caption = (
         f"{naming.names} names, {naming.images} images: one half chose the names, the other half tested them. AUC of the best name, "

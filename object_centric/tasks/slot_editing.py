@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -15,6 +14,7 @@ from sparo_train.core.errors import ConfigError
 
 from .slot_encoder import SlateEncoder, SlotEncoder
 
+_MAX_MOVE, _MAX_SCALE = 10, 100
 EditableEncoder = SlotEncoder | SlateEncoder
 
 
@@ -96,7 +96,9 @@ def check_edit(encoder: EditableEncoder, edit: SlotEdit) -> None:
     frame = getattr(encoder.model.config, "frame", None)
     for slot in (edit.slot, *([] if edit.exchange is None else [edit.exchange])):
         if not 0 <= slot < encoder.slots:
-            raise ConfigError(f"slot {slot}: {encoder.label} has {encoder.slots} slots, numbered from 0")
+            raise ConfigError(
+                f"--slot or --swap: {encoder.label} has {encoder.slots} slots, numbered from 0, got {slot}"
+            )
     needs_frame = edit.move != (0.0, 0.0) or edit.scale != 1 or edit.exchange is not None
     if needs_frame and frame is None:
         raise ConfigError(
@@ -107,9 +109,10 @@ def check_edit(encoder: EditableEncoder, edit: SlotEdit) -> None:
         raise ConfigError(
             f"{encoder.label}: its slots have positions, but no scales (T-SA). Use a model with frame.scales (TS-SA)."
         )
-    if not np.isfinite(edit.scale) or edit.scale <= 0 or not np.isfinite(edit.move).all():
+    if not all(abs(part) <= _MAX_MOVE for part in edit.move) or not 1 / _MAX_SCALE <= edit.scale <= _MAX_SCALE:
         raise ConfigError(
-            f"slot {edit.slot}: expected finite moves and a scale above 0, got {edit.move} and {edit.scale}"
+            f"slot {edit.slot}: expected a move of at most {_MAX_MOVE} images and a scale of {1 / _MAX_SCALE:g} to {_MAX_SCALE}, "
+            f"got {edit.move} and {edit.scale}"
         )
 
 

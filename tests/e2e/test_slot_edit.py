@@ -55,7 +55,8 @@ def test_edits_from_the_command_line(folder):
     assert done.returncode == 0 and Image.open(folder / "moved.gif").n_frames > 10, done.stderr
     for run, words, problem in (
         ("plain", ("--slot", "0", "--move", "0.1,0"), "have no positions"),
-        ("framed", ("--slot", "9", "--delete"), "slot 9"),
+        ("framed", ("--slot", "9", "--delete"), "got 9"),
+        ("framed", ("--slot", "0", "--delete", "--out", "./one.jpg"), "expected a .png"),
         ("framed", ("--slot", "0"), "give one edit"),
         ("framed", ("--slot", "0", "--delete", "--swap", "1"), "give one edit"),
         ("framed", ("--slot", "0", "--move", "a,b"), "--move a,b: expected two numbers"),
@@ -67,6 +68,16 @@ def test_edits_from_the_command_line(folder):
     ):
         done = edit(run, *words)
         assert done.returncode == 2 and problem in done.stderr.replace("\n", " "), (words, done.stderr)
+    before = (folder / "moved.png").read_bytes()
+    done = sparo(
+        "slots", "edit", "runs/framed", "moved.png", "--slot", "0", "--delete", "--out", "./moved.png", cwd=folder
+    )
+    assert done.returncode == 2 and "is a folder or the image itself" in done.stderr
+    assert (folder / "moved.png").read_bytes() == before
+    done = sparo(
+        "slots", "edit", "runs/framed", "nothing:0", "--slot", "0", "--delete", "--data", "tasks.yaml", cwd=folder
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: nothing:0: is not a file"), done.stderr
 
 
 def test_edits_in_the_explorer(folder):

@@ -30,6 +30,19 @@ def test_names_are_written_and_names_of_the_user_stay(world):
     assert done.returncode == 0, done.stderr
     again = json.loads((world / "named.json").read_text())
     assert again["names"]["2"] == "mine" and again["chosen"] == [1, 2]
+    # A note of the user stays; a name that the command wrote earlier goes if it does not pass any more.
+    again["notes"] = {"2": "my own", "3": "Held-out AUC: old"}
+    again["names"]["3"] = "old"
+    (world / "named.json").write_text(json.dumps(again))
+    words = ("--task", "zero", "--min-images", "2", "--replace", "--out", "named.json", *common)
+    done = sparo("slots", "name", "runs/s0", *words, cwd=world)
+    assert done.returncode == 0 and "names written or removed" in done.stdout, done.stderr
+    renewed = json.loads((world / "named.json").read_text())
+    assert (
+        renewed["notes"]["2"] == "my own"
+        and renewed["names"].get("3") != "old"
+        and "old" not in renewed["notes"].get("3", "")
+    )
     for words, problem in (
         (("--task", "zero", "--template", "none"), "must contain {c}"),
         (("--task", "zero", "--vocabulary", "no.txt"), "no.txt"),
@@ -42,6 +55,8 @@ def test_names_are_written_and_names_of_the_user_stay(world):
 def test_search_by_image_and_by_text(world):
     common = ("--index", "ret", "--data", "tasks.yaml", "--features", "store")
     (world / "query.jpg").write_bytes(jpeg(3, (60, 40)))
+    selection = {"sparo": "selection", "schema": 1, "checkpoint": "0" * 64, "count": 4, "chosen": [0]}
+    (world / "another.json").write_text(json.dumps(selection))
     done = sparo("slots", "search", "runs/s0", "query.jpg", "--slots", "0,2", "--count", "4", "--out", "search", "--json", "search.json",
                  *common, cwd=world)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -69,6 +84,12 @@ def test_search_by_image_and_by_text(world):
     for words, problem in (
         (("no.jpg", "--slots", "1"), "no.jpg: file not found"),
         (("a", "--slots", "9"), "--slots 9: runs/s0 has 4 slots"),
+        (("query.jgp", "--slots", "1"), "query.jgp: file not found"),
+        (("runs", "--slots", "1"), "runs: is a folder"),
+        ((" ", "--slots", "1"), "QUERY: is empty"),
+        (("a", "--slots", "1", "--different", "0.5"), "applies to an image"),
+        (("query.jpg", "--slots", "1", "--different", "inf"), "--different: expected a finite number"),
+        (("query.jpg", "--slots", "another.json"), "was made for another checkpoint"),
         (("words.txt", "--slots", "1"), "words.txt"),
     ):
         done = sparo("slots", "search", "runs/s0", *words, *common, cwd=world)

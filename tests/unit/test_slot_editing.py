@@ -105,10 +105,11 @@ def test_slate_draws_without_a_slot():
         (None, SlotEdit(0, (0.1, 0.0)), "have no positions"),
         (None, SlotEdit(0, exchange=1), "have no positions"),
         ({"scales": False}, SlotEdit(0, scale=2.0), "no scales"),
-        ({"scales": True}, SlotEdit(3, delete=True), "slot 3: .* has 3 slots"),
-        ({"scales": True}, SlotEdit(0, exchange=7), "slot 7"),
-        ({"scales": True}, SlotEdit(0, scale=-1.0), "scale above 0"),
-        ({"scales": True}, SlotEdit(0, (float("nan"), 0.0)), "finite"),
+        ({"scales": True}, SlotEdit(3, delete=True), "has 3 slots, numbered from 0, got 3"),
+        ({"scales": True}, SlotEdit(0, exchange=7), "got 7"),
+        ({"scales": True}, SlotEdit(0, scale=-1.0), "expected a move"),
+        ({"scales": True}, SlotEdit(0, (float("nan"), 0.0)), "expected a move"),
+        ({"scales": True}, SlotEdit(0, (1e30, 0.0)), "expected a move"),
     ],
 )
 def test_edits_that_a_model_cannot_do(frame, edit, problem):

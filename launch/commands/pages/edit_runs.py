@@ -52,6 +52,8 @@ def edit_image(checkpoint: str, options: EditOptions) -> Path:
     Raises:
         ConfigError: a model that draws no images, or an edit that it does not support.
     """
+    if options.out.is_dir() or options.out.resolve() == Path(options.image).resolve():
+        raise ConfigError(f"--out {options.out}: is a folder or the image itself. Name another file.")
     refuse_unwritable(options.out.parent, "--out")
     model = editable(load_encoder(checkpoint, None, available_device().type))
     image = _open(checkpoint, model, options.image, options.slot_options)
@@ -89,7 +91,11 @@ def _open(checkpoint: str, model: EditableEncoder, image: str, options: SlotOpti
     name, _, number = image.rpartition(":")
     if Path(image).is_file() or not (name and number.isdecimal()):
         return decode_image(read_bytes(Path(image), ConfigError), image, model.decoding)
-    source = open_images(one_task(checkpoint, name, options))
+    try:
+        task = one_task(checkpoint, name, options)
+    except ConfigError as error:
+        raise ConfigError(f"{image}: is not a file, and {str(error).removeprefix('--task ')}") from None
+    source = open_images(task)
     if int(number) >= len(source):
         raise ConfigError(f"{image}: the task has {len(source)} images, numbered from 0")
     return source.read(int(number))[1]

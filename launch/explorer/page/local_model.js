@@ -8,7 +8,7 @@ const RUNTIME = "ort.wasm.bundle.min.mjs", BINARY = "ort-wasm-simd-threaded.wasm
 const NUM_BEST = 10, NUM_EXAMPLES = 6, NUM_ALIKE = 8, DIFFERENT = 0.25; // as in launch/explorer/opened.py
 
 export class LocalModel {
-  // facts: {image, text, units, dimension, pictures}, as onnx.json describes the programs; vectors: (n, U, d) as base64
+  // facts: {image, text, units, slots: whether the units are slots, dimension}, with parts of onnx.json; vectors: (n, U, d) as base64
   constructor(facts, vectors) {
     this.facts = facts;
     this.units = facts.units;
@@ -23,8 +23,8 @@ export class LocalModel {
     let decoded;
     try {
       decoded = await decodeImage(file);
-    } catch {
-      throw new Error(`${name}: is not an image that this browser can read.`);
+    } catch (error) {
+      throw new Error(`${name}: ${error instanceof RangeError ? error.message : "is not an image that this browser can read."}`);
     }
     const { size, resize } = this.facts.image;
     this.own.push({ url: URL.createObjectURL(file), caption, ...modelPixels(decoded, size, resize) });
@@ -39,7 +39,7 @@ export class LocalModel {
   async attention(image) {
     const { caption, box } = this.own[image - this.vectors.length], { encoding, attention } = await this.#encoded(image);
     const answer = { maps: null, words: [], box };
-    if (!attention) return answer;
+    if (!attention || !this.facts.slots) return answer;
     const tokens = attention.length / this.units, { prefix } = this.facts.image, side = Math.round(Math.sqrt(tokens - prefix));
     const maps = new Float32Array(this.units * side * side);
     for (let u = 0; u < this.units; u++) maps.set(attention.subarray(u * tokens + prefix, (u + 1) * tokens), u * side * side);
@@ -104,7 +104,7 @@ export class LocalModel {
     const ids = this.tokenizer.encode(caption), padded = new BigInt64Array(length);
     ids.forEach((id, i) => (padded[i] = BigInt(id)));
     const outputs = await this.#run("text", (ort) => ({ [input]: new ort.Tensor("int64", padded, [1, length]) }));
-    if (!outputs.attention) return { ids, ...outputs };
+    if (!outputs.attention || !this.facts.slots) return { ids, encoding: outputs.encoding };
     const attention = new Float32Array(this.units * ids.length);
     for (let u = 0; u < this.units; u++) attention.set(outputs.attention.subarray(u * length, u * length + ids.length), u * ids.length);
     return { ids, encoding: outputs.encoding, attention };

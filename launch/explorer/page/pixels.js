@@ -2,11 +2,14 @@
 // 8 bits, with the same integer arithmetic, and the centre is cut out.
 
 const BITS = 22; // precision of Pillow's coefficients
+const MAX_PIXELS = 89_478_485; // Pillow's limit
 
-// Return {width, height, data}: RGBA, upright, transparent parts on white. Throws if it is no image that the browser reads.
+// Return {width, height, data}: RGBA, upright, transparent parts on white. Throws if the browser cannot read it, or if it has more pixels than
+// Python accepts; browsers draw larger images as black.
 export async function decodeImage(file) {
   const bitmap = await createImageBitmap(file, { imageOrientation: "from-image", colorSpaceConversion: "none" });
   const { width, height } = bitmap;
+  if (width * height > MAX_PIXELS) throw new RangeError(`too many pixels, got ${width} x ${height}. Reduce it to 89 million.`);
   const canvas = new OffscreenCanvas(width, height), brush = canvas.getContext("2d", { willReadFrequently: true });
   brush.fillStyle = "#fff";
   brush.fillRect(0, 0, width, height);

@@ -1,4 +1,5 @@
-// CLIP's tokenizer from tokenizer.json: byte pairs of lower-case words. Broken characters and HTML entities are not repaired.
+// CLIP's tokenizer from tokenizer.json: byte pairs of lower-case words. Like ftfy, it replaces curly quotes, ligatures and full-width letters;
+// it does not repair broken characters, HTML entities and control codes.
 
 const WORDS = /'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+/giu;
 const MAX_WORD = 256; // characters; merging takes quadratic time
@@ -16,7 +17,7 @@ export class Tokenizer {
 
   // Return the ids of a caption, with start and end, cut to the context length.
   encode(caption) {
-    const text = caption.normalize("NFC").replace(/\s+/gu, " ").trim().toLowerCase();
+    const text = plain(caption).replace(/\s+/gu, " ").trim().toLowerCase();
     const ids = [];
     for (const [word] of text.matchAll(WORDS)) {
       if (ids.length >= this.contextLength - 2) break;
@@ -57,6 +58,12 @@ export class Tokenizer {
       }
     }
   }
+}
+
+function plain(caption) {
+  return caption.replace(/[\u02bc\u2018-\u201b]/gu, "'").replace(/[\u201c-\u201f]/gu, '"')
+    .replace(/[\u0132\u0133\u0149\u01c4-\u01cc\u01f1-\u01f3\ufb00-\ufb06\u3000\uff01-\uffef]/gu, (letter) => letter.normalize("NFKC"))
+    .normalize("NFC");
 }
 
 // Return the letter that stands for each byte: printable ones themselves, others from U+0100 on.
