@@ -147,7 +147,7 @@ def _write_task_page(
             save_sheet(panels(encoder, [panel], tile), sheet)
             rows.append(PageRow(key, [(sheet.name, f"Image {key}: masks, reconstruction, every slot alone")]))
             paths.append(sheet)
-    summary = f"{len(rows)} of the task {task_name}, evenly spaced over its set."
+    summary = f"{len(rows)} samples of the task {task_name}, evenly spaced."
     note = "From the left: the sample, true masks if there are any, predicted masks, the reconstruction, and every slot's part on white."
     return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
 
