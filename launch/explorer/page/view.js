@@ -138,6 +138,7 @@ export async function search() {
     grid.order(slots.length ? slots : null);
     showStatus(`${slots.length} of ${one.facts.count} slots have “${query}” in their name or note.`);
   } else {
+    showStatus("Searching …"); // the model may still be loading
     const { found: hits } = await searchText(one.facts.id, query);
     if (one !== currentSide()) return;
     page.part = new Map(hits.map((hit) => [hit.slot, hit]));
