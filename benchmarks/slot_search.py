@@ -6,6 +6,7 @@ RUN: a run of the demo's recipe (`sparo demo` writes runs/demo/clip_sparo; other
 Slots are named on the caption pairs of the demo. For every named slot, queries are the images of the retrieval test whose caption
 contains the name. A result is right if its caption contains the name, too. `overlap` is the Jaccard index of the other colours of
 query and result: a low value means different in everything else. Precision and overlap are means over queries, then over slots.
+Also: how well the slot that the explorer finds for a colour separates images whose caption contains it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from evals.encoders.loading import load_encoder
 from evals.sets.wds import WdsSet
 from evals.slots.attend import pixels_of
-from evals.slots.naming import contained, name_slots
-from evals.slots.slot_search import DIFFERENT, search_slots
+from evals.slots.naming import contained, name_slots, roc_auc
+from evals.slots.slot_search import DIFFERENT, rank_for_text, search_slots
 from evals.slots.units import Units, texts_of, units_of
 from sparo_train.train.run_config import load_run
 
@@ -69,6 +70,16 @@ def measured(run: Path) -> dict[str, tuple[float, float]]:
         for name, values in rows.items():
             scores[name].append(tuple(np.mean(values, axis=0)))
         scores["chance"].append((has[:, column].mean(), float("nan")))
+    queries, nothing = texts, units.texts(texts_of(units).text([""]))[0]
+    for name, base in (("text", torch.zeros_like(nothing)), ("text minus empty text", nothing)):
+        best = [int(rank_for_text(images, query - base).parts.argmax()) for query in queries]
+        aucs = [
+            roc_auc((images[:, slot] @ query[slot]).numpy()[:, None], has[:, i])[0]
+            for i, (slot, query) in enumerate(zip(best, queries, strict=True))
+        ]
+        print(
+            f"{run}: slot that the explorer finds by {name}: AUC {np.mean(aucs):.3f}, mean over {len(COLOURS)} colours"
+        )
     print(
         f"{run}: {len(scores['chance'])} of {units.number} slots named; AUC {naming.auc:.3f}, of other names {naming.shuffled:.3f}"
     )

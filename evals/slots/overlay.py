@@ -86,7 +86,7 @@ def _laid(what: ImageCrop, heat: Tensor, brightest: float, size: int) -> tuple[n
     """Return at one size: the image (H, W, 3) in 0..1, its attention (H, W) in 0..1, and the mask of the crop."""
     scale = size / max(what.image.size)
     shape = _scaled(what.image.size, scale)
-    picture = np.asarray(resized(what.image.convert("RGB"), shape), np.float32) / 255
+    picture = np.asarray(resize_for_page(what.image.convert("RGB"), shape), np.float32) / 255
     left, top, right, bottom = (round(v * scale) for v in what.box)
     left, top = max(0, left), max(0, top)
     right, bottom = min(shape[0], max(right, left + 1)), min(shape[1], max(bottom, top + 1))
@@ -104,11 +104,11 @@ def _image(pixels: np.ndarray) -> Image.Image:
 def thumbnail(what: ImageCrop, size: int = 160) -> Image.Image:
     """Return the image itself, at the size of its overlays."""
     scale = size / max(what.image.size)
-    return resized(what.image.convert("RGB"), _scaled(what.image.size, scale))
+    return resize_for_page(what.image.convert("RGB"), _scaled(what.image.size, scale))
 
 
-def resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize for a page: small images keep sharp pixels, because an enlarged blur hides what the model saw."""
+def resize_for_page(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize an image for a page. Small images are enlarged with sharp pixels, because the model gets no others."""
     how = Image.Resampling.NEAREST if size[0] > image.width else Image.Resampling.BICUBIC
     return image.resize(size, how)
 

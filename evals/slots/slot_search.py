@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_NUM_BEST = 10  # images that match a query most
 DIFFERENT = 0.25  # default weight of the difference in other slots
 
 
@@ -56,6 +57,29 @@ def search_slots(
         best = sorted(best, key=lambda one: -one[0])[:count]
         begin += len(block)
     return [match for _, match in best]
+
+
+class TextRanking(NamedTuple):
+    """Each unit's share (U,) of what sets matching images apart, which sum to 1, and its dot products (n, U) with the query."""
+
+    parts: Tensor
+    shares: Tensor
+
+
+def rank_for_text(vectors: Tensor, query: Tensor) -> TextRanking:
+    """Rank units by their part of the difference between the ten images that match a query most and all images.
+
+    Args:
+        vectors: (n, U, d) encodings of the images.
+        query: (U, d), a text's encoding minus that of an empty text.
+    """
+    shares = torch.einsum("nud,ud->nu", vectors, query)
+    # At most half of few images, or the best would be compared with themselves.
+    best = min(_NUM_BEST, max(1, len(shares) // 2))
+    top = shares.sum(1).argsort(descending=True, stable=True)[:best]
+    # Minus the mean image, so that a unit which agrees with everything finds nothing.
+    parts = shares[top].mean(0) - shares.mean(0)
+    return TextRanking(parts / parts.sum().clamp(min=1e-12), shares)
 
 
 def _cosine(block: Tensor, query: Tensor, slots: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evals.encoders.selection import Selection, read_selection, selected, write_selection
+from evals.encoders.selection import Selection, write_selection
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import EvalSet, lines
 from evals.slots.eval_inputs import open_images
@@ -119,14 +119,7 @@ def _open_selection(bench: Bench, path: Path) -> Selection:
             count=bench.units.number,
             chosen=tuple(range(bench.units.number)),
         )
-    selection = read_selection(path)
-    selected(bench.encoder, selection, f"--out {path}")
-    if (selection.units, selection.count) != (bench.units.kind, bench.units.number):
-        raise ConfigError(
-            f"--out {path}: selects from {selection.count} {selection.units}, but --units {bench.units.kind} has "
-            f"{bench.units.number}. Name another file."
-        )
-    return selection
+    return bench.read_selection(path, "--out")
 
 
 def _with_names(selection: Selection, naming: Naming, replace: bool) -> Selection:

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from evals.encoders.selection import read_selection, selected
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import decode_image
 from evals.slots.attend import pixels_of
@@ -75,8 +74,8 @@ def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) 
     different = 0.0 if not is_image else DIFFERENT if search.different is None else search.different
     blocks: Iterator[Tensor] = (bench.units.images(rows) for rows in features.blocks(_BLOCK))
     matches = search_slots(blocks, query, chosen, different, search.num_results)
-    captions = captions_of_set(source, list(features.facts))
-    rows = [_row(one, features.keys[one.image], captions[one.image] if captions else []) for one in matches]
+    captions = captions_of_set(source, [features.facts[one.image] for one in matches]) or [[]] * len(matches)
+    rows = [_row(one, features.keys[one.image], texts) for one, texts in zip(matches, captions, strict=True)]
     slots = ", ".join(map(str, chosen))
     out.print(slot_tables.matches_table(f"{search.query}: images of {name}, alike in slots {slots}", rows, is_image))
     write_facts(search.json_file, {"query": search.query, "slots": chosen, "different": different, "matches": rows})
@@ -117,14 +116,7 @@ def _is_image(query: str) -> bool:
 
 def _slot_numbers(bench: Bench, slots: tuple[int, ...] | Path) -> list[int]:
     if isinstance(slots, Path):
-        selection = read_selection(slots)
-        selected(bench.encoder, selection, f"--slots {slots}")
-        if (selection.units, selection.count) != (bench.units.kind, bench.units.number):
-            raise ConfigError(
-                f"--slots {slots}: selects from {selection.count} {selection.units}, but --units {bench.units.kind} has "
-                f"{bench.units.number}. Name another file."
-            )
-        return sorted(selection.chosen)
+        return sorted(bench.read_selection(slots, "--slots").chosen)
     if wrong := [slot for slot in slots if not 0 <= slot < bench.units.number]:
         raise ConfigError(f"--slots {wrong[0]}: {bench.checkpoint} has {bench.units.number} slots, numbered from 0")
     return list(slots)

@@ -10,6 +10,7 @@ from typing import Any
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
+from evals.encoders.selection import Selection, read_selection, selected
 from evals.feature_store.feature_table import Features
 from evals.feature_store.features import FeatureStore
 from evals.sets.base import EvalSet
@@ -99,6 +100,17 @@ class Bench:
         """Return the encodings of a set's images."""
         with Encoding(self.checkpoint, False) as report:
             return encode_set(source, self.units, self._store(report), 0)
+
+    def read_selection(self, path: Path, option: str) -> Selection:
+        """Return a selection of this checkpoint's units. Raises `ConfigError`, beginning with `option`, for any other."""
+        selection = read_selection(path)
+        selected(self.encoder, selection, f"{option} {path}")
+        if (selection.units, selection.count) != (self.units.kind, self.units.number):
+            raise ConfigError(
+                f"{option} {path}: selects from {selection.count} {selection.units}, but --units {self.units.kind} has "
+                f"{self.units.number}. Name another file."
+            )
+        return selection
 
     def quality(self, label: str, task: TaskConfig, judge: Encoder | None) -> Quality:
         """Return the quality of units on a task's images, with a reference encoder if given."""

@@ -214,6 +214,42 @@ def make_app(explorer: Explorer) -> Starlette:
 
         return endpoint
 
+    def save(side: int, body: dict[str, Any]) -> Any:
+        explorer.side(side)
+        return explorer.files[side].write(body)
+
+    def read(side: int, _: dict[str, Any]) -> Any:
+        explorer.side(side)
+        return explorer.files[side].facts()
+
+    def export_html(_: int, body: dict[str, Any]) -> Any:
+        return Response(build_offline_page(PAGE, explorer.offline_bundle(body)), media_type="text/html; charset=utf-8")
+
+    def post(path: str, work: Callable[[int, dict[str, Any]], Any]) -> Route:
+        return Route(path, json_endpoint(work), methods=["POST"])
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/facts", facts),
+            Route("/task/{side:int}/{number:int}", task),
+            Route("/image/{number:int}", image),
+            Route("/attention/{side:int}/{number:int}", attention),
+            Route("/own", own, methods=["POST"]),
+            *(post(f"/{name}/{{side:int}}", work) for name, work in _model_requests(explorer).items()),
+            post("/save/{side:int}", save),
+            post("/read/{side:int}", read),
+            post("/compare", lambda _, given: explorer.compare(_required_text(given, "checkpoint"))),
+            post("/one-file", export_html),
+            Route("/page/base.css", base_style),
+            Mount("/page", StaticFiles(directory=PAGE)),
+        ]
+    )
+
+
+def _model_requests(explorer: Explorer) -> dict[str, Callable[[int, dict[str, Any]], Any]]:
+    """Return the functions that answer requests by running a checkpoint's model, by the first part of their path."""
+
     def search(side: int, body: dict[str, Any]) -> Any:
         hits = explorer.run_locked(
             lambda: [one._asdict() for one in explorer.side(side).search(_required_text(body, "text"))]
@@ -243,40 +279,7 @@ def make_app(explorer: Explorer) -> Starlette:
         explorer.pictures.check(number)
         return Response(explorer.run_locked(lambda: explorer.side(side).edit(number, body)), media_type="image/jpeg")
 
-    def save(side: int, body: dict[str, Any]) -> Any:
-        explorer.side(side)
-        return explorer.files[side].write(body)
-
-    def read(side: int, _: dict[str, Any]) -> Any:
-        explorer.side(side)
-        return explorer.files[side].facts()
-
-    def export_html(_: int, body: dict[str, Any]) -> Any:
-        return Response(build_offline_page(PAGE, explorer.offline_bundle(body)), media_type="text/html; charset=utf-8")
-
-    def post(path: str, work: Callable[[int, dict[str, Any]], Any]) -> Route:
-        return Route(path, json_endpoint(work), methods=["POST"])
-
-    return Starlette(
-        routes=[
-            Route("/", index),
-            Route("/facts", facts),
-            Route("/task/{side:int}/{number:int}", task),
-            Route("/image/{number:int}", image),
-            Route("/attention/{side:int}/{number:int}", attention),
-            Route("/own", own, methods=["POST"]),
-            post("/search/{side:int}", search),
-            post("/captions/{side:int}", captions),
-            post("/alike/{side:int}", alike),
-            post("/edit/{side:int}", edit),
-            post("/save/{side:int}", save),
-            post("/read/{side:int}", read),
-            post("/compare", lambda _, given: explorer.compare(_required_text(given, "checkpoint"))),
-            post("/one-file", export_html),
-            Route("/page/base.css", base_style),
-            Mount("/page", StaticFiles(directory=PAGE)),
-        ]
-    )
+    return {"search": search, "captions": captions, "alike": alike, "edit": edit}
 
 
 def _required_text(body: dict[str, Any], key: str) -> str:

@@ -17,7 +17,7 @@ from evals.slots.attend import attend, captions_of, pixels_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
 from evals.slots.page_arrays import LIMIT, Arrays, limited
-from evals.slots.slot_search import DIFFERENT, Match, search_slots
+from evals.slots.slot_search import DIFFERENT, Match, rank_for_text, search_slots
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.registries import TASKS
 from sparo_train.data.decode.decoding import display_image, to_8bit
@@ -101,7 +101,6 @@ class Pictures:
 
 KINDS = ("zeroshot", "pairs", "retrieval", "knn")
 MAX_TEXTS = 200  # captions per request
-_NUM_BEST = 10  # images that agree most with a query
 _NUM_ALIKE = 8  # images that are alike in some units
 
 
@@ -219,25 +218,16 @@ class Side:
     def search(self, text: str) -> list[SearchHit]:
         """Rank units by how well they separate the images that match a text from the others.
 
-        An image matches by its similarity to the text minus that to an empty text. The score is each unit's part of the
-        difference between the ten images that match most and all images, as a share of the sum.
+        An image matches by its similarity to the text minus that to an empty text, because all texts have a part in
+        common (benchmarks/slot_search.py). The score is that of `rank_for_text`.
         """
         if not text.strip():
             raise ConfigError("the text is empty. Type what to search for.")
-        # Without the part that all texts have in common. On the demo's models (three seeds, eight colours), the best slot
-        # then separates images of a colour with a mean AUC of 0.94 instead of 0.73.
         query, nothing = self.units.texts(self._texts([text, ""]))
-        read = query - nothing
-        shares = torch.einsum("nud,ud->nu", self.vectors, read)
-        # At most half of few images, or the best would be compared with themselves.
-        best = min(_NUM_BEST, max(1, len(shares) // 2))
-        top = shares.sum(1).argsort(descending=True, stable=True)[:best]
-        # Minus the mean image, so that a slot which agrees with everything finds nothing.
-        part = shares[top].mean(0) - shares.mean(0)
-        part = part / part.sum().clamp(min=1e-12)
-        images = shares.argsort(dim=0, descending=True, stable=True)[:6].T.tolist()
-        order = part.argsort(descending=True, stable=True).tolist()
-        return [SearchHit(slot, float(part[slot]), images[slot]) for slot in order]
+        ranking = rank_for_text(self.vectors, query - nothing)
+        images = ranking.shares.argsort(dim=0, descending=True, stable=True)[:6].T.tolist()
+        order = ranking.parts.argsort(descending=True, stable=True).tolist()
+        return [SearchHit(slot, float(ranking.parts[slot]), images[slot]) for slot in order]
 
     def alike(self, number: int, units: Sequence[int]) -> list[Match]:
         """Return the images of the page that are most like an image in these units, and different from it in the others.

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from evals.encoders.sparo_encoders import ClipEncoder
 from evals.sets.wds import WdsSet
-from evals.slots.overlay import resized
+from evals.slots.overlay import resize_for_page
 from evals.tasks.result import Result, format_metric, is_share, wilson
 from sparo_train.core.files import write_whole
 
@@ -158,7 +158,7 @@ def _answers(data: Path, predictions: Mapping[str, np.ndarray]) -> list[list[dic
         some = numbers[np.unique(np.linspace(0, len(numbers) - 1, _EXAMPLES).astype(int))] if len(numbers) else numbers
         answers.append([])
         for number in some.tolist():
-            picture = data_uri(resized(images.read(number)[1].convert("RGB"), (160, 160)))
+            picture = data_uri(resize_for_page(images.read(number)[1].convert("RGB"), (160, 160)))
             names = {"truth": classes[labels[number]], "predicted": classes[guesses[number]]}
             answers[-1].append({**names, "right": right, "picture": picture})
     return answers
