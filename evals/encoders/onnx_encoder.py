@@ -75,6 +75,11 @@ def runtime(key: str) -> Any:
         ) from None
 
 
+def weights_file(program: Path) -> Path:
+    """Return the file with the weights of a program that is too large for one file."""
+    return program.with_name(f"{program.name}.data")
+
+
 def session(path: Path) -> Any:
     """Return onnxruntime's session of a program, on the CPU with torch's number of threads."""
     ort = runtime("onnx")
@@ -136,7 +141,12 @@ class OnnxEncoder(Encoder):
         return dict(zip(facts.outputs, session.run(list(facts.outputs), {facts.input: values.numpy()}), strict=True))
 
     def _digest(self, part: str) -> str:
-        return hashlib.sha256(read_bytes(self._folder / f"{part}{self._suffix}.onnx", CheckpointError)).hexdigest()
+        program = self._folder / f"{part}{self._suffix}.onnx"
+        digest = hashlib.sha256(read_bytes(program, CheckpointError))
+        if (weights := weights_file(program)).is_file():
+            with weights.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
 
 
 class OnnxClipEncoder(OnnxEncoder, TextEncoder):

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import math
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,13 @@ from sparo_train.models.clip_model import Clip
 from sparo_train.models.dino_head import build_backbone
 from sparo_train.objectives.clip import scored_weights
 
-from ..encoders.onnx_encoder import CONFIG, runtime, session
+from ..encoders.onnx_encoder import CONFIG, runtime, session, weights_file
 from .backbone_exports import BackboneProgram, backbone_weights
 from .exporting import Export, TrainedWeights
 from .tokenizer_file import tokenizer_json
 
 _OPSET = 18
+_LARGEST_FILE = 2_000_000_000  # bytes of weights in one file: protobuf's limit is 2 GiB, with the graph
 _LARGE = 256  # elements of a weight from which 16 bits save space
 _EXAMPLES = 32  # images and captions on which precisions are compared
 _LOAD = """import onnxruntime
@@ -139,8 +141,10 @@ def _onnx(trained: TrainedWeights, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     agreement: dict[str, Any] = {}
     for name, program in programs.items():
-        _write(program, folder / f"{name}.onnx")
-        agreement[name] = _write_small(folder, name, program)
+        # Beyond protobuf's limit, weights are in NAME.onnx.data, where onnxruntime finds them.
+        separate = sum(t.nbytes for t in program.module.state_dict().values()) > _LARGEST_FILE
+        _write(program, folder / f"{name}.onnx", separate)
+        agreement[name] = _write_small(folder, name, program, separate)
     if clip:
         context_length = facts["text"]["context_length"]
         write_whole(folder / "tokenizer.json", json.dumps(tokenizer_json(context_length), ensure_ascii=False))
@@ -231,7 +235,7 @@ def _images(count: int, bands: int, size: int) -> Tensor:
     return (F.interpolate(coarse, size=(size, size), mode="bicubic").clamp(0, 1) * 255).to(torch.uint8)
 
 
-def _write(program: _Program, path: Path) -> None:
+def _write(program: _Program, path: Path, separate: bool) -> None:
     dims = {name: torch.export.Dim(name, min=1) for parts in program.dynamic.values() for name in parts.values()}
     shapes = tuple({at: dims[name] for at, name in program.dynamic[key].items()} for key in program.inputs)
     with _quiet(), torch.no_grad():
@@ -245,19 +249,34 @@ def _write(program: _Program, path: Path) -> None:
             opset_version=_OPSET,
             verbose=False,
         )
-    with whole_file(path) as temporary:
-        exported.save(temporary, external_data=False)
+    with _whole_program(path) as temporary:
+        exported.save(temporary, external_data=separate)
 
 
-def _write_small(folder: Path, name: str, program: _Program) -> dict[str, float]:
+@contextmanager
+def _whole_program(path: Path) -> Iterator[Path]:
+    """Give a path of the same name in a temporary folder; at the end, the program and the file with its weights, if any, replace those at `path`."""
+    weights = weights_file(path)
+    with whole_file(path) as temporary, tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as place:
+        yield Path(place) / path.name
+        if (written := Path(place) / weights.name).is_file():
+            written.replace(weights)
+        else:  # of an earlier, larger model
+            weights.unlink(missing_ok=True)
+        (Path(place) / path.name).replace(temporary)
+
+
+def _write_small(folder: Path, name: str, program: _Program, separate: bool) -> dict[str, float]:
     """Write a program in fp16 and int8; return the lowest cosine of their first output with that in fp32, on generated inputs."""
     onnx, quantization = importlib.import_module("onnx"), importlib.import_module("onnxruntime.quantization")
     source, half, quarter = (folder / f"{name}{suffix}.onnx" for suffix in ("", ".fp16", ".int8"))
     with _quiet():
-        with whole_file(half) as temporary:
-            onnx.save(_half_weights(onnx.load(source)), temporary)
-        with whole_file(quarter) as temporary:
-            quantization.quantize_dynamic(source, temporary, weight_type=quantization.QuantType.QInt8)
+        with _whole_program(half) as temporary:
+            weights = {"save_as_external_data": separate, "location": weights_file(half).name}
+            onnx.save(_half_weights(onnx.load(source)), temporary, **weights)
+        with _whole_program(quarter) as temporary:
+            kind = quantization.QuantType.QInt8
+            quantization.quantize_dynamic(source, temporary, weight_type=kind, use_external_data_format=separate)
     inputs = {key: value.numpy() for key, value in _more(program.inputs).items()}
     exact, *others = (torch.from_numpy(session(path).run(None, inputs)[0]) for path in (source, half, quarter))
     cosines = [round(float(F.cosine_similarity(exact, other).min()), 6) for other in others]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.encoders.loading import read_run
-from evals.encoders.onnx_encoder import OnnxEncoder, from_onnx
+from evals.encoders.onnx_encoder import OnnxEncoder, from_onnx, weights_file
 from evals.interop.exporting import export_run
 from sparo_data.npm import install_packages
 from sparo_train.core.errors import ConfigError
@@ -46,7 +46,12 @@ def write_static(explorer: Explorer, checkpoint: str, precision: str, out: Path,
         assert isinstance(encoder, OnnxEncoder)
         suffix = "" if precision == "fp32" else f".{precision}"
         for name in ("image", *(["text"] if encoder.facts.text else [])):
-            assets[f"{name}.onnx"] = read_bytes(folder / f"{name}{suffix}.onnx", ConfigError)
+            program = folder / f"{name}{suffix}.onnx"
+            if weights_file(program).is_file():
+                raise ConfigError(
+                    f"--static: {checkpoint} has more than 2 GB, which browsers cannot load. Use the server."
+                )
+            assets[f"{name}.onnx"] = read_bytes(program, ConfigError)
         if encoder.facts.text:
             assets["tokenizer.json"] = read_bytes(folder / "tokenizer.json", ConfigError)
     side = explorer.sides[explorer.first]

@@ -115,6 +115,26 @@ def test_programs_of_clip_equal_the_model(kind, tmp_path):
         assert np.allclose(scores, own.conditioned(own.patches(pixels(5)).flatten(1), queries), atol=1e-5)
 
 
+def test_weights_beyond_the_limit_of_one_file_are_stored_separately(tmp_path, monkeypatch):
+    monkeypatch.setattr("evals.interop.onnx_export._LARGEST_FILE", 1000)
+    own, folder = clip(SPARO, tmp_path)
+    names = [f"{part}{precision}.onnx" for part in ("image", "text") for precision in ("", ".fp16", ".int8")]
+    assert {path.name for path in folder.glob("*.onnx*")} == {*names, *(f"{name}.data" for name in names)}
+    assert all((folder / name).stat().st_size < 400_000 for name in names)
+    exported = load_encoder(folder)
+    check_images(own, exported)
+    check_attention(own, exported)
+    for precision in ("fp16", "int8"):
+        assert load_encoder(f"onnx:{folder}?precision={precision}").text(CAPTIONS).shape == (4, 32)
+    # The weights belong to the identity under which features are stored.
+    data, before = folder / "image.onnx.data", exported.weights
+    data.write_bytes(data.read_bytes()[:-4] + b"\0\0\0\1")
+    assert load_encoder(folder).weights != before
+    monkeypatch.undo()
+    clip(SPARO, tmp_path)
+    assert {path.name for path in folder.glob("*.onnx*")} == set(names)
+
+
 @pytest.mark.slow
 def test_programs_of_timm_towers_and_shared_queries_equal_the_model(tmp_path):
     vision = {"timm_model_name": "vit_tiny_patch16_224", "image_size": 32}
