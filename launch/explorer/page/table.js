@@ -42,12 +42,15 @@ export class ScoreTable {
   show(names, tasks) {
     const heads = ["task", "score", "n"].map((text) => element("th", { text, scope: "col" }));
     for (let i = 0; i < names.length; i++) for (const text of ["all", "chosen", "change"]) heads.push(element("th", { text, scope: "col", class: "number" }));
-    const above = element("tr", {}, element("td", { colspan: 3 }), ...names.map((text) => element("th", { text, scope: "colgroup", colspan: 3 })));
+    heads.push(element("th", { text: "0 to 100 per cent", scope: "col" }));
+    const above = element("tr", {}, element("td", { colspan: 3 }), ...names.map((text) => element("th", { text, scope: "colgroup", colspan: 3 })), element("td"));
     const body = element("tbody");
+    this.plots = [];
     this.cells = tasks.map((task) => {
       const row = element("tr", {}, element("th", { text: task.name, scope: "row" }), element("td", { text: task.metric }), element("td", { text: `${task.n.toLocaleString("en")}${someImages(task)}`, class: "number" }));
       const cells = names.map(() => ["all", "chosen", "change"].map((what) => element("td", { class: `number ${what}`, text: "…" })));
-      row.append(...cells.flat());
+      this.plots.push(new Points(2 * names.length));
+      row.append(...cells.flat(), element("td", {}, this.plots.at(-1).svg));
       row.dataset.task = task.name;
       body.append(row);
       return cells;
@@ -57,10 +60,12 @@ export class ScoreTable {
 
   whole(task, side, score) {
     setCell(this.cells[task][side][0], percent(score.value), intervalText(score, percent));
+    this.plots[task].set(2 * side, score);
   }
 
   chosen(task, side, score) {
     const [, chosen, change] = this.cells[task][side];
+    this.plots[task].set(2 * side + 1, score);
     if (score === null) {
       setCell(chosen, "–", "nothing is on");
       setCell(change, "–", "");
@@ -73,6 +78,37 @@ export class ScoreTable {
   absent(task, side) {
     for (const cell of this.cells[task][side]) setCell(cell, "–", "");
   }
+}
+
+// Points with intervals, one below the other, for eyes only: the cells next to them have the numbers. Even rows are all slots.
+class Points {
+  constructor(rows) {
+    this.svg = svgElement("svg", { class: "plot", viewBox: `-2 0 104 ${7 + 7 * rows}`, "aria-hidden": "true" });
+    this.svg.append(svgElement("line", { class: "axis", x1: 0, x2: 100, y1: 4 + 7 * rows, y2: 4 + 7 * rows }));
+    this.marks = Array.from({ length: rows }, (_, row) => {
+      const y = 5 + 7 * row, name = row % 2 ? "chosen" : "all";
+      const marks = [svgElement("line", { class: name, y1: y, y2: y }), svgElement("circle", { class: name, cy: y, r: 2 })];
+      this.svg.append(...marks);
+      return marks;
+    });
+    for (let row = 0; row < rows; row++) this.set(row, null);
+  }
+
+  // score: null hides the point
+  set(row, score) {
+    const [line, circle] = this.marks[row];
+    for (const mark of [line, circle]) mark.style.display = score ? "" : "none";
+    if (!score) return;
+    line.setAttribute("x1", 100 * score.low);
+    line.setAttribute("x2", 100 * score.high);
+    circle.setAttribute("cx", 100 * score.value);
+  }
+}
+
+function svgElement(name, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
 }
 
 // Say so if scores use some of a task's images only.
