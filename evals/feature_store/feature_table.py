@@ -128,8 +128,18 @@ def _write(path: Path, save: Callable[[IO[bytes]], None]) -> str:
 
 def write_texts(folder: Path, texts: list[str], array: np.ndarray) -> None:
     """Write encodings (n, D) of texts as a separate part."""
-    name = "part-" + xxhash.xxh3_128_hexdigest(json.dumps(texts).encode())[:16]
+    name = _text_part(texts)
     write_sealed(folder / f"{name}.json", {"texts": texts, "xxh3_128": write_array(folder / f"{name}.npy", array)})
+
+
+def _text_part(texts: list[str]) -> str:
+    return "part-" + xxhash.xxh3_128_hexdigest(json.dumps(texts).encode())[:16]
+
+
+def read_text_part(folder: Path, texts: list[str]) -> dict[str, np.ndarray]:
+    """Return the encodings of texts that `write_texts` has just written, mapped from the file."""
+    array = np.load(folder / f"{_text_part(texts)}.npy", mmap_mode="r", allow_pickle=False)
+    return dict(zip(texts, array, strict=True))
 
 
 def read_texts(folder: Path) -> dict[str, np.ndarray]:

@@ -32,7 +32,17 @@ from sparo_train.core.world import World
 
 from ..encoders.encoder import Encoder, TextEncoder
 from ..sets.base import EvalSet, Transform, batched, read_batches
-from .feature_table import Features, Part, View, bounds_of, open_part, read_texts, write_part, write_texts
+from .feature_table import (
+    Features,
+    Part,
+    View,
+    bounds_of,
+    open_part,
+    read_text_part,
+    read_texts,
+    write_part,
+    write_texts,
+)
 
 _FIRST_ON_CPU, _FIRST_ON_ACCELERATOR = 256, 2048
 
@@ -96,6 +106,7 @@ logger = logging.getLogger(__name__)
 
 Storage = Literal["fp32", "fp16"]
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16}
+_TEXTS = 16384  # texts that are encoded before they are written
 _FORMAT = 3  # layout of parts with XXH3 checksums
 _SINGLE_PROCESS = Ranks(World(), "gloo", 0.0)
 
@@ -183,18 +194,29 @@ class FeatureStore:
 
     def texts(self, encoder: TextEncoder, captions: Sequence[str]) -> Tensor:
         """Return unit-norm fp32 encodings (n, D) of captions, each distinct one encoded once per text tower."""
+        return self.text_rows(encoder, captions)(captions)
+
+    def text_rows(self, encoder: TextEncoder, captions: Sequence[str]) -> Callable[[Sequence[str]], Tensor]:
+        """Return a function from some of these captions to their encodings, so that not all are in memory twice, or at all with a store."""
+        encodings = self._encoded_texts(encoder, captions)
+        return lambda some: torch.from_numpy(np.stack([encodings[caption] for caption in some]))
+
+    def _encoded_texts(self, encoder: TextEncoder, captions: Sequence[str]) -> dict[str, np.ndarray]:
         if self.root is None:
-            return _finite(encoder.text(captions), captions)
+            distinct = list(dict.fromkeys(captions))
+            return dict(zip(distinct, _finite(encoder.text(distinct), distinct).numpy(), strict=True))
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
         folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         encodings = read_texts(folder)
         # Sorted, because the part is named by its content.
         new = sorted(set(captions) - encodings.keys())
-        if new:
-            encoded = _finite(encoder.text(new), new)
-            self._try_write(lambda: write_texts(folder, new, encoded.numpy()))
-            encodings |= {caption: encoded[i].numpy() for i, caption in enumerate(new)}
-        return torch.from_numpy(np.stack([encodings[caption] for caption in captions]))
+        for begin in range(0, len(new), _TEXTS):
+            some = new[begin : begin + _TEXTS]
+            encoded = _finite(encoder.text(some), some).numpy()
+            stored = self._try_write(functools.partial(write_texts, folder, some, encoded))
+            # Mapped from the file, so that memory does not grow with the number of texts.
+            encodings |= read_text_part(folder, some) if stored else dict(zip(some, encoded, strict=True))
+        return encodings
 
     def _facts(self, job: _Job) -> dict[str, Any]:
         encoder, source = job.encoder, job.source

@@ -59,7 +59,7 @@ def _parts(record: Record) -> list[tuple[str, dict[str, float]]]:
         return [(name, {**metrics, **{k: result.options[k] for k in ("weight_decay", "epochs", "seed", "fewshot_k")}})]
     if result.task == "pairs":
         # One file per split, because clip-benchmark scores SugarCrepe's splits as separate sets.
-        kinds = [k for k in result.metrics if k not in ("macro", "micro", "order_only")]
+        kinds = [k for k in result.metrics if k not in ("macro", "micro", "order_only", "blind")]
         return [
             (f"{name}/{k}", {"image_acc": 1.0, "text_acc": result.metrics[k], "acc": result.metrics[k]}) for k in kinds
         ]

@@ -63,7 +63,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
-FactKind = str  # label, labels, captions, pairs, masks, objects, or a layout's own kind
+FactKind = str  # label, labels, captions, pairs, questions, masks, objects, or a layout's own kind
 Fact = Any  # int | list[int] of 0 and 1 | list[str] | list[Pair] | an array: (H, W) of object numbers, (2, H, W) with classes, (n, WIDTH) of objects; by kind
 
 
@@ -92,6 +92,7 @@ class EvalSet(ABC):
         home: folder of the files with class names and prompts (default: root).
         benchmark_name: clip-benchmark's name of the set, for files that `home` lacks.
         groups: group of each image (patient, slide), whose images must not help each other's score; None: unknown.
+        part_of: the set that this is a part of, if `limit` shortened it.
     """
 
     root: Path
@@ -100,9 +101,7 @@ class EvalSet(ABC):
     benchmark_name: str | None = None
     left_out: Mapping[str, int] = {}
     groups: Sequence[str] | None = None
-    images_per_row: int = (
-        1  # number of consecutive images that are scored together, so that `limit` keeps or drops all of them
-    )
+    part_of: EvalSet | None = None
     label_below: int | None = None  # larger labels are refused when they are read, not after encoding everything
 
     @abstractmethod
@@ -155,6 +154,10 @@ class EvalSet(ABC):
         """Raise `DataError` before scoring if a required file is missing."""
         self.stamp()
 
+    def limited(self, count: int) -> EvalSet:
+        """Return about `count` samples, evenly spaced."""
+        return Limited(self, count)
+
 
 def evenly(total: int, count: int) -> list[int]:
     """Return at most `count` different numbers below `total`, evenly spaced from 0."""
@@ -163,14 +166,13 @@ def evenly(total: int, count: int) -> list[int]:
 
 
 class Limited(EvalSet):
-    """About `count` samples of a set, evenly spaced, so that all of consecutive classes are included; rows with several images stay whole."""
+    """At most `count` samples of a set, evenly spaced, so that all of consecutive classes are included."""
 
     def __init__(self, whole: EvalSet, count: int):
         self.whole, self.root, self.kind, self.benchmark_name = whole, whole.root, whole.kind, whole.benchmark_name
+        self.part_of = whole
         self.left_out = whole.left_out
-        size = whole.images_per_row
-        rows = evenly(len(whole) // size, max(count // size, 1))
-        self._numbers = [size * row + place for row in rows for place in range(size)]
+        self._numbers = evenly(len(whole), count)
         self.groups = None if whole.groups is None else [whole.groups[number] for number in self._numbers]
 
     def __len__(self) -> int:

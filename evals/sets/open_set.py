@@ -7,7 +7,7 @@ from pathlib import Path
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.registries import LAYOUTS
 
-from .base import EvalSet, Limited
+from .base import EvalSet
 from .task_config import LabelledTaskConfig, SetTaskConfig
 from .wds import ClassFolders, open_images
 
@@ -31,7 +31,7 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
         )
     eval_set = layout.open(config, kind, split or config.split)
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
-    return eval_set if config.limit is None else Limited(eval_set, config.limit)
+    return eval_set if config.limit is None else eval_set.limited(config.limit)
 
 
 def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
@@ -95,4 +95,4 @@ def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[Eval
             )
     if not config.groups_may_overlap:
         refuse_shared_groups(train, test)
-    return (train, test) if config.limit is None else (Limited(train, config.limit), Limited(test, config.limit))
+    return (train, test) if config.limit is None else (train.limited(config.limit), test.limited(config.limit))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,12 +11,14 @@ from typing import Any
 
 from PIL import Image
 
-from sparo_train.core.errors import ConfigError, DataError, did_you_mean
-from sparo_train.core.files import is_safe_relative_path, parse_json, read_bytes, read_text
+from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.files import is_safe_relative_path, read_bytes, read_text
 from sparo_train.data.sources.folder import class_order
 
 from .base import Fact, FactKind, Layout, Pair, label_image, sha256, sizes_of
 from .image_files import FileSet
+from .question_table import find_image, open_questions
+from .table_rows import TableRow, table_rows
 from .task_config import TableColumns
 
 
@@ -42,12 +41,14 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     if columns.test_share is not None and split not in ("train", "test"):
         raise ConfigError(f"columns.test_share: makes the splits train and test, got {split!r}. Name one of them.")
     root = Path(config.root)
+    if kind == "questions":
+        return open_questions(root, columns, split)
     path = root / columns.file
     text = read_text(path, DataError)
     if kind == "label" and columns.labels is not None:
         kind = "labels"
     make_facts = _FACTS[kind]
-    rows = [_Row(row, f"{path}: row {number + 1}") for number, row in enumerate(_rows(text, path))]
+    rows = [TableRow(row, f"{path}: row {number + 1}") for number, row in enumerate(table_rows(text, path))]
     classes = _class_names(rows, columns, kind, numbered=config.task == "zeroshot")
     if kind == "labels" and not classes:
         raise DataError(f"{path}: no row has a name in {columns.labels}. Correct columns.labels.")
@@ -56,7 +57,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     images: dict[str, Any] = {}
     groups: dict[str, str] = {}
     for number, values in enumerate(rows):
-        names = [values.fill(template) for template in columns.images]
+        names = [find_image(root, columns, values.fill(template)) for template in columns.images]
         if columns.split is not None and values.value(columns.split) != split:
             continue
         if columns.test_share is not None and (_unit(columns, values) in test_units) != (split == "test"):
@@ -79,7 +80,6 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     kind_of_set = MaskTableSet if kind == "masks" else TableSet
     table_set = kind_of_set(root, list(images), facts, kind, sha256(text).encode())
     table_set.classes, table_set.groups = classes, [groups[name] for name in images] if groups else None
-    table_set.images_per_row = len(columns.images)
     return table_set
 
 
@@ -123,7 +123,7 @@ class MaskTableSet(TableSet):
         return sizes_of([self.root / name for name in self._facts])
 
 
-def _test_units(columns: TableColumns, rows: Sequence[_Row]) -> set[str]:
+def _test_units(columns: TableColumns, rows: Sequence[TableRow]) -> set[str]:
     """Return the groups (or images) of the split test: the first ones in the order of a hash, at least one and not all."""
     if columns.test_share is None:
         return set()
@@ -131,11 +131,11 @@ def _test_units(columns: TableColumns, rows: Sequence[_Row]) -> set[str]:
     return set(units[: min(max(1, round(columns.test_share * len(units))), len(units) - 1)])
 
 
-def _unit(columns: TableColumns, row: _Row) -> str:
+def _unit(columns: TableColumns, row: TableRow) -> str:
     return row.fill(columns.images[0]) if columns.group is None else row.value(columns.group)
 
 
-def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[_Row]) -> None:
+def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[TableRow]) -> None:
     """Raise `DataError` for splits that differ in case only, whose rows would silently not be used."""
     names: dict[str, str] = {}
     for row in rows if columns.split is not None else ():
@@ -146,7 +146,7 @@ def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[_Ro
             )
 
 
-def _class_names(rows: Sequence[_Row], columns: TableColumns, kind: FactKind, numbered: bool) -> list[str]:
+def _class_names(rows: Sequence[TableRow], columns: TableColumns, kind: FactKind, numbered: bool) -> list[str]:
     """Return the classes of all rows, whatever their split, in the order of `class_order`.
 
     `numbered`: numbers are those of class names elsewhere; then empty if all classes are numbers.
@@ -159,110 +159,44 @@ def _class_names(rows: Sequence[_Row], columns: TableColumns, kind: FactKind, nu
     return [] if numbered and all(text.isdecimal() for text in texts) else class_order(texts)
 
 
-class _Row:
-    """Values of a row, in the form that templates take."""
-
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self.values, self.where = values, where
-        self.classes: Sequence[str] = ()
-
-    def fill(self, template: str) -> str:
-        """Return the template with the row's values. Raises `DataError` for a column that the row lacks."""
-        # Directly, because a dot in a column's name is not one of an attribute.
-        if (column := _single_column(template)) in self.values:
-            return _plain(self.values[column])
-        try:
-            return template.format_map({name: _plain(value) for name, value in self.values.items()})
-        except KeyError as missing:
-            column = str(missing.args[0])
-            raise DataError(f"{self.where}: no column {column!r}; {did_you_mean(column, self.values)}") from None
-        except (ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"columns: {template!r} cannot be filled in ({error}). Write a column's name in braces, as in {{caption}}."
-            ) from None
-
-    def value(self, column: str) -> str:
-        """Return the value of a column without spaces around it."""
-        return self.fill(f"{{{column}}}").strip()
-
-    def class_text(self, template: str) -> str:
-        """Return the name or number of a class, without spaces around it or zeros before it."""
-        text = self.fill(template).strip()
-        return str(int(text)) if text.isdecimal() else text
-
-    def label(self, template: str) -> int:
-        text = self.class_text(template)
-        if not text:
-            raise DataError(f"{self.where}: has no class. Fill in the column, or remove the row.")
-        return self.classes.index(text) if self.classes else int(text)
-
-    def names(self, template: str) -> list[str]:
-        """Return the names of a cell, which are separated by semicolons or vertical bars, or a list of a JSON file."""
-        if isinstance(listed := self.values.get(_single_column(template)), list):
-            return [str(name) for name in listed]
-        return [name.strip() for name in re.split(r"[;|]", self.fill(template)) if name.strip()]
-
-    def number(self, template: str) -> float:
-        text = self.fill(template)
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise DataError(
-                f"{self.where}: {template} must be a finite number, got {text!r}. Correct it, or remove the row."
-            )
-        return value
-
-
-def _single_column(template: str) -> str:
-    """Return the column of a template that consists of one; empty for other templates."""
-    return template[1:-1] if template[:1] == "{" and template[-1:] == "}" and template.count("{") == 1 else ""
-
-
-def _plain(value: Any) -> str:
-    # A string has no attributes that a template in a foreign file could access.
-    return "" if value is None else str(value)
-
-
 def _one_image(columns: TableColumns, task: str) -> None:
     if len(columns.images) != 1:
         raise ConfigError(f"columns.images: task {task} takes one image per row, got {len(columns.images)}")
 
 
-def _label_facts(columns: TableColumns, row: _Row, _key: str) -> list[int]:
+def _label_facts(columns: TableColumns, row: TableRow, _key: str) -> list[int]:
     _one_image(columns, "zeroshot")
     if columns.label is None:
         raise ConfigError("columns.label: missing, and the task needs the class of each image")
     return [row.label(columns.label)]
 
 
-def _labels_facts(columns: TableColumns, row: _Row, _key: str) -> list[list[int]]:
+def _labels_facts(columns: TableColumns, row: TableRow, _key: str) -> list[list[int]]:
     _one_image(columns, "probe")
     names = set(row.names(str(columns.labels)))
     return [[int(name in names) for name in row.classes]]
 
 
-def _target_facts(columns: TableColumns, row: _Row, _key: str) -> list[float]:
+def _target_facts(columns: TableColumns, row: TableRow, _key: str) -> list[float]:
     _one_image(columns, "regression")
     if columns.target is None:
         raise ConfigError("columns.target: missing, and the task needs a number for each image. Name the column.")
     return [row.number(columns.target)]
 
 
-def _mask_facts(columns: TableColumns, row: _Row, _key: str) -> list[str]:
+def _mask_facts(columns: TableColumns, row: TableRow, _key: str) -> list[str]:
     _one_image(columns, "linear_segmentation")
     if columns.mask is None:
         raise ConfigError("columns.mask: missing, and the task needs the label image of each image. Name the column.")
     return [row.fill(columns.mask)]
 
 
-def _caption_facts(columns: TableColumns, row: _Row, _key: str) -> list[list[str]]:
+def _caption_facts(columns: TableColumns, row: TableRow, _key: str) -> list[list[str]]:
     _one_image(columns, "retrieval")
-    return [[row.fill(template) for template in columns.captions]]
+    return [[text for template in columns.captions for text in row.texts(template)]]
 
 
-def _pair_facts(columns: TableColumns, row: _Row, key: str) -> list[list[Pair]]:
+def _pair_facts(columns: TableColumns, row: TableRow, key: str) -> list[list[Pair]]:
     _one_image(columns, "pairs")
     if not columns.captions or not columns.false_captions:
         raise ConfigError("columns: task pairs needs captions and false_captions")
@@ -271,62 +205,14 @@ def _pair_facts(columns: TableColumns, row: _Row, key: str) -> list[list[Pair]]:
     return [[Pair(kind, row.fill(true), row.fill(false), key) for true, false in both]]
 
 
-def _match_facts(columns: TableColumns, row: _Row, key: str) -> list[dict[str, Any]]:
-    if len(columns.images) != 2 or len(columns.captions) != 2:
-        raise ConfigError(
-            f"columns: task matching takes two images and two captions per row, got {len(columns.images)} and {len(columns.captions)}"
-        )
-    captions = [row.fill(template) for template in columns.captions]
-    return [{"row": key, "place": place, "captions": captions, "kind": row.fill(columns.kind)} for place in range(2)]
-
-
-_FACTS: dict[FactKind, Callable[[TableColumns, _Row, str], Sequence[Any]]] = {
+_FACTS: dict[FactKind, Callable[[TableColumns, TableRow, str], Sequence[Any]]] = {
     "label": _label_facts,
     "labels": _labels_facts,
     "target": _target_facts,
     "masks": _mask_facts,
     "captions": _caption_facts,
     "pairs": _pair_facts,
-    "matches": _match_facts,
 }
 
 
-def _rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
-    suffix = path.suffix.lower()
-    if suffix in (".csv", ".tsv"):
-        header = text.partition("\n")[0]
-        # Spreadsheets of several languages write semicolons.
-        comma = ";" if ";" in header and "," not in header else ","
-        reader = csv.DictReader(
-            text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else comma, strict=True
-        )
-        try:
-            for row in reader:
-                if None in row.values():
-                    raise DataError(f"{path}, line {reader.line_num}: has fewer columns than the header. Fill the row.")
-                if None in row:
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: has more columns than the header. Quote its texts."
-                    )
-                yield row
-        except csv.Error as error:
-            raise DataError(
-                f"{path}, line {reader.line_num}: {error}. Add the closing quotation mark; a mark that belongs to the text must be "
-                'written twice ("").'
-            ) from None
-        return
-    if suffix == ".jsonl":
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield parse_json(line, f"{path}, line {number}", dict, DataError)
-        return
-    if suffix != ".json":
-        raise ConfigError(f"columns.file: expected .csv, .tsv, .json or .jsonl, got {path.name}")
-    content = parse_json(text, str(path), list if text.lstrip()[:1] == "[" else dict, DataError)
-    for row in content if isinstance(content, list) else content.values():
-        if not isinstance(row, dict):
-            raise DataError(f"{path}: expected an object per row, got {type(row).__name__}")
-        yield row
-
-
-TABLE = Layout(tuple(_FACTS), open_table)
+TABLE = Layout((*_FACTS, "questions"), open_table)

@@ -15,13 +15,23 @@ class TableColumns(Frozen):
     """Columns of images, captions and labels, as texts in which `{column}` stands for a row's value."""
 
     file: str = field(
-        ..., "Table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl.", examples=["table.csv"]
+        ...,
+        "Table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. For questions also .parquet with embedded "
+        "images, and a glob of several files, whose names are the column file_stem.",
+        examples=["table.csv"],
     )
     images: tuple[str, ...] = field(
-        ("{image}",), "Images of a row, below root.", min_length=1, strict=False, examples=[["images/{image_0}.png"]]
+        ("{image}",),
+        "Images of a row, below root. {url:name} is the last part of a path or URL.",
+        min_length=1,
+        strict=False,
+        examples=[["images/{image_0}.png"]],
     )
     captions: tuple[str, ...] = field(
-        (), "Captions of a row. The first one is true of the first image.", strict=False, examples=[["{caption}"]]
+        (),
+        "Captions of a row. The first one is true of the first image. A cell with a list stands for all its entries.",
+        strict=False,
+        examples=[["{caption}"]],
     )
     false_captions: tuple[str, ...] = field(
         (), "Captions that are not true of the image, for task pairs.", strict=False, examples=[["{wrong}"]]
@@ -38,6 +48,27 @@ class TableColumns(Frozen):
         "Label image of a row, below root, for task linear_segmentation: a PNG with the number of the class per pixel.",
         examples=["{mask}"],
     )
+    answer: str | None = field(
+        None,
+        "For task choice: column with the number of the right caption (with one caption: of the right image), from 0. Default: the "
+        "first.",
+        examples=["{correct_answer}"],
+    )
+    box: str | None = field(
+        None,
+        "For questions: region of the image that is encoded, as left, top, width and height in pixels.",
+        examples=["{x},{y},{width},{height}"],
+    )
+    folders: tuple[str, ...] = field(
+        (),
+        "Folders below root in which images are looked for, in this order.",
+        strict=False,
+        examples=[["VG_100K", "VG_100K_2"]],
+    )
+    skip_missing: bool = field(
+        False, "For questions: skip questions whose images do not exist, and report their number. Default: an error."
+    )
+    rows: int = field(1, "For questions: number of consecutive rows whose images and captions form one question.", gt=0)
     kind: str = field("", "Kind of a row. Scores are also reported per kind.", examples=["{tag}"])
     split: str | None = field(
         None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]
@@ -52,7 +83,8 @@ class TableColumns(Frozen):
     )
     group: str | None = field(
         None,
-        "Column with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other.",
+        "Column with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other. For "
+        "questions: all questions of a group must be right for the metric all_of_group.",
         examples=["patient"],
     )
     key: str | None = field(None, "Column with the name of a row. Default: its number.", examples=["id"])

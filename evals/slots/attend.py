@@ -51,7 +51,7 @@ def captions_of(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
     """
     if not texts:
         return lambda fact: None
-    if source.kind == "captions":
+    if source.kind in ("captions", "questions"):
         return lambda fact: next(iter(fact), "")
     if source.kind == "pairs":
         return lambda fact: fact[0].caption if fact else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +17,17 @@ from sparo_train.core.registries import TASKS
 
 from ..feature_store.feature_table import Features
 from ..feature_store.features import FeatureStore
-from ..sets.base import EvalSet, Limited, Pair, Transform
+from ..sets.base import EvalSet, Pair, Transform
 from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
 from ..suite.image_text_tasks import PairsTaskConfig, ZeroshotTaskConfig
 from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
+from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, questions_of
 from ..suite.scoring import labels_of
 from ..tasks import zeroshot
 from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
 from .probe_tasks import Linear, Neighbours, ProbeTask
+from .question_inputs import Questions
 from .units import Units, texts_of
 
 ClassifierSlots = str  # slice | renorm
@@ -85,7 +87,7 @@ class Pairs(NamedTuple):
         return pair_margins(image, u.texts(self.true), u.texts(self.false), kinds, self.keys, self.average, u.rest)
 
 
-Material = Classes | Pairs | ProbeTask
+Material = Classes | Pairs | Questions | ProbeTask
 
 
 def material(
@@ -102,6 +104,8 @@ def material(
         return _classes(task, units, store, classifier_slots)
     if isinstance(task, PairsTaskConfig):
         return _pairs(task, units, store)
+    if isinstance(task, QuestionsTaskConfig):
+        return _questions(task, units, store)
     if isinstance(task, KnnTaskConfig):
         bank, test = open_labelled(task)
         return Neighbours(
@@ -111,7 +115,9 @@ def material(
     if isinstance(task, ProbeTaskConfig):
         bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
         return Linear(*_probe_inputs(bank, test, units, store, task.workers))
-    raise ConfigError(f"{name}: needs a task of kind zeroshot, pairs, knn or probe, got {task.task}")
+    raise ConfigError(
+        f"{name}: needs a task of kind zeroshot, pairs, choice, matching, paraphrases, knn or probe, got {task.task}. Name another one."
+    )
 
 
 def open_images(task: TaskConfig) -> EvalSet:
@@ -127,7 +133,7 @@ def open_images(task: TaskConfig) -> EvalSet:
 
 def identities(source: EvalSet) -> str:
     """Return a set's identity, and that of the whole set if this is part of it, by which shared images are recognized."""
-    return f"{source.identity()} {source.whole.identity()}" if isinstance(source, Limited) else source.identity()
+    return source.identity() if source.part_of is None else f"{source.identity()} {source.part_of.identity()}"
 
 
 def encode_set(source: EvalSet, units: Units, store: FeatureStore, workers: int) -> Features:
@@ -159,14 +165,53 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
 def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
     source, tower = open_set(task, "pairs"), texts_of(units)
     features = encode_set(source, units, store, task.workers)
-    caption_pairs = [pair for row in features.facts for pair in row]
+    caption_pairs = [(i, pair) for i, row in enumerate(features.facts) for pair in row]
     if not caption_pairs:
         raise DataError(f"{source.root}: no image has a pair of captions")
-    owner = torch.tensor([i for i, row in enumerate(features.facts) for _ in row])
-    # Together, so that a caption that is true for one image and false for another is encoded once.
-    both = store.texts(tower, [p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
-    true, false = both.split(len(caption_pairs))
-    return Pairs(units, features, true, false, owner, caption_pairs, task.average, identities(source))
+    texts = [text for _, pair in caption_pairs for text in (pair.caption, pair.negative_caption)]
+    return _as_pairs(units, features, store.text_rows(tower, texts), caption_pairs, task.average, identities(source))
+
+
+def _as_pairs(
+    units: Units,
+    features: Features,
+    texts: Callable[[Sequence[str]], Tensor],
+    caption_pairs: Sequence[tuple[int, Pair]],
+    average: Average,
+    data: str,
+) -> Pairs:
+    """Return pairs of captions from (number of the image, pair)."""
+    owner, pairs = torch.tensor([image for image, _ in caption_pairs]), [pair for _, pair in caption_pairs]
+    true, false = (texts([getattr(pair, name) for pair in pairs]) for name in ("caption", "negative_caption"))
+    return Pairs(units, features, true, false, owner, pairs, average, data)
+
+
+def _questions(task: QuestionsTaskConfig, units: Units, store: FeatureStore) -> Pairs | Questions:
+    """Return the questions of a task; those with a single wrong caption are pairs."""
+    tower = texts_of(units)
+    source, questions = questions_of(task)
+    features = encode_set(source, units, store, task.workers)
+    texts = store.text_rows(tower, [text for question in questions for text in question.texts])
+    each = Questions(units, features, texts, task, questions, identities(source))
+    single = all(len(question.images) == 1 and len(question.texts) == 2 for question in questions)
+    if single and isinstance(task, ChoiceTaskConfig) and task.ties == "lose":
+        return _as_pairs(units, features, texts, each.caption_pairs(), task.average, each.data)
+    return each
+
+
+def pairs_of(name: str, each: Material) -> Pairs:
+    """Return pairs of captions, on which masks are trained: of questions, every right caption with each wrong one.
+
+    Raises:
+        ConfigError: a task without captions.
+    """
+    if isinstance(each, Questions) and (caption_pairs := each.caption_pairs()):
+        return _as_pairs(each.units, each.features, each.texts, caption_pairs, each.average, each.data)
+    if not isinstance(each, Pairs):
+        raise ConfigError(
+            f"--task {name}: masks are trained on captions. Name a task of kind pairs, choice, matching or paraphrases."
+        )
+    return each
 
 
 def _probe_inputs(
@@ -194,19 +239,29 @@ def groups_of(material: Material) -> list[str]:
         return material.test.keys
     if isinstance(material, Classes):
         return material.keys
-    captions = [pair.caption for pair in material.caption_pairs]
+    if isinstance(material, Questions):
+        captions = [
+            question.texts[question.answer if len(question.texts) > 1 else 0] for question in material.questions
+        ]
+        shown = [question.images for question in material.questions]
+    else:
+        captions = [pair.caption for pair in material.caption_pairs]
+        shown = [(image,) for image in material.owner.tolist()]
     place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
-    images = material.owner.numpy()
     # Captions and images are the nodes of a bipartite graph; its connected components are the groups.
     nodes = len(place) + len(material.features)
-    ends = np.array([place[caption] for caption in captions]), len(place) + images
-    links = coo_array((np.ones(len(images), np.int8), ends), shape=(nodes, nodes))
+    ends = np.array(
+        [
+            (place[caption], len(place) + image)
+            for caption, images in zip(captions, shown, strict=True)
+            for image in images
+        ]
+    ).T
+    links = coo_array((np.ones(ends.shape[1], np.int8), tuple(ends)), shape=(nodes, nodes))
     _, member = connected_components(links, directed=False)
     name = dict[int, str]()
-    for (
-        caption,
-        i,
-    ) in place.items():  # in sorted order, so that a group's name does not depend on the order of its pairs
+    # In sorted order, so that a group's name does not depend on the order of its questions.
+    for caption, i in place.items():
         name.setdefault(int(member[i]), caption)
     return [name[int(member[place[caption]])] for caption in captions]
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from sparo_train.core.errors import ConfigError, DataError
 
 from ..feature_store.features import FeatureStore
-from ..sets.base import EvalSet, Limited
+from ..sets.base import EvalSet
 from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, TaskConfig
-from ..suite.image_text_tasks import RetrievalTaskConfig, ZeroshotTaskConfig
-from .eval_inputs import Classes, Pairs, encode_set, material, open_images
+from ..suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from ..suite.question_tasks import QuestionsTaskConfig, form_of
+from .eval_inputs import Classes, Pairs, Questions, encode_set, material, open_images
 from .probe_tasks import Neighbours
 from .units import Units, texts_of
 
@@ -56,7 +57,7 @@ def limited(task: TaskConfig, count: int | None) -> TaskConfig:
     """Limit a task to the number of images for a page. An explicit number is the task's own `limit`, like `sparo eval --limit`."""
     if count is None:
         sizes = [len(s) for s in (open_labelled(task) if isinstance(task, LabelledTaskConfig) else [open_images(task)])]
-        if task.task == "pairs" or max(sizes) <= LIMIT:
+        if isinstance(task, PairsTaskConfig | QuestionsTaskConfig) or max(sizes) <= LIMIT:
             return task
     return task.model_copy(update={"limit": count or LIMIT})
 
@@ -68,6 +69,7 @@ def arrays_of(
 
     `zeroshot`: `left` (U, n, d) images, `right` (U, C, d) classes, `labels` (n,).
     `pairs`: `left` (U, n) margins, `kinds` (n,); facts: names of kinds, macro or micro.
+    `questions`: `left` (U, n * K) margins of K comparisons, `kinds` (n,), `tie` (n * K,); facts as for pairs, and K.
     `retrieval`: `left` (U, I, d), `right` (U, T, d), `owner` (T,) each text's image; facts: k of the headline.
     `knn`: `left` (U, n, d) test, `right` (U, m, d) bank, `labels` (n,), `bank_labels` (m,); facts: k, temperature,
     classes.
@@ -81,20 +83,8 @@ def arrays_of(
     task_material = material(name, task, units, store, classifier_slots)
     sources = open_labelled(task) if isinstance(task, LabelledTaskConfig) else (open_images(task),)
     set_facts = _set_facts(sources)
-    if isinstance(task_material, Pairs):
-        # Margins instead of encodings: two captions are one value per unit, so a page stays small.
-        margins = task_material.margins()
-        kinds = list(dict.fromkeys(pair.kind for pair in task_material.caption_pairs))
-        numbers = np.array([kinds.index(pair.kind) for pair in task_material.caption_pairs], np.int32)
-        arrays = {"left": _fp32(margins.values[..., 0].T), "kinds": numbers}
-        return Arrays(
-            "pairs",
-            task_material.average,
-            margins.questions,
-            arrays=arrays,
-            facts={"kinds": kinds, "average": task_material.average},
-            **set_facts,
-        )
+    if isinstance(task_material, Pairs | Questions):
+        return _margins_of(task, task_material, set_facts)
     if isinstance(task_material, Classes):
         images = torch.cat(list(task_material.blocks()))
         arrays = {
@@ -109,8 +99,25 @@ def arrays_of(
     if isinstance(task_material, Neighbours):
         return _knn(task_material, set_facts)
     raise ConfigError(
-        f"{name}: {task.task} cannot be scored on a page. Name tasks of kind zeroshot, pairs, retrieval or knn."
+        f"{name}: {task.task} cannot be scored on a page. Name tasks of kind zeroshot, pairs, choice, matching, paraphrases, retrieval or knn."
     )
+
+
+def _margins_of(task: TaskConfig, each: Pairs | Questions, set_facts: Mapping[str, Any]) -> Arrays:
+    """Return margins instead of encodings: two captions are one value per unit, so a page stays small."""
+    margins = each.margins()
+    names = [pair.kind for pair in each.caption_pairs] if isinstance(each, Pairs) else each.kinds
+    kinds = list(dict.fromkeys(names))
+    arrays = {"kinds": np.array([kinds.index(name) for name in names], np.int32)}
+    facts: dict[str, Any] = {"kinds": kinds, "average": each.average}
+    if isinstance(each, Pairs):
+        arrays["left"] = _fp32(margins.values[..., 0].T)
+        return Arrays("pairs", each.average, margins.questions, arrays=arrays, facts=facts, **set_facts)
+    arrays["left"] = _fp32(margins.values.transpose(0, 1).flatten(1))
+    arrays["tie"] = _int32(margins.tie.flatten())
+    facts["comparisons"] = margins.values.shape[2]
+    headline = next(iter(form_of(each.task, each.questions[0]).comparisons))
+    return Arrays("questions", headline, margins.questions, arrays=arrays, facts=facts, **set_facts)
 
 
 def _knn(neighbours: Neighbours, set_facts: Mapping[str, Any]) -> Arrays:
@@ -151,7 +158,7 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
 def _set_facts(sources: Sequence[EvalSet]) -> dict[str, Any]:
     """Return size and identities of a task's sets (the last one is scored), as shown and whole."""
     # Both identities, so that a selection on a part is recognized on the whole set.
-    whole = [source.whole if isinstance(source, Limited) else source for source in sources]
+    whole = [source if source.part_of is None else source.part_of for source in sources]
     names = (" ".join(source.identity() for source in some) for some in (sources, whole))
     return {"images": len(sources[-1]), "of": len(whole[-1]), "data": tuple(dict.fromkeys(names))}
 

@@ -14,7 +14,7 @@ from sparo_train.core.errors import ConfigError
 from ..encoders.selection import Selection, SelectionData
 from ..tasks.result import DRAWS, percentiles, wilson
 from . import selection_methods as choosing
-from .eval_inputs import Classes, Material, Pairs, groups_of, halves
+from .eval_inputs import Classes, Material, Pairs, Questions, groups_of, halves
 from .margins import Margins, interval
 from .probe_tasks import ProbeTask
 
@@ -126,16 +126,16 @@ def _num_questions(material: Material, half: Tensor | None) -> int:
     return len(groups_of(material)) if half is None else int(half.sum())
 
 
-def _single_unit_accuracies(material: Classes | Pairs, half: Tensor | None) -> Tensor:
+def _single_unit_accuracies(material: Classes | Pairs | Questions, half: Tensor | None) -> Tensor:
     """Return (U,) each unit's own accuracy; for classes, over all of them."""
-    if isinstance(material, Pairs):
+    if not isinstance(material, Classes):
         margins = material.margins()
         return choosing.accuracies(margins if half is None else margins.only(half))
     answers = material.each().single_unit.double()
     return (answers if half is None else answers[half]).mean(0)
 
 
-def _order(material: Classes | Pairs, how: ChoiceOptions, scores: Tensor, half: Tensor | None) -> list[int]:
+def _order(material: Classes | Pairs | Questions, how: ChoiceOptions, scores: Tensor, half: Tensor | None) -> list[int]:
     if how.method == "random":
         return choosing.random_order(len(scores), how.seed)
     if how.method in (

@@ -1,16 +1,13 @@
-"""Tasks whose score is a share of correct answers, and `task: matching`, two images and two captions (Winoground; Thrush et al. 2022)."""
+"""Tasks of plug-ins whose score is a share of correct answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from sparo_train.core.config import field
 
 from ..sets.base import Fact
 from ..sets.open_set import open_set
@@ -88,43 +85,3 @@ def result_of(answers: Answers, task: str) -> Result:
         task, len(kinds), headline, metrics, answers.chance[headline], intervals, chance, {}, predictions,
         tuple(answers.keys or ()),
     )  # fmt: skip
-
-
-def numbers_by(facts: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[int]]:
-    """Return the numbers of the images by a value of their annotations, in order of first occurrence."""
-    numbers: dict[str, list[int]] = {}
-    for number, fact in enumerate(facts):
-        numbers.setdefault(fact[key], []).append(number)
-    return numbers
-
-
-def similarities(images: Tensor, texts: Tensor) -> Tensor:
-    """Return the cosine (..., a, b) of images (..., a, D) and texts (..., b, D), all of unit norm."""
-    return torch.einsum("...ad,...bd->...ab", images, texts)
-
-
-class MatchingTaskConfig(SetTaskConfig):
-    """Pairs of images with a caption each. The group score counts pairs whose text and image scores are both right; ties lose."""
-
-    task: Literal["matching"] = field("matching", "Entry of sparo.tasks.")
-
-
-def match(images: Tensor, encode: EncodeTexts, facts: Sequence[dict[str, Any]]) -> Answers:
-    """Score every row of two images and two captions.
-
-    text: the right caption is more similar for both images. image: the right image is more similar for both captions.
-    group: both. With random similarities, 1/4, 1/4 and 1/6 of the pairs are right.
-    """
-    pairs = numbers_by(facts, "row")  # a row's images are consecutive, the first one first
-    firsts = [facts[first] for first, _ in pairs.values()]
-    texts = encode([caption for fact in firsts for caption in fact["captions"]]).unflatten(0, (-1, 2))
-    cosine = similarities(images[torch.tensor(list(pairs.values()))], texts)  # (pairs, image, caption)
-    own, other = cosine.diagonal(dim1=1, dim2=2), cosine.flip(2).diagonal(dim1=1, dim2=2)
-    text = (own > other).all(dim=1)
-    image = (own > other.flip(1)).all(dim=1)
-    correct = {"group": text & image, "text": text, "image": image}
-    chance = {"group": 1 / 6, "text": 1 / 4, "image": 1 / 4}
-    return Answers(correct, chance, list(pairs), [fact["kind"] for fact in firsts])
-
-
-MATCHING = answers_task(MatchingTaskConfig, "matches", match)

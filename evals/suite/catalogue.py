@@ -1,7 +1,7 @@
 """Catalogue of data sets: where their files must be, and their content. A set is an entry of a YAML file (`dataset_folders`).
 
-Names and sizes of the shipped ones, the sets of the SPARO paper and Winoground, are those of clip-benchmark, DataComp
-and VTAB. Nothing is downloaded. Every set may also be in the `wds/` layout (`clip_benchmark_export_wds`, or the hub's
+Names and sizes of the shipped ones, the sets of the SPARO paper and compositional sets, are those of clip-benchmark,
+DataComp, VTAB and the authors. Nothing is downloaded. Every set may also be in the `wds/` layout (`clip_benchmark_export_wds`, or the hub's
 clip-benchmark/wds_* copies), in ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
 """
 
@@ -20,6 +20,7 @@ from sparo_train.core.registries import TASKS
 from ..sets.base import EvalSet
 from ..sets.captions import SugarCrepeSet
 from ..sets.open_set import open_set
+from ..sets.questions import QuestionSet
 from ..sets.task_config import SetTaskConfig, TaskConfig
 
 
@@ -28,11 +29,15 @@ class DatasetEntry(Frozen):
 
     group: str = field(..., "Name for this set and related sets, as in --tasks vtab.")
     task: str = field(..., "Task that scores the set: an entry of sparo.tasks.")
+    folder: str = field("", "Folder of the set below ROOT, if several sets share one. Default: its name.")
     files: str = field(
         "test/nshards.txt, test/0.tar …, classnames.txt", "Files that must be in ROOT/NAME, for `sparo eval --list`."
     )
+    source: str = field("", "Where to get the files.")
     options: dict[str, Any] = field({}, "Keys of the task, if the files are not in the wds layout.")
-    n: int = field(..., "Number of images.", gt=0)
+    or_options: dict[str, Any] = field({}, "Keys of the task instead, if the table of `options` does not exist.")
+    n: int | None = field(None, "Number of images. Default: not checked.", gt=0)
+    questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
     chance: float | None = field(None, "Score of guessing.")
     licence: str = field("none stated", "Terms of the images.")
@@ -71,13 +76,19 @@ def _read_entries(path: Path, _modified: int) -> tuple[DatasetEntry, ...]:
 
 def names() -> list[str]:
     """Return the names that `tasks` accepts: sets, `SET:probe`, and groups."""
-    return list(dict.fromkeys(name for listed in datasets() for name in (listed.name, listed.group)))
+    return list(dict.fromkeys(name for listed in datasets() for name in _names_of(listed)))
+
+
+def _names_of(listed: DatasetEntry) -> tuple[str, ...]:
+    """Return the names that select a set: its own, its group, and what is before the slash (`aro` for `aro/vg_relation`)."""
+    prefix, slash, _ = listed.name.partition("/")
+    return (listed.name, listed.group, *([prefix] if slash else []))
 
 
 def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     """Return the tasks that a name stands for, with files below `root`; empty for an unknown name."""
     base, _, other = name.partition(":")
-    entries = [listed for listed in datasets() if base in (listed.name, listed.group)]
+    entries = [listed for listed in datasets() if base in _names_of(listed)]
     if other not in ("", "probe"):
         return {}
     if other:
@@ -90,11 +101,11 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
 def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     """Return the config of a set's task, in the layout that exists on disk."""
     # The hub's copies are called wds_… and are equivalent.
-    places = [root / listed.name, root / f"wds_{listed.name.replace('/', '-')}"]
+    places = [root / (listed.folder or listed.name), root / f"wds_{listed.name.replace('/', '-')}"]
     as_wds = next((p for p in places if (p / "test" / "nshards.txt").is_file()), None)
     options: dict[str, Any] = {"task": task, "root": str(as_wds or places[0]), "benchmark_name": listed.name}
     if as_wds is None:
-        options |= listed.options
+        options |= _existing(listed, places[0])
         if listed.options.get("layout") == "karpathy":
             options |= _karpathy(places[0], listed.name)
     if task == "zeroshot":
@@ -102,6 +113,18 @@ def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     if task == "probe":
         options.pop("classes", None)
     return resolve(TASKS.get(task).config, options, f"data set {listed.name}: options")
+
+
+def _existing(listed: DatasetEntry, place: Path) -> dict[str, Any]:
+    """Return `options`, or `or_options` if only their table exists."""
+    instead = listed.or_options and not _has_table(listed.options, place) and _has_table(listed.or_options, place)
+    return listed.or_options if instead else listed.options
+
+
+def _has_table(options: dict[str, Any], place: Path) -> bool:
+    """Return whether the table that the options name exists; True if they name none."""
+    pattern = options.get("columns", {}).get("file")
+    return pattern is None or any(place.glob(str(pattern)))
 
 
 def _karpathy(place: Path, name: str) -> dict[str, str]:
@@ -125,7 +148,8 @@ def check_presence(listed: DatasetEntry, root: Path) -> Presence:
     try:
         config = task_of(listed, root, listed.task)
         assert isinstance(config, SetTaskConfig)
-        if not Path(config.root).exists():
+        place, columns = Path(config.root), config.columns
+        if not place.exists() or (columns is not None and not any(place.glob(columns.file))):
             return Presence("absent", listed.files)
         source = open_set(config, TASKS.get(listed.task).facts)
         source.check()
@@ -156,10 +180,14 @@ def _presence_of(listed: DatasetEntry, source: EvalSet) -> Presence:
             return Presence("intact", notes[0])
         if source.version == "not published data":
             return Presence("odd", "the JSON files are not the published ones (SHA-256)")
-    if len(source) != listed.n:
+    if isinstance(source, QuestionSet) and listed.questions not in (None, len(source.questions)):
+        return Presence("odd", f"{len(source.questions):,} questions instead of {listed.questions:,}")
+    if listed.n not in (None, len(source)):
         return Presence("odd", f"{len(source):,} images instead of {listed.n:,}")
     if listed.task == "zeroshot":
         num_names = len(source.classnames())
         if listed.classes is not None and num_names != listed.classes:
             return Presence("odd", f"{num_names} class names instead of {listed.classes}")
+    if isinstance(source, QuestionSet):
+        notes.append(f"{len(source.questions):,} questions")
     return Presence("intact", ", ".join([*notes, f"{len(source):,} images"]))

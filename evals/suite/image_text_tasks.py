@@ -13,11 +13,11 @@ from sparo_train.core.errors import ConfigError, DataError
 
 from ..encoders.capabilities import ConditionedEncoder
 from ..feature_store.feature_table import Features, View
-from ..sets.base import EvalSet, Limited, Pair, sha256
+from ..sets.base import EvalSet, Pair, sha256
 from ..sets.captions import SugarCrepeSet
 from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig
-from ..tasks import pairs, retrieval, zeroshot
+from ..tasks import pairs, retrieval, textonly, zeroshot
 from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info, labels_of
 from .task import Task
@@ -136,9 +136,12 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
         both = scoring.texts([p.caption for p in caption_pairs] + [p.negative_caption for p in caption_pairs])
         true, false = both.split(len(caption_pairs))
         texts = [(p.caption, p.negative_caption) for p in caption_pairs]
-        return pairs.score(images.rows(owner), true, false, [p.kind for p in caption_pairs], task.average, texts)
+        kinds = [p.kind for p in caption_pairs]
+        result = pairs.score(images.rows(owner), true, false, kinds, task.average, texts)
+        choices = [textonly.Choice(both, 0, image) for both, image in zip(texts, owner.tolist(), strict=True)]
+        return textonly.attach(result, choices, kinds, task.average)
 
-    whole = source.whole if isinstance(source, Limited) else source
+    whole = source if source.part_of is None else source.part_of
     options = {"data": whole.version} if isinstance(whole, SugarCrepeSet) else {}
     keys = [f"{images.keys[i]} {p.kind} {p.key}".strip() for i, p in zip(owner.tolist(), caption_pairs, strict=True)]
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, options, keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,11 @@ class Scoring(NamedTuple):
         """Return unit-norm encodings (n, D) of captions, by an encoder with `texts`."""
         assert isinstance(self.encoder, TextEncoder)
         return self.store.texts(self.encoder, captions)
+
+    def text_rows(self, captions: Sequence[str]) -> Callable[[Sequence[str]], Tensor]:
+        """Return a function from some of these captions to their unit-norm encodings."""
+        assert isinstance(self.encoder, TextEncoder)
+        return self.store.text_rows(self.encoder, captions)
 
 
 class PartsMissingError(DataError):

@@ -98,7 +98,7 @@ def _read_names(path: Path) -> list[str]:
 
 def captions_of_set(source: EvalSet, facts: Sequence[Any]) -> list[list[str]] | None:
     """Return the captions of each image, or the name of its class; None if there is neither."""
-    if source.kind == "captions":
+    if source.kind in ("captions", "questions"):
         return [list(fact) for fact in facts]
     if source.kind == "pairs":
         return [[pair.caption for pair in fact] for fact in facts]

@@ -13,7 +13,7 @@ from evals.encoders.loading import load_encoder
 from evals.encoders.selection import Selection, described, of_numbers, read_selection, selected, write_selection
 from evals.report.results_file import refuse_unwritable
 from evals.slots import selection_methods as choosing
-from evals.slots.eval_inputs import Classes, Material, Pairs
+from evals.slots.eval_inputs import Classes, Material, Pairs, Questions, pairs_of
 from evals.slots.mask_study import Granularity, MaskRow, MaskTraining, mask_row, mask_selection, relative_change
 from evals.slots.probe_tasks import ProbeTask
 from evals.slots.quality_measures import refuse_same
@@ -80,9 +80,10 @@ def _train_mask(
     name, task = bench.single_task(task_name, "--task")
     tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
     materials = bench.material({name: task, **tasks})
-    pairs, classes = materials.pop(name), {n: m for n, m in materials.items() if isinstance(m, Classes)}
-    if not isinstance(pairs, Pairs):
-        raise ConfigError(f"--task {name}: masks are trained on a task of kind pairs, got {task.task}.")
+    pairs, classes = (
+        pairs_of(name, materials.pop(name)),
+        {n: m for n, m in materials.items() if isinstance(m, Classes)},
+    )
     row, trained = mask_row(label, pairs, classes, per, trainings, held_out)
     return row, mask_selection(name, pairs, trained[0], per, trainings[0], held_out)
 
@@ -158,7 +159,7 @@ def _columns(name: str, each: Material) -> dict[str, list[float]]:
     return {f"{name} alone": choosing.accuracies(margins).tolist(), f"{name} without": without.tolist()}
 
 
-def _full_accuracy(each: Classes | Pairs) -> float:
+def _full_accuracy(each: Classes | Pairs | Questions) -> float:
     if isinstance(each, Classes):
         return float(each.each().whole.double().mean())
     margins = each.margins()
@@ -166,13 +167,15 @@ def _full_accuracy(each: Classes | Pairs) -> float:
 
 
 def _size(each: Material) -> int:
+    if isinstance(each, Questions):
+        return len(each.questions)
     return len(each.caption_pairs) if isinstance(each, Pairs) else len(each.labels)
 
 
 def _require_tasks(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     if not tasks:
         raise ConfigError(
-            f"{checkpoint}: has no task of kind zeroshot, pairs or knn. Name tasks of --data or of the catalogue."
+            f"{checkpoint}: has no task of kind zeroshot, pairs, choice, matching, paraphrases or knn. Name tasks of --data or of the catalogue."
         )
     return tasks
 
@@ -274,7 +277,9 @@ def table_four(
         if not isinstance(classes, Classes):
             raise ConfigError(f"--task {name}: Table 4 selects on a task of kind zeroshot, got {task.task}.")
         if not isinstance(pairs, Pairs):
-            raise ConfigError(f"--report-tasks {other}: Table 4 scores a task of kind pairs, got {second.task}.")
+            raise ConfigError(
+                f"--report-tasks {other}: Table 4 scores pairs of captions, got {second.task}. Name a task of kind pairs."
+            )
         columns.append(four_column(label, name, classes, pairs, choice_options))
     slot_tables.show(slot_tables.four_table(columns))
     out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {choice_options.draws} choices")

@@ -27,6 +27,8 @@ from sparo_train.core.registries import TASKS
 
 from ..views.results_table import Encoding
 
+# Tasks whose score is a sum over units; probes need a layer per unit and are only used if named.
+_BY_UNIT = ("zeroshot", "pairs", "choice", "matching", "paraphrases", "knn")
 EITHER = "either"  # units: slots if there are any, otherwise equal parts, as compared in Table 5
 
 
@@ -132,8 +134,7 @@ class Bench:
 def supported_unit_tasks(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
     """Return the tasks that can be analyzed by unit, and that the encoder supports."""
     supported = {name: task for name, task in tasks.items() if set(TASKS.get(task.task).needs) <= encoder.offers}
-    # Without probes, which need a layer per unit and are only used if named.
-    return {name: task for name, task in supported.items() if task.task in ("zeroshot", "pairs", "knn")}
+    return {name: task for name, task in supported.items() if task.task in _BY_UNIT}
 
 
 def split_names(text: str | None) -> list[str] | None:

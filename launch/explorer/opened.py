@@ -99,7 +99,7 @@ class Pictures:
             return len(self.entries) - 1
 
 
-KINDS = ("zeroshot", "pairs", "retrieval", "knn")
+KINDS = ("zeroshot", "pairs", "choice", "matching", "paraphrases", "retrieval", "knn")
 MAX_TEXTS = 200  # captions per request
 _NUM_ALIKE = 8  # images that are alike in some units
 

@@ -155,7 +155,15 @@ async def _refuse(send: Any, status: int, text: str, headers: list[tuple[bytes, 
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-_TASK_PRIORITY = ("retrieval", "pairs", "zeroshot", "knn")  # tasks in order of preference for the images
+_TASK_PRIORITY = (
+    "retrieval",
+    "pairs",
+    "choice",
+    "matching",
+    "paraphrases",
+    "zeroshot",
+    "knn",
+)  # tasks in order of preference for the images
 
 
 class PageOptions(NamedTuple):

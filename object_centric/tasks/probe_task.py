@@ -14,7 +14,7 @@ from torch import Tensor
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
-from evals.sets.base import EvalSet, Limited, Transform
+from evals.sets.base import EvalSet, Transform
 from evals.sets.task_config import TaskConfig
 from evals.sets.view_set import ObjectClipSet, ObjectViewSet
 from evals.suite.scoring import Scoring, attach_data_info
@@ -122,7 +122,7 @@ def run_probe(scoring: Scoring, task: Any, make_probe_input: Callable[[Any, Any]
 
 
 def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probe_input: ProbeInput) -> Result:
-    source = probe_input.source if task.limit is None else Limited(probe_input.source, task.limit)
+    source = probe_input.source if task.limit is None else probe_input.source.limited(task.limit)
     assert isinstance(encoder.transform, Pixels)
 
     def encode(batch: Tensor) -> Tensor:

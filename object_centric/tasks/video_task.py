@@ -13,7 +13,7 @@ from evals.encoders.capabilities import ClipsEncoder, ViewsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
-from evals.sets.base import EvalSet, Limited
+from evals.sets.base import EvalSet
 from evals.sets.task_config import TaskConfig
 from evals.sets.view_set import ClipSet
 from evals.suite.scoring import Scoring, attach_data_info
@@ -100,7 +100,7 @@ def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEnco
 def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
     """Return the episodes of the task; for `num_hint_slots` see `ClipSet`. Raises `DataError` if they are missing."""
     clips = ClipSet(task.root, task.frames, task.split, num_hint_slots)
-    return clips if task.limit is None else Limited(clips, task.limit)
+    return clips if task.limit is None else clips.limited(task.limit)
 
 
 def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:

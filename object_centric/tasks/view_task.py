@@ -12,7 +12,7 @@ from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
-from evals.sets.base import EvalSet, Limited
+from evals.sets.base import EvalSet
 from evals.sets.task_config import TaskConfig
 from evals.sets.view_set import ViewSet
 from evals.suite.scoring import Scoring, attach_data_info
@@ -65,7 +65,7 @@ class ViewMasksTaskConfig(TaskConfig):
 def open_views(task: ViewMasksTaskConfig) -> EvalSet:
     """Return the scenes of the task. Raises `DataError` if they are missing."""
     scenes = ViewSet(task.root, task.frames, task.views, task.split)
-    return scenes if task.limit is None else Limited(scenes, task.limit)
+    return scenes if task.limit is None else scenes.limited(task.limit)
 
 
 def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
@@ -79,7 +79,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
     assert isinstance(encoder.transform, Pixels)
     source, size, window = open_views(task), encoder.image_size, task.context_frames
     num_context_views = task.num_context_views or encoder.trained_views
-    views = (source.whole if isinstance(source, Limited) else source).views  # type: ignore[attr-defined]
+    views = (source if source.part_of is None else source.part_of).views  # type: ignore[attr-defined]
     if num_context_views >= views:
         raise DataError(
             f"{source.root}: {num_context_views} of {views} views are context views, which leaves none to score. Reduce num_context_views."

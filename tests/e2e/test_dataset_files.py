@@ -1,7 +1,6 @@
 """Evaluation sets that a YAML file adds: Winoground as it is published, and a set of one's own."""
 
 import json
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ from torch.nn import functional as F
 from evals.encoders.loading import load_encoder
 from evals.sets.open_set import open_set
 from evals.suite import catalogue
-from evals.suite.answers import MatchingTaskConfig
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig
+from evals.suite.question_tasks import MatchingTaskConfig
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError, DataError
 from tests.helpers.processes import sparo
@@ -83,7 +82,7 @@ def test_winoground_is_scored_by_name(place):
         row = json.loads(line)
         pixels = open_set(
             MatchingTaskConfig(task="matching", root=str(place / "data/winoground"), **catalogue_options(place)),
-            "matches",
+            "questions",
         )
         images = F.normalize(encoder.images([pixels.read(2 * row["id"] + i)[1] for i in range(2)]).flatten(1), dim=-1)
         texts = F.normalize(encoder.text([row["caption_0"], row["caption_1"]]).flatten(1), dim=-1)
@@ -95,7 +94,7 @@ def test_winoground_is_scored_by_name(place):
     assert {name: result["metrics"][name] for name in expected} == pytest.approx(expected)
     assert {"group/Object", "group/Relation", "text/Object"} <= result["metrics"].keys()
     assert (result["n"], result["headline"], result["chance"]) == (6, "group", pytest.approx(1 / 6))
-    assert "12 images instead of 800" in result["note"]
+    assert "6 questions instead of 400" in result["note"]
     own = results["run/mine"]
     assert own["n"] == 5 and set(own["metrics"]) >= {"k0", "k1", "macro"} and not own["note"]
 
@@ -120,10 +119,12 @@ def test_sets_are_listed_and_a_limit_keeps_rows_whole(place):
     assert done.returncode == 0 and "winoground  odd" in done.stdout and "mine  intact" in done.stdout, done.stdout
     options = catalogue_options(place)
     some = open_set(
-        MatchingTaskConfig(task="matching", root=str(place / "data/winoground"), limit=5, **options), "matches"
+        MatchingTaskConfig(task="matching", root=str(place / "data/winoground"), limit=5, **options), "questions"
     )
-    rows = [fact["row"] for _, _, fact in some]
-    assert len(some) == 4 and all(a == b for a, b in list(pairwise(rows))[::2])
+    assert [question.key for question in some.questions] == ["0", "1", "2", "3", "4"]
+    assert len(some) == 10 and [question.images for question in some.questions] == [
+        (2 * i, 2 * i + 1) for i in range(5)
+    ]
 
 
 def test_a_table_holds_labels_captions_or_pairs(tmp_path):
@@ -181,7 +182,7 @@ def test_a_table_holds_labels_captions_or_pairs(tmp_path):
         ({"file": "t.csv", "images": ["{path}"]}, "path,a,b\n0.jpg,x,y,z\n", DataError, "more columns than the header"),
         ({"file": "t.txt"}, "", ConfigError, r"columns\.file: expected \.csv"),
         ({"file": "t.jsonl"}, "{\n", DataError, r"t\.jsonl, line 1: not valid JSON"),
-        ({"file": "t.json"}, "[3]", DataError, "expected an object per row, got int"),
+        ({"file": "t.json"}, "[3]", DataError, "expected an object or a list per row, got int"),
         ({"file": "t.json"}, "[]", DataError, "contains no images"),
     ],
 )

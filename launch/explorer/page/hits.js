@@ -12,6 +12,14 @@ export function classificationHits(total, labels, classes) {
   return right;
 }
 
+// Return 1 for questions whose comparisons are all positive, or zero where a tie counts as right.
+export function questionHits(total, tie, comparisons) {
+  return Uint8Array.from({ length: total.length / comparisons }, (_, question) => {
+    for (let i = question * comparisons; i < (question + 1) * comparisons; i++) if (!(total[i] > 0 || (tie[i] && total[i] >= 0))) return 0;
+    return 1;
+  });
+}
+
 // Return hits within k: (I,) for images, (T,) for texts. Among equal similarities, the lower number is first.
 export function retrievalHits(total, owner, images, k, size) {
   const texts = owner.length;

@@ -2,7 +2,7 @@
 // unit. Switching a unit off and on changes sums by rounding only, nine digits below the values.
 
 import { accuracy, accuracyGain, halfWidth } from "./intervals.js";
-import { classificationHits, knnHits, retrievalHits } from "./hits.js";
+import { classificationHits, knnHits, questionHits, retrievalHits } from "./hits.js";
 
 const PAUSE = 25; // ms of work before the page may react
 
@@ -99,6 +99,7 @@ export class TaskScores {
     const sizes = {};
     for (const [side, norms] of Object.entries(of.norms)) sizes[side] = norms.map((value) => 1 / Math.max(Math.sqrt(Math.max(value, 0)), 1e-12));
     if (kind === "pairs") return Uint8Array.from(of.total, (value) => (value > 0 ? 1 : 0));
+    if (kind === "questions") return questionHits(of.total, part.tie.values, facts.comparisons);
     if (kind === "zeroshot") return classificationHits(of.total, part.labels.values, this.columns);
     if (kind === "knn") return knnHits(of.total, part.labels.values, part.bank_labels.values, facts, sizes);
     return retrievalHits(of.total, part.owner.values, this.rows, facts.k, sizes.left);
@@ -106,7 +107,8 @@ export class TaskScores {
 
   #groups() {
     const { kind, metric, facts } = this.facts;
-    if (kind === "pairs" && facts.average === "macro") return [this.part.kinds.values, facts.kinds.length];
+    if (facts.average === "macro") return [this.part.kinds.values, facts.kinds.length];
+    if (kind === "questions") return [new Int32Array(this.rows / facts.comparisons), 1];
     if (metric === "mean_per_class_recall") return [this.part.labels.values, this.columns];
     return [new Int32Array(this.rows), 1];
   }

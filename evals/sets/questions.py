@@ -1,0 +1,164 @@
+"""Sets of questions: images and texts of which some belong together, as in Winoground, ARO or NegBench."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from sparo_train.core.errors import DataError
+
+from .base import EvalSet, Fact, evenly, open_image, sha256
+from .image_files import FileSet
+
+Box = tuple[float, float, float, float]  # left, top, width, height in pixels
+
+
+class Question(NamedTuple):
+    """Images and texts of one item.
+
+    Attributes:
+        images: numbers of its images in the set.
+        texts: its texts.
+        kind: category, whose score is also reported.
+        key: its name.
+        answer: which text (or with one text, which image) is right, for task `choice`.
+        groups: (metric, name of the group): all questions of a group must be right for this metric.
+    """
+
+    images: tuple[int, ...]
+    texts: tuple[str, ...]
+    kind: str = ""
+    key: str = ""
+    answer: int = 0
+    groups: tuple[tuple[str, str], ...] = ()
+
+
+class ImageRef(NamedTuple):
+    """An image file below the set's root, or the region `box` of it."""
+
+    name: str
+    box: Box | None = None
+
+    @property
+    def key(self) -> str:
+        """Return its name in results."""
+        return self.name if self.box is None else f"{self.name}#{','.join(f'{value:g}' for value in self.box)}"
+
+
+class Item(NamedTuple):
+    """A question as a file lists it: like `Question`, with images by reference."""
+
+    images: tuple[ImageRef, ...]
+    texts: tuple[str, ...]
+    kind: str = ""
+    key: str = ""
+    answer: int = 0
+    groups: tuple[tuple[str, str], ...] = ()
+
+
+class QuestionSet(FileSet):
+    """Questions over distinct images, each of which is encoded once; its annotation is the list of its right captions.
+
+    Args:
+        root: base folder of the images.
+        items: the questions.
+        where: the annotation file, for errors.
+
+    Raises:
+        DataError: no questions, or the answer of one is not among its choices.
+    """
+
+    skipped = 0  # questions whose images do not exist
+
+    def __init__(self, root: Path, items: Sequence[Item], where: object):
+        if not items:
+            raise DataError(f"{where}: contains no questions. Fetch it again.")
+        images = list(dict.fromkeys(ref for item in items for ref in item.images))
+        number = {ref: i for i, ref in enumerate(images)}
+        self.questions = [Question(tuple(number[ref] for ref in item.images), *item[1:]) for item in items]
+        for question in self.questions:
+            choices = len(question.images) if len(question.texts) == 1 else len(question.texts)
+            if not 0 <= question.answer < choices:
+                raise DataError(
+                    f"{where}: question {question.key}: the answer must be from 0 to {choices - 1}, got {question.answer}. "
+                    "Correct it."
+                )
+        self._boxes = [ref.box for ref in images]
+        questions = json.dumps(self.questions).encode()
+        captions = _right_captions(self.questions, len(images))
+        super().__init__(root, [ref.name for ref in images], captions, "questions", questions)
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        path = self.root / self._names[number]
+        image = _bgr_array(path) if path.suffix == ".npy" else open_image(path)
+        return self._key(number), self._cropped(number, image), self._facts[number]
+
+    def _key(self, number: int) -> str:
+        return ImageRef(self._names[number], self._boxes[number]).key
+
+    def _cropped(self, number: int, image: Image.Image) -> Image.Image:
+        """Return the region of an image, black where it exceeds the image, as in ARO's and CREPE's scripts."""
+        box = self._boxes[number]
+        if box is None:
+            return image
+        left, top, width, height = box
+        if (
+            width < 1
+            or height < 1
+            or left >= image.width
+            or top >= image.height
+            or left + width <= 0
+            or top + height <= 0
+        ):
+            raise DataError(
+                f"{self.root / self._names[number]}: the region {left:g},{top:g},{width:g},{height:g} is outside the image of "
+                f"{image.width} x {image.height} pixels. Correct the annotations, or fetch the image again."
+            )
+        return image.crop((round(left), round(top), round(left + width), round(top + height)))
+
+    def identity(self) -> str:
+        return sha256(super().identity(), json.dumps(self._boxes))
+
+    def limited(self, count: int) -> EvalSet:
+        """Return evenly spaced questions with the images that they need."""
+        part, chosen = copy(self), [self.questions[i] for i in evenly(len(self.questions), count)]
+        numbers = sorted({number for question in chosen for number in question.images})
+        place = {number: i for i, number in enumerate(numbers)}
+        part.questions = [q._replace(images=tuple(place[number] for number in q.images)) for q in chosen]
+        part._names, part._boxes = ([table[i] for i in numbers] for table in (self._names, self._boxes))
+        part._facts, part.part_of = _right_captions(part.questions, len(numbers)), self
+        vars(part).pop("_stat", None)  # of all images
+        part._extra = json.dumps(part.questions).encode()
+        return part
+
+
+def _right_captions(questions: Sequence[Question], count: int) -> list[list[str]]:
+    """Return the captions that are right for each of `count` images, which pages show with it."""
+    captions: list[dict[str, None]] = [{} for _ in range(count)]
+    for question in questions:
+        if len(question.images) == len(question.texts):
+            right = list(zip(question.images, question.texts, strict=True))
+        elif len(question.texts) == 1:
+            right = [(question.images[question.answer], question.texts[0])]
+        else:
+            right = [(question.images[0], question.texts[question.answer])]
+        for image, text in right:
+            captions[image][text] = None
+    return [list(texts) for texts in captions]
+
+
+def _bgr_array(path: Path) -> Image.Image:
+    """Return the image of a NumPy file (H, W, 3) uint8 in blue, green, red, as EqBen stores frames of YouCook2. Raises `DataError`."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: is not readable as a NumPy file ({error}). Fetch it again.") from None
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise DataError(f"{path}: expected (H, W, 3) uint8, got {array.shape} {array.dtype}. Fetch it again.")
+    return Image.fromarray(np.ascontiguousarray(array[:, :, ::-1]), "RGB")

@@ -1,0 +1,198 @@
+"""Tasks on questions about images and texts: choice of a caption or an image, matching (Winoground), and paraphrases (SugarCrepe++)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparo_train.core.config import field
+from sparo_train.core.errors import ConfigError, DataError
+
+from ..sets.base import sha256
+from ..sets.open_set import open_set
+from ..sets.questions import Question, QuestionSet
+from ..sets.task_config import SetTaskConfig
+from ..tasks import questions as forms
+from ..tasks import textonly
+from ..tasks.questions import Answers, Form
+from ..tasks.result import Result
+from .scoring import Scoring, attach_data_info
+from .task import Task
+
+_BLOCK = 1024  # questions whose encodings are in memory at once
+Average = Literal["macro", "micro"]
+
+
+class QuestionsTaskConfig(SetTaskConfig):
+    """Questions of a set; each has images and texts."""
+
+    average: Average = field("micro", "Mean over questions (micro), or over kinds of questions (macro).")
+    exclude_kinds: tuple[str, ...] = field(
+        (), "Kinds of questions that are not scored.", strict=False, examples=[["near", "next to"]]
+    )
+    min_per_kind: int = field(1, "Kinds with fewer questions are not scored.", gt=0)
+
+
+class ChoiceTaskConfig(QuestionsTaskConfig):
+    """One right caption of an image among several, or one right image of a caption."""
+
+    task: Literal["choice"] = field("choice", "Entry of sparo.tasks.")
+    ties: forms.Ties = field(
+        "lose", "Equally similar choices: lose (wrong), or first (the first of them is chosen, as by argmax)."
+    )
+
+
+class MatchingTaskConfig(QuestionsTaskConfig):
+    """Images with as many captions, which belong together in order. Ties lose."""
+
+    task: Literal["matching"] = field("matching", "Entry of sparo.tasks.")
+    headline: Literal["group", "text", "image", "group_match"] = field("group", "Metric that tables show.")
+
+
+class ParaphrasesTaskConfig(QuestionsTaskConfig):
+    """An image with two right captions and a wrong one (SugarCrepe++). Ties lose."""
+
+    task: Literal["paraphrases"] = field("paraphrases", "Entry of sparo.tasks.")
+
+
+class Encoded(NamedTuple):
+    """Questions of equal shape with encodings of their images (b, m, D) and texts (b, k, D)."""
+
+    numbers: Tensor
+    questions: Sequence[Question]
+    images: Tensor
+    texts: Tensor
+
+
+def questions_of(task: QuestionsTaskConfig) -> tuple[QuestionSet, list[Question]]:
+    """Return the set of a task, and the questions that are scored.
+
+    Raises:
+        DataError: no question is left, or one has the wrong number of images or texts for the task.
+    """
+    source = open_set(task, "questions")
+    assert isinstance(source, QuestionSet)
+    whole = source if source.part_of is None else source.part_of
+    assert isinstance(whole, QuestionSet)
+    counts = Counter(question.kind for question in whole.questions)
+    # A list for a published set may name kinds that part of the set lacks.
+    if task.exclude_kinds and not counts.keys() & set(task.exclude_kinds):
+        raise ConfigError(
+            f"exclude_kinds: {task.root} has none of these kinds, such as {task.exclude_kinds[0]!r}. Correct them."
+        )
+    kept = [q for q in source.questions if q.kind not in task.exclude_kinds and counts[q.kind] >= task.min_per_kind]
+    if not kept:
+        raise DataError(f"{task.root}: no question is left. Lower min_per_kind, or exclude fewer kinds.")
+    for question in kept:
+        if problem := _misfit(task, len(question.images), len(question.texts)):
+            raise DataError(
+                f"{task.root}: question {question.key}: task {task.task} needs {problem}, got {len(question.images)} image(s) and "
+                f"{len(question.texts)} text(s). Correct the columns, or use another task."
+            )
+    return source, kept
+
+
+def _misfit(task: QuestionsTaskConfig, images: int, texts: int) -> str:
+    if task.task == "choice" and (min(images, texts) != 1 or max(images, texts) < 2):
+        return "an image with several texts, or a text with several images"
+    if task.task == "matching" and (images != texts or images < 2):
+        return "as many texts as images, at least two"
+    if task.task == "paraphrases" and (images, texts) != (1, 3):
+        return "an image with three texts"
+    return ""
+
+
+def form_of(task: QuestionsTaskConfig, question: Question) -> Form:
+    """Return the comparisons that a question's answer consists of; the task's headline metric is the first."""
+    if isinstance(task, ChoiceTaskConfig):
+        return _choice((len(question.images), len(question.texts)), question.answer, task.ties)
+    if isinstance(task, MatchingTaskConfig):
+        form = _matching(len(question.images))
+        names = sorted(form.comparisons, key=lambda name: name != task.headline)
+        return form._replace(comparisons={name: form.comparisons[name] for name in names})
+    return forms.paraphrases()
+
+
+_choice, _matching = cache(forms.choice), cache(forms.matching)
+
+
+def encoded_blocks(
+    questions: Sequence[Question], images: Callable[[Tensor], Tensor], texts: Callable[[Sequence[str]], Tensor]
+) -> Iterator[Encoded]:
+    """Yield questions in blocks of equal numbers of images and texts and equal answers, so that memory does not grow with the set.
+
+    Args:
+        questions: the questions.
+        images: returns unit-norm encodings (n, D) of images by number.
+        texts: returns unit-norm encodings (n, D) of texts.
+    """
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for number, question in enumerate(questions):
+        groups.setdefault((len(question.images), len(question.texts), question.answer), []).append(number)
+    for numbers in groups.values():
+        for block in torch.tensor(numbers).split(_BLOCK):
+            some = [questions[i] for i in block.tolist()]
+            of = torch.tensor([question.images for question in some])
+            words = [text for question in some for text in question.texts]
+            yield Encoded(
+                block, some, images(of.flatten()).unflatten(0, of.shape), texts(words).unflatten(0, (len(some), -1))
+            )
+
+
+def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
+    source, questions = questions_of(task)
+    (images,) = scoring.features([source], task.workers)
+
+    def score() -> Result:
+        texts = scoring.text_rows([text for question in questions for text in question.texts])
+        right: dict[str, Tensor] = {}
+        chance: dict[str, Tensor] = {}
+        for block in encoded_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
+            form = form_of(task, block.questions[0])
+            answers = form.right(forms.similarities(block.images, block.texts))
+            if isinstance(task, ParaphrasesTaskConfig):
+                answers["tot"] = forms.text_only_paraphrases(block.texts)
+            for name, values in answers.items():
+                right.setdefault(name, torch.zeros(len(questions), dtype=torch.bool))[block.numbers] = values
+                chance.setdefault(name, torch.zeros(len(questions)))[block.numbers] = form.chance[name]
+        kinds, keys = [q.kind for q in questions], [q.key for q in questions]
+        groups = [q.groups for q in questions]
+        result = forms.score(task.task, Answers(right, chance, kinds, keys, groups), task.average)
+        return _with_blind(result, task, questions)
+
+    options: dict[str, Any] = {"questions": sha256(*(str(question) for question in questions))[:16]}
+    if task.exclude_kinds or task.min_per_kind > 1:
+        options |= {"excluded_kinds": len(task.exclude_kinds), "min_per_kind": task.min_per_kind}
+    if isinstance(task, ChoiceTaskConfig):
+        options["ties"] = task.ties
+    result = scoring.ranks.rank0_broadcast(score)
+    if source.skipped:
+        options["skipped"] = {"images are missing": source.skipped}
+        result = result._replace(counts={**result.counts, "skipped": source.skipped})
+    return attach_data_info(result, images, source, options, list(result.keys))
+
+
+def _with_blind(result: Result, task: QuestionsTaskConfig, questions: Sequence[Question]) -> Result:
+    """Add the score of the best guesser that reads the texts only; matching has none, because a text is right for one image and wrong for another."""
+    if isinstance(task, MatchingTaskConfig) or len(questions[0].texts) == 1:
+        return result
+    # In paraphrases, the wrong text is the one to find.
+    odd_one_out = isinstance(task, ParaphrasesTaskConfig)
+    choices = [textonly.Choice(q.texts, 2 if odd_one_out else q.answer, q.images[0]) for q in questions]
+    return textonly.attach(result, choices, [q.kind for q in questions], task.average)
+
+
+def _check(task: QuestionsTaskConfig) -> None:
+    questions_of(task)[0].check()
+
+
+CHOICE, MATCHING, PARAPHRASES = (
+    Task(config, _run, _check, ("texts",), "questions")
+    for config in (ChoiceTaskConfig, MatchingTaskConfig, ParaphrasesTaskConfig)
+)
