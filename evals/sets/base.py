@@ -53,7 +53,9 @@ def published(what: str, name: str) -> list[str] | None:
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
     # clip-benchmark itself drops the collection's name if there is nothing under the whole name.
-    entries = table.get(name) or table.get(name.rpartition("/")[2])
+    short = name.rpartition("/")[2]
+    # VTAB numbers Caltech-101's classes in another order than torchvision.
+    entries = table.get(name) or table.get(f"{short}_vtab" if name.startswith("vtab/") else "") or table.get(short)
     if entries is None and what == "templates":
         entries = table.get("imagenet1k")  # clip-benchmark's default for sets without prompts
     return [str(entry) for entry in entries] if isinstance(entries, list) else None

@@ -1,7 +1,6 @@
-"""VTAB's sets as their authors publish them: those that torchvision reads and verifies, SUN397 and CLEVR.
+"""Sets as their authors publish them: those that torchvision reads and verifies, SUN397, CLEVR, and others of VTAB (vtab_files.py).
 
-Nothing is downloaded. The other VTAB tasks depend on the order in which TensorFlow Datasets stores its examples (their
-test sets are a percentage of it), and are read in the `wds/` layout.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
 from .base import OWN, EvalSet, Fact, Layout, lines, sha256, sizes_of
 from .image_files import FileSet
+from .tfds_set import SPECS
+from .vtab_files import open_vtab
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
+    "cifar10": lambda root, split: datasets.CIFAR10(root, train=_one_of(split, "train", "test") == "train"),
     "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),
     "vtab/dtd": lambda root, split: datasets.DTD(root, split),
     "vtab/flowers": lambda root, split: datasets.Flowers102(root, split),
@@ -32,7 +34,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 _CLEVR = {"vtab/clevr_count_all": "count", "vtab/clevr_closest_object_distance": "distance"}
 _DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0)  # VTAB's class borders of the closest object's distance, in CLEVR's pixel depth
 _ARCHIVES = {".gz", ".tgz", ".tar", ".zip"}
-SETS = [*_READERS, *_CLEVR, "sun397"]
+SETS = [*_READERS, *_CLEVR, *SPECS, "sun397"]
 
 
 def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
@@ -45,6 +47,8 @@ def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
     folder = Path(root)
     if name in _CLEVR:
         return ClevrSet(folder, _CLEVR[name], split)
+    if name in SPECS:
+        return open_vtab(folder, name, split)
     if name == "sun397":
         if split != "test":
             raise DataError(f"{folder}: SUN397 as published has no split {split}. Use a folder in the wds layout.")

@@ -101,13 +101,14 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
 def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     """Return the config of a set's task, in the layout that exists on disk."""
     # The hub's copies are called wds_… and are equivalent.
-    places = [root / (listed.folder or listed.name), root / f"wds_{listed.name.replace('/', '-')}"]
+    place = root / (listed.folder or listed.name)
+    places = [root / listed.name, place, root / f"wds_{listed.name.replace('/', '-')}"]
     as_wds = next((p for p in places if (p / "test" / "nshards.txt").is_file()), None)
-    options: dict[str, Any] = {"task": task, "root": str(as_wds or places[0]), "benchmark_name": listed.name}
+    options: dict[str, Any] = {"task": task, "root": str(as_wds or place), "benchmark_name": listed.name}
     if as_wds is None:
-        options |= _existing(listed, places[0])
+        options |= _existing(listed, place)
         if listed.options.get("layout") == "karpathy":
-            options |= _karpathy(places[0], listed.name)
+            options |= _karpathy(place, listed.name)
     if task == "zeroshot":
         options["classes"] = listed.classes
     if task == "probe":

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from sparo_train.core.errors import DataError
+from sparo_train.data.decode.tfrecord import parse_example, records
 
 from .published import PublishedScene, decode_array, to_label_map
-from .tfrecord import parse_example, records
 
 _MAX_BYTES = 4 << 30  # limit in bytes for an array: a minute of video with 1,024 pixels
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}

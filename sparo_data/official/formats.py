@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+from sparo_train.data.decode.tfrecord import Value, parse_example, records
 
 from .clevr3d import clevr3d_scenes
 from .clips import movi, npy_shards
@@ -18,7 +19,6 @@ from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .published import PublishedConfig, PublishedScene, WriteSummary, to_label_map, write_published
 from .sunds import sunds_scenes
-from .tfrecord import Value, parse_example, records
 from .videos import VIDEOS, write_videos
 from .viewed import PublishedViews, nerf_scenes, write_multi_view
 

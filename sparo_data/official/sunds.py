@@ -15,11 +15,11 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
+from sparo_train.data.decode.tfrecord import Value, parse_example, records
 from sparo_train.data.video.cameras import parse_lens, parse_pose
 
 from .clips import sanitize_key
 from .published import decode_array, to_label_map
-from .tfrecord import Value, parse_example, records
 from .viewed import PublishedView, PublishedViews
 
 _CAMERA = re.compile(r"cameras/(.+)/color_image")

@@ -12,12 +12,12 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import DataError
+from sparo_train.data.decode.tfrecord import Value
 
 from ..episodes import MAX_LEVEL, QuantizedArray, Video, boxes_of, episode_fields
 from ..writer import Fields
 from .clips import movi_records, npy_arrays, sanitize_key
 from .published import PublishedConfig, WriteSummary, decode_array, to_label_map, write_test_and_train
-from .tfrecord import Value
 
 # Object features that are class indices, and TFDS' class names in order (kubric, challenges/movi/movi_a.py to f).
 # MOVi-A has the first three shapes, sizes and colours; B all shapes and a hue; C to F a category, and the name of the

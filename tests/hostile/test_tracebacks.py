@@ -13,11 +13,11 @@ from evals.encoders.loading import load_encoder
 from launch.commands.train import train
 from launch.jobs.records import Records
 from launch.monitor.status import statuses
-from sparo_data.official.tfrecord import records
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
+from sparo_train.data.decode.tfrecord import records
 from sparo_train.data.servers.remote import find_shards
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged

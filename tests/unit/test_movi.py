@@ -10,10 +10,10 @@ from sparo_data.episodes import episode_fields
 from sparo_data.official import clips
 from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig
-from sparo_data.official.tfrecord import parse_example, records
 from sparo_data.official.videos import movi_videos, resize_video
 from sparo_data.writer import encode_image
 from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.data.decode.tfrecord import parse_example, records
 from sparo_train.data.sources.base import open_source
 from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.episode import Episode

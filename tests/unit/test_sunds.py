@@ -11,9 +11,9 @@ from sparo_data.official import sunds
 from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.sunds import sunds_scenes
-from sparo_data.official.tfrecord import parse_example, records
 from sparo_data.writer import encode_image
 from sparo_train.core.errors import DataError
+from sparo_train.data.decode.tfrecord import parse_example, records
 from sparo_train.data.sources.base import open_source
 from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.views import MultiViewScene

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tfrecord.writer import TFRecordWriter
 
-from sparo_data.official.tfrecord import parse_example, records
 from sparo_train.core.errors import DataError
+from sparo_train.data.decode.tfrecord import parse_example, records
 
 
 def tfrecords(path, examples, pack=lambda data: data):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -24,19 +24,9 @@ def records(path: Path) -> Iterator[bytes]:
         DataError: no such file, or it is truncated or damaged (the record is named).
         ConfigError: google-crc32c is not installed.
     """
-    try:
-        import google_crc32c
-    except ImportError:
-        raise ConfigError(
-            f"{path}: checksums need google-crc32c. pip install -e '.[convert]' in sparo's checkout."
-        ) from None
-
-    def intact(data: bytes, checksum: bytes) -> bool:
-        crc = google_crc32c.value(data)
-        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == struct.unpack("<I", checksum)[0]
-
+    intact = _checker(path)
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: no such file. Fetch the set again.")
     with path.open("rb") as file:
         head = file.read(12)
         file.seek(0)
@@ -62,6 +52,61 @@ def records(path: Path) -> Iterator[bytes]:
                 raise DataError(f"{where}: is damaged, because its checksum differs. Fetch the file again.")
             yield body[:-4]
             number += 1
+
+
+def _checker(path: Path) -> Callable[[bytes, bytes], bool]:
+    """Return a function that compares bytes with their masked CRC-32C. Raises `ConfigError` without google-crc32c."""
+    try:
+        import google_crc32c
+    except ImportError:
+        raise ConfigError(
+            f"{path}: checksums need google-crc32c. pip install -e '.[convert]' in sparo's checkout."
+        ) from None
+
+    def intact(data: bytes, checksum: bytes) -> bool:
+        crc = google_crc32c.value(data)
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == struct.unpack("<I", checksum)[0]
+
+    return intact
+
+
+def record_offsets(path: Path) -> list[int]:
+    """Return the positions of the records of an uncompressed file, from the lengths before them. Raises `DataError`."""
+    intact, offsets = _checker(path), list[int]()
+    try:
+        with path.open("rb") as file:
+            size, at = path.stat().st_size, 0
+            while at < size:
+                file.seek(at)
+                first = file.read(12)
+                if len(first) < 12 or not intact(first[:8], first[8:]):
+                    raise DataError(
+                        f"{path}: record {len(offsets)}: is truncated, or not a TFRecord. Fetch the file again."
+                    )
+                offsets.append(at)
+                at += 16 + struct.unpack("<Q", first[:8])[0]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}). Fetch the file again.") from None
+    if at != size:
+        raise DataError(f"{path}: record {len(offsets) - 1}: is truncated. Fetch the file again.")
+    return offsets
+
+
+def record_at(path: Path, offset: int) -> bytes:
+    """Return the record at a position of `record_offsets`. Raises `DataError` if it is damaged."""
+    intact = _checker(path)
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            (length,) = struct.unpack("<Q", file.read(12)[:8])
+            body = file.read(length + 4)
+    except (OSError, struct.error, OverflowError, MemoryError) as error:
+        raise DataError(
+            f"{path}: the record at byte {offset} cannot be read ({error}). Fetch the file again."
+        ) from None
+    if len(body) < length + 4 or not intact(body[:-4], body[-4:]):
+        raise DataError(f"{path}: the record at byte {offset} is damaged. Fetch the file again.")
+    return body[:-4]
 
 
 class _PlainReader:
