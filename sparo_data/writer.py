@@ -20,6 +20,7 @@ from sparo_train.core.recipe.renamed import with_new_names
 Fields = Mapping[str, bytes]  # extension -> content
 MANIFEST_NAMES = (
     "scenes.json",
+    "scene_questions.json",
     "tetrominoes.json",
     "objects.json",
     "videos.json",

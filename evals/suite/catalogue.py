@@ -7,6 +7,7 @@ clip-benchmark/wds_* copies), in ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,8 @@ from ..sets.captions import SugarCrepeSet
 from ..sets.open_set import open_set
 from ..sets.questions import QuestionSet
 from ..sets.task_config import SetTaskConfig, TaskConfig
+
+logger = logging.getLogger(__name__)
 
 
 class DatasetEntry(Frozen):
@@ -86,9 +89,17 @@ def _names_of(listed: DatasetEntry) -> tuple[str, ...]:
 
 
 def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
-    """Return the tasks that a name stands for, with files below `root`; empty for an unknown name."""
+    """Return the tasks that a name stands for, with files below `root`; empty for an unknown name.
+
+    Of a group, sets that do not exist are skipped with a warning, unless none exists.
+    """
     base, _, other = name.partition(":")
     entries = [listed for listed in datasets() if base in _names_of(listed)]
+    if all(listed.name != base for listed in entries):
+        absent = [listed.name for listed in entries if check_presence(listed, root).state == "absent"]
+        if absent and len(absent) < len(entries):
+            _warn_once(f"--tasks {name}: {len(absent)} set(s) are not in {root}: {', '.join(absent)}")
+            entries = [listed for listed in entries if listed.name not in absent]
     if other not in ("", "probe"):
         return {}
     if other:
@@ -96,6 +107,12 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     return {
         listed.name + (":probe" if other else ""): task_of(listed, root, other or listed.task) for listed in entries
     }
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    """Warn once, although every checkpoint of a command asks for the same tasks."""
+    logger.warning(text)
 
 
 def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparo_train.core.config import field
-from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.errors import DataError
 
 from ..sets.base import sha256
 from ..sets.open_set import open_set
@@ -81,11 +81,6 @@ def questions_of(task: QuestionsTaskConfig) -> tuple[QuestionSet, list[Question]
     whole = source if source.part_of is None else source.part_of
     assert isinstance(whole, QuestionSet)
     counts = Counter(question.kind for question in whole.questions)
-    # A list for a published set may name kinds that part of the set lacks.
-    if task.exclude_kinds and not counts.keys() & set(task.exclude_kinds):
-        raise ConfigError(
-            f"exclude_kinds: {task.root} has none of these kinds, such as {task.exclude_kinds[0]!r}. Correct them."
-        )
     kept = [q for q in source.questions if q.kind not in task.exclude_kinds and counts[q.kind] >= task.min_per_kind]
     if not kept:
         raise DataError(f"{task.root}: no question is left. Lower min_per_kind, or exclude fewer kinds.")
@@ -168,10 +163,12 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
 
     options: dict[str, Any] = {"questions": sha256(*(str(question) for question in questions))[:16]}
     if task.exclude_kinds or task.min_per_kind > 1:
-        options |= {"excluded_kinds": len(task.exclude_kinds), "min_per_kind": task.min_per_kind}
+        options |= {"exclude_kinds": sha256(*task.exclude_kinds)[:16], "min_per_kind": task.min_per_kind}
     if isinstance(task, ChoiceTaskConfig):
         options["ties"] = task.ties
     result = scoring.ranks.rank0_broadcast(score)
+    if excluded := len(source.questions) - len(questions):
+        result = result._replace(counts={**result.counts, "excluded": excluded})
     if source.skipped:
         options["skipped"] = {"images are missing": source.skipped}
         result = result._replace(counts={**result.counts, "skipped": source.skipped})

@@ -167,11 +167,13 @@ def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "mic
         else:
             metrics[metric] = float(rows.mean())
             intervals[metric] = wilson(metrics[metric], len(rows))
+        if len(names) < 2:
+            continue
         if len(names) > _MANY_KINDS:
             options[f"{metric}_by_kind"] = {kind: [float(of.mean()), len(of)] for kind, of in by_kind.items()}
         else:
-            metrics |= {f"{metric}/{kind}": float(of.mean()) for kind, of in by_kind.items() if kind}
-            intervals |= {f"{metric}/{kind}": wilson(of.mean(), len(of)) for kind, of in by_kind.items() if kind}
+            metrics |= {f"{metric}/{kind}": float(of.mean()) for kind, of in by_kind.items()}
+            intervals |= {f"{metric}/{kind}": wilson(of.mean(), len(of)) for kind, of in by_kind.items()}
     headline = next(iter(answers.right))
     weight = weights(kinds, average)
     chance = {metric: float((values.numpy() * weight).sum()) for metric, values in answers.chance.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,6 +53,22 @@ def scenes(
     sizes = {"retrieval": test, "per_class": test // 20, "pairs_per_kind": test * 3 // 8}
     make_scenes(folder, train, size, seed, processes, **sizes)
     console.print(f"{folder}: ready")
+
+
+@app.command("scene-questions")
+def scene_questions(
+    folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/scene_questions"),
+    questions: Annotated[int, typer.Option(min=120, help="Questions of each set.")] = 300,
+    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    processes: Processes = 2,
+) -> None:
+    """Render stand-ins of Winoground, ColorSwap, ARO and NegBench for models that were trained on `sparo data scenes`."""
+    from ..commands.making import make_scene_questions
+
+    make_scene_questions(folder, processes, questions=questions, size=size, seed=seed)
+    console.print(f"{folder}: ready")
+    out.print(f"sparo eval RUN --tasks compositional --root {shlex.quote(str(folder))}", soft_wrap=True)
 
 
 @app.command()

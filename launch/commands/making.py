@@ -10,6 +10,7 @@ from sparo_data.emoji_sets import make_emoji
 from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig, WriteSummary
 from sparo_data.synthetic.object_scenes import ObjectSetConfig, render_objects
+from sparo_data.synthetic.scene_questions import SceneQuestionsConfig, render_questions
 from sparo_data.synthetic.scene_sets import ScenesConfig, render_scenes
 from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.synthetic.video_sets import VideoSetConfig, render_videos
@@ -25,6 +26,14 @@ def make_scenes(folder: Path, train: int, size: int, seed: int, processes: int =
     with Bar() as bar:
         task = bar.start_task_named("rendering scenes")
         render_scenes(folder, config, processes, lambda done, total: bar.show(task, done, total))
+
+
+def make_scene_questions(folder: Path, processes: int, **options: int) -> None:
+    """Render compositional sets into `folder`; finished sets are kept."""
+    config = resolve(SceneQuestionsConfig, options, str(folder))
+    with Bar() as bar:
+        task = bar.start_task_named("rendering questions")
+        render_questions(folder, config, processes, lambda done, total: bar.show(task, done, total))
 
 
 def make_tetromino_set(folder: Path, **options: Any) -> None:

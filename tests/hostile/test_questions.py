@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evals.suite import catalogue
 from evals.suite.question_tasks import ChoiceTaskConfig, MatchingTaskConfig, QuestionsTaskConfig, questions_of
 from evals.suite.suite import Suite
-from sparo_train.core.errors import ConfigError, DataError, SparoError
+from sparo_train.core.errors import DataError, SparoError
 from tests.helpers import compositional as made
 
 pytestmark = pytest.mark.hostile
@@ -126,8 +126,6 @@ def test_tasks_refuse_questions_of_another_form(root):
     one = columns.model_copy(update={"captions": ("{caption_0}",)})
     with pytest.raises(DataError, match=r"task matching needs as many texts as images"):
         questions_of(MatchingTaskConfig(task="matching", **{**options, "columns": one}))
-    with pytest.raises(ConfigError, match=r"exclude_kinds: .* has none of these kinds, such as 'x'"):
-        questions_of(MatchingTaskConfig(task="matching", exclude_kinds=("x",), **options))
     with pytest.raises(DataError, match=r"no question is left"):
         questions_of(MatchingTaskConfig(task="matching", min_per_kind=99, **options))
 
