@@ -34,6 +34,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         only_first, only_second: number of samples that only one of them has right.
+        stratified: the difference is a mean over kinds or classes, which `p` is not about.
         p: exact two-sided McNemar. For scores that are not right or wrong, p is None, and the two count samples with a
             better score (for retrieval: images whose texts are found).
     """
@@ -46,10 +47,11 @@ class Comparison(NamedTuple):
     only_second: int
     p: float | None
     n: int
+    stratified: bool = False
 
 
-def compare(first: Record, second: Record) -> Comparison:
-    """Compare two records of one task.
+def compare(first: Record, second: Record, metric: str | None = None) -> Comparison:
+    """Compare two records of one task by a metric, by default the headline.
 
     The interval resamples the samples that both have: pairs within their kind if the headline is macro, images with
     their captions for retrieval, and images if each has its own value (FG-ARI, PSNR).
@@ -61,7 +63,8 @@ def compare(first: Record, second: Record) -> Comparison:
         raise DataError(
             f"{first.task}: {first.checkpoint} was scored by {first.result.task}, but {second.checkpoint} by {second.result.task}"
         )
-    if first.dataset != second.dataset or first.result.headline != second.result.headline:
+    metric = metric or first.result.headline
+    if first.dataset != second.dataset or (metric == first.result.headline) != (metric == second.result.headline):
         raise DataError(
             f"{first.task}: {first.checkpoint} and {second.checkpoint} were scored on different data or with "
             f"different headline metrics, got {first.result.headline} on data {first.dataset[:12]} and "
@@ -77,16 +80,11 @@ def compare(first: Record, second: Record) -> Comparison:
             f"{first.task}: the labels of {first.checkpoint} and {second.checkpoint} differ, so one was scored on other annotations"
         )
     if first.result.task == "retrieval":
-        return _retrieval(first, second, a, b)
-    if "right" not in a and first.result.headline in a:
-        return _compare_per_sample(first, second, a, b)
-    if "right" not in a:
-        raise DataError(
-            f"{first.task}: its metric does not count each sample as right or wrong, so samples of two checkpoints cannot be paired"
-        )
-    right = a["right"].astype(np.int64), b["right"].astype(np.int64)
-    change = right[1] - right[0]
-    strata = a["kind"] if first.result.headline == "macro" else _strata(first, a, len(change))
+        return _retrieval(first, second, a, b, metric)
+    if "right" not in a and metric in a:
+        return _compare_per_sample(first, second, a, b, metric)
+    name, rows, strata = _answers(first, a, metric)
+    change = (b[name].astype(np.int64) - a[name].astype(np.int64))[rows]
     names = np.unique(strata)
     rng, draws = np.random.default_rng(0), []
     means = []
@@ -102,9 +100,35 @@ def compare(first: Record, second: Record) -> Comparison:
     # Samples that both have right, or both wrong, do not show which is better.
     p = binomtest(better, better + worse).pvalue if better + worse else 1.0
     interval = percentiles(np.mean(draws, axis=0))
+    stratified = len(names) > 1
     return Comparison(
-        first.task, first.result.headline, float(np.mean(means)), interval, worse, better, float(p), len(change)
+        first.task, metric, float(np.mean(means)), interval, worse, better, float(p), len(change), stratified
     )
+
+
+def _answers(record: Record, arrays: dict[str, np.ndarray], metric: str) -> tuple[str, np.ndarray, np.ndarray]:
+    """Return the array with a metric's right answers, the rows that it is about, and the kind or class of each of them.
+
+    Raises:
+        DataError: the metric does not count right answers of samples.
+    """
+    base, _, kind = metric.partition("/")
+    kinds = arrays.get("kind", np.zeros(0))
+    if base in kinds:  # pairs have a metric per kind
+        base, kind = "right", base
+    name = base if base in arrays and arrays[base].dtype == bool else "right"
+    headline = record.result.headline
+    known = name != "right" or base in ("right", "macro", "micro", headline)
+    if name not in arrays or not known or metric in ("order_only", "blind"):
+        raise DataError(
+            f"{record.task}: {metric} does not count each sample as right or wrong, so samples of two checkpoints cannot be paired. "
+            "Compare another metric."
+        )
+    rows = kinds == kind if kind else np.ones(len(arrays[name]), bool)
+    if not kind and (metric == "macro" or (record.result.options.get("average") == "macro" and metric != "micro")):
+        return name, rows, kinds
+    strata = arrays["label"] if metric == "mean_per_class_recall" else np.zeros(len(rows), np.int64)
+    return name, rows, strata[rows]
 
 
 def _refuse_other_kind(first: Record, second: Record) -> None:
@@ -120,21 +144,19 @@ def _refuse_other_kind(first: Record, second: Record) -> None:
 
 
 def _compare_per_sample(
-    first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]
+    first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray], metric: str
 ) -> Comparison:
     """Compare values per sample under the same resampling; samples without a value on either side are excluded."""
-    x, y = (arrays[first.result.headline].astype(np.float64) for arrays in (a, b))
+    x, y = (arrays[metric].astype(np.float64) for arrays in (a, b))
     there = ~(np.isnan(x) | np.isnan(y))
     if not there.any():
-        raise DataError(
-            f"{first.task}: no sample has {first.result.headline} for both checkpoints. Compare another metric."
-        )
+        raise DataError(f"{first.task}: no sample has {metric} for both checkpoints. Compare another metric.")
     change = (y - x)[there]
     draws = bootstrap(change[:, None], np.ones((len(change), 1)))[:, 0]
-    gain = -change if first.result.headline in LOWER_IS_BETTER else change
+    gain = -change if metric in LOWER_IS_BETTER else change
     return Comparison(
         first.task,
-        first.result.headline,
+        metric,
         float(change.mean()),
         percentiles(draws),
         int((gain < 0).sum()),
@@ -144,14 +166,18 @@ def _compare_per_sample(
     )
 
 
-def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Comparison:
+def _retrieval(
+    first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray], headline: str
+) -> Comparison:
     """Compare both directions under the same resampled images."""
-    headline = first.result.headline
     names = (
         [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
     )
     # Rows are images; a mean of both directions needs the same images for both.
-    at = [a["columns"].tolist().index(name) for name in names]
+    columns = a["columns"].tolist()
+    if any(name not in columns for name in names):
+        raise DataError(f"{first.task}: {headline} has no values per image. Compare another metric.")
+    at = [columns.index(name) for name in names]
     sums, counts = (np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts"))
     draws = bootstrap(sums, counts)
     change = b["sums"][:, at[0]] - a["sums"][:, at[0]]
@@ -159,17 +185,10 @@ def _retrieval(first: Record, second: Record, a: dict[str, np.ndarray], b: dict[
     return Comparison(
         first.task,
         headline,
-        second.result.value - first.result.value,
+        second.result.metrics[headline] - first.result.metrics[headline],
         percentiles(difference),
         int((change < 0).sum()),
         int((change > 0).sum()),
         None,
         first.result.n,
     )
-
-
-def _strata(record: Record, predictions: dict[str, np.ndarray], n: int) -> np.ndarray:
-    """Return samples that are resampled together: all of them, or by class if the headline is a mean over classes."""
-    if record.result.headline == "mean_per_class_recall":
-        return predictions["label"]
-    return np.zeros(n, np.int64)

@@ -13,8 +13,8 @@ from typing import Any
 
 from sparo_train.core.files import write_whole
 
-from ..tasks.result import LOWER_IS_BETTER, Result
-from .paper_tables import MARK, Cell, Grid
+from ..tasks.result import Result
+from .grid import BETTER, MARK, WORSE, Cell, Grid
 from .results_file import Record
 
 _TASKS = {
@@ -77,7 +77,7 @@ def _retrieval(result: Result) -> dict[str, float]:
 
 
 def markdown(table: Grid, transpose: bool = False) -> str:
-    """Return Markdown, per cent with intervals; the best of our rows is bold."""
+    """Return Markdown, per cent with intervals; the best of our rows is bold if it is significantly better than all others."""
     heads, names, cells = _format_cells(table, transpose, _text, ("**", "**"))
     lines = ["| " + " | ".join(["", *heads]) + " |", "|---" + "|---:" * len(heads) + "|"]
     lines += ["| " + " | ".join([name, *row]) + " |" for name, row in zip(names, cells, strict=True)]
@@ -86,11 +86,11 @@ def markdown(table: Grid, transpose: bool = False) -> str:
 
 
 def latex(table: Grid, transpose: bool = False) -> str:
-    """Return a booktabs tabular without intervals; the best of our rows is bold.
+    """Return a booktabs tabular without intervals; the best of our rows is bold if it is significantly better than all others.
 
     Neither tabulate nor pandas writes headings that span columns together with bold cells and a rule between measured and printed rows.
     """
-    number = lambda cell: "--" if cell is None else cell.number.replace(MARK, "$^\\dagger$")  # noqa: E731
+    number = lambda cell: "--" if cell is None else _latex_number(cell)  # noqa: E731
     heads, names, cells = _format_cells(table, transpose, number, ("\\textbf{", "}"), _escaped)
     top = [" & ".join(["", *heads])]
     if not transpose:
@@ -112,6 +112,11 @@ def latex(table: Grid, transpose: bool = False) -> str:
         "\\toprule",
     ]
     return "\n".join([*begin, *lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def _latex_number(cell: Cell) -> str:
+    text = cell.number.replace(MARK, "$^\\dagger$")
+    return text.replace(BETTER, "$^{\\uparrow}$").replace(WORSE, "$^{\\downarrow}$")
 
 
 def as_csv(table: Grid, transpose: bool = False) -> str:
@@ -136,33 +141,14 @@ def _format_cells(
     escape: Callable[[str], str] = lambda name: " ".join(name.split()).replace("|", "\\|"),
 ) -> tuple[list[str], list[str], list[list[str]]]:
     """Return the headings of columns, names of rows, and the cells."""
-    best, cells = _best(table), []
-    for row in table.rows:
-        marked = [
-            not row.paper and cell is not None and cell.value == b for cell, b in zip(row.cells, best, strict=True)
-        ]
+    best, cells = table.best or (None,) * len(table.columns), []
+    for number, row in enumerate(table.rows):
+        marked = [number == b for b in best]
         numbers = [bold[0] + text(c) + bold[1] if m else text(c) for c, m in zip(row.cells, marked, strict=True)]
         cells.append([*map(escape, row.readout_cells), *numbers])
     heads = [escape(head) for head in (*table.heads, *(c.heading for c in table.columns))]
     names = [escape(row.name) for row in table.rows]
     return (names, heads, [list(row) for row in zip(*cells, strict=True)]) if transpose else (heads, names, cells)
-
-
-def _best(table: Grid) -> list[float | None]:
-    """Return the best of each column among our own rows, if there are several."""
-    own = [row for row in table.rows if not row.paper]
-    if len(own) < 2:
-        return [None] * len(table.columns)
-    columns = [[row.cells[i] for row in own] for i in range(len(table.columns))]
-    best: list[float | None] = []
-    for column in columns:
-        cells = [c for c in column if c is not None]
-        metrics = {c.metric for c in cells}
-        choose = min if metrics <= LOWER_IS_BETTER else max
-        # Scores by two metrics, or on two sets, are not ranked.
-        ranked = len(metrics) == 1 and table.columns[len(best)].task not in table.unranked
-        best.append(choose(c.value for c in cells) if ranked else None)
-    return best
 
 
 def _text(cell: Cell | None) -> str:

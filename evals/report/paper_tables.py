@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 
-from ..tasks.result import Result, format_metric, is_share
+from ..tasks.result import Result
+from .grid import MARK, Cell, Column, Grid, Row
 from .results_file import Record, by_checkpoint
-
-
-class Column(NamedTuple):
-    """A column with label and `group`, the heading above it; metric None is the task's headline."""
-
-    group: str
-    label: str
-    task: str
-    metric: str | None
-
-    @property
-    def heading(self) -> str:
-        """Return group and label on one line."""
-        return f"{self.group} {self.label}".strip()
+from .significance import with_significance
+from .suite_layouts import SUITE_LAYOUTS, SUITE_TITLES
 
 
 def _imagenets() -> list[Column]:
@@ -67,6 +56,7 @@ LAYOUTS = {
     "6": [Column("ImageNet", "zero-shot", "imagenet1k", "acc1")],
     "B.1": _sugar_crepe(),
     "B.2": _RECOGNITION,
+    **SUITE_LAYOUTS,
 }
 TITLES = {
     "1": "Zero-shot recognition, robustness, compositionality (layout of Table 1)",
@@ -75,6 +65,7 @@ TITLES = {
     "6": "Bottleneck and alignment of heads (layout of Table 6)",
     "B.1": "SugarCrepe (layout of Table B.1)",
     "B.2": "Other bottlenecks (layout of Table B.2)",
+    **SUITE_TITLES,
 }
 # Text columns of Table 6, before the score.
 HEADS = ("Replace last block", "Cross-attention", "Slot-wise LayerNorm", "Slot-wise projection", "Params")
@@ -100,80 +91,21 @@ def _answer(value: bool | None) -> str:
     return _NONE if value is None else "Yes" if value else "No"
 
 
-MARK = "†"
-
-
-class Cell(NamedTuple):
-    """A score with its 95 % interval if there is one; `odd` describes data that differ from the task's name."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    odd: bool = False
-    metric: str = ""
-
-    @property
-    def number(self) -> str:
-        """Return the score in per cent or with its unit, marked if the data are odd."""
-        return f"{format_metric(self.metric, self.value, unit=True)}{MARK if self.odd else ''}"
-
-    @property
-    def span(self) -> str:
-        """Return the interval; empty if there is none."""
-        if self.low is None or self.high is None:
-            return ""
-        # A dash would look like another minus sign.
-        between = " to " if self.low < 0 else "–"
-        return f"{format_metric(self.metric, self.low)}{between}{format_metric(self.metric, self.high)}"
-
-
-class Row(NamedTuple):
-    """A row; `paper`: printed in the SPARO paper, not measured; readout_cells: text columns."""
-
-    name: str
-    cells: list[Cell | None]
-    paper: bool = False
-    readout_cells: tuple[str, ...] = ()
-
-
-class Grid(NamedTuple):
-    """A table before formatting.
-
-    Attributes:
-        notes: explanations of marked cells, one per line.
-        spans: meaning of the brackets.
-        unranked: tasks whose scores are not on the same samples, so none is the best.
-        heads: headings of text columns before the scores.
-    """
-
-    title: str
-    columns: list[Column]
-    rows: list[Row]
-    notes: list[str]
-    spans: str = "95 % intervals"
-    unranked: frozenset[str] = frozenset()
-    heads: tuple[str, ...] = ()
-
-    @property
-    def unit(self) -> str:
-        """Return the unit of its cells."""
-        metrics = {cell.metric for row in self.rows for cell in row.cells if cell is not None}
-        return "per cent" if all(map(is_share, metrics)) else "per cent where no unit stands"
-
-
 def grid(
     records: Sequence[Record],
     layout: str | None,
     paper: Sequence[str] = (),
     readout_cells_of: Callable[[str], tuple[str, ...]] = lambda name: UNKNOWN_READOUT,
+    reference: str | None = None,
 ) -> Grid:
-    """Return a table with checkpoints as rows.
+    """Return a table with checkpoints as rows; the best of a column is marked if it is significantly better than all others.
 
     Args:
         records: the results.
         layout: a key of `LAYOUTS`; None: every task's headline.
         paper: training sets (`CC15M`, …) whose printed rows are added below, or `all`; only with a layout.
         readout_cells_of: for layout 6, returns the text columns of a checkpoint by name; default: dashes.
+        reference: row with which the others are compared.
 
     Raises:
         ConfigError: no such layout, or printed rows without one.
@@ -191,21 +123,51 @@ def grid(
     rows = [
         Row(
             name,
-            [_cell(by_task[c.task].result, c.metric) if c.task in by_task else None for c in columns],
+            [_cell_of(column, by_task) for column in columns],
             readout_cells=readout_cells_of(name) if heads else (),
         )
         for name, by_task in table.items()
     ]
+    if layout in SUITE_LAYOUTS:
+        columns, rows, notes = _without_empty(columns, rows)
+    else:
+        notes = list[str]()
     if layout is not None:
         rows += paper_rows(layout, paper)
-    tasks = dict.fromkeys(column.task for column in columns)
+    tasks = dict.fromkeys(task for column in columns for task in (column.members or (column.task,)))
     odd = [(name, t, record.result.odd()) for name, found in table.items() for t, record in found.items() if t in tasks]
-    notes = odd_notes(odd)
+    notes += odd_notes(odd)
     notes += [f"{name}: {remark}" for name, found in table.items() if (remark := _mixed(list(found.values())))]
     of_several = {t: remark for t in tasks if (remark := several_data([f[t] for f in table.values() if t in f]))}
     notes += of_several.values()
     notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment in LaTeX
-    return Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several), heads=heads)
+    found = Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several), heads=heads)
+    return with_significance(found, table, reference)
+
+
+def _without_empty(columns: list[Column], rows: list[Row]) -> tuple[list[Column], list[Row], list[str]]:
+    """Return the columns in which a row has a score, and a note with the others. Raises `ConfigError` if there are none."""
+    kept = [i for i in range(len(columns)) if any(row.cells[i] is not None for row in rows)]
+    absent = dict.fromkeys(column.task for i, column in enumerate(columns) if i not in kept)
+    if not kept:
+        raise ConfigError(
+            f"--layout: no result of {', '.join(absent)}. Score them with sparo eval --tasks, or choose another layout."
+        )
+    rows = [row._replace(cells=[row.cells[i] for i in kept]) for row in rows]
+    return [columns[i] for i in kept], rows, [f"no results: {', '.join(absent)}"] if absent else []
+
+
+def _cell_of(column: Column, by_task: Mapping[str, Record]) -> Cell | None:
+    if not column.members:
+        return _cell(by_task[column.task].result, column.metric) if column.task in by_task else None
+    # A mean of some of its members would be another number.
+    cells = [_cell(by_task[task].result, column.metric) for task in column.members if task in by_task]
+    known = [cell for cell in cells if cell is not None]
+    if len(known) < len(column.members):
+        return None
+    value = sum(cell.value for cell in known) / len(known)
+    half = sum(((cell.high or 0.0) - (cell.low or 0.0)) ** 2 for cell in known) ** 0.5 / (2 * len(known))
+    return Cell(value, value - half, value + half, any(cell.odd for cell in known), known[0].metric)
 
 
 def columns_of(layout: str) -> list[Column]:
@@ -216,8 +178,16 @@ def columns_of(layout: str) -> list[Column]:
 
 
 def odd_notes(odd: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return explanations of marked cells for (checkpoint, task, odd data)."""
-    return [f"{MARK} {name}: {task}: {text}" for name, task, text in odd if text]
+    """Return explanations of marked cells for (checkpoint, task, odd data), one per task and reason."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, task, text in odd:
+        if text:
+            names.setdefault((task, text), []).append(name)
+    return [f"{MARK} {_listed(found)}: {task}: {text}" for (task, text), found in names.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others"
 
 
 def several_data(records: Sequence[Record]) -> str:
@@ -255,7 +225,7 @@ def _cell(result: Result, metric: str | None) -> Cell | None:
 def paper_rows(layout: str, training_sets: Sequence[str]) -> list[Row]:
     """Return the paper's rows for these training sets (or `all`). Raises `ConfigError` for one that the table does not have."""
     text = (resources.files("evals.report") / "paper.yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text)[layout]
+    rows = yaml.safe_load(text).get(layout, [])
     choices = [*dict.fromkeys(data for data, *_ in rows), "all"]
     for word in training_sets:
         if word not in choices:

@@ -16,7 +16,8 @@ from sparo_train.core.recipe.layers import Tree
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.run_config import RunConfig
 
-from .paper_tables import Cell, Grid, Row
+from .grid import Cell, Grid, Row
+from .significance import separated_best
 
 _SEED_DEPENDENT_KEYS = (
     "seed",
@@ -97,7 +98,7 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
     printed = [row for row in table.rows if row.paper]
     if baseline is None:
         aggregate_rows = [Row(name, _cells(rows, mean), readout_cells=rows[0].readout_cells) for name, rows in named]
-        return table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean))
+        return separated_best(table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean)))
     if printed:
         raise ConfigError(
             f"--baseline {baseline}: a comparison with a baseline needs seeds, and rows of the paper have none. Remove --paper."
@@ -111,7 +112,7 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
         for name, rows in named
         if rows is not others
     ]
-    return table._replace(rows=aggregate_rows, spans=spread_caption(mean, baseline))
+    return table._replace(rows=aggregate_rows, spans=spread_caption(mean, baseline), best=())
 
 
 def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None) -> list[Cell | None]:

@@ -47,6 +47,9 @@ class DatasetEntry(Frozen):
     name: str = field("", "Key of the entry in its file.")
 
 
+_RENDERED = "scene_questions.json"  # manifest of stand-ins, in the folder above the sets
+
+
 class _Datasets(Frozen):
     datasets: dict[str, DatasetEntry] = field({}, "Data sets by name.")
 
@@ -190,7 +193,9 @@ def oddity(name: str, task: TaskConfig) -> str:
 
 
 def _presence_of(listed: DatasetEntry, source: EvalSet) -> Presence:
-    notes = []
+    notes, root = [], Path(source.root)
+    if any((folder / _RENDERED).is_file() for folder in (root, *root.parents[:2])):
+        return Presence("odd", "rendered scenes (sparo data scene-questions) in the form of the set")
     if isinstance(source, SugarCrepeSet):
         notes.append(source.version)
         # The data on which the paper was scored, before its authors withdrew one pair (commit 546eb51).

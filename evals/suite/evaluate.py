@@ -325,6 +325,8 @@ def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str
             "architecture": encoder.architecture,
             **pooling,
         },
+        "parameters": sum(parameter.numel() for parameter in encoder.model.parameters()),
+        "trained_on": "" if encoder.trained is None else ", ".join(encoder.trained.config.data.sources),
         "preprocessing": repr(encoder.transform),
         "precision": encoder.fixed_precision or how.precision,
         "storage": how.storage,

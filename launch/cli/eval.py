@@ -18,7 +18,7 @@ from .given_options import check_figure_path, parse_part_or_array, parse_slots
 from .plain_flags import Group
 
 if TYPE_CHECKING:
-    from evals.report.paper_tables import Grid
+    from evals.report.grid import Grid
 
 Results = Annotated[list[str], typer.Argument(help="Run folders, or folders or files of results.jsonl.")]
 Mean = Annotated[
@@ -158,8 +158,8 @@ def table(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Show the columns of this table of the SPARO paper: 1, 2, 3, 6, B.1 or B.2. Default: the headline metric "
-            "of each task."
+            help="Columns: compositional, reviewer, or those of a table of the SPARO paper (1, 2, 3, 6, B.1, B.2). Default: "
+            "the headline metric of each task."
         ),
     ] = None,
     paper: Annotated[
@@ -170,25 +170,33 @@ def table(
         ),
     ] = "",
     transpose: Annotated[bool, typer.Option(help="One row per task and one column per checkpoint.")] = False,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Mark scores that are significantly better or worse than those of this row (paired where possible, Holm-corrected)."
+        ),
+    ] = None,
     seeds: Annotated[
         bool, typer.Option("--seeds", help="Combine runs that differ only in their seed: median and range.")
     ] = False,
     mean: Mean = False,
     baseline: Baseline = None,
-    format: Annotated[str, typer.Option(help="Output format: terminal, markdown, csv or latex.")] = "terminal",
+    format: Annotated[str, typer.Option(help="Output format: terminal, markdown, csv, latex or html.")] = "terminal",
 ) -> None:
-    """Print results as a table of checkpoints and tasks, or in the layout of a table of the paper."""
+    """Print results as a table of checkpoints and tasks; bold scores are significantly better than all others in the column."""
     from evals.report import paper_tables as layouts
     from evals.report.results_file import read_records
 
     _refuse_both(mean, baseline)
     if (mean or baseline is not None) and not seeds:
         raise ConfigError(f"{'--mean' if mean else f'--baseline {baseline}'}: needs --seeds. Add it.")
-    grid_kwargs = {}
+    if reference is not None and seeds:
+        raise ConfigError(f"--reference {reference}: compares single runs. For runs of several seeds, use --baseline.")
+    grid_kwargs: dict[str, Any] = {"reference": reference}
     if layout == "6":
         from ..commands.sweep_table import checkpoint_readout_cells  # builds models on the meta device
 
-        grid_kwargs = {"readout_cells_of": checkpoint_readout_cells}
+        grid_kwargs["readout_cells_of"] = checkpoint_readout_cells
     grid = layouts.grid(read_records(results), layout, [word for word in paper.split(",") if word], **grid_kwargs)
     if seeds:
         from evals.report.seed_average import over_seeds
@@ -249,9 +257,10 @@ def _print(grid: Grid, transpose: bool, format: str) -> None:
     from evals.report import grid_text
 
     from ..views.results_table import grid_table
+    from ..views.table_page import table_page
 
     writers: Mapping[str, Callable[[Grid, bool], str]] = {
-        "markdown": grid_text.markdown, "csv": grid_text.as_csv, "latex": grid_text.latex,
+        "markdown": grid_text.markdown, "csv": grid_text.as_csv, "latex": grid_text.latex, "html": table_page,
     }  # fmt: skip
     if format == "terminal":
         out.print(grid_table(grid, transpose))
@@ -323,6 +332,29 @@ def compare(
         before, after = ({task: side[task] for task in compared} for side in sides)
         relative_change(before, after, plot)
         out.print(str(plot), soft_wrap=True)
+
+
+@app.command()
+def leaderboard(
+    folder: Annotated[Path, typer.Argument(help="Folder with scored runs or results.jsonl files, at any depth.")],
+    page: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("leaderboard.html"),
+    layout: Annotated[
+        str | None, typer.Option(help="Columns, as in `sparo eval table --layout`. Default: the headline of each task.")
+    ] = None,
+) -> None:
+    """Write a page with all results below a folder: sortable, with filters by model size and training data, and details of each score."""
+    from evals.report.leaderboard import read_leaderboard
+    from evals.report.results_file import refuse_unwritable
+    from sparo_train.core.files import write_whole
+
+    from ..views.table_page import leaderboard_page
+
+    if page.is_dir():
+        raise ConfigError(f"--out {page}: is a folder. Name a file.")
+    refuse_unwritable(page.parent, f"--out {page}")
+    board = read_leaderboard(folder, layout)
+    write_whole(page, leaderboard_page(board))
+    out.print(f"{page}: {len(board.entries)} checkpoints, {len(board.table.columns)} columns", soft_wrap=True)
 
 
 @app.command("export")

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.encoders.loading import read_recipe
+from evals.report.grid import Cell, Column, Grid, Row
 from evals.report.paper_tables import (
     HEADS,
     LAYOUTS,
     TITLES,
     UNKNOWN_READOUT,
-    Cell,
-    Column,
-    Grid,
-    Row,
     columns_of,
     odd_notes,
     paper_rows,

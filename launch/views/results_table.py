@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from evals.report.paper_tables import MARK, Cell, Grid
+from evals.report.grid import MARK, Cell, Grid
 from evals.tasks.result import Result, format_metric, is_share
 
 from .progress import Bar
@@ -67,7 +67,11 @@ def grid_table(grid: Grid, transpose: bool) -> Table:
     table.add_column("", overflow="fold")
     # Printed numbers are dimmed, so that they are not mistaken for measured ones.
     styles = ["dim" if row.paper else None for row in grid.rows]
-    rows = [[*row.readout_cells, *(_cell_text(cell) for cell in row.cells)] for row in grid.rows]
+    best = grid.best or (None,) * len(grid.columns)
+    rows = [
+        [*row.readout_cells, *(_cell_text(cell, i == b) for cell, b in zip(row.cells, best, strict=True))]
+        for i, row in enumerate(grid.rows)
+    ]
     heads = [*grid.heads, *(column.heading for column in grid.columns)]
     if transpose:
         for row, style in zip(grid.rows, styles, strict=True):
@@ -84,10 +88,11 @@ def grid_table(grid: Grid, transpose: bool) -> Table:
     return table
 
 
-def _cell_text(cell: Cell | None) -> str:
+def _cell_text(cell: Cell | None, best: bool) -> Text:
     if cell is None:
-        return "-"
-    return cell.number + (f"\n{cell.span}" if cell.span else "")
+        return Text("-")
+    number = Text(cell.number, style="bold" if best else "")
+    return number.append(f"\n{cell.span}", style="not bold") if cell.span else number
 
 
 _NAME = 14  # characters per line of a column title
