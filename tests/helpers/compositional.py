@@ -147,7 +147,7 @@ def cola(root: Path, rows: int = 6) -> Path:
     for i in range(rows):
         picture(folder / f"{('images', 'VG_100K')[i % 2]}/{i}.jpg", i)
         picture(folder / f"VG_100K_2/{1000 + i}.jpg", 1000 + i)
-        url = "https://cs-people.bu.edu/array/data/vg_gqa_images"
+        url = "https://example.org/vg_gqa_images"
         content.append([f"{url}/{i}.jpg", caption(i), f"{url}/{1000 + i}.jpg", caption(60 + i)])
     path = folder / "data/COLA_multiobjects_matching_benchmark.json"
     path.parent.mkdir(parents=True)
