@@ -23,12 +23,13 @@ from ..sets.base import Fact, Pair
 
 
 class Part(NamedTuple):
-    """Consecutive samples from a first number: encodings (n, D) or (n, L, D), keys, facts."""
+    """Consecutive samples from a first number: encodings (n, D) or (n, L, D), keys, facts, and digests of the images (n, 16) if they are shared."""
 
     first: int
     array: np.ndarray
     keys: list[str]
     facts: list[Fact]
+    digests: np.ndarray | None = None
 
 
 def bounds_of(count: int) -> list[tuple[int, int]]:
@@ -42,6 +43,8 @@ def write_part(folder: Path, number: int, part: Part) -> None:
     """Write a part, its JSON file last: a part without one does not exist. Facts that are arrays (masks) are in a separate file."""
     tables = {str(i): fact for i, fact in enumerate(part.facts) if isinstance(fact, np.ndarray)}
     hashes = {"npy": write_array(part_path(folder, number, "npy"), part.array)}
+    if part.digests is not None:
+        hashes["digests.npy"] = write_array(part_path(folder, number, "digests.npy"), part.digests)
     if tables:
         arrays: dict[str, Any] = tables
         path = part_path(folder, number, "facts.npz")
@@ -73,6 +76,22 @@ def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
     if not whole or not len(array) == len(content["keys"]) == len(facts) == end - begin:
         return None
     return Part(begin, array, content["keys"], facts)
+
+
+def read_part_digests(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the digests (n, 16) and encodings of every complete, undamaged part that has digests."""
+    for path in sorted(folder.glob("part-*.digests.npy")):
+        number = int(path.name.split("-")[1].split(".")[0])
+        try:
+            content = read_sealed(part_path(folder, number, "json"))
+            if any(_hash_of(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
+                continue
+            array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
+            digests = np.load(path, allow_pickle=False)
+        except (OSError, ValueError, EOFError, KeyError, TypeError):
+            continue
+        if len(digests) == len(array):
+            yield digests, array
 
 
 def fact_of(fact: Any) -> Fact:

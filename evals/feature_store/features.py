@@ -43,6 +43,7 @@ from .feature_table import (
     write_part,
     write_texts,
 )
+from .shared_images import SharedImages, begin_parts
 
 _FIRST_ON_CPU, _FIRST_ON_ACCELERATOR = 256, 2048
 
@@ -158,7 +159,7 @@ class FeatureStore:
         Raises:
             DataError: an image cannot be read, or an encoding is not finite.
         """
-        of = None
+        of, shareable = None, view is None and transform is None
         if view is None:
             # Slots are masked when they are read, so one pass over the images serves any selection.
             encoder, of = encoder.stored()
@@ -173,6 +174,8 @@ class FeatureStore:
             return _features(sorted((p for got in ranks.gather(parts) for p in got), key=lambda p: p.first), of)
         facts = self._facts(job)
         folder = self.root / "images" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        if shareable:
+            job = job._replace(shared=functools.partial(SharedImages, self.root / "images", facts, folder))
         if share == 0:
             self._try_write(lambda: write_whole(folder / "manifest.json", json.dumps(facts, indent=1)))
         local_parts: dict[int, Part] = {}
@@ -268,11 +271,13 @@ class FeatureStore:
     def _encode_parts(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
         """Encode these parts one after another, with one set of workers."""
         size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
-        cuts = [batched(range(begin, end), size) for begin, end in spans]
+        parts = begin_parts(job.source, spans, job.shared)
+        cuts = [batched(part.unknown, size) for part in parts]
         numbers = [batch for cut in cuts for batch in cut]
         # Close the workers here: the traceback of a failed forward would keep them alive.
         with closing(read_batches(job.source, job.transform, numbers, job.workers)) as batches:
-            for (begin, _), cut in zip(spans, cuts, strict=True):
+            for part, cut in zip(parts, cuts, strict=True):
+                done += len(part.known)
                 encoded, keys, facts = [], [], []
                 for batch in islice(batches, len(cut)):
                     encodings = self.batch.run(job.encoder, job.view.name, job.view.encode, batch.pixels)
@@ -284,7 +289,7 @@ class FeatureStore:
                     facts += batch.facts
                     done += len(batch.keys)
                     self.on_progress(str(job.source.root), done, total)
-                yield Part(begin, np.concatenate(encoded), keys, facts)
+                yield part.finished(job.source, encoded, keys, facts)
 
 
 class _Job(NamedTuple):
@@ -293,6 +298,7 @@ class _Job(NamedTuple):
     transform: Transform
     view: View
     workers: int
+    shared: Callable[[], SharedImages] | None = None
 
 
 def _features(parts: Sequence[Part], of: Callable[[Tensor], Tensor] | None) -> Features:

@@ -48,6 +48,8 @@ class KarpathySet(FileSet):
         split: of Karpathy's own file.
     """
 
+    shares_images = True
+
     def __init__(self, images: str | Path, annotations: str | Path, split: str = "test"):
         path = Path(annotations)
         text = read_text(path, DataError)
@@ -68,6 +70,8 @@ class SugarCrepeSet(FileSet):
     Raises:
         DataError: a split or an image is missing, or a file is not such a JSON.
     """
+
+    shares_images = True
 
     def __init__(self, root: str | Path, splits: Sequence[str] = SPLITS):
         folder = Path(root)

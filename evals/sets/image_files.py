@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
+import xxhash
 from PIL import Image
 
 from sparo_train.core.errors import DataError
-from sparo_train.core.files import is_safe_relative_path, read_json
+from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
 from .base import EvalSet, Fact, FactKind, Layout, open_image, sha256, sizes_of
@@ -20,6 +21,9 @@ from .task_config import SetTaskConfig
 
 class FileSet(EvalSet):
     """Image files with annotations.
+
+    Attributes:
+        shares_images: other sets are likely to contain the same files, so their encodings are looked up by content.
 
     Args:
         root: base folder of the keys.
@@ -31,6 +35,8 @@ class FileSet(EvalSet):
     Raises:
         DataError: no names, or one that is not a file below `root`.
     """
+
+    shares_images = False
 
     def __init__(self, root: Path, names: Sequence[str], facts: Sequence[Fact], kind: FactKind, extra: bytes = b""):
         self.root, self.kind, self._names, self._facts, self._extra = root, kind, list(names), list(facts), extra
@@ -48,6 +54,21 @@ class FileSet(EvalSet):
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         return self._names[number], open_image(self.root / self._names[number]), self._facts[number]
+
+    def described(self, number: int) -> tuple[str, Fact]:
+        """Return key and annotation without reading the image."""
+        return self._names[number], self._facts[number]
+
+    def digest(self, number: int) -> bytes:
+        """Return 16 bytes that are equal for equal images, if `shares_images`."""
+        name = self._names[number]
+        if name not in self._digests:
+            self._digests[name] = xxhash.xxh3_128_digest(read_bytes(self.root / name, DataError))
+        return self._digests[name]
+
+    @cached_property
+    def _digests(self) -> dict[str, bytes]:
+        return {}
 
     def identity(self) -> str:
         # Annotations are included, because the same files with corrected labels are another set.

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError, DataError
@@ -117,6 +118,12 @@ class ParquetQuestionSet(QuestionSet):
             return super().read(number)
         data = embedded_image(self.root / match[1], int(match[2]), match[3])
         return self._key(number), self._cropped(number, decode_image(data, f"{self.root / name}")), self._facts[number]
+
+    def digest(self, number: int) -> bytes:
+        match = _EMBEDDED.fullmatch(self._names[number])
+        if match is None or self._boxes[number] is not None:
+            return super().digest(number)
+        return xxhash.xxh3_128_digest(embedded_image(self.root / match[1], int(match[2]), match[3]))
 
     def identity(self) -> str:
         return sha256("parquet", str(self._names), self._extra, self._sizes[0])

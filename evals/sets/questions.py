@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from PIL import Image
 
 from sparo_train.core.errors import DataError
@@ -74,6 +75,7 @@ class QuestionSet(FileSet):
         DataError: no questions, or the answer of one is not among its choices.
     """
 
+    shares_images = True
     skipped = 0  # questions whose images do not exist
 
     def __init__(self, root: Path, items: Sequence[Item], where: object):
@@ -98,6 +100,17 @@ class QuestionSet(FileSet):
         path = self.root / self._names[number]
         image = _bgr_array(path) if path.suffix == ".npy" else open_image(path)
         return self._key(number), self._cropped(number, image), self._facts[number]
+
+    def described(self, number: int) -> tuple[str, Fact]:
+        return self._key(number), self._facts[number]
+
+    def digest(self, number: int) -> bytes:
+        box = self._boxes[number]
+        return (
+            super().digest(number)
+            if box is None
+            else xxhash.xxh3_128_digest(super().digest(number) + repr(box).encode())
+        )
 
     def _key(self, number: int) -> str:
         return ImageRef(self._names[number], self._boxes[number]).key
@@ -133,7 +146,8 @@ class QuestionSet(FileSet):
         part.questions = [q._replace(images=tuple(place[number] for number in q.images)) for q in chosen]
         part._names, part._boxes = ([table[i] for i in numbers] for table in (self._names, self._boxes))
         part._facts, part.part_of = _right_captions(part.questions, len(numbers)), self
-        vars(part).pop("_stat", None)  # of all images
+        for cached in ("_stat", "_digests"):  # of all images
+            vars(part).pop(cached, None)
         part._extra = json.dumps(part.questions).encode()
         return part
 

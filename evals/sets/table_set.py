@@ -90,6 +90,7 @@ class TableSet(FileSet):
         classes: names of the classes, in the order of their numbers; empty if the table has numbers.
     """
 
+    shares_images = True
     classes: Sequence[str] = ()
 
     def own_classnames(self) -> list[str]:
@@ -98,6 +99,8 @@ class TableSet(FileSet):
 
 class MaskTableSet(TableSet):
     """Images of a table with label images, whose paths below root are the facts until they are read."""
+
+    shares_images = False
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         key, image, name = super().read(number)
