@@ -27,9 +27,10 @@ class Question(NamedTuple):
         images: numbers of its images in the set.
         texts: its texts.
         kind: category, whose score is also reported.
-        key: its name.
-        answer: which text (or with one text, which image) is right, for task `choice`.
-        groups: (metric, name of the group): all questions of a group must be right for this metric.
+        key: its name in the predictions file.
+        answer: position of the right text (with one text: of the right image), from 0, for task `choice`.
+        groups: (metric, name of the group), such as ("pair", "mug plate on"); for this metric, all questions of a group must
+            be right.
     """
 
     images: tuple[int, ...]
@@ -53,7 +54,7 @@ class ImageRef(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A question as a file lists it: like `Question`, with images by reference."""
+    """A question before its images are numbered: like `Question`, with `ImageRef`s."""
 
     images: tuple[ImageRef, ...]
     texts: tuple[str, ...]

@@ -44,12 +44,13 @@ class ChoiceTaskConfig(QuestionsTaskConfig):
 
     task: Literal["choice"] = field("choice", "Entry of sparo.tasks.")
     ties: forms.Ties = field(
-        "lose", "Equally similar choices: lose (wrong), or first (the first of them is chosen, as by argmax)."
+        "lose",
+        "What a tie counts as: lose (wrong), or first (the first of equally similar choices is taken, as by argmax).",
     )
 
 
 class MatchingTaskConfig(QuestionsTaskConfig):
-    """Images with as many captions, which belong together in order. Ties lose."""
+    """Several images with as many captions; caption i belongs to image i. Ties lose."""
 
     task: Literal["matching"] = field("matching", "Entry of sparo.tasks.")
     headline: Literal["group", "text", "image", "group_match"] = field("group", "Metric that tables show.")
