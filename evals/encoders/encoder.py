@@ -312,6 +312,11 @@ class TwoTowerEncoder(Encoder, TextEncoder):
         """Return unit-norm fp32 encodings (n, D); each distinct caption is encoded once, together with others of its length."""
         return encode_texts(captions, self.tokenize, self._texts, batch or texts_per_batch(self.device), self.causal)
 
+    def texts_at_limit(self, captions: Sequence[str]) -> int:
+        """Return how many captions fill the whole context, so that their end may be cut."""
+        blocks = (self.tokenize(list(captions[begin : begin + 1024])) for begin in range(0, len(captions), 1024))
+        return sum(int((block[:, -1] != 0).sum()) for block in blocks)
+
     @torch.inference_mode()
     def _texts(self, tokens: Tensor) -> Tensor:
         with self.autocast():

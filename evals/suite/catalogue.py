@@ -39,6 +39,9 @@ class DatasetEntry(Frozen):
     source: str = field("", "Where to get the files.")
     options: dict[str, Any] = field({}, "Keys of the task, if the files are not in the wds layout.")
     or_options: dict[str, Any] = field({}, "Keys of the task instead, if the table of `options` does not exist.")
+    languages: tuple[str, ...] = field(
+        (), "Languages of the set: it becomes a set NAME/LANGUAGE for each, with `split: LANGUAGE`.", strict=False
+    )
     n: int | None = field(None, "Number of images. Default: not checked.", gt=0)
     questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
@@ -65,8 +68,26 @@ def datasets() -> list[DatasetEntry]:
     entries: dict[str, DatasetEntry] = {}
     for path in (path for folder in dataset_folders() for path in sorted(folder.glob("*.yaml"))):
         for entry in _read_entries(path.absolute(), path.stat().st_mtime_ns):
-            entries.setdefault(entry.name, entry)
+            for each in _by_language(entry):
+                entries.setdefault(each.name, each)
     return list(entries.values())
+
+
+def _by_language(entry: DatasetEntry) -> list[DatasetEntry]:
+    """Return an entry per language; the entry itself if it has none."""
+    if not entry.languages:
+        return [entry]
+    folder = entry.folder or entry.name
+    return [
+        entry.model_copy(
+            update={
+                "name": f"{entry.name}/{language}",
+                "folder": folder,
+                "options": {**entry.options, "split": language},
+            }
+        )
+        for language in entry.languages
+    ]
 
 
 @lru_cache

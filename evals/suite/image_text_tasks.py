@@ -12,6 +12,7 @@ from sparo_train.core.config import between, field
 from sparo_train.core.errors import ConfigError, DataError
 
 from ..encoders.capabilities import ConditionedEncoder
+from ..encoders.encoder import TwoTowerEncoder
 from ..feature_store.feature_table import Features, View
 from ..sets.base import EvalSet, Pair, sha256
 from ..sets.captions import SugarCrepeSet
@@ -105,10 +106,16 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     source = open_set(task, "captions")
     (images,) = scoring.features([source], task.workers)
     texts, owner = captions_of(images, task.k, source)
-    result = scoring.ranks.rank0_broadcast(
-        lambda: retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
-    )
-    return attach_data_info(result, images, source, {})
+
+    def score() -> Result:
+        result = retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
+        # Padding tells how long captions are; tokenizers of other libraries pad in other ways.
+        if isinstance(scoring.encoder, TwoTowerEncoder) and scoring.encoder.causal:
+            counts = {**result.counts, "captions_at_limit": scoring.encoder.texts_at_limit(texts)}
+            return result._replace(counts=counts)
+        return result
+
+    return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})
 
 
 def captions_of(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:

@@ -81,6 +81,11 @@ class Result(NamedTuple):
             notes.append(skipped)
         if count := self.counts.get("images_without_caption"):
             notes.append(f"{count} image(s) without a caption are not queries")
+        if count := self.counts.get("captions_at_limit"):
+            notes.append(
+                f"{count} of {self.counts.get('texts', 0)} captions reach the largest number of tokens that the text tower reads; the rest "
+                "of these captions may be ignored"
+            )
         if count := self.counts.get("scenes_beyond_rays"):
             notes.append(
                 f"{count} of {self.n} scenes have something outside the distances that this model samples (near, far)"

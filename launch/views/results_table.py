@@ -50,11 +50,15 @@ def show_catalogue(root: Path) -> None:
 
     out.print(f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n")
     for entry in catalogue.datasets():
+        # One line for all languages of a set.
+        if entry.languages and not entry.name.endswith(f"/{entry.languages[0]}"):
+            continue
         presence = catalogue.check_presence(entry, root)
         facts = [f"{entry.n:,} images"] if entry.n else []
         facts += [f"{entry.questions:,} questions"] if entry.questions else []
         facts += [f"{entry.classes} classes"] if entry.classes else []
         facts += [f"chance {100 * entry.chance:.1f} %"] if entry.chance else []
+        facts += [f"languages {', '.join(entry.languages)}"] if entry.languages else []
         colour = {"absent": "dim", "odd": "red"}.get(presence.state, "green")
         out.print_line((entry.name, "bold"), "  ", (presence.state, colour), f"  {', '.join(facts)}")
         source = f"; from {entry.source}" if entry.source else ""

@@ -201,6 +201,7 @@ LAYOUTS = Registry(
         "imagenetv2": "evals.sets.image_files:IMAGENETV2",
         "objectnet": "evals.sets.image_files:OBJECTNET",
         "karpathy": "evals.sets.captions:KARPATHY",
+        "captions": "evals.sets.caption_files:CAPTIONS",
         "sugar_crepe": "evals.sets.captions:SUGAR_CREPE",
         "table": "evals.sets.table_set:TABLE",
         "torchvision": "evals.sets.library:LAYOUT",
