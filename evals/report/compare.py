@@ -26,6 +26,9 @@ _MATCH_IF_PRESENT = (
     "average",
     "head",
     "fewshot_k",
+    "ties",
+    "exclude_kinds",
+    "min_per_kind",
 )
 
 
@@ -114,7 +117,7 @@ def _answers(record: Record, arrays: dict[str, np.ndarray], metric: str) -> tupl
     """
     base, _, kind = metric.partition("/")
     kinds = arrays.get("kind", np.zeros(0))
-    if base in kinds:  # pairs have a metric per kind
+    if base in kinds and base not in arrays and base != record.result.headline:  # pairs have a metric per kind
         base, kind = "right", base
     name = base if base in arrays and arrays[base].dtype == bool else "right"
     headline = record.result.headline

@@ -78,6 +78,7 @@ class Grid(NamedTuple):
         spans: meaning of the brackets.
         unranked: tasks whose scores are not on the same samples, so none is the best.
         heads: headings of text columns before the scores.
+        bold: what a best row is.
         best: number of the best row of each column if it is significantly better than all others, otherwise None.
     """
 
@@ -89,6 +90,7 @@ class Grid(NamedTuple):
     unranked: frozenset[str] = frozenset()
     heads: tuple[str, ...] = ()
     best: tuple[int | None, ...] = ()
+    bold: str = "significantly better than all others"
 
     @property
     def unit(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from sparo_train.core.errors import DataError
 from .grid import Cell, Grid
 from .paper_tables import grid
 from .results_file import Record, by_checkpoint, read_records
+
+logger = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
@@ -42,7 +45,9 @@ def read_leaderboard(folder: Path, layout: str | None = None) -> Leaderboard:
         raise DataError(f"{folder}: has no results.jsonl. Give the parent folder of runs that were scored.")
     # By run folder, so that names are those that other commands take.
     places = [path.parent.parent if path.parent.name == "evals" else path for path in files]
-    records = read_records(places)
+    records = [record for place in places for record in _readable(place)]
+    if not records:
+        raise DataError(f"{folder}: has no readable results. Score the runs again.")
     table, by_name = grid(records, layout), by_checkpoint(records)
     entries = []
     for row in table.rows:
@@ -53,6 +58,15 @@ def read_leaderboard(folder: Path, layout: str | None = None) -> Leaderboard:
         members = [found.get(column.task) for column in table.columns]
         entries.append(Entry(row.name, parameters, data, row.cells, members))
     return Leaderboard(table, entries)
+
+
+def _readable(place: Path) -> list[Record]:
+    """Return the results of a place; those of a damaged file are skipped with a warning, because others can still be shown."""
+    try:
+        return read_records([place])
+    except DataError as error:
+        logger.warning(f"skipped: {error}")
+        return []
 
 
 def provenance(record: Record) -> list[tuple[str, str]]:

@@ -111,6 +111,8 @@ def grid(
         ConfigError: no such layout, or printed rows without one.
     """
     table = by_checkpoint(records)
+    if layout in SUITE_LAYOUTS and paper:
+        raise ConfigError(f"--paper {','.join(paper)}: the SPARO paper has no table with layout {layout}. Remove it.")
     if layout is None and paper:
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     if layout is None:

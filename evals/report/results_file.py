@@ -117,6 +117,8 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
             and isinstance(task, str)
             and isinstance(facts, dict)
             and isinstance(predictions, str)
+            and isinstance(facts.get("checkpoint", {}), dict)
+            and isinstance(facts.get("environment", {}), dict)
         ):
             raise TypeError("a field of another kind")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -67,7 +67,7 @@ def separated_best(table: Grid) -> Grid:
         first = _largest(cells) if column.task not in table.unranked else None
         apart = first is not None and all(_above(cells[first], cell) for i, cell in cells.items() if i != first)
         best.append(first if apart else None)
-    return table._replace(best=tuple(best))
+    return table._replace(best=tuple(best), bold="above all others with its whole range or interval")
 
 
 def _above(one: Cell, other: Cell) -> bool:

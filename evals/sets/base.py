@@ -52,8 +52,7 @@ def published(what: str, name: str) -> list[str] | None:
     if not path.is_file():
         return None
     table = json.loads(path.read_text(encoding="utf-8"))
-    # clip-benchmark itself drops the collection's name if there is nothing under the whole name.
-    short = name.rpartition("/")[2]
+    short = name.rpartition("/")[2]  # clip-benchmark, too, drops the collection's name if the whole name is unknown
     # VTAB numbers Caltech-101's classes in another order than torchvision.
     entries = table.get(name) or table.get(f"{short}_vtab" if name.startswith("vtab/") else "") or table.get(short)
     if entries is None and what == "templates":

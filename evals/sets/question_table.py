@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import xxhash
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.files import is_safe_relative_path, read_text
+from sparo_train.core.files import is_safe_relative_path, read_bytes, read_text
 
-from .base import Fact, decode_image, sha256, sizes_of
+from .base import Fact, decode_image, sizes_of
 from .questions import ImageRef, Item, QuestionSet
 from .table_rows import TableRow, table_rows
 from .task_config import TableColumns
@@ -35,7 +35,12 @@ def open_questions(root: Path, columns: TableColumns, split: str) -> QuestionSet
     paths = _files(root, columns.file)
     rows = [row for path in paths for row in _rows_of(root, path, len(paths) > 1)]
     if columns.split is not None:
+        values = dict.fromkeys(row.value(columns.split) for row in rows)
         rows = [row for row in rows if row.value(columns.split) == split]
+        if values and not rows:
+            raise DataError(
+                f"{paths[0]}: column {columns.split!r} has no {split!r}, got {', '.join(list(values)[:6])}. Set the key split."
+            )
     size = columns.rows
     if len(rows) % size:
         raise DataError(
@@ -96,7 +101,7 @@ def _item(root: Path, columns: TableColumns, rows: Sequence[TableRow], number: i
     ]
     texts = [text for row in rows for template in columns.captions for text in row.texts(template)]
     first = rows[0]
-    answer = int(first.number(columns.answer)) if columns.answer else 0
+    answer = first.whole_number(columns.answer) if columns.answer else 0
     key = str(number) if columns.key is None else first.value(columns.key)
     groups = (("all_of_group", first.fill(columns.group)),) if columns.group else ()
     return Item(tuple(images), tuple(texts), first.fill(columns.kind), key, answer, groups)
@@ -107,9 +112,8 @@ class ParquetQuestionSet(QuestionSet):
 
     def __init__(self, root: Path, items: Sequence[Item], where: object):
         super().__init__(root, items, where)
-        self._files = sorted({match[1] for name in self._names if (match := _EMBEDDED.fullmatch(name))})
-        sizes, times = sizes_of([root / name for name in self._files])
-        self._sizes = sizes, times
+        # The files that contain the images, and images in files of their own.
+        self._paths = sorted({match[1] if (match := _EMBEDDED.fullmatch(name)) else name for name in self._names})
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         name = self._names[number]
@@ -119,17 +123,15 @@ class ParquetQuestionSet(QuestionSet):
         data = embedded_image(self.root / match[1], int(match[2]), match[3])
         return self._key(number), self._cropped(number, decode_image(data, f"{self.root / name}")), self._facts[number]
 
-    def digest(self, number: int) -> bytes:
+    def _content_digest(self, number: int) -> bytes:
         match = _EMBEDDED.fullmatch(self._names[number])
-        if match is None or self._boxes[number] is not None:
-            return super().digest(number)
+        if match is None:
+            return super()._content_digest(number)
         return xxhash.xxh3_128_digest(embedded_image(self.root / match[1], int(match[2]), match[3]))
 
-    def identity(self) -> str:
-        return sha256("parquet", str(self._names), self._extra, self._sizes[0])
-
-    def stamp(self) -> str:
-        return sha256(self._sizes[1])
+    @cached_property
+    def _stat(self) -> tuple[bytes, bytes]:
+        return sizes_of([self.root / name for name in self._paths])
 
 
 def _parquet_rows(path: Path, name: str) -> Iterator[Mapping[str, Any]]:
@@ -148,6 +150,8 @@ def _parquet_rows(path: Path, name: str) -> Iterator[Mapping[str, Any]]:
 def _is_image(kind: Any) -> bool:
     import pyarrow as pa
 
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
     binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
     return binary or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
@@ -158,19 +162,26 @@ def embedded_image(path: Path, row: int, column: str) -> bytes:
     for group in range(metadata.num_row_groups):
         count = metadata.row_group(group).num_rows
         if row < first + count:
-            value = _column(path, _stamp(path), group, column)[row - first]
-            value = value.get("bytes") if isinstance(value, dict) else value
+            value = _column(path, _stamp(path), group, column)[row - first].as_py()
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if isinstance(value, dict):
+                name = value.get("path")
+                value = value.get("bytes")
+                if value is None and isinstance(name, str) and is_safe_relative_path(name):
+                    return read_bytes(path.parent / name, DataError)
             if not isinstance(value, bytes):
-                raise DataError(f"{path}: row {row + 1}: column {column} has no image. Fetch the file again.")
+                kind = f"{len(value)} images" if isinstance(value, list) else "no image"
+                raise DataError(f"{path}: row {row + 1}: column {column} has {kind}. Store one image per column.")
             return value
         first += count
     raise DataError(f"{path}: has no row {row + 1}. Fetch the file again.")
 
 
-@lru_cache(4)
-def _column(path: Path, _stamp: tuple[int, int], group: int, column: str) -> list[Any]:
-    """Return a column of a row group; images are read in order, so the last few groups suffice."""
-    return _read_group(path, group, [column]).column(column).to_pylist()
+@lru_cache(2)
+def _column(path: Path, _stamp: tuple[int, int], group: int, column: str) -> Any:
+    """Return a column of a row group as Arrow's array, which copies no image; images are read in order, so the last groups suffice."""
+    return _read_group(path, group, [column]).column(column)
 
 
 def _read_group(path: Path, group: int, columns: Sequence[str]) -> Any:

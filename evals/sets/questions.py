@@ -82,10 +82,18 @@ class QuestionSet(FileSet):
     def __init__(self, root: Path, items: Sequence[Item], where: object):
         if not items:
             raise DataError(f"{where}: contains no questions. Fetch it again.")
+        if any(item.kind for item in items):
+            # Otherwise rows without a kind would count for some scores and not for others.
+            items = [item._replace(kind=item.kind or "unnamed") for item in items]
         images = list(dict.fromkeys(ref for item in items for ref in item.images))
         number = {ref: i for i, ref in enumerate(images)}
         self.questions = [Question(tuple(number[ref] for ref in item.images), *item[1:]) for item in items]
         for question in self.questions:
+            if not question.images or not question.texts or not all(text.strip() for text in question.texts):
+                raise DataError(
+                    f"{where}: question {question.key}: has no image, or an empty caption, got {len(question.images)} image(s) and "
+                    f"{str(question.texts)[:80]}. Complete the row, or remove it."
+                )
             choices = len(question.images) if len(question.texts) == 1 else len(question.texts)
             if not 0 <= question.answer < choices:
                 raise DataError(
@@ -106,12 +114,11 @@ class QuestionSet(FileSet):
         return self._key(number), self._facts[number]
 
     def digest(self, number: int) -> bytes:
-        box = self._boxes[number]
-        return (
-            super().digest(number)
-            if box is None
-            else xxhash.xxh3_128_digest(super().digest(number) + repr(box).encode())
-        )
+        content, box = self._content_digest(number), self._boxes[number]
+        return content if box is None else xxhash.xxh3_128_digest(content + repr(box).encode())
+
+    def _content_digest(self, number: int) -> bytes:
+        return super().digest(number)
 
     def _key(self, number: int) -> str:
         return ImageRef(self._names[number], self._boxes[number]).key
@@ -140,8 +147,13 @@ class QuestionSet(FileSet):
         return sha256(super().identity(), json.dumps(self._boxes))
 
     def limited(self, count: int) -> EvalSet:
-        """Return evenly spaced questions with the images that they need."""
-        part, chosen = copy(self), [self.questions[i] for i in evenly(len(self.questions), count)]
+        """Return evenly spaced questions with the images that they need; questions of a group stay together."""
+        units: dict[object, list[Question]] = {}
+        for place, question in enumerate(self.questions):
+            units.setdefault(question.groups[-1] if question.groups else place, []).append(question)
+        groups, mean_size = list(units.values()), len(self.questions) / len(units)
+        part, few = copy(self), evenly(len(groups), max(1, int(count / mean_size)))
+        chosen = [question for i in few for question in groups[i]]
         numbers = sorted({number for question in chosen for number in question.images})
         place = {number: i for i, number in enumerate(numbers)}
         part.questions = [q._replace(images=tuple(place[number] for number in q.images)) for q in chosen]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import csv
+import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from string import Formatter
 from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 from sparo_train.core.files import parse_json
+
+_MAX_PIXELS = 1 << 20  # of a coordinate of a region
 
 
 def table_rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
@@ -26,9 +30,10 @@ def table_rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
         header = text.partition("\n")[0]
         # Spreadsheets of several languages write semicolons.
         comma = ";" if ";" in header and "," not in header else ","
-        reader = csv.DictReader(
-            text.splitlines(keepends=True), delimiter="\t" if suffix == ".tsv" else comma, strict=True
-        )
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # lists of captions may be long
+        # Not `splitlines`, which also splits at line separators within a text.
+        lines = io.StringIO(text, newline="")
+        reader = csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else comma, strict=True)
         try:
             for row in reader:
                 if None in row.values():
@@ -106,6 +111,11 @@ class TableRow:
         """Return the texts of a cell: the entries of a JSON list, of a Python list in `{column:list}`, otherwise the filled template."""
         column, _, how = _single_column(template).partition(":")
         listed = self.values.get(column)
+        if not column and (inside := [name for name in _columns(template) if isinstance(self.values.get(name), list)]):
+            if len(inside) > 1:
+                raise ConfigError(f"columns: {template!r} contains several lists. Write a template for each.")
+            rows = (TableRow({**self.values, inside[0]: entry}, self.where) for entry in self.values[inside[0]])
+            return [row.fill(template) for row in rows]
         if how == "list":
             try:
                 listed = ast.literal_eval(str(listed))
@@ -119,13 +129,24 @@ class TableRow:
 
     def box(self, template: str) -> tuple[float, float, float, float]:
         """Return left, top, width and height of a region, separated by commas."""
+        listed = self.values.get(_single_column(template))
+        texts = listed if isinstance(listed, list | tuple) else self.fill(template).strip("[]() ").split(",")
         try:
-            left, top, width, height = (float(text) for text in self.fill(template).strip("[]() ").split(","))
-        except ValueError:
+            left, top, width, height = (float(text) for text in texts)
+        except (ValueError, TypeError):
+            left = top = width = height = math.nan
+        if not all(abs(value) <= _MAX_PIXELS for value in (left, top, width, height)):  # not true of NaN either
             raise DataError(
-                f"{self.where}: columns.box: expected left, top, width and height, got {self.fill(template)!r}. Correct it."
-            ) from None
+                f"{self.where}: columns.box: expected left, top, width and height in pixels, got {str(texts)[:80]}. Correct it."
+            )
         return left, top, width, height
+
+    def whole_number(self, template: str) -> int:
+        """Return the whole number of a cell."""
+        value = self.number(template)
+        if value != int(value):
+            raise DataError(f"{self.where}: {template} must be a whole number, got {value:g}. Correct it.")
+        return int(value)
 
     def number(self, template: str) -> float:
         """Return the finite number of a cell."""
@@ -139,6 +160,14 @@ class TableRow:
                 f"{self.where}: {template} must be a finite number, got {text!r}. Correct it, or remove the row."
             )
         return value
+
+
+def _columns(template: str) -> list[str]:
+    """Return the columns that a template names; empty for a malformed one, which `fill` reports."""
+    try:
+        return [name for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError:
+        return []
 
 
 def _single_column(template: str) -> str:

@@ -126,10 +126,14 @@ class ArraySet(EvalSet):
         for block in self._table.blocks(self._table.paths[0]):
             here = place[first : first + len(block)]
             first += len(block)
+            if len(here) < len(block):
+                break
             images = np.empty((len(self._numbers), *block.shape[1:]), np.uint8) if images is None else images
             images[here[here >= 0]] = block[here >= 0]
         if images is None or first != len(place):
-            raise DataError(f"{self._table.paths[0]}: has {first} images, but {len(place)} labels. Fetch it again.")
+            raise DataError(
+                f"{self._table.paths[0]}: has another number of images than labels ({len(place)}). Fetch it again."
+            )
         return images
 
     def identity(self) -> str:
@@ -246,6 +250,8 @@ def _kitti(root: Path, split: str) -> FileSet:
         raise DataError(f"{mapping}: is not KITTI's mapping ({error}). Fetch devkit_object.zip again.") from None
     names, random = sorted(set(of_image)), np.random.RandomState(123)
     count = max(1, 10 * len(names) // 100)
+    if len(names) < 3:
+        raise DataError(f"{mapping}: has {len(names)} videos, too few to be split. Fetch devkit_object.zip again.")
     test = set(random.choice(names, count, replace=False).tolist())
     validation = set(random.choice([name for name in names if name not in test], count, replace=False).tolist())
     chosen = {"test": test, "validation": validation, "train": set(names) - test - validation}[split]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparo_train.core.config import Frozen, field, resolve
-from sparo_train.core.errors import ConfigError, SparoError, did_you_mean
+from sparo_train.core.errors import ConfigError, SparoError, UnexpectedError, did_you_mean
 from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.core.registries import TASKS
 
@@ -193,11 +193,12 @@ def check_presence(listed: DatasetEntry, root: Path) -> Presence:
         place, columns = Path(config.root), config.columns
         if not place.exists() or (columns is not None and not any(place.glob(columns.file))):
             return Presence("absent", listed.files)
-        source = open_set(config, TASKS.get(listed.task).facts)
-        source.check()
-        return _presence_of(listed, source)
+        TASKS.get(listed.task).check(config)
+        return _presence_of(listed, open_set(config, TASKS.get(listed.task).facts))
     except SparoError as error:
         return Presence("odd", str(error))
+    except Exception as error:  # a plug-in's reader may fail in any way, and other sets are still listed
+        return Presence("odd", f"cannot be opened ({UnexpectedError.of(error)})")
 
 
 def oddity(name: str, task: TaskConfig) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info
 from .task import Task
 
-_BLOCK = 1024  # questions whose encodings are in memory at once
+_BLOCK, _ENTRIES = 1024, 2**16  # most questions, and images and texts, whose encodings are in memory at once
 Average = Literal["macro", "micro"]
 
 
@@ -86,6 +86,10 @@ def questions_of(task: QuestionsTaskConfig) -> tuple[QuestionSet, list[Question]
     if not kept:
         raise DataError(f"{task.root}: no question is left. Lower min_per_kind, or exclude fewer kinds.")
     for question in kept:
+        if question.answer and task.task != "choice":
+            raise DataError(
+                f"{task.root}: question {question.key}: columns.answer applies to task choice only. Remove it."
+            )
         if problem := _misfit(task, len(question.images), len(question.texts)):
             raise DataError(
                 f"{task.root}: question {question.key}: task {task.task} needs {problem}, got {len(question.images)} image(s) and "
@@ -115,7 +119,7 @@ def form_of(task: QuestionsTaskConfig, question: Question) -> Form:
     return forms.paraphrases()
 
 
-_choice, _matching = cache(forms.choice), cache(forms.matching)
+_choice, _matching = lru_cache(8)(forms.choice), lru_cache(8)(forms.matching)
 
 
 def encoded_blocks(
@@ -132,7 +136,9 @@ def encoded_blocks(
     for number, question in enumerate(questions):
         groups.setdefault((len(question.images), len(question.texts), question.answer), []).append(number)
     for numbers in groups.values():
-        for block in torch.tensor(numbers).split(_BLOCK):
+        first = questions[numbers[0]]
+        size = max(1, min(_BLOCK, _ENTRIES // (len(first.images) + len(first.texts))))
+        for block in torch.tensor(numbers).split(size):
             some = [questions[i] for i in block.tolist()]
             of = torch.tensor([question.images for question in some])
             words = [text for question in some for text in question.texts]
@@ -149,9 +155,12 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
         texts = scoring.text_rows([text for question in questions for text in question.texts])
         right: dict[str, Tensor] = {}
         chance: dict[str, Tensor] = {}
+        ties = 0
         for block in encoded_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
             form = form_of(task, block.questions[0])
-            answers = form.right(forms.similarities(block.images, block.texts))
+            similarity = forms.similarities(block.images, block.texts)
+            answers, headline = form.right(similarity), next(iter(form.comparisons.values()))
+            ties += int(headline.tied(similarity).sum())
             if isinstance(task, ParaphrasesTaskConfig):
                 answers["tot"] = forms.text_only_paraphrases(block.texts)
             for name, values in answers.items():
@@ -160,7 +169,7 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
         kinds, keys = [q.kind for q in questions], [q.key for q in questions]
         groups = [q.groups for q in questions]
         result = forms.score(task.task, Answers(right, chance, kinds, keys, groups), task.average)
-        return _with_blind(result, task, questions)
+        return _with_blind(result._replace(counts={"ties": ties}), task, questions)
 
     options: dict[str, Any] = {"questions": sha256(*(str(question) for question in questions))[:16]}
     if task.exclude_kinds or task.min_per_kind > 1:
@@ -178,7 +187,7 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
 
 def _with_blind(result: Result, task: QuestionsTaskConfig, questions: Sequence[Question]) -> Result:
     """Add the score of the best guesser that reads the texts only; matching has none, because a text is right for one image and wrong for another."""
-    if isinstance(task, MatchingTaskConfig) or len(questions[0].texts) == 1:
+    if isinstance(task, MatchingTaskConfig) or any(len(question.texts) == 1 for question in questions):
         return result
     # In paraphrases, the wrong text is the one to find.
     odd_one_out = isinstance(task, ParaphrasesTaskConfig)

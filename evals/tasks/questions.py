@@ -18,6 +18,7 @@ from torch import Tensor
 from .result import DRAWS, Result, percentiles, wilson
 
 Ties = Literal["lose", "first"]
+_MOST_MATCHED = 6  # images of a question up to which all assignments are compared
 _BLOCK = 2**24  # products of images and texts that are stored at once
 _MANY_KINDS = 20  # kinds that are metrics of their own; more are listed in the result's options
 
@@ -38,6 +39,11 @@ class Comparisons(NamedTuple):
         # fp64, in which sums of a few fp32 numbers are exact enough for equal ones to stay equal.
         margin = torch.einsum("bij,cij->bc", similarity.double(), self.rows)
         return ((margin > 0) | (self.tie & (margin == 0))).all(dim=1)
+
+    def tied(self, similarity: Tensor) -> Tensor:
+        """Return (b,) bool, True if a comparison of equal similarities decides."""
+        margin = torch.einsum("bij,cij->bc", similarity.double(), self.rows)
+        return (margin == 0).any(dim=1) & (margin >= 0).all(dim=1)
 
 
 class Form(NamedTuple):
@@ -77,24 +83,25 @@ def matching(count: int) -> Form:
     """Return the form of m images with a text each; ties lose.
 
     text: for every image, its own text is the most similar. image: for every text, its own image is. group: both.
-    group_match: among all one-to-one assignments, the right one has the largest sum (Zhu et al. 2025, GroupMatch).
+    group_match: among all one-to-one assignments, the right one has the largest sum (Zhu et al. 2025, GroupMatch); for at
+    most six images, because the number of assignments grows fast.
     """
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     text = torch.stack([_row(count, [(i, i)], [(i, j)]) for i, j in pairs])
     image = torch.stack([_row(count, [(i, i)], [(j, i)]) for i, j in pairs])
     own = [(i, i) for i in range(count)]
-    orders = [
-        list(enumerate(order)) for order in itertools.permutations(range(count)) if list(order) != list(range(count))
-    ]
-    match = torch.stack([_row(count, own, order) for order in orders])
-    comparisons = {"group": torch.cat([text, image]), "text": text, "image": image, "group_match": match}
+    comparisons = {"group": torch.cat([text, image]), "text": text, "image": image}
     one_side = (1 / count) ** count
     group = 1.0
     # The largest of the similarities that are still compared must be a right one, m times in a row.
     for left in range(count, 0, -1):
         compared = left + count * (count - 1) - (count - left) * (count - left - 1)
         group *= left / compared
-    chance = {"group": group, "text": one_side, "image": one_side, "group_match": 1 / (len(orders) + 1)}
+    chance = {"group": group, "text": one_side, "image": one_side}
+    if count <= _MOST_MATCHED:
+        others = [order for order in itertools.permutations(range(count)) if order != tuple(range(count))]
+        comparisons["group_match"] = torch.stack([_row(count, own, list(enumerate(order))) for order in others])
+        chance["group_match"] = 1 / (len(others) + 1)
     return Form({name: Comparisons(rows, torch.zeros(len(rows)).bool()) for name, rows in comparisons.items()}, chance)
 
 

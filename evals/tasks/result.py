@@ -81,6 +81,12 @@ class Result(NamedTuple):
             notes.append(skipped)
         if count := self.counts.get("images_without_caption"):
             notes.append(f"{count} image(s) without a caption are not queries")
+        if (count := self.counts.get("ties", 0)) > 0.01 * self.n and "questions" in self.options:
+            counted = "right if the right choice is listed first" if self.options.get("ties") == "first" else "wrong"
+            notes.append(
+                f"{count} of {self.n} questions are decided by a tie, which counts as {counted}. The model may not distinguish their "
+                "captions, for example because their end is cut"
+            )
         if count := self.counts.get("captions_at_limit"):
             notes.append(
                 f"{count} of {self.counts.get('texts', 0)} captions reach the largest number of tokens that the text tower reads; the rest "

@@ -263,7 +263,7 @@ def _print(grid: Grid, transpose: bool, format: str) -> None:
         "markdown": grid_text.markdown, "csv": grid_text.as_csv, "latex": grid_text.latex, "html": table_page,
     }  # fmt: skip
     if format == "terminal":
-        out.print(grid_table(grid, transpose))
+        out.print_wide(grid_table(grid, transpose))
         for note in grid.notes:
             out.print(note, soft_wrap=True)
     elif format in writers:
@@ -327,7 +327,7 @@ def compare(
         )
     if not compared:
         raise ConfigError(f"{first} and {second}: no task can be compared, for the reasons above")
-    out.print(table)
+    out.print_wide(table)
     if plot:  # of the compared checkpoints only
         before, after = ({task: side[task] for task in compared} for side in sides)
         relative_change(before, after, plot)

@@ -22,7 +22,7 @@ from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
 from ..views.terminal import console, out
-from .slot_work import EITHER, Bench, SlotOptions, column_titles, supported_unit_tasks, write_facts
+from .slot_work import EITHER, Bench, SlotOptions, column_titles, is_readable, supported_unit_tasks, write_facts
 
 
 def train_masks(
@@ -79,6 +79,8 @@ def _train_mask(
     bench = Bench(checkpoint, options)
     name, task = bench.single_task(task_name, "--task")
     tasks = {n: t for n, t in bench.tasks(report_on).items() if t.task == "zeroshot"}
+    if not report_on:
+        tasks = {n: t for n, t in tasks.items() if is_readable(n, t)}
     materials = bench.material({name: task, **tasks})
     pairs, classes = (
         pairs_of(name, materials.pop(name)),

@@ -21,11 +21,12 @@ from evals.slots.quality_measures import Quality, quality_of
 from evals.slots.units import KINDS, Units, units_of
 from evals.suite.evaluate import tasks_for
 from sparo_train.core.accelerator import available_device
-from sparo_train.core.errors import ConfigError, did_you_mean
+from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 from sparo_train.core.files import write_whole
 from sparo_train.core.registries import TASKS
 
 from ..views.results_table import Encoding
+from ..views.terminal import console
 
 # Tasks whose score is a sum over units; probes need a layer per unit and are only used if named.
 _BY_UNIT = ("zeroshot", "pairs", "choice", "matching", "paraphrases", "knn")
@@ -132,9 +133,20 @@ class Bench:
 
 
 def supported_unit_tasks(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict[str, TaskConfig]:
-    """Return the tasks that can be analyzed by unit, and that the encoder supports."""
+    """Return the tasks that can be analyzed by unit, that the encoder supports, and whose data exist."""
     supported = {name: task for name, task in tasks.items() if set(TASKS.get(task.task).needs) <= encoder.offers}
-    return {name: task for name, task in supported.items() if task.task in _BY_UNIT}
+    by_unit = {name: task for name, task in supported.items() if task.task in _BY_UNIT}
+    return {name: task for name, task in by_unit.items() if is_readable(name, task)}
+
+
+def is_readable(name: str, task: TaskConfig) -> bool:
+    """Return whether a task of the run can be scored; nobody asked for it by name, so missing data are only reported."""
+    try:
+        TASKS.get(task.task).check(task)
+    except DataError as error:
+        console.print(f"skipped: {name}: {error}", soft_wrap=True)
+        return False
+    return True
 
 
 def split_names(text: str | None) -> list[str] | None:

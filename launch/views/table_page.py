@@ -53,7 +53,8 @@ def table_page(table: Grid, transpose: bool = False) -> str:
         names, columns = [line.name for line in lines], range(len(table.columns))
         lines = [_Line(table.columns[i].heading, [], [line.cells[i] for line in lines]) for i in columns]
         heads = names
-    return render("table.html.jinja", table=table, heads=heads, rows=lines)
+    along = "row" if transpose else "column"
+    return render("table.html.jinja", table=table, heads=heads, rows=lines, along=along)
 
 
 def leaderboard_page(board: Leaderboard) -> str:
@@ -72,6 +73,7 @@ def leaderboard_page(board: Leaderboard) -> str:
     heads = ["parameters", "trained on", *(column.heading for column in table.columns)]
     script = _SCRIPT.read_text(encoding="utf-8")
     values: dict[str, Any] = {
+        "along": "column",
         "script": Markup(script),  # our own file, not data
         "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
         "data": sorted({entry.data for entry in board.entries if entry.data}),

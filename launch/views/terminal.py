@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.text import Text
 
 from sparo_train.core.errors import SparoError
@@ -78,6 +79,11 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escape_control_chars(text), **options)
+
+    def print_wide(self, table: RenderableType) -> None:
+        """Print a table in its natural width if the terminal is narrower: wrapped lines keep all digits, narrow columns lose some."""
+        needed = Measurement.get(self, self.options.update(width=1 << 16), table).maximum
+        self.print(table, width=max(self.width, needed), crop=False)
 
     def print_line(self, *parts: str | tuple[str, str]) -> None:
         """Print a line that does not wrap, of texts and (text, style)."""

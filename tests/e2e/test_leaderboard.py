@@ -1,6 +1,7 @@
 """The leaderboard and the table as pages: sorted, filtered and explained in a browser, readable without scripts, safe for foreign names."""
 
 import re
+import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -90,3 +91,18 @@ def test_a_page_without_scripts_is_a_plain_table(world, browser):
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
     done = sparo("eval", "leaderboard", "nothing", cwd=world)
     assert done.returncode == 2 and "nothing: has no results.jsonl. Give the parent folder of runs" in done.stderr
+
+
+def test_a_damaged_file_does_not_end_the_leaderboard(world, tmp_path):
+    folder = tmp_path / "runs"
+    shutil.copytree(world / "runs", folder)
+    lines = (folder / "m0/evals/results.jsonl").read_text()
+    (folder / "m0/evals/results.jsonl").write_text(
+        lines.replace('"checkpoint": {"sha256"', '"checkpoint": ["x"], "y": {"sha256"')
+    )
+    done = sparo("eval", "leaderboard", "runs", cwd=tmp_path)
+    assert (
+        done.returncode == 0
+        and "2 checkpoints" in done.stdout
+        and "skipped: runs/m0/evals/results.jsonl" in done.stderr.replace("\n", "")
+    )

@@ -145,3 +145,128 @@ def test_frames_of_another_form_are_refused(root, tmp_path):
     number = source._names.index("eqbenyoucook2/1_0.npy")
     with pytest.raises(DataError, match=r"expected \(H, W, 3\) uint8, got \(4, 4\) float32"):
         source.read(number)
+
+
+def own(folder, rows, columns, **task):
+    """Return a task of rows in a JSON table with three images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(3):
+        made.picture(folder / f"{i}.png", i)
+    (folder / "rows.json").write_text(json.dumps(rows))
+    options = {"root": str(folder), "layout": "table", "columns": {"file": "rows.json", **columns}}
+    return ChoiceTaskConfig(**{"task": "choice", **options, **task})
+
+
+CHOICE = {"images": ["{i}"], "captions": ["{o}"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "match"),
+    [
+        ([{"i": [], "o": ["a", "b"]}], {}, r"question 0: has no image, or an empty caption, got 0 image"),
+        ([{"i": "0.png", "o": ["a", ""]}], {}, r"question 0: has no image, or an empty caption"),
+        ([{"i": "0.png", "o": ["a", "b"], "r": 1.5}], {"answer": "{r}"}, r"\{r\} must be a whole number, got 1\.5"),
+        ([{"i": "0.png", "o": ["a", "b"], "b": [0, 0, float("nan"), 2]}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
+        ([{"i": "0.png", "o": ["a", "b"], "b": "1e9,0,2,2"}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
+        ([{"i": "0.png", "o": ["a", "b"], "s": "val"}], {"split": "s"}, r"column 's' has no 'test', got val\. Set the key split"),
+    ],
+)  # fmt: skip
+def test_odd_questions_are_refused_before_anything_is_encoded(rows, columns, match, tmp_path):
+    with pytest.raises(DataError, match=match):
+        questions_of(own(tmp_path / "own", rows, {**CHOICE, **columns}))
+
+
+def test_a_template_is_applied_to_every_entry_of_a_list(tmp_path):
+    rows = [{"i": "0.png", "o": ["x y", "z"], "b": [1, 2, 5, 6]}]
+    source, (question,) = questions_of(
+        own(tmp_path / "own", rows, {"images": ["{i}"], "captions": ["a photo of {o}"], "box": "{b}"})
+    )
+    assert question.texts == ("a photo of x y", "a photo of z") and source.read(0)[1].size == (5, 6)
+
+
+def test_line_separators_and_long_cells_belong_to_the_text(tmp_path):
+    folder = tmp_path / "own"
+    task = own(folder, [], {**CHOICE, "file": "rows.csv", "captions": ["{o:list}"]})
+    long = [f"caption {i} \u2028 of many" for i in range(9000)]
+    made.write_csv(folder / "rows.csv", [["i", "o"], ["0.png", repr(long)], ["1.png", "['a\x85b', 'c']"]])
+    _, questions = questions_of(task)
+    assert [len(question.texts) for question in questions] == [9000, 2] and questions[1].texts[0] == "a\x85b"
+
+
+def test_questions_of_both_forms_and_many_choices_are_scored(tmp_path):
+    rows = [
+        {"i": ["0.png"], "o": [f"{k} words" for k in range(900)]},
+        {"i": ["0.png", "1.png", "2.png"], "o": ["one"]},
+        {"i": ["1.png"], "o": ["a", "b"]},
+    ]
+    for order in (rows, rows[::-1]):
+        (result,) = Suite({"own": own(tmp_path / "own", order, CHOICE)}).run(made.BagOfWords()).values()
+        assert (
+            result.n == 3
+            and "blind" not in result.metrics
+            and result.chance == pytest.approx((1 / 900 + 1 / 3 + 1 / 2) / 3)
+        )
+
+
+def test_many_images_are_matched_without_all_assignments(tmp_path):
+    rows = [{"i": ["0.png", "1.png", "2.png"] * 3, "o": [f"text {k}" for k in range(9)]}]
+    task = own(tmp_path / "own", rows, CHOICE)
+    matched = MatchingTaskConfig(**{**task.model_dump(exclude={"task", "ties"}), "task": "matching"})
+    (result,) = Suite({"own": matched}).run(made.BagOfWords()).values()
+    assert set(result.metrics) == {"group", "text", "image"}
+    with pytest.raises(DataError, match=r"columns\.answer applies to task choice only"):
+        answered = own(
+            tmp_path / "own", [{"i": ["0.png", "1.png"], "o": ["a", "b"], "r": 1}], {**CHOICE, "answer": "{r}"}
+        )
+        questions_of(MatchingTaskConfig(**{**answered.model_dump(exclude={"task", "ties"}), "task": "matching"}))
+
+
+def test_rows_without_a_kind_are_a_kind_of_their_own(tmp_path):
+    rows = [{"i": f"{k % 3}.png", "o": [f"a {k}", f"b {k}"], "k": "x" if k < 9 else ""} for k in range(30)]
+    task = own(tmp_path / "own", rows, {**CHOICE, "kind": "{k}"}, average="macro")
+    (result,) = Suite({"own": task}).run(made.BagOfWords()).values()
+    assert result.value == pytest.approx((result.metrics["acc/x"] + result.metrics["acc/unnamed"]) / 2)
+
+
+def test_a_limit_keeps_groups_whole(root):
+    task = tasks_of("whatsup/a", root).model_copy(update={"limit": 5})
+    _, questions = questions_of(task)
+    assert len(questions) == 4 and len({question.groups for question in questions}) == 2
+
+
+def test_a_region_of_an_embedded_image_is_another_image(tmp_path):
+    folder = tmp_path / "own"
+    task = own(folder, [], {**CHOICE, "file": "rows.parquet", "box": "{b}"})
+    made.parquet(folder / "rows.parquet", [{"i": made.embedded(folder, 1), "o": ["a", "b"], "b": "0,0,4,4"}])
+    whole = task.model_copy(update={"columns": task.columns.model_copy(update={"box": None})})
+    sets = [questions_of(each)[0] for each in (task, whole)]
+    assert sets[0].identity() != sets[1].identity() and sets[0].digest(0) != sets[1].digest(0)
+    assert sets[0].read(0)[1].size == (4, 4)
+
+
+def test_parquet_cells_with_one_image_of_a_list_or_a_path_are_read(tmp_path):
+    folder = tmp_path / "own"
+    task = own(folder, [], {**CHOICE, "file": "rows.parquet"})
+    one = made.embedded(folder, 1)
+    made.parquet(folder / "rows.parquet", [{"i": [one], "o": ["a", "b"]}, {"i": [one, one], "o": ["c", "d"]}])
+    source, _ = questions_of(task)
+    assert source.read(0)[1].size == (12, 10)
+    with pytest.raises(DataError, match=r"row 2: column i has 2 images\. Store one image per column"):
+        source.read(1)
+    made.parquet(folder / "rows.parquet", [{"i": {"bytes": None, "path": "2.png"}, "o": ["a", "b"]}])
+    assert questions_of(task)[0].read(0)[1].size == (12, 10)
+
+
+def test_a_reader_that_fails_does_not_end_the_list(root, monkeypatch):
+    (entry,) = [entry for entry in catalogue.datasets() if entry.name == "valse"]
+    monkeypatch.setattr("evals.sets.question_files.open_valse", lambda root: 1 / 0)
+    presence = catalogue.check_presence(entry, root)
+    assert presence.state == "odd" and "cannot be opened" in presence.note
+
+
+def test_ties_are_reported(tmp_path):
+    rows = [{"i": f"{k % 3}.png", "o": ["a b", "b a"]} for k in range(20)]
+    for ties, value in (("lose", 0.0), ("first", 1.0)):
+        (result,) = Suite({"own": own(tmp_path / "own", rows, CHOICE, ties=ties)}).run(made.BagOfWords()).values()
+        assert result.value == value and result.counts["ties"] == 20
+        assert any("20 of 20 questions are decided by a tie" in remark for remark in result.remarks())

@@ -133,3 +133,21 @@ def test_of_several_seeds_the_best_is_apart_from_all_others(tmp_path):
     assert separated_best(found).best == (1,)
     rows = [row._replace(cells=[row.cells[0]._replace(low=None, high=None)]) for row in found.rows]
     assert separated_best(found._replace(rows=rows)).best == (None,)
+
+
+def test_kinds_with_names_of_metrics_and_other_tie_rules_are_told_apart(tmp_path):
+    right = {"acc": torch.tensor([True] * 6 + [False] * 4)}
+    kinds = ["acc"] * 3 + ["text"] * 7
+    made = questions.Answers(right, {"acc": torch.full((10,), 0.5)}, kinds, [str(i) for i in range(10)])
+    first = questions.score("choice", made)._replace(data="d")
+    second = first._replace(
+        predictions={**first.predictions, "acc": ~first.predictions["acc"], "right": ~first.predictions["right"]}
+    )
+    for name, result in (("a", first), ("b", second)):
+        append(tmp_path / name, name, "t", result, {})
+    found = compare(*(read_records([tmp_path / name])[0] for name in "ab"))
+    assert found.n == 10 and found.difference == pytest.approx(-0.2)
+    for name, ties in (("c", "lose"), ("d", "first")):
+        append(tmp_path / name, name, "t", first._replace(options={**first.options, "ties": ties}), {})
+    with pytest.raises(DataError, match=r"was scored with ties=lose, but d with ties=first"):
+        compare(*(read_records([tmp_path / name])[0] for name in "cd"))
