@@ -140,7 +140,7 @@ def supported_unit_tasks(tasks: dict[str, TaskConfig], encoder: Encoder) -> dict
 
 
 def is_readable(name: str, task: TaskConfig) -> bool:
-    """Return whether a task of the run can be scored; nobody asked for it by name, so missing data are only reported."""
+    """Return whether a task of the run can be scored; missing data are only reported, because the user did not name the task."""
     try:
         TASKS.get(task.task).check(task)
     except DataError as error:

@@ -350,7 +350,8 @@ def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path
     found = catalogue.check_presence(listed["vtab/pcam"], tmp_path)
     assert found.state == "odd" and "1 images instead of 32,768" in found.note
     tasks = catalogue.tasks("vtab", tmp_path)
-    assert len(tasks) == 19 and tasks["vtab/pcam"].root == str(tmp_path / "wds_vtab-pcam")
+    assert list(tasks) == ["vtab/pcam"] and tasks["vtab/pcam"].root == str(tmp_path / "wds_vtab-pcam")
+    assert len(catalogue.tasks("vtab", tmp_path / "empty")) == 19  # an error then names the first
     assert catalogue.tasks("imagenet1k:probe", tmp_path)["imagenet1k:probe"].task == "probe"
     assert not catalogue.tasks("mscoco_captions:probe", tmp_path) and not catalogue.tasks("no", tmp_path)
     coco = catalogue.tasks("mscoco_captions", tmp_path)["mscoco_captions"]
