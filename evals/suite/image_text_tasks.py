@@ -110,9 +110,9 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     def score() -> Result:
         result = retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
         # Padding tells how long captions are; tokenizers of other libraries pad in other ways.
-        if isinstance(scoring.encoder, TwoTowerEncoder) and scoring.encoder.causal:
-            counts = {**result.counts, "captions_at_limit": scoring.encoder.texts_at_limit(texts)}
-            return result._replace(counts=counts)
+        encoder = scoring.encoder
+        if isinstance(encoder, TwoTowerEncoder) and encoder.causal and (count := encoder.texts_at_limit(texts)):
+            result = result._replace(counts={**result.counts, "captions_at_limit": count})
         return result
 
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})

@@ -165,9 +165,11 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
                 answers["tot"] = forms.text_only_paraphrases(block.texts)
             for name, values in answers.items():
                 right.setdefault(name, torch.zeros(len(questions), dtype=torch.bool))[block.numbers] = values
-                chance.setdefault(name, torch.zeros(len(questions)))[block.numbers] = form.chance[name]
-        kinds, keys = [q.kind for q in questions], [q.key for q in questions]
-        groups = [q.groups for q in questions]
+                chance.setdefault(name, torch.full((len(questions),), torch.nan))[block.numbers] = form.chance[name]
+        # Questions with many images have no group_match, so a set that contains one has none.
+        right = {name: values for name, values in right.items() if not chance[name].isnan().any()}
+        chance = {name: chance[name] for name in right}
+        kinds, keys, groups = zip(*((q.kind, q.key, q.groups) for q in questions), strict=True)
         result = forms.score(task.task, Answers(right, chance, kinds, keys, groups), task.average)
         return _with_blind(result._replace(counts={"ties": ties}), task, questions)
 

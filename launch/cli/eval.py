@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich import box
-from rich.table import Table
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.files import escape_control_chars
 
-from ..views.terminal import console, out
+from ..views.terminal import out
 from .given_options import check_figure_path, parse_part_or_array, parse_slots
 from .plain_flags import Group
 
@@ -287,51 +285,10 @@ def compare(
     Prints paired differences with 95 % intervals, the numbers of samples that only one answers correctly (1st, 2nd), and
     McNemar's exact p.
     """
-    from evals.report.compare import compare as paired
-    from evals.report.plots import relative_change
-    from evals.report.results_file import Record, records_of
-    from evals.tasks.result import format_metric
-    from sparo_train.core.errors import DataError
+    from ..commands.comparison import print_comparison
 
     check_figure_path(plot, "--plot")
-    sides: list[dict[str, Record]] = []
-    for source in (first, second):
-        sides.append({record.task: record for record in records_of(source)})
-    table = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
-        left = name in ("task", "headline")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True, min_width=7 if name == "p" else None)
-    common = [task for task in sides[0] if task in sides[1]]
-    if not common:
-        raise ConfigError(
-            f"no common task: {first} has {', '.join(sides[0])}, {second} has {', '.join(sides[1])}. Score both with the same --data."
-        )
-    compared = []
-    for task in common:
-        try:
-            c = paired(sides[0][task], sides[1][task])
-        except DataError as error:
-            console.print(str(error), soft_wrap=True)
-            continue
-        compared.append(task)
-        ends = "–".join(format_metric(c.headline, v, "+") for v in c.interval)
-        table.add_row(
-            task,
-            c.headline,
-            str(c.n),
-            format_metric(c.headline, c.difference, "+", digits=2),
-            ends,
-            str(c.only_first),
-            str(c.only_second),
-            "-" if c.p is None else f"{c.p:.2g}",
-        )
-    if not compared:
-        raise ConfigError(f"{first} and {second}: no task can be compared, for the reasons above")
-    out.print_wide(table)
-    if plot:  # of the compared checkpoints only
-        before, after = ({task: side[task] for task in compared} for side in sides)
-        relative_change(before, after, plot)
-        out.print(str(plot), soft_wrap=True)
+    print_comparison(first, second, plot)
 
 
 @app.command()

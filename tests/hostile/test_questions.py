@@ -214,6 +214,10 @@ def test_many_images_are_matched_without_all_assignments(tmp_path):
     matched = MatchingTaskConfig(**{**task.model_dump(exclude={"task", "ties"}), "task": "matching"})
     (result,) = Suite({"own": matched}).run(made.BagOfWords()).values()
     assert set(result.metrics) == {"group", "text", "image"}
+    pair = {"i": ["0.png", "1.png"], "o": ["a", "b"]}
+    own(tmp_path / "own", [pair, *rows, pair], CHOICE)
+    (result,) = Suite({"own": matched}).run(made.BagOfWords()).values()
+    assert set(result.metrics) == {"group", "text", "image"} and result.n == 3
     with pytest.raises(DataError, match=r"columns\.answer applies to task choice only"):
         answered = own(
             tmp_path / "own", [{"i": ["0.png", "1.png"], "o": ["a", "b"], "r": 1}], {**CHOICE, "answer": "{r}"}
