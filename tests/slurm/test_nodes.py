@@ -32,7 +32,8 @@ def test_a_node_that_cannot_see_the_folder_is_named_and_replaced(unmounted):
     unmounted.wait(40, lambda: "n2: the run folder is not there" in unmounted.status(folder)[0]["reason"], "the name")
     print(f"named after {time.monotonic() - begun:.1f} s")
     job = Records(folder).last()["jobs"][0]
-    unmounted.wait(30, lambda: "ExcNodeList=n2" in unmounted.cluster.says("scontrol", "show", "job", job), "excluded")
+    # The job may be requeued twice before the controller accepts the exclusion.
+    unmounted.wait(90, lambda: "ExcNodeList=n2" in unmounted.cluster.says("scontrol", "show", "job", job), "excluded")
     unmounted.cluster.says("scontrol", "update", f"jobid={job}", "nodelist=")
     unmounted.end(folder)
     unmounted.equal(folder)
