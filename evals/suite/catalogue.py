@@ -120,7 +120,7 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     base, _, other = name.partition(":")
     entries = [listed for listed in datasets() if base in _names_of(listed)]
     if all(listed.name != base for listed in entries):
-        absent = [listed.name for listed in entries if check_presence(listed, root).state == "absent"]
+        absent = [listed.name for listed in entries if _is_absent(task_of(listed, root, listed.task))]
         if absent and len(absent) < len(entries):
             _warn_once(f"--tasks {name}: {len(absent)} set(s) are not in {root}: {', '.join(absent)}")
             entries = [listed for listed in entries if listed.name not in absent]
@@ -185,13 +185,19 @@ class Presence(NamedTuple):
     note: str
 
 
+def _is_absent(config: TaskConfig) -> bool:
+    """Return whether the folder or the table of a set does not exist; nothing is read."""
+    assert isinstance(config, SetTaskConfig)
+    place, columns = Path(config.root), config.columns
+    return not place.exists() or (columns is not None and not any(place.glob(columns.file)))
+
+
 def check_presence(listed: DatasetEntry, root: Path) -> Presence:
     """Check whether a set is present and complete. Files are counted and their sizes read; images are not decoded."""
     try:
         config = task_of(listed, root, listed.task)
         assert isinstance(config, SetTaskConfig)
-        place, columns = Path(config.root), config.columns
-        if not place.exists() or (columns is not None and not any(place.glob(columns.file))):
+        if _is_absent(config):
             return Presence("absent", listed.files)
         TASKS.get(listed.task).check(config)
         return _presence_of(listed, open_set(config, TASKS.get(listed.task).facts))

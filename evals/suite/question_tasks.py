@@ -159,8 +159,9 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
         for block in encoded_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
             form = form_of(task, block.questions[0])
             similarity = forms.similarities(block.images, block.texts)
-            answers, headline = form.right(similarity), next(iter(form.comparisons.values()))
-            ties += int(headline.tied(similarity).sum())
+            decided = {name: comparisons.decide(similarity) for name, comparisons in form.comparisons.items()}
+            answers = {name: correct for name, (correct, _) in decided.items()}
+            ties += int(next(iter(decided.values()))[1].sum())
             if isinstance(task, ParaphrasesTaskConfig):
                 answers["tot"] = forms.text_only_paraphrases(block.texts)
             for name, values in answers.items():

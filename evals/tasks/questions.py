@@ -34,16 +34,12 @@ class Comparisons(NamedTuple):
     rows: Tensor
     tie: Tensor
 
-    def right(self, similarity: Tensor) -> Tensor:
-        """Return right answers (b,) bool from similarities (b, m, k)."""
+    def decide(self, similarity: Tensor) -> tuple[Tensor, Tensor]:
+        """Return from similarities (b, m, k) the right answers (b,) bool, and those that a comparison of equal similarities decides."""
         # fp64, in which sums of a few fp32 numbers are exact enough for equal ones to stay equal.
         margin = torch.einsum("bij,cij->bc", similarity.double(), self.rows)
-        return ((margin > 0) | (self.tie & (margin == 0))).all(dim=1)
-
-    def tied(self, similarity: Tensor) -> Tensor:
-        """Return (b,) bool, True if a comparison of equal similarities decides."""
-        margin = torch.einsum("bij,cij->bc", similarity.double(), self.rows)
-        return (margin == 0).any(dim=1) & (margin >= 0).all(dim=1)
+        zero = margin == 0
+        return ((margin > 0) | (self.tie & zero)).all(dim=1), zero.any(dim=1) & (margin >= 0).all(dim=1)
 
 
 class Form(NamedTuple):
@@ -56,10 +52,6 @@ class Form(NamedTuple):
 
     comparisons: Mapping[str, Comparisons]
     chance: Mapping[str, float]
-
-    def right(self, similarity: Tensor) -> dict[str, Tensor]:
-        """Return right answers (b,) bool by metric from similarities (b, m, k)."""
-        return {name: comparisons.right(similarity) for name, comparisons in self.comparisons.items()}
 
 
 def choice(shape: tuple[int, int], answer: int, ties: Ties = "lose") -> Form:

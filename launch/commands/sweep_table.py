@@ -22,6 +22,7 @@ from evals.report.paper_tables import (
 )
 from evals.report.results_file import Record, whole_records
 from evals.report.seed_average import difference, recipe_of, spread, spread_caption
+from evals.report.significance import separated_best
 from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
 from sparo_train.core.recipe.layers import is_sweep, load_recipe
@@ -178,9 +179,11 @@ def sweep_grid(
     odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in column_tasks for r in row.results.get(t, [])]
     notes = [note, *odd_notes(odd), *mixed_data_notes.values()]
     title = TITLES.get(layout or "", title)
-    return Grid(
+    found = Grid(
         title, columns, grid_rows, notes, spread_caption(mean, baseline or ""), frozenset(mixed_data_notes), heads
     )
+    # Differences to a baseline are not ranked.
+    return found if baseline else separated_best(found)
 
 
 def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:
