@@ -13,14 +13,19 @@ class Column(NamedTuple):
     Attributes:
         task: name of the task.
         metric: None is the task's headline.
-        members: tasks whose mean is shown, if it is a mean of several; then `task` is only a name.
+        members: tasks and metrics whose mean is shown, if it is a mean of several; then `task` is only a name.
     """
 
     group: str
     label: str
     task: str
     metric: str | None
-    members: tuple[str, ...] = ()
+    members: tuple[tuple[str, str | None], ...] = ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Return the tasks whose scores it shows."""
+        return tuple(task for task, _ in self.members) or (self.task,)
 
     @property
     def heading(self) -> str:

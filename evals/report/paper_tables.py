@@ -136,7 +136,7 @@ def grid(
         notes = list[str]()
     if layout is not None:
         rows += paper_rows(layout, paper)
-    tasks = dict.fromkeys(task for column in columns for task in (column.members or (column.task,)))
+    tasks = dict.fromkeys(task for column in columns for task in column.tasks)
     odd = [(name, t, record.result.odd()) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes += odd_notes(odd)
     notes += [f"{name}: {remark}" for name, found in table.items() if (remark := _mixed(list(found.values())))]
@@ -163,7 +163,7 @@ def _cell_of(column: Column, by_task: Mapping[str, Record]) -> Cell | None:
     if not column.members:
         return _cell(by_task[column.task].result, column.metric) if column.task in by_task else None
     # A mean of some of its members would be another number.
-    cells = [_cell(by_task[task].result, column.metric) for task in column.members if task in by_task]
+    cells = [_cell(by_task[task].result, metric) for task, metric in column.members if task in by_task]
     known = [cell for cell in cells if cell is not None]
     if len(known) < len(column.members):
         return None

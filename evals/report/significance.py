@@ -134,10 +134,10 @@ def _signed(table: Grid, rows: Sequence[Row], records: Mapping[str, ByTask], ref
 
 
 def _difference(column: Column, records: Mapping[str, ByTask], first: Row, second: Row, a: Cell, b: Cell) -> Difference:
-    tasks = column.members or (column.task,)
-    found = [_of_task(task, column.metric, records[first.name], records[second.name]) for task in tasks]
+    members = column.members or ((column.task, column.metric),)
+    found = [_of_task(task, metric, records[first.name], records[second.name]) for task, metric in members]
     known = [difference for difference in found if difference is not None]
-    if len(known) < len(tasks):
+    if len(known) < len(members):
         return _unpaired(a, b)
     if len(known) == 1:
         return known[0]

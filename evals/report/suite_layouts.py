@@ -1,6 +1,11 @@
-"""Tables over several suites: compositional sets, and the columns that reviewers of papers on compositionality ask for."""
+"""Suites of sets and their tables: DataComp, compositional sets, and the columns that reviewers of papers on compositionality ask for."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sparo_train.core.errors import ConfigError, did_you_mean
 
 from .grid import Column
 
@@ -42,11 +47,64 @@ _RETRIEVAL = [
     for group, task in (("COCO", "mscoco_captions"), ("Flickr30k", "flickr30k"))
     for label, metric in (("I2T R@1", "text_R@1"), ("T2I R@1", "image_R@1"))
 ]
+# DataComp's tasks with the metric that its averages use (Gadre et al. 2023, tasklist.yml and aggregate_scores.py).
+_SHIFTS = [
+    (name, "acc1") for name in ["imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet"]
+]
+_DATACOMP_VTAB = [
+    *((f"vtab/{name}", "mean_per_class_recall") for name in ("caltech101", "flowers", "pets")),
+    *(
+        (f"vtab/{name}", "acc1")
+        for name in [
+            "cifar100",
+            "clevr_count_all",
+            "clevr_closest_object_distance",
+            "dtd",
+            "eurosat",
+            "kitti_closest_vehicle_distance",
+            "pcam",
+            "resisc45",
+            "svhn",
+        ]
+    ),
+    ("sun397", "acc1"),
+]
+_DATACOMP_RETRIEVAL = [
+    ("flickr30k", "mean_R@1"),
+    ("mscoco_captions", "mean_R@1"),
+    ("misc/winogavil", "jaccard/10-12"),
+]
+_DATACOMP_OTHERS = [
+    ("fgvc_aircraft", "mean_per_class_recall"),
+    *(
+        (name, "acc1")
+        for name in ["cars", "cifar10", "country211", "food101", "gtsrb", "mnist", "renderedsst2", "stl10", "voc2007"]
+    ),
+    ("wilds/iwildcam", "f1_macro"),
+    ("wilds/camelyon17", "acc1"),
+    ("wilds/fmow", "acc1_worst_group"),
+    ("fairness/dollar_street", "acc5_worst_group"),
+    ("fairness/geode", "acc1_worst_group"),
+]
+DATACOMP = [("imagenet1k", "acc1"), *_SHIFTS, *_DATACOMP_VTAB, *_DATACOMP_RETRIEVAL, *_DATACOMP_OTHERS]
+
+
+def _mean(label: str, members: Sequence[tuple[str, str]]) -> Column:
+    return Column("DataComp", f"{label} ({len(members)})", f"mean of {label}", None, tuple(members))
+
+
 SUITE_LAYOUTS = {
+    "datacomp": [
+        Column("DataComp", "ImageNet", "imagenet1k", "acc1"),
+        _mean("shifts", _SHIFTS),
+        _mean("VTAB", _DATACOMP_VTAB),
+        _mean("retrieval", _DATACOMP_RETRIEVAL),
+        _mean("average", DATACOMP),
+    ],
     "compositional": [*_SUGAR_CREPE, *_PLUS, *_ARO, *_ORDER, *_WINOGROUND, *_MATCH, *_MATCHING, *_NEGATION, *_OTHERS],
     "reviewer": [
         Column("ImageNet", "zero-shot", "imagenet1k", "acc1"),
-        Column("VTAB", f"mean of {len(VTAB)}", "vtab", "acc1", VTAB),
+        Column("VTAB", f"mean of {len(VTAB)}", "vtab", "acc1", tuple((name, "acc1") for name in VTAB)),
         *_RETRIEVAL,
         *_ARO,
         *_SUGAR_CREPE,
@@ -54,7 +112,28 @@ SUITE_LAYOUTS = {
         *_WINOGROUND,
     ],
 }
+# Tasks that a suite scores, but that no column shows: DataComp's averages have no FairFace and no UTKFace.
+_MORE_TASKS = {"datacomp": ("fairness/fairface", "fairness/utkface")}
 SUITE_TITLES = {
+    "datacomp": "DataComp's 38 tasks",
     "compositional": "Compositional sets, authors' scores",
     "reviewer": "Recognition, retrieval and compositionality",
 }
+
+
+class SuiteTask(NamedTuple):
+    """A task of a suite, and the metric that the suite's columns show; None: the task's headline."""
+
+    name: str
+    metric: str | None
+
+
+def suite_tasks(suite: str) -> list[SuiteTask]:
+    """Return the tasks of a suite, in the order of its columns. Raises `ConfigError` with a suggestion."""
+    if suite not in SUITE_LAYOUTS:
+        raise ConfigError(f"--suite {suite}: {did_you_mean(suite, SUITE_LAYOUTS)}")
+    shown: dict[str, str | None] = {}
+    for column in SUITE_LAYOUTS[suite]:
+        for task, metric in column.members or ((column.task, column.metric),):
+            shown.setdefault(task, metric)
+    return [*map(SuiteTask, shown, shown.values()), *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ()))]

@@ -254,9 +254,9 @@ class _Samples(Dataset[Any]):
 
 def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:
     """Raise `DataError` if a sample's label is not a class."""
-    below = source.label_below
-    if below is None:
+    if (below := source.label_below) is None:
         return
+    fact = fact[0] if source.kind == "metadata" else fact
     if isinstance(fact, list) and len(fact) != below:
         raise DataError(f"{source.root}: {key} has a row of {len(fact)} labels, but there are {below} classes")
     if isinstance(fact, int) and not 0 <= fact < below:

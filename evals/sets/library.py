@@ -1,4 +1,4 @@
-"""Sets as their authors publish them: those that torchvision reads and verifies, SUN397, CLEVR, and others of VTAB (vtab_files.py).
+"""Sets as their authors publish them: those that torchvision reads and verifies, SUN397, VOC 2007, CLEVR, and others of VTAB (vtab_files.py).
 
 Nothing is downloaded.
 """
@@ -6,6 +6,7 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from torchvision import datasets
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+from sparo_train.core.files import read_text
 
 from .base import OWN, EvalSet, Fact, Layout, lines, sha256, sizes_of
 from .image_files import FileSet
@@ -23,7 +25,15 @@ from .tfds_set import SPECS
 from .vtab_files import open_vtab
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
+    "cars": lambda root, split: datasets.StanfordCars(root, split),
     "cifar10": lambda root, split: datasets.CIFAR10(root, train=_one_of(split, "train", "test") == "train"),
+    "country211": lambda root, split: datasets.Country211(root, split),
+    "fgvc_aircraft": lambda root, split: datasets.FGVCAircraft(root, split),
+    "food101": lambda root, split: datasets.Food101(root, split),
+    "gtsrb": lambda root, split: datasets.GTSRB(root, split),
+    "mnist": lambda root, split: datasets.MNIST(root, train=_one_of(split, "train", "test") == "train"),
+    "renderedsst2": lambda root, split: datasets.RenderedSST2(root, split),
+    "stl10": lambda root, split: datasets.STL10(root, split),
     "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),
     "vtab/dtd": lambda root, split: datasets.DTD(root, split),
     "vtab/flowers": lambda root, split: datasets.Flowers102(root, split),
@@ -34,7 +44,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
 _CLEVR = {"vtab/clevr_count_all": "count", "vtab/clevr_closest_object_distance": "distance"}
 _DISTANCES = (8.0, 8.5, 9.0, 9.5, 10.0)  # VTAB's class borders of the closest object's distance, in CLEVR's pixel depth
 _ARCHIVES = {".gz", ".tgz", ".tar", ".zip"}
-SETS = [*_READERS, *_CLEVR, *SPECS, "sun397"]
+SETS = [*_READERS, *_CLEVR, *SPECS, "sun397", "voc2007"]
 
 
 def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
@@ -53,6 +63,8 @@ def open_library(root: str | Path, name: str | None, split: str) -> EvalSet:
         if split != "test":
             raise DataError(f"{folder}: SUN397 as published has no split {split}. Use a folder in the wds layout.")
         return SunSet(folder)
+    if name == "voc2007":
+        return VocSet(folder, split)
     if name not in _READERS:
         raise ConfigError(f"layout=torchvision: benchmark_name={name}: {did_you_mean(str(name), SETS)}")
     return TorchvisionSet(folder, name, split)
@@ -67,8 +79,10 @@ class TorchvisionSet(EvalSet):
         self.root, self.benchmark_name, self._split = root, name, split
         try:
             self._samples = _READERS[name](str(root), split)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # damaged files may raise anything, such as a KeyError for a missing column
+            known = isinstance(error, OSError | RuntimeError | ValueError)
             reason = str(error).removesuffix(" You can use download=True to download it")
+            reason = reason if known else f"{type(error).__name__}: {reason}"
             raise DataError(
                 f"{root}: {name}, split {split}: {reason.rstrip('.')}. Download it yourself; sparo does not download data sets."
             ) from None
@@ -81,7 +95,8 @@ class TorchvisionSet(EvalSet):
             image, label = self._samples[number]
         except OSError as error:
             raise DataError(f"{self.root}: {self.benchmark_name}, sample {number}: cannot be read ({error})") from None
-        return f"{self._split}/{number:06d}", image, int(label)
+        # MNIST has gray levels.
+        return f"{self._split}/{number:06d}", image if image.mode == "RGB" else image.convert("RGB"), int(label)
 
     def identity(self) -> str:
         names = [path.relative_to(self.root).as_posix() for path in self._files]
@@ -91,7 +106,9 @@ class TorchvisionSet(EvalSet):
         return sha256(self._stat[1])
 
     def own_classnames(self) -> list[str]:
-        return list(getattr(self._samples, "classes", []))
+        names = [str(name) for name in getattr(self._samples, "classes", [])]
+        # Like clip-benchmark, which keeps the names of its other sets as they are.
+        return [name.replace("_", " ") for name in names] if self.benchmark_name == "food101" else names
 
     @cached_property
     def _files(self) -> list[Path]:
@@ -120,6 +137,42 @@ class SunSet(FileSet):
 
     def own_classnames(self) -> list[str]:
         return self._classes
+
+
+_VOC: str = (
+    "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep sofa "
+    "train tvmonitor"
+)
+
+
+class VocSet(FileSet):
+    """Pascal VOC 2007 as clip-benchmark classifies it: every annotated object, also difficult ones, is cropped and has one label."""
+
+    def __init__(self, root: Path, split: str):
+        top = next((p for p in (root / "VOCdevkit" / "VOC2007", root / "VOC2007") if p.is_dir()), root)
+        listed = [line.split()[0] for line in lines(top / "ImageSets" / "Main" / f"aeroplane_{split}.txt")]
+        classes, names, labels, self._boxes = self.own_classnames(), [], [], list[tuple[int, int, int, int]]()
+        for name in listed:
+            path = top / "Annotations" / f"{name}.xml"
+            try:
+                for thing in ElementTree.fromstring(read_text(path, DataError)).iter("object"):
+                    left, top_edge, right, bottom = (
+                        int(float(str(thing.findtext(f"bndbox/{side}")))) for side in ("xmin", "ymin", "xmax", "ymax")
+                    )
+                    labels.append(classes.index(str(thing.findtext("name"))))
+                    self._boxes.append((left, top_edge, right, bottom))
+                    names.append(f"JPEGImages/{name}.jpg")
+            except (ElementTree.ParseError, ValueError, OverflowError) as error:
+                raise DataError(f"{path}: is not an annotation of VOC 2007 ({error}). Fetch it again.") from None
+        super().__init__(top, names, labels, "label", json.dumps(self._boxes).encode())
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        name, image, label = super().read(number)
+        box = self._boxes[number]
+        return f"{name}#{','.join(map(str, box))}", image.crop(box), label
+
+    def own_classnames(self) -> list[str]:
+        return _VOC.split()
 
 
 class ClevrSet(FileSet):

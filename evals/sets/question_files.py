@@ -1,7 +1,8 @@
-"""Question sets whose published files need more than a table's columns: VALSE, What'sUp, and SVO-Probes."""
+"""Question sets whose published files need more than a table's columns: VALSE, What'sUp, SVO-Probes, and WinoGAViL."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from sparo_train.core.files import parse_json, read_text
 
 from .base import Layout
 from .question_table import present_questions
-from .questions import ImageRef, Item, QuestionSet
+from .questions import AssociationSet, ImageRef, Item, QuestionSet
 from .table_rows import table_rows
 from .task_config import TableColumns
 
@@ -120,10 +121,37 @@ def _whole(text: Any) -> str:
     return str(text).strip().removesuffix(".0")
 
 
+def open_winogavil(root: Path) -> AssociationSet:
+    """Open WinoGAViL (Bitton et al. 2022): `winogavil_dataset.csv`, and the candidates' images in winogavil_images/ or images/.
+
+    The kind of a question is 5-6 or 10-12, the number of candidates as in the authors' tables.
+
+    Raises:
+        DataError: the table lacks a column, or no image exists.
+    """
+    path, folder = root / "winogavil_dataset.csv", "images" if (root / "images").is_dir() else "winogavil_images"
+    items = []
+    for number, row in enumerate(table_rows(read_text(path, DataError), path)):
+        try:
+            candidates, right = (json.loads(row[name]) for name in ("candidates", "associations"))
+            cue, key = str(row["cue"]).lower(), str(row["ID"])
+            images = sorted(dict.fromkeys(map(str, candidates)), key=lambda name: name not in right)
+            count = sum(name in right for name in images)
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{path}: row {number + 1}: is not one of WinoGAViL ({error!r}). Fetch it again.") from None
+        # As in DataComp's script.
+        prompt = f"{'An' if cue[:1] in tuple('aeiou') else 'A'} {cue}"
+        refs = tuple(ImageRef(f"{folder}/{name}.jpg") for name in images)
+        kind = "5-6" if len(images) < 7 else "10-12" if len(images) >= 10 else str(len(images))
+        items.append(Item(refs, (prompt,), kind, key, count))
+    return AssociationSet(root, items, path)
+
+
 def _first_file(*paths: Path) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
 VALSE_LAYOUT = Layout(("questions",), lambda config, _kind, _split: open_valse(Path(config.root)))
 WHATSUP_LAYOUT = Layout(("questions",), lambda config, _kind, _split: open_whatsup(Path(config.root), config.columns))
+WINOGAVIL_LAYOUT = Layout(("associations",), lambda config, _kind, _split: open_winogavil(Path(config.root)))
 SVO_LAYOUT = Layout(("questions",), lambda config, _kind, _split: open_svo(Path(config.root)))

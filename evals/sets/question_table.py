@@ -142,7 +142,7 @@ def _parquet_rows(path: Path, name: str) -> Iterator[Mapping[str, Any]]:
     number = 0
     for group in range(file.num_row_groups):
         table = _read_group(path, group, others)
-        for row in table.to_pylist() or [{}] * table.num_rows:
+        for row in _readable(path, table.to_pylist) or [{}] * table.num_rows:
             yield {**row, **{column: f"{name}#{number}#{column}" for column in images}}
             number += 1
 
@@ -162,7 +162,8 @@ def embedded_image(path: Path, row: int, column: str) -> bytes:
     for group in range(metadata.num_row_groups):
         count = metadata.row_group(group).num_rows
         if row < first + count:
-            value = _column(path, _stamp(path), group, column)[row - first].as_py()
+            cells = _column(path, _stamp(path), group, column)
+            value = _readable(path, lambda: cells[row - first].as_py())  # noqa: B023  called at once
             if isinstance(value, list) and len(value) == 1:
                 value = value[0]
             if isinstance(value, dict):

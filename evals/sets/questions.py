@@ -28,7 +28,8 @@ class Question(NamedTuple):
         texts: its texts.
         kind: category, whose score is also reported.
         key: its name in the predictions file.
-        answer: position of the right text (with one text: of the right image), from 0, for task `choice`.
+        answer: position of the right text (with one text: of the right image), from 0, for task `choice`; for task
+            `associations`, the number of right images, which are the first.
         groups: (metric, name of the group), such as ("pair", "mug plate on"); for this metric, all questions of a group must
             be right.
     """
@@ -102,7 +103,7 @@ class QuestionSet(FileSet):
                 )
         self._boxes = [ref.box for ref in images]
         questions = json.dumps(self.questions).encode()
-        captions = _right_captions(self.questions, len(images))
+        captions = self._right_captions(self.questions, len(images))
         super().__init__(root, [ref.name for ref in images], captions, "questions", questions)
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
@@ -158,26 +159,34 @@ class QuestionSet(FileSet):
         place = {number: i for i, number in enumerate(numbers)}
         part.questions = [q._replace(images=tuple(place[number] for number in q.images)) for q in chosen]
         part._names, part._boxes = ([table[i] for i in numbers] for table in (self._names, self._boxes))
-        part._facts, part.part_of = _right_captions(part.questions, len(numbers)), self
+        part._facts, part.part_of = self._right_captions(part.questions, len(numbers)), self
         for cached in ("_stat", "_digests"):  # of all images
             vars(part).pop(cached, None)
         part._extra = json.dumps(part.questions).encode()
         return part
 
+    def _right_captions(self, questions: Sequence[Question], count: int) -> list[list[str]]:
+        """Return the captions that are right for each of `count` images, which pages show with it."""
+        captions: list[dict[str, None]] = [{} for _ in range(count)]
+        for question in questions:
+            for image, text in self.right(question):
+                captions[image][text] = None
+        return [list(texts) for texts in captions]
 
-def _right_captions(questions: Sequence[Question], count: int) -> list[list[str]]:
-    """Return the captions that are right for each of `count` images, which pages show with it."""
-    captions: list[dict[str, None]] = [{} for _ in range(count)]
-    for question in questions:
+    def right(self, question: Question) -> list[tuple[int, str]]:
+        """Return the images and texts of a question that belong together."""
         if len(question.images) == len(question.texts):
-            right = list(zip(question.images, question.texts, strict=True))
-        elif len(question.texts) == 1:
-            right = [(question.images[question.answer], question.texts[0])]
-        else:
-            right = [(question.images[0], question.texts[question.answer])]
-        for image, text in right:
-            captions[image][text] = None
-    return [list(texts) for texts in captions]
+            return list(zip(question.images, question.texts, strict=True))
+        if len(question.texts) == 1:
+            return [(question.images[question.answer], question.texts[0])]
+        return [(question.images[0], question.texts[question.answer])]
+
+
+class AssociationSet(QuestionSet):
+    """Questions of a text and several images, of which the first `answer` ones belong to it."""
+
+    def right(self, question: Question) -> list[tuple[int, str]]:
+        return [(image, question.texts[0]) for image in question.images[: question.answer]]
 
 
 def _bgr_array(path: Path) -> Image.Image:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     text = read_text(path, DataError)
     if kind == "label" and columns.labels is not None:
         kind = "labels"
-    make_facts = _FACTS[kind]
+    make_facts = partial(_metadata_facts, config.group_by) if kind == "metadata" else _FACTS[kind]
     rows = [TableRow(row, f"{path}: row {number + 1}") for number, row in enumerate(table_rows(text, path))]
     classes = _class_names(rows, columns, kind, numbered=config.task == "zeroshot")
     if kind == "labels" and not classes:
@@ -156,7 +156,7 @@ def _class_names(rows: Sequence[TableRow], columns: TableColumns, kind: FactKind
     """
     if kind == "labels":
         return class_order({name for row in rows for name in row.names(str(columns.labels))})
-    if kind != "label" or columns.label is None:
+    if kind not in ("label", "metadata") or columns.label is None:
         return []
     texts = {row.class_text(columns.label) for row in rows}
     return [] if numbered and all(text.isdecimal() for text in texts) else class_order(texts)
@@ -172,6 +172,11 @@ def _label_facts(columns: TableColumns, row: TableRow, _key: str) -> list[int]:
     if columns.label is None:
         raise ConfigError("columns.label: missing, and the task needs the class of each image")
     return [row.label(columns.label)]
+
+
+def _metadata_facts(group_by: str, columns: TableColumns, row: TableRow, key: str) -> list[list[int | str]]:
+    """Return the class of an image, and the group that the task's `group_by` names."""
+    return [[*_label_facts(columns, row, key), row.value(group_by)]]
 
 
 def _labels_facts(columns: TableColumns, row: TableRow, _key: str) -> list[list[int]]:
@@ -218,4 +223,4 @@ _FACTS: dict[FactKind, Callable[[TableColumns, TableRow, str], Sequence[Any]]] =
 }
 
 
-TABLE = Layout((*_FACTS, "questions"), open_table)
+TABLE = Layout((*_FACTS, "metadata", "questions"), open_table)

@@ -137,6 +137,17 @@ class SetTaskConfig(TaskConfig):
     workers: int = field(2, "Processes that decode images.", ge=0, le=256)
 
 
+class MetadataTaskConfig(SetTaskConfig):
+    """A data set whose images have numbers besides their class, such as the region or the hospital."""
+
+    metadata: tuple[str, ...] = field(
+        (),
+        "Names of the numbers in the `.npy` member of an image, in order. Default: they are the labels of a multilabel set.",
+        strict=False,
+        examples=[["region", "year", "y"]],
+    )
+
+
 class LabelledTaskConfig(TaskConfig):
     """Labelled images: shards with `.cls` members (a folder, a glob, a URL) or a folder of class folders; or sets of a `layout`."""
 

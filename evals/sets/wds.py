@@ -1,6 +1,6 @@
 """Sets in tar shards, foremost clip-benchmark's `wds/` layout, and images in class folders.
 
-ROOT/test/nshards.txt  ROOT/test/0.tar …   key.jpg + key.cls | key.npy (several labels) | key.txt (captions, one per
+ROOT/test/nshards.txt  ROOT/test/0.tar …   key.jpg + key.cls | key.npy (several labels, or numbers of `metadata`) | key.txt (captions, one per
 line) | key.json (pairs)
     key.mask.png (masks: object number per pixel; key.semantic.png: its class), key.json with `objects` (positions and
     attributes, as in CLEVR)
@@ -30,7 +30,7 @@ from sparo_train.data.sources.shards import Shard, ShardsConfig
 from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, label_image, sha256, sizes_of
 from .objects import object_rows
 
-_KINDS_CHECKED_BY_SAMPLE = ("masks", "objects", "clips", "views")
+_KINDS_CHECKED_BY_SAMPLE = ("metadata", "masks", "objects", "clips", "views")
 _WITH_LABEL = "a .cls member, or a class folder"
 
 
@@ -194,13 +194,32 @@ def _label(fields: dict[str, bytes], where: str) -> int:
 def _labels(fields: dict[str, bytes], where: str) -> list[int]:
     if "npy" not in fields:
         raise DataError(f"{where} has no .npy member with the labels of a multilabel set")
-    try:
-        table = np.load(io.BytesIO(fields["npy"]), allow_pickle=False)
-    except Exception:  # a damaged header may raise anything
-        raise DataError(f"{where}: .npy cannot be read as an array of numbers") from None
+    table = _array(fields["npy"], where)
     if table.ndim != 1 or not np.isin(table, (0, 1)).all():
         raise DataError(f"{where}: .npy must hold one row of zeros and ones, one per class")
     return table.astype(int).tolist()
+
+
+def _array(data: bytes, where: str) -> np.ndarray:
+    try:
+        table = np.load(io.BytesIO(data), allow_pickle=False)
+    except Exception:  # a damaged header may raise anything
+        table = None
+    if not isinstance(table, np.ndarray):  # an archive of several arrays is not one
+        raise DataError(f"{where}: .npy cannot be read as an array of numbers")
+    return table
+
+
+def _metadata(fields: dict[str, bytes], where: str) -> list[int]:
+    """Return the class (-1 without a .cls member) and the whole numbers of the .npy member, as in DataComp's sets of WILDS."""
+    if "npy" not in fields:
+        raise DataError(f"{where} has no .npy member with the numbers of `metadata`")
+    table = _array(fields["npy"], where)
+    if table.ndim != 1 or table.dtype.kind not in "iub":
+        raise DataError(
+            f"{where}: .npy must hold one row of whole numbers, got shape {table.shape} and dtype {table.dtype}"
+        )
+    return [_label(fields, where) if "cls" in fields else -1, *table.astype(int).tolist()]
 
 
 def _captions(fields: dict[str, bytes], where: str) -> list[str]:
@@ -249,6 +268,7 @@ def _objects(fields: dict[str, bytes], where: str) -> np.ndarray:
 FACTS: dict[FactKind, Callable[[dict[str, bytes], str], Fact]] = {
     "label": _label,
     "labels": _labels,
+    "metadata": _metadata,
     "captions": _captions,
     "pairs": _pairs,
     "masks": _mask,

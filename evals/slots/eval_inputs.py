@@ -20,10 +20,11 @@ from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Pair, Transform
 from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
-from ..suite.image_text_tasks import PairsTaskConfig, ZeroshotTaskConfig
+from ..suite.image_text_tasks import PairsTaskConfig
 from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
 from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, questions_of
 from ..suite.scoring import labels_of
+from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from ..tasks import zeroshot
 from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
 from .probe_tasks import Linear, Neighbours, ProbeTask

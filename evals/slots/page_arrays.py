@@ -20,8 +20,9 @@ from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet
 from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, TaskConfig
-from ..suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from ..suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig
 from ..suite.question_tasks import QuestionsTaskConfig, form_of
+from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from .eval_inputs import Classes, Pairs, Questions, encode_set, material, open_images
 from .probe_tasks import Neighbours
 from .units import Units, texts_of
@@ -92,7 +93,9 @@ def arrays_of(
             "right": _by_unit(task_material.weights),
             "labels": _int32(task_material.labels),
         }
-        metric = task.headline if isinstance(task, ZeroshotTaskConfig) else "acc1"
+        # Other metrics are not computed on a page.
+        recall = isinstance(task, ZeroshotTaskConfig) and task.headline == "mean_per_class_recall"
+        metric = "mean_per_class_recall" if recall else "acc1"
         return Arrays(
             "zeroshot", metric, len(images), arrays=arrays, facts={"classes": len(task_material.weights)}, **set_facts
         )

@@ -2,7 +2,7 @@
 
 Names and sizes of the shipped ones, the sets of the SPARO paper and compositional sets, are those of clip-benchmark,
 DataComp, VTAB and the authors. Nothing is downloaded. Every set may also be in the `wds/` layout (`clip_benchmark_export_wds`, or the hub's
-clip-benchmark/wds_* copies), in ROOT/NAME or ROOT/wds_NAME with `-` for `/`.
+clip-benchmark/wds_* copies, and DataComp's), in ROOT/NAME, ROOT/wds_NAME or ROOT/wds_NAME_test with `-` for `/`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sparo_train.core.errors import ConfigError, SparoError, UnexpectedError, di
 from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.core.registries import TASKS
 
+from ..report.suite_layouts import suite_tasks
 from ..sets.base import EvalSet
 from ..sets.captions import SugarCrepeSet
 from ..sets.open_set import open_set
@@ -38,7 +39,8 @@ class DatasetEntry(Frozen):
     )
     source: str = field("", "Where to get the files.")
     options: dict[str, Any] = field({}, "Keys of the task, if the files are not in the wds layout.")
-    or_options: dict[str, Any] = field({}, "Keys of the task instead, if the table of `options` does not exist.")
+    or_options: dict[str, Any] = field({}, "Keys of the task instead, if only their table exists.")
+    settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
     languages: tuple[str, ...] = field(
         (), "Languages of the set: it becomes a set NAME/LANGUAGE for each, with `split: LANGUAGE`.", strict=False
     )
@@ -133,6 +135,25 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     }
 
 
+def suite_tasks_below(suite: str, root: Path) -> dict[str, TaskConfig]:
+    """Return the tasks of a suite whose sets are below `root`; the others are named in a warning.
+
+    Raises:
+        ConfigError: no such suite, or none of its sets exists.
+    """
+    entries = {listed.name: listed for listed in datasets()}
+    found = {task.name: task_of(entries[task.name], root, entries[task.name].task) for task in suite_tasks(suite)}
+    absent = [name for name, config in found.items() if _is_absent(config)]
+    if len(absent) == len(found):
+        raise ConfigError(
+            f"--suite {suite}: none of its {len(found)} sets is in {root}. Name their folder with --root; sparo eval --list shows "
+            "the files of each set."
+        )
+    if absent:
+        _warn_once(f"--suite {suite}: {len(absent)} of {len(found)} sets are not in {root}: {', '.join(absent)}")
+    return {name: config for name, config in found.items() if name not in absent}
+
+
 @lru_cache
 def _warn_once(text: str) -> None:
     """Warn once, although every checkpoint of a command asks for the same tasks."""
@@ -141,14 +162,14 @@ def _warn_once(text: str) -> None:
 
 def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     """Return the config of a set's task, in the layout that exists on disk."""
-    # The hub's copies are called wds_… and are equivalent.
     place = root / (listed.folder or listed.name)
-    places = [root / listed.name, place, root / f"wds_{listed.name.replace('/', '-')}"]
-    as_wds = next((p for p in places if (p / "test" / "nshards.txt").is_file()), None)
+    as_wds = next((p for p in _wds_places(listed, root) if (p / "test" / "nshards.txt").is_file()), None)
     options: dict[str, Any] = {"task": task, "root": str(as_wds or place), "benchmark_name": listed.name}
+    options |= listed.settings if task == listed.task else {}
     if as_wds is None:
-        options |= _existing(listed, place)
-        if listed.options.get("layout") == "karpathy":
+        existing = _existing(listed, place)
+        options |= existing
+        if existing.get("layout") == "karpathy":
             options |= _karpathy(place, listed.name)
     if task == "zeroshot":
         options["classes"] = listed.classes
@@ -159,14 +180,21 @@ def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
 
 def _existing(listed: DatasetEntry, place: Path) -> dict[str, Any]:
     """Return `options`, or `or_options` if only their table exists."""
-    instead = listed.or_options and not _has_table(listed.options, place) and _has_table(listed.or_options, place)
+    instead = _has_table(listed.or_options, place) and not _has_table(listed.options, place)
     return listed.or_options if instead else listed.options
 
 
 def _has_table(options: dict[str, Any], place: Path) -> bool:
-    """Return whether the table that the options name exists; True if they name none."""
+    """Return whether the options name a table that exists."""
     pattern = options.get("columns", {}).get("file")
-    return pattern is None or any(place.glob(str(pattern)))
+    return pattern is not None and any(place.glob(str(pattern)))
+
+
+def _wds_places(listed: DatasetEntry, root: Path) -> list[Path]:
+    """Return the folders in which a set in the wds layout may be; the hub's copies are called wds_…, and those of DataComp wds_…_test."""
+    names = dict.fromkeys((listed.name, listed.folder or listed.name))
+    flat = [name.replace("/", "-") for name in names]
+    return [root / name for name in [*names, *(f"wds_{name}" for name in flat), *(f"wds_{name}_test" for name in flat)]]
 
 
 def _karpathy(place: Path, name: str) -> dict[str, str]:

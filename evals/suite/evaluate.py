@@ -192,6 +192,7 @@ def evaluate_checkpoint(
     ranks: Ranks,
     on_progress: Callable[[str, int, int], None],
     into: dict[str, Result] | None = None,
+    on_scored: Callable[[str, float], None] = lambda name, seconds: None,
 ) -> dict[str, Result]:
     """Score one checkpoint on `tasks` and store the results; `on_progress` receives a name, the encoded images, and their total.
 
@@ -201,6 +202,7 @@ def evaluate_checkpoint(
     Args:
         checkpoint, tasks, how, ranks: checkpoint, tasks, options and ranks.
         into: receives results as they are computed, so that they are available if this raises.
+        on_scored: called after each task with its name and the seconds that it took.
     """
     # All ranks together, so that a failure on one does not leave the others waiting. Check the sets first, before hours
     # of encoding.
@@ -226,6 +228,7 @@ def evaluate_checkpoint(
     def keep(task_results: Mapping[str, Result], seconds: float) -> None:
         for task, task_result in task_results.items():
             results[task] = result = task_result._replace(note=odd[task])
+            on_scored(task, seconds)
             for remark in result.remarks():
                 logger.warning(f"{task}: {remark}")
             if folder is not None and ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""Tasks of models with a text tower: zero-shot classification, pairs, retrieval, and retrieval with text-conditioned pooling (FLAIR)."""
+"""Tasks of models with a text tower: pairs, retrieval, and retrieval with text-conditioned pooling (FLAIR)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,14 @@ from sparo_train.core.errors import ConfigError, DataError
 from ..encoders.capabilities import ConditionedEncoder
 from ..encoders.encoder import TwoTowerEncoder
 from ..feature_store.feature_table import Features, View
-from ..sets.base import EvalSet, Pair, sha256
+from ..sets.base import EvalSet, Pair
 from ..sets.captions import SugarCrepeSet
 from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig
-from ..tasks import pairs, retrieval, textonly, zeroshot
+from ..tasks import pairs, retrieval, textonly
 from ..tasks.result import Result
-from .scoring import Scoring, attach_data_info, labels_of
+from .scoring import Scoring, attach_data_info
 from .task import Task
-
-
-class ZeroshotTaskConfig(SetTaskConfig):
-    """Classification by prompts; multilabel sets (`.npy` members) get mean average precision.
-
-    wise-ft crops ObjectNet's red border, clip-benchmark does not. DataComp's headline is mean_per_class_recall for some
-    sets, the SPARO paper's is accuracy.
-    """
-
-    task: Literal["zeroshot"] = field("zeroshot", "Entry of sparo.tasks.")
-    classes: int | None = field(None, "Expected number of classes. Default: not checked.", gt=1, examples=[1000])
-    border_crop: bool = field(True, "Crop ObjectNet's red border of two pixels.")
-    headline: Literal["acc1", "mean_per_class_recall"] = field("acc1", "Metric that tables show.")
 
 
 class CaptionedTaskConfig(SetTaskConfig):
@@ -59,46 +46,6 @@ class PairsTaskConfig(SetTaskConfig):
     average: Literal["macro", "micro"] = field(
         "macro", "Mean over kinds (macro, as in Table B.1) or over pairs (micro, as SugarCrepe's authors report)."
     )
-
-
-def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
-    """Compute accuracy over the set's class names with its templates, or mean average precision for a multilabel set."""
-    source = open_set(task, "label")
-    names, templates = _prompted(source, task)
-    # A label without a name would be scored as the last class.
-    source.label_below = len(names)
-    (images,) = scoring.features([source], task.workers)
-    labels = labels_of(images, source)
-
-    def score() -> Result:
-        weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
-        if source.kind == "labels":
-            return zeroshot.score_multilabel(images.blocks(), weights, labels)
-        result = zeroshot.score(images.blocks(), weights, labels)
-        return result._replace(headline=task.headline)
-
-    prompts_digest = sha256(*names, *templates)[:16]  # two lists with equally many prompts may differ
-    options = {
-        "templates": len(templates),
-        "prompts": prompts_digest,
-        "template_mean": "slots not normalised again",
-        "ties": "lower class",
-    }
-    if task.layout == "objectnet":
-        options["border_crop"] = task.border_crop
-    result = scoring.ranks.rank0_broadcast(score)
-    # Lowercased and with single spaces, as CLIP's tokenizer reads them. Ties go to the lower class.
-    if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
-        result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
-    return attach_data_info(result, images, source, options)
-
-
-def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:
-    """Return class names and templates. Raises `DataError` without any, or if their number differs from the task's."""
-    names, templates = source.classnames(), source.templates()
-    if task.classes not in (None, len(names)):
-        raise DataError(f"{source.root}: expected {task.classes} class names, got {len(names)}")
-    return names, templates
 
 
 def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
@@ -154,13 +101,6 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, options, keys)
 
 
-def _check_zeroshot(task: ZeroshotTaskConfig) -> None:
-    source = open_set(task, "label")
-    source.check()
-    _prompted(source, task)
-
-
-ZEROSHOT = Task(ZeroshotTaskConfig, run_zeroshot, _check_zeroshot, needs=("texts",))
 RETRIEVAL = Task(
     RetrievalTaskConfig, run_retrieval, lambda task: open_set(task, "captions").check(), ("texts",), "captions"
 )

@@ -12,7 +12,8 @@ from sparo_train.core.world import World
 
 from ..encoders.encoder import Encoder
 from ..feature_store.features import FeatureStore
-from ..sets.task_config import TaskConfig
+from ..sets.open_set import open_set
+from ..sets.task_config import SetTaskConfig, TaskConfig
 from ..tasks.result import Result
 from .scoring import PartsMissingError, Scoring
 from .task import check_compatible, select_tasks
@@ -35,6 +36,14 @@ class Suite:
         """Raise `DataError` if a set lacks a file that its task needs."""
         for task in self.tasks.values():
             TASKS.get(task.task).check(task)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of images of each task that has one set, for an estimate of the time."""
+        return {
+            name: len(open_set(task, TASKS.get(task.task).facts))
+            for name, task in self.tasks.items()
+            if isinstance(task, SetTaskConfig)
+        }
 
     def run(
         self,

@@ -83,6 +83,54 @@ def class_recall(hits: Tensor, labels: Tensor) -> tuple[float, tuple[float, floa
     return float(recall.mean()), percentiles(resampled.mean(1))
 
 
+def with_macro_f1(result: Result) -> Result:
+    """Add `f1_macro`: the F1 score averaged over the classes that occur in the labels, as WILDS computes it for iWildCam."""
+    labels, predicted = result.predictions["label"], result.predictions["predicted"][:, 0]
+    pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
+    present, size = np.unique(labels), int(pairs.max()) + 1
+    right = pairs[:, 0] == pairs[:, 1]
+
+    def of(weights: np.ndarray) -> float:
+        # Twice the right images of a class, divided by its images plus those predicted as it.
+        both = np.bincount(pairs.T.ravel(), weights=np.tile(weights, 2), minlength=size)[present]
+        twice = 2 * np.bincount(pairs[right, 0], weights=weights[right], minlength=size)[present]
+        # A class that a resampled set neither contains nor predicts does not count there.
+        return float((twice[both > 0] / both[both > 0]).mean())
+
+    rng, total = np.random.default_rng(0), int(counts.sum())
+    draws = [of(rng.multinomial(total, counts / total)) for _ in range(DRAWS)]
+    return result._replace(
+        metrics={**result.metrics, "f1_macro": of(counts)},
+        intervals={**result.intervals, "f1_macro": percentiles(np.asarray(draws))},
+    )
+
+
+def with_groups(result: Result, groups: Sequence[int | str]) -> Result:
+    """Add `acc1_worst_group` (and `acc5_worst_group`): the accuracy in the group of images where it is lowest; that of every group is in the options.
+
+    Args:
+        result: the result from `score`.
+        groups: group of each image, such as its region.
+    """
+    names, place = np.unique(np.asarray(groups), return_inverse=True)
+    sizes = np.bincount(place)
+    hit = result.predictions["predicted"] == result.predictions["label"][:, None]
+    metrics, intervals, options = dict(result.metrics), dict(result.intervals), dict(result.options)
+    for metric, right in (("acc1", hit[:, 0]), ("acc5", hit.any(axis=1))):
+        if metric not in metrics:
+            continue
+        accuracy = np.bincount(place, weights=right) / sizes
+        worst = int(accuracy.argmin())
+        metrics[f"{metric}_worst_group"] = float(accuracy[worst])
+        # The interval of that group, because the lowest of resampled accuracies would be too low.
+        intervals[f"{metric}_worst_group"] = wilson(float(accuracy[worst]), int(sizes[worst]))
+        options[f"{metric}_by_group"] = {
+            str(name): [round(float(value), 6), int(n)] for name, value, n in zip(names, accuracy, sizes, strict=True)
+        }
+    predictions = {**result.predictions, "group": np.asarray(groups)}
+    return result._replace(metrics=metrics, intervals=intervals, options=options, predictions=predictions)
+
+
 def score_multilabel(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Result:
     """Return the mean average precision over classes, as in clip-benchmark: precision at every positive's rank.
 

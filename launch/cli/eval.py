@@ -60,6 +60,13 @@ def score(
         str | None,
         typer.Option(help="Comma-separated names of tasks, sets or groups (see --list), or data folders."),
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Score a list of data sets below --root, with an estimate of the time: compositional, datacomp or reviewer. "
+            "Sets that do not exist are skipped."
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -116,7 +123,9 @@ def score(
         return
     if not checkpoints:
         raise ConfigError("sparo eval: no checkpoint. Name one, or use --list to see the data sets.")
+    from evals.encoders.loading import refuse_absent
     from evals.report.results_file import refuse_unwritable
+    from evals.suite.catalogue import suite_tasks_below
     from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
     from sparo_train.core.accelerator import find_device
 
@@ -144,10 +153,18 @@ def score(
         write_to_run=write_to_run,
         slots=parse_slots(slots),
     )
-    only = tasks.split(",") if tasks else None
-    recipe = find_recipe(data) if data else None
-    tasks_by_checkpoint = {checkpoint: tasks_for(checkpoint, recipe, only, root) for checkpoint in checkpoints}
-    score_checkpoints(checkpoints, tasks_by_checkpoint, eval_options, json_file)
+    if suite is not None:
+        for option, value in (("--tasks", tasks), ("--data", data)):
+            if value is not None:
+                raise ConfigError(f"{option} {value}: cannot be combined with --suite {suite}. Remove one of them.")
+        for checkpoint in checkpoints:
+            refuse_absent(checkpoint)
+        tasks_by_checkpoint = dict.fromkeys(checkpoints, suite_tasks_below(suite, root))
+    else:
+        only = tasks.split(",") if tasks else None
+        recipe = find_recipe(data) if data else None
+        tasks_by_checkpoint = {checkpoint: tasks_for(checkpoint, recipe, only, root) for checkpoint in checkpoints}
+    score_checkpoints(checkpoints, tasks_by_checkpoint, eval_options, json_file, suite)
 
 
 @app.command()
@@ -156,7 +173,7 @@ def table(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Columns: compositional, reviewer, or those of a table of the SPARO paper (1, 2, 3, 6, B.1, B.2). Default: "
+            help="Columns: compositional, datacomp, reviewer, or those of a table of the SPARO paper (1, 2, 3, 6, B.1, B.2). Default: "
             "the headline metric of each task."
         ),
     ] = None,

@@ -11,6 +11,7 @@ import torch
 from evals.report.results_file import refuse_unwritable, write_results
 from evals.sets.task_config import TaskConfig
 from evals.suite.evaluate import EvalOptions, evaluate_checkpoint
+from evals.suite.suite import Suite
 from evals.tasks.result import Result
 from sparo_train.core.accelerator import collectives
 from sparo_train.core.distributed import Ranks
@@ -18,7 +19,9 @@ from sparo_train.core.errors import ConfigError, LostRankError, SparoError, Stop
 from sparo_train.core.world import find_world
 
 from ..views.results_table import Encoding, results_table
+from ..views.suite_table import SuiteProgress
 from ..views.terminal import out
+from .suite import metrics_of, print_suite
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +33,14 @@ def score_checkpoints(
     tasks_by_checkpoint: TasksByCheckpoint,
     eval_options: EvalOptions,
     json_file: Path | None,
+    suite: str | None = None,
 ) -> None:
     """Score each checkpoint on its tasks, by all ranks together; results are written before they are printed.
+
+    Args:
+        checkpoints, tasks_by_checkpoint, eval_options: checkpoints, their tasks, and options.
+        json_file: file for all results.
+        suite: name of the suite that the tasks are of, whose table is printed instead.
 
     Raises:
         ConfigError: a results folder is not writable, reported before anything is scored.
@@ -46,9 +55,12 @@ def score_checkpoints(
     # An hour, because a rank may wait for another's encoding of a whole set.
     ranks = Ranks(find_world(), collectives(torch.device(eval_options.device)), 3600.0)
     try:
-        results_by_checkpoint, failed = _score_all(checkpoints, tasks_by_checkpoint, eval_options, ranks)
+        seconds: dict[str, float] = {}
+        results_by_checkpoint, failed = _score_all(
+            checkpoints, tasks_by_checkpoint, eval_options, ranks, suite, seconds
+        )
         if ranks.rank == 0:
-            _print_results(results_by_checkpoint, eval_options, json_file)
+            _print_results(results_by_checkpoint, eval_options, json_file, suite, seconds)
         if failed is not None:
             raise failed
     finally:
@@ -56,7 +68,12 @@ def score_checkpoints(
 
 
 def _score_all(
-    checkpoints: Sequence[str], tasks_by_checkpoint: TasksByCheckpoint, eval_options: EvalOptions, ranks: Ranks
+    checkpoints: Sequence[str],
+    tasks_by_checkpoint: TasksByCheckpoint,
+    eval_options: EvalOptions,
+    ranks: Ranks,
+    suite: str | None,
+    seconds: dict[str, float],
 ) -> tuple[dict[str, dict[str, Result]], SparoError | None]:
     results_by_checkpoint: dict[str, dict[str, Result]] = {}
     failed: SparoError | None = None
@@ -64,11 +81,13 @@ def _score_all(
     # A checkpoint given twice would be one column.
     for checkpoint in dict.fromkeys(checkpoints):
         name, results = Path(checkpoint).name, dict[str, Result]()
+        tasks = dict(tasks_by_checkpoint[checkpoint])
         try:
-            with Encoding(checkpoint, ranks.rank > 0) as report:
-                evaluate_checkpoint(
-                    checkpoint, dict(tasks_by_checkpoint[checkpoint]), eval_options, ranks, report, results
-                )
+            if suite is None:
+                with Encoding(checkpoint, ranks.rank > 0) as report:
+                    evaluate_checkpoint(checkpoint, tasks, eval_options, ranks, report, results)
+            else:
+                _score_suite(checkpoint, tasks, eval_options, ranks, results, seconds, metrics_of(suite))
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
@@ -86,8 +105,34 @@ def _score_all(
     return results_by_checkpoint, failed
 
 
+def _score_suite(
+    checkpoint: str,
+    tasks: dict[str, TaskConfig],
+    eval_options: EvalOptions,
+    ranks: Ranks,
+    results: dict[str, Result],
+    seconds: dict[str, float],
+    metrics: Mapping[str, str | None],
+) -> None:
+    """Score a checkpoint with one bar over all sets; `seconds` receives the time of each task."""
+    sizes = ranks.call_on_all(Suite(tasks).sizes)
+    limit = eval_options.limit
+    share = {name: -(-(size if limit is None else min(limit, size)) // ranks.size) for name, size in sizes.items()}
+    with SuiteProgress(Path(checkpoint).name, share, metrics, ranks.rank > 0) as progress:
+
+        def scored(name: str, spent: float) -> None:
+            seconds[name] = seconds.get(name, 0.0) + spent
+            progress.scored(name, results[name], spent)
+
+        evaluate_checkpoint(checkpoint, tasks, eval_options, ranks, progress.encoding, results, scored)
+
+
 def _print_results(
-    results_by_checkpoint: Mapping[str, dict[str, Result]], eval_options: EvalOptions, json_file: Path | None
+    results_by_checkpoint: Mapping[str, dict[str, Result]],
+    eval_options: EvalOptions,
+    json_file: Path | None,
+    suite: str | None,
+    seconds: Mapping[str, float],
 ) -> None:
     unwritten: OSError | None = None
     if json_file is not None and any(results_by_checkpoint.values()):
@@ -104,7 +149,9 @@ def _print_results(
             )
         except OSError as error:  # a disk that filled up meanwhile: only the table is left
             unwritten = error
-    if any(results_by_checkpoint.values()):
+    if suite is not None and any(results_by_checkpoint.values()):
+        print_suite(suite, results_by_checkpoint, seconds)
+    elif any(results_by_checkpoint.values()):
         slots_note = f", slots {eval_options.slots_named} of the images" if eval_options.slots else ""
         out.print_wide(results_table(results_by_checkpoint, f"per cent, 95 % intervals{slots_note}"))
     if unwritten is not None:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segments
 from rich.text import Text
 
 from sparo_train.core.errors import SparoError
@@ -83,7 +84,9 @@ class Terminal(Console):
     def print_wide(self, table: RenderableType) -> None:
         """Print a table in its natural width if the terminal is narrower: wrapped lines keep all digits, narrow columns lose some."""
         needed = Measurement.get(self, self.options.update(width=1 << 16), table).maximum
-        self.print(table, width=max(self.width, needed), crop=False)
+        # Rendered first, because `print` reduces any width to that of the terminal.
+        segments = self.render(table, self.options.update(width=max(self.width, needed)))
+        self.print(Segments(segments), soft_wrap=True, end="")
 
     def print_line(self, *parts: str | tuple[str, str]) -> None:
         """Print a line that does not wrap, of texts and (text, style)."""

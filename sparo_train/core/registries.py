@@ -166,13 +166,15 @@ CHECKPOINTS = Registry(
 TASKS = Registry(
     "sparo.tasks",
     {
-        "zeroshot": "evals.suite.image_text_tasks:ZEROSHOT",
+        "zeroshot": "evals.suite.zeroshot_tasks:ZEROSHOT",
+        "attributes": "evals.suite.zeroshot_tasks:ATTRIBUTES",
         "retrieval": "evals.suite.image_text_tasks:RETRIEVAL",
         "conditioned_retrieval": "evals.suite.image_text_tasks:CONDITIONED_RETRIEVAL",
         "pairs": "evals.suite.image_text_tasks:PAIRS",
         "choice": "evals.suite.question_tasks:CHOICE",
         "matching": "evals.suite.question_tasks:MATCHING",
         "paraphrases": "evals.suite.question_tasks:PARAPHRASES",
+        "associations": "evals.suite.associations:ASSOCIATIONS",
         "probe": "evals.suite.labelled_tasks:PROBE",
         "knn": "evals.suite.labelled_tasks:KNN",
         "linear": "evals.suite.linear_probe:LINEAR",
@@ -208,6 +210,7 @@ LAYOUTS = Registry(
         "valse": "evals.sets.question_files:VALSE_LAYOUT",
         "whatsup": "evals.sets.question_files:WHATSUP_LAYOUT",
         "svo": "evals.sets.question_files:SVO_LAYOUT",
+        "winogavil": "evals.sets.question_files:WINOGAVIL_LAYOUT",
     },
     ("kinds", "open"),
 )

@@ -10,8 +10,8 @@ import yaml
 from evals.encoders.loading import load_encoder
 from evals.feature_store.features import FeatureStore
 from evals.sets.wds import FACTS, WdsSet
-from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.suite import Suite
+from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from launch.cli.main import app
 from launch.cli.process import call
 from launch.commands.train import train

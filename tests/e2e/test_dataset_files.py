@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from evals.encoders.loading import load_encoder
 from evals.sets.open_set import open_set
 from evals.suite import catalogue
-from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig
 from evals.suite.question_tasks import MatchingTaskConfig
+from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import ConfigError, DataError
 from tests.helpers.processes import sparo

@@ -1,11 +1,13 @@
 """VTAB's sets as published, written small: torchvision's folders and binary files, SUN397, CLEVR."""
 
 import hashlib
+import io
 import json
 import pickle
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets
 
@@ -13,10 +15,22 @@ from evals.sets import base
 from evals.sets.library import open_library
 from evals.sets.open_set import open_set
 from evals.suite import catalogue
-from evals.suite.image_text_tasks import ZeroshotTaskConfig
 from evals.suite.labelled_tasks import ProbeTaskConfig
+from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from sparo_train.core.errors import ConfigError, DataError
 from tests.helpers.samples import jpeg
+
+
+def png(seed):
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 5), (seed, 100, 20)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def ppm(seed):
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 5), (seed, 100, 20)).save(buffer, "PPM")
+    return buffer.getvalue()
 
 
 def put(path, data):
@@ -122,6 +136,108 @@ def test_svhn_has_zero_for_ten(tmp_path, monkeypatch):
 def open_known(root, name):
     config = ZeroshotTaskConfig(task="zeroshot", root=str(root), layout="torchvision", benchmark_name=name)
     return open_set(config, "label")
+
+
+def write_recognition_sets(root):
+    """Write two test images of each set of DataComp that torchvision reads, of classes 0 and 1."""
+    for i in range(2):
+        put(root / f"country211/country211/test/{('AD', 'AE')[i]}/{i}.jpg", jpeg(i))
+        put(root / f"food101/food-101/images/apple_pie/{i}.jpg", jpeg(i))
+        put(root / f"renderedsst2/rendered-sst2/test/{('negative', 'positive')[i]}/{i}.png", png(i))
+        put(root / f"gtsrb/gtsrb/GTSRB/Final_Test/Images/0000{i}.ppm", ppm(i))
+        put(root / f"fgvc_aircraft/fgvc-aircraft-2013b/data/images/{i}.jpg", jpeg(i))
+        put(root / f"cars/stanford_cars/cars_test/{i}.jpg", jpeg(i))
+    put(root / "gtsrb/gtsrb/GT-final_test.csv", "Filename;Width;ClassId\n00000.ppm;4;0\n00001.ppm;4;1\n")
+    put(
+        root / "food101/food-101/meta/test.json",
+        json.dumps({"baby_back_ribs": ["apple_pie/1"], "apple_pie": ["apple_pie/0"]}),
+    )
+    aircraft = root / "fgvc_aircraft/fgvc-aircraft-2013b/data"
+    put(aircraft / "variants.txt", "707-320\nF-16A/B\n")
+    put(aircraft / "images_variant_test.txt", "0 707-320\n1 F-16A/B\n")
+    cars = root / "cars/stanford_cars"
+    (cars / "devkit").mkdir()
+    savemat(cars / "devkit/cars_meta.mat", {"class_names": np.array([["AM General", "Audi"]], object)})
+    annotation = np.array([("0.jpg", 1), ("1.jpg", 2)], dtype=[("fname", object), ("class", object)])
+    savemat(cars / "cars_test_annos_withlabels.mat", {"annotations": annotation})
+    gray = np.arange(2 * 28 * 28).astype(np.uint8)
+    put(
+        root / "mnist/MNIST/raw/t10k-images-idx3-ubyte",
+        bytes.fromhex("00000803000000020000001c0000001c") + gray.tobytes(),
+    )
+    put(root / "mnist/MNIST/raw/t10k-labels-idx1-ubyte", bytes.fromhex("0000080100000002") + bytes([0, 1]))
+    for name in ("images-idx3", "labels-idx1"):
+        put(root / f"mnist/MNIST/raw/train-{name}-ubyte", b"not read")
+    put(root / "stl10/stl10_binary/test_X.bin", np.arange(2 * 3 * 96 * 96).astype(np.uint8).tobytes())
+    put(root / "stl10/stl10_binary/test_y.bin", bytes([1, 2]))
+    put(root / "stl10/stl10_binary/class_names.txt", "airplane\nbird\n")
+
+
+RECOGNITION = {
+    "cars": ["AM General", "Audi"], "country211": ["AD", "AE"], "fgvc_aircraft": ["707-320", "F-16A/B"],
+    "food101": ["apple pie", "baby back ribs"], "gtsrb": [], "mnist": ["0 - zero", "1 - one"],
+    "renderedsst2": ["negative", "positive"], "stl10": ["airplane", "bird"],
+}  # fmt: skip
+
+
+def test_sets_of_datacomp_as_torchvision_reads_them(tmp_path, monkeypatch):
+    write_recognition_sets(tmp_path)
+    monkeypatch.setattr(datasets.STL10, "test_list", [
+        [name, md5(tmp_path / "stl10/stl10_binary" / name)] for name in ("test_X.bin", "test_y.bin")
+    ])  # fmt: skip
+    monkeypatch.setattr(datasets.STL10, "train_list", [])
+    for name, classes in RECOGNITION.items():
+        found = open_library(tmp_path / name, name, "test")
+        assert sorted((label, image.mode) for _, image, label in found) == [(0, "RGB"), (1, "RGB")], name
+        assert found.own_classnames()[:2] == classes and len(found.identity()) == 64
+        assert name in {entry.name for entry in catalogue.datasets()}
+    mnist = open_library(tmp_path / "mnist", "mnist", "test")
+    assert np.asarray(mnist.read(0)[1])[1, 0].tolist() == [28] * 3
+    pytest.importorskip("clip_benchmark")
+    assert mnist.classnames()[1] == "1"  # clip-benchmark's names, not torchvision's
+    # Damaged annotations may raise any kind of error in torchvision.
+    savemat(tmp_path / "cars/stanford_cars/cars_test_annos_withlabels.mat", {"other": 1})
+    put(tmp_path / "gtsrb/gtsrb/GT-final_test.csv", "Name;ClassId\n0;0\n")
+    put(tmp_path / "fgvc_aircraft/fgvc-aircraft-2013b/data/images_variant_test.txt", "0 unknown\n")
+    put(tmp_path / "food101/food-101/meta/test.json", "[1, 2]")
+    for name in ("cars", "gtsrb", "fgvc_aircraft", "food101"):
+        with pytest.raises(DataError, match=f"{name}, split test: .+ Download it yourself"):
+            open_library(tmp_path / name, name, "test")
+
+
+def voc(root, objects):
+    """Write one test image of VOC 2007 with these (class, left, top, right, bottom)."""
+    put(root / "VOCdevkit/VOC2007/ImageSets/Main/aeroplane_test.txt", "000001  1\n")
+    put(root / "VOCdevkit/VOC2007/JPEGImages/000001.jpg", jpeg(5, (40, 36)))
+    boxes = "".join(
+        f"<object><name>{name}</name><difficult>1</difficult><bndbox><xmin>{a}</xmin><ymin>{b}</ymin><xmax>{c}</xmax>"
+        f"<ymax>{d}</ymax></bndbox></object>"
+        for name, a, b, c, d in objects
+    )
+    put(root / "VOCdevkit/VOC2007/Annotations/000001.xml", f"<annotation>{boxes}</annotation>")
+
+
+def test_objects_of_voc_2007_are_cropped_as_in_clip_benchmark(tmp_path):
+    voc(tmp_path, [("dog", 3, 4, 20, 30), ("tvmonitor", 1, 1, 40, 36)])
+    found = open_library(tmp_path, "voc2007", "test")
+    assert [(key, image.size, label) for key, image, label in found] == [
+        ("JPEGImages/000001.jpg#3,4,20,30", (17, 26), 11), ("JPEGImages/000001.jpg#1,1,40,36", (39, 35), 19),
+    ]  # fmt: skip
+    theirs = pytest.importorskip("clip_benchmark.datasets.voc2007").PASCALVoc2007Cropped(root=str(tmp_path), set="test")
+    assert theirs.classes == found.own_classnames()
+    for (_, image, label), (other, number) in zip(found, theirs, strict=True):
+        assert label == number and np.array_equal(np.asarray(image), np.asarray(other))
+    before = found.identity()
+    voc(tmp_path, [("dog", 3, 4, 21, 30)])
+    assert open_library(tmp_path, "voc2007", "test").identity() != before
+    for objects in ([("unicorn", 1, 1, 2, 2)], [("dog", "x", 1, 2, 2)], [("dog", "inf", 1, 2, 2)]):
+        voc(tmp_path, objects)
+        with pytest.raises(DataError, match=r"000001\.xml: is not an annotation of VOC 2007"):
+            open_library(tmp_path, "voc2007", "test")
+    for text in ("<annotation>", ""):
+        put(tmp_path / "VOCdevkit/VOC2007/Annotations/000001.xml", text)
+        with pytest.raises(DataError, match="is not an annotation"):
+            open_library(tmp_path, "voc2007", "test")
 
 
 def clevr(root):

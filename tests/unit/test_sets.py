@@ -17,10 +17,11 @@ from evals.sets.library import ClevrSet
 from evals.sets.open_set import open_set
 from evals.sets.wds import WdsSet
 from evals.suite import catalogue
-from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig, ZeroshotTaskConfig
+from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig
 from evals.suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
 from evals.suite.scoring import facts_digest, labels_of
 from evals.suite.suite import Suite
+from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
 from tests.helpers.samples import jpeg

@@ -1,0 +1,202 @@
+"""Zero-shot classification, also by groups of images (WILDS, Dollar Street, GeoDE), and of people's attributes (FairFace, UTKFace)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from sparo_train.core.config import field
+from sparo_train.core.errors import ConfigError, DataError
+
+from ..feature_store.feature_table import Features
+from ..sets.base import EvalSet, refuse_label, sha256
+from ..sets.open_set import open_set
+from ..sets.task_config import MetadataTaskConfig
+from ..tasks import attributes, zeroshot
+from ..tasks.result import Result
+from .scoring import Scoring, attach_data_info, labels_of
+from .task import Task
+
+
+class ZeroshotTaskConfig(MetadataTaskConfig):
+    """Classification by prompts; multilabel sets (`.npy` members without `metadata`) get mean average precision.
+
+    wise-ft crops ObjectNet's red border, clip-benchmark does not. DataComp's score is mean_per_class_recall for some
+    sets, the SPARO paper's is accuracy.
+    """
+
+    task: Literal["zeroshot"] = field("zeroshot", "Entry of sparo.tasks.")
+    classes: int | None = field(None, "Expected number of classes. Default: not checked.", gt=1, examples=[1000])
+    border_crop: bool = field(True, "Crop ObjectNet's red border of two pixels.")
+    group_by: str | None = field(
+        None,
+        "Also report the accuracy of the group where it is lowest: an entry of `metadata`, or with layout=table a column.",
+        examples=["region"],
+    )
+    headline: Literal["acc1", "mean_per_class_recall", "f1_macro", "acc1_worst_group", "acc5_worst_group"] = field(
+        "acc1", "Metric that tables show. f1_macro: mean over classes of the F1 score."
+    )
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> ZeroshotTaskConfig:
+        if self.headline.endswith("_worst_group") and self.group_by is None:
+            raise ValueError(f"headline={self.headline}: needs group_by. Name the group of an image.")
+        if self.group_by is not None and self.layout == "wds" and self.group_by not in self.metadata:
+            raise ValueError(
+                f"group_by: expected an entry of metadata ({', '.join(self.metadata) or 'empty'}), got {self.group_by}."
+            )
+        return self
+
+
+class AttributesTaskConfig(MetadataTaskConfig):
+    """Race, gender and age of faces, and harmful labels, as DataComp scores FairFace and UTKFace.
+
+    Lines of classnames.txt and of the templates begin with the attribute and a colon, as in `gender:male`. Attributes are
+    race, gender, age, and toxic, whose labels 14 to 17 are other than human and whose further ones are of crime.
+    """
+
+    task: Literal["attributes"] = field("attributes", "Entry of sparo.tasks.")
+    metadata: tuple[str, ...] = field(
+        ("age", "gender", "race", "race_binary"), "Numbers in the `.npy` member of an image, in order.", strict=False
+    )
+
+
+def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
+    """Compute accuracy over the set's class names with its templates, or mean average precision for a multilabel set."""
+    source = open_set(task, "label" if task.group_by is None else "metadata")
+    names, templates = _prompted(source, task)
+    # A label without a name would be scored as the last class.
+    source.label_below = len(names)
+    (images,) = scoring.features([source], task.workers)
+    labels, groups = _labels_and_groups(images, source, task)
+
+    def score() -> Result:
+        weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
+        if source.kind == "labels":
+            return zeroshot.score_multilabel(images.blocks(), weights, labels)
+        result = zeroshot.score(images.blocks(), weights, labels)
+        if groups is not None:
+            result = zeroshot.with_groups(result, groups)
+        if task.headline == "f1_macro":
+            result = zeroshot.with_macro_f1(result)
+        if task.headline not in result.metrics:
+            raise ConfigError(f"headline={task.headline}: needs at least five classes, got {len(names)}. Use another.")
+        return result._replace(headline=task.headline)
+
+    options = {
+        **_prompt_options(names, templates),
+        "template_mean": "slots not normalised again",
+        "ties": "lower class",
+    }
+    if task.layout == "objectnet":
+        options["border_crop"] = task.border_crop
+    if task.group_by is not None:
+        options["group_by"] = task.group_by
+    result = scoring.ranks.rank0_broadcast(score)
+    # Lowercased and with single spaces, as CLIP's tokenizer reads them. Ties go to the lower class.
+    if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
+        result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
+    return attach_data_info(result, images, source, options)
+
+
+def _labels_and_groups(
+    images: Features, source: EvalSet, task: ZeroshotTaskConfig
+) -> tuple[Tensor, list[int | str] | None]:
+    """Return the class (n,) of each image, and its group if the task has `group_by`."""
+    if task.group_by is None:
+        return labels_of(images, source), None
+    for key, fact in zip(images.keys, images.facts, strict=True):
+        refuse_label(source, key, fact)
+        _refuse_short(source, key, fact, task.metadata)
+    place = 1 + (0 if task.layout == "table" else task.metadata.index(task.group_by))
+    return torch.tensor([fact[0] for fact in images.facts]), [fact[place] for fact in images.facts]
+
+
+def _refuse_short(source: EvalSet, key: str, fact: Sequence[Any], metadata: Sequence[str]) -> None:
+    """Raise `DataError` for an image with fewer numbers than names; DataComp's sets have further ones without a name."""
+    if len(fact) - 1 < len(metadata):
+        raise DataError(
+            f"{source.root}: {key} has {len(fact) - 1} numbers, but metadata names {len(metadata)} ({', '.join(metadata)}). "
+            "Correct metadata."
+        )
+
+
+def _check_metadata(source: EvalSet, metadata: Sequence[str]) -> None:
+    key, _, fact = source.read(0)
+    _refuse_short(source, key, fact, metadata)
+
+
+def _prompt_options(names: Sequence[str], templates: Sequence[str]) -> dict[str, Any]:
+    # Two lists with equally many prompts may differ.
+    return {"templates": len(templates), "prompts": sha256(*names, *templates)[:16]}
+
+
+def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:
+    """Return class names and templates. Raises `DataError` without any, or if their number differs from the task's."""
+    names, templates = source.classnames(), source.templates()
+    if task.classes not in (None, len(names)):
+        raise DataError(f"{source.root}: expected {task.classes} class names, got {len(names)}")
+    return names, templates
+
+
+def _check_zeroshot(task: ZeroshotTaskConfig) -> None:
+    source = open_set(task, "label" if task.group_by is None else "metadata")
+    source.check()
+    _prompted(source, task)
+    if source.kind == "metadata":
+        _check_metadata(source, task.metadata)
+
+
+def run_attributes(scoring: Scoring, task: AttributesTaskConfig) -> Result:
+    """Classify attributes of people by prompts, and report the scores by race and gender."""
+    source = open_set(task, "metadata")
+    names, templates = _attribute_prompts(source)
+    (images,) = scoring.features([source], task.workers)
+    for key, fact in zip(images.keys, images.facts, strict=True):
+        _refuse_short(source, key, fact, task.metadata)
+    table = torch.tensor([fact[1 : 1 + len(task.metadata)] for fact in images.facts])
+    columns = dict(zip(task.metadata, table.unbind(dim=1), strict=True))
+
+    def score() -> Result:
+        weights = {
+            name: zeroshot.classifier(scoring.texts(zeroshot.prompts(names[name], templates[name])), len(names[name]))
+            for name in attributes.OBJECTIVES
+        }
+        predicted = attributes.predict(images.blocks(), weights)
+        return attributes.score(predicted, columns)
+
+    every = [text for table in (names, templates) for texts in table.values() for text in texts]
+    result = scoring.ranks.rank0_broadcast(score)
+    return attach_data_info(result, images, source, {"prompts": sha256(*every)[:16], "ties": "lower class"})
+
+
+def _attribute_prompts(source: EvalSet) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return class names and templates by attribute. Raises `DataError` if one has none."""
+    tables: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
+    for table, texts in zip(tables, (source.classnames(), source.templates()), strict=True):
+        for text in texts:
+            attribute, _, rest = text.partition(":")
+            table.setdefault(attribute, []).append(rest)
+        if missing := [name for name in attributes.OBJECTIVES if not table.get(name)]:
+            raise DataError(
+                f"{source.home or source.root}: has no line of {', '.join(missing)} in its class names or templates, such as "
+                f"{missing[0]}:…, got {', '.join(list(table)[:4])}. Use the files of DataComp."
+            )
+    return tables
+
+
+def _check_attributes(task: AttributesTaskConfig) -> None:
+    if missing := [name for name in attributes.COLUMNS if name not in task.metadata]:
+        raise ConfigError(f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. Name all numbers.")
+    source = open_set(task, "metadata")
+    source.check()
+    _attribute_prompts(source)
+    _check_metadata(source, task.metadata)
+
+
+ZEROSHOT = Task(ZeroshotTaskConfig, run_zeroshot, _check_zeroshot, needs=("texts",))
+ATTRIBUTES = Task(AttributesTaskConfig, run_attributes, _check_attributes, ("texts",), "metadata")
