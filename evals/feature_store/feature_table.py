@@ -145,36 +145,49 @@ def _write(path: Path, save: Callable[[IO[bytes]], None]) -> str:
         temporary.unlink(missing_ok=True)
 
 
-def write_texts(folder: Path, texts: list[str], array: np.ndarray) -> None:
-    """Write encodings (n, D) of texts as a separate part."""
-    name = _text_part(texts)
-    write_sealed(folder / f"{name}.json", {"texts": texts, "xxh3_128": write_array(folder / f"{name}.npy", array)})
-
-
 def _text_part(texts: list[str]) -> str:
     return "part-" + xxhash.xxh3_128_hexdigest(json.dumps(texts).encode())[:16]
 
 
-def read_text_part(folder: Path, texts: list[str]) -> dict[str, np.ndarray]:
-    """Return the encodings of texts that `write_texts` has just written, mapped from the file."""
-    array = np.load(folder / f"{_text_part(texts)}.npy", mmap_mode="r", allow_pickle=False)
-    return dict(zip(texts, array, strict=True))
+class StoredTexts:
+    """Encodings of texts in a folder, by text; every part is read once, and mapped from its file.
 
+    Attributes:
+        rows: encoding (D,) of each text.
+    """
 
-def read_texts(folder: Path) -> dict[str, np.ndarray]:
-    """Return every encoded text from undamaged parts."""
-    encodings: dict[str, np.ndarray] = {}
-    for path in sorted(folder.glob("part-*.json")):
-        try:
-            content = read_sealed(path)
-            if _hash_of(path.with_suffix(".npy")) != content["xxh3_128"]:
+    def __init__(self, folder: Path):
+        self.folder, self.rows = folder, dict[str, np.ndarray]()
+        self._parts: dict[str, tuple[int, int]] = {}
+
+    def refresh(self) -> None:
+        """Read undamaged parts that were written since the last call."""
+        for path in sorted(self.folder.glob("part-*.json")):
+            try:
+                stat = path.stat()
+                stamp = stat.st_mtime_ns, stat.st_size
+                if self._parts.get(path.name) == stamp:
+                    continue
+                self._parts[path.name] = stamp
+                content = read_sealed(path)
+                if _hash_of(path.with_suffix(".npy")) == content["xxh3_128"]:
+                    self._add(path.with_suffix(".npy"), content["texts"])
+            except (OSError, ValueError, EOFError):
                 continue
-            array = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            continue
-        texts = content["texts"]
-        encodings |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
-    return encodings
+
+    def write(self, texts: list[str], array: np.ndarray) -> None:
+        """Write encodings (n, D) of texts as a separate part, and map them."""
+        name = _text_part(texts)
+        write_sealed(
+            self.folder / f"{name}.json",
+            {"texts": texts, "xxh3_128": write_array(self.folder / f"{name}.npy", array)},
+        )
+        self._add(self.folder / f"{name}.npy", texts)
+
+    def _add(self, path: Path, texts: list[str]) -> None:
+        # As a plain array, whose rows are cheaper to make than those of a memory map.
+        array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        self.rows |= dict(zip(texts, array, strict=True)) if len(texts) == len(array) else {}
 
 
 class View(NamedTuple):

@@ -35,13 +35,11 @@ from ..sets.base import EvalSet, Transform, batched, read_batches
 from .feature_table import (
     Features,
     Part,
+    StoredTexts,
     View,
     bounds_of,
     open_part,
-    read_text_part,
-    read_texts,
     write_part,
-    write_texts,
 )
 from .shared_images import SharedImages, begin_parts
 
@@ -128,6 +126,7 @@ class FeatureStore:
         on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     ):
         self._unwritable = False
+        self._texts: dict[Path, StoredTexts] = {}
         self.root, self.on_progress = Path(root) if root else None, on_progress
         self.storage: Storage = storage
         self.batch = BatchSize(self.root / "batch_sizes.json" if self.root else None)
@@ -210,16 +209,17 @@ class FeatureStore:
             return dict(zip(distinct, _finite(encoder.text(distinct), distinct).numpy(), strict=True))
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
         folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        encodings = read_texts(folder)
+        stored = self._texts.setdefault(folder, StoredTexts(folder))
+        stored.refresh()
         # Sorted, because the part is named by its content.
-        new = sorted(set(captions) - encodings.keys())
+        new = sorted(set(captions) - stored.rows.keys())
+        loose: dict[str, np.ndarray] = {}
         for begin in range(0, len(new), _TEXTS):
             some = new[begin : begin + _TEXTS]
             encoded = _finite(encoder.text(some), some).numpy()
-            stored = self._try_write(functools.partial(write_texts, folder, some, encoded))
-            # Mapped from the file, so that memory does not grow with the number of texts.
-            encodings |= read_text_part(folder, some) if stored else dict(zip(some, encoded, strict=True))
-        return encodings
+            if not self._try_write(functools.partial(stored.write, some, encoded)):
+                loose |= dict(zip(some, encoded, strict=True))
+        return {**stored.rows, **loose} if loose else stored.rows
 
     def _facts(self, job: _Job) -> dict[str, Any]:
         encoder, source = job.encoder, job.source

@@ -132,8 +132,8 @@ def suite_tasks(suite: str) -> list[SuiteTask]:
     """Return the tasks of a suite, in the order of its columns. Raises `ConfigError` with a suggestion."""
     if suite not in SUITE_LAYOUTS:
         raise ConfigError(f"--suite {suite}: {did_you_mean(suite, SUITE_LAYOUTS)}")
-    shown: dict[str, str | None] = {}
+    metric_by_task: dict[str, str | None] = {}
     for column in SUITE_LAYOUTS[suite]:
         for task, metric in column.members or ((column.task, column.metric),):
-            shown.setdefault(task, metric)
-    return [*map(SuiteTask, shown, shown.values()), *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ()))]
+            metric_by_task.setdefault(task, metric)
+    return [*map(SuiteTask, metric_by_task, metric_by_task.values()), *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ()))]

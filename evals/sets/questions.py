@@ -183,7 +183,7 @@ class QuestionSet(FileSet):
 
 
 class AssociationSet(QuestionSet):
-    """Questions of a text and several images, of which the first `answer` ones belong to it."""
+    """Questions of a text and several images; the first `answer` images belong to the text."""
 
     def right(self, question: Question) -> list[tuple[int, str]]:
         return [(image, question.texts[0]) for image in question.images[: question.answer]]

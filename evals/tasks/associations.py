@@ -12,7 +12,7 @@ from .result import Result, bootstrap, percentiles
 
 
 def jaccard(similarity: Tensor, right: int) -> Tensor:
-    """Return the Jaccard index (b,) of the right images and the `right` most similar ones; ties lose.
+    """Return the Jaccard index (b,) of the right images and the most similar ones, as many as are right; ties lose.
 
     Args:
         similarity: (b, m), of a word to m images, of which the first `right` belong to it.

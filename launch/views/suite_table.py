@@ -55,7 +55,7 @@ class SuiteProgress:
         self._waiting.pop(name, None)
         if self.silent:
             return
-        metric = shown_metric(result, self._metrics.get(name))
+        metric = displayed_metric(result, self._metrics.get(name))
         self._bar.console.print(
             f"{escape_control_chars(name)}  {metric} {_score_with_span(result, metric)}  n {result.n:,}  {duration(seconds)}",
             soft_wrap=True, markup=False, highlight=False,
@@ -101,19 +101,19 @@ def suite_table(
         first = next((result for result in found if result is not None), None)
         if first is None:
             continue
-        shown = shown_metric(first, metric)
-        luck = first.chance if shown == first.headline else first.options.get(f"chance_{shown}")
+        displayed = displayed_metric(first, metric)
+        luck = first.chance if displayed == first.headline else first.options.get(f"chance_{displayed}")
         cells = [
-            "-" if result is None or shown not in result.metrics else _score_with_span(result, shown)
+            "-" if result is None or displayed not in result.metrics else _score_with_span(result, displayed)
             for result in found
         ]
-        chance = format_metric(shown, luck) if isinstance(luck, float) else "-"
+        chance = format_metric(displayed, luck) if isinstance(luck, float) else "-"
         time = duration(seconds[task]) if task in seconds else "-"
-        table.add_row(task, shown, f"{first.n:,}", chance, *cells, time)
+        table.add_row(task, displayed, f"{first.n:,}", chance, *cells, time)
     return table
 
 
-def shown_metric(result: Result, metric: str | None) -> str:
+def displayed_metric(result: Result, metric: str | None) -> str:
     """Return the metric of a suite if the result has it, otherwise its headline."""
     return metric if metric in result.metrics else result.headline
 

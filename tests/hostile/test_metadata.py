@@ -80,7 +80,7 @@ def test_a_set_with_numbers_is_no_multilabel_set(tmp_path):
     [
         ({"headline": "acc1_worst_group"}, "headline=acc1_worst_group: needs group_by"),
         ({"group_by": "region"}, r"group_by: expected an entry of metadata \(empty\), got region"),
-        ({"group_by": "regio", "metadata": ["region"]}, r"expected an entry of metadata \(region\), got regio"),
+        ({"group_by": "area", "metadata": ["region"]}, r"expected an entry of metadata \(region\), got area"),
     ],
 )
 def test_configurations_that_do_not_fit(tmp_path, keys, message):
