@@ -136,4 +136,7 @@ def suite_tasks(suite: str) -> list[SuiteTask]:
     for column in SUITE_LAYOUTS[suite]:
         for task, metric in column.members or ((column.task, column.metric),):
             metric_by_task.setdefault(task, metric)
-    return [*map(SuiteTask, metric_by_task, metric_by_task.values()), *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ()))]
+    return [
+        *map(SuiteTask, metric_by_task, metric_by_task.values()),
+        *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ())),
+    ]

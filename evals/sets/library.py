@@ -139,10 +139,11 @@ class SunSet(FileSet):
         return self._classes
 
 
-_VOC: str = (
+_VOC_NAMES: str = (
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep sofa "
     "train tvmonitor"
 )
+VOC_CLASSES: list[str] = [*_VOC_NAMES.split()]
 
 
 class VocSet(FileSet):
@@ -172,7 +173,7 @@ class VocSet(FileSet):
         return f"{name}#{','.join(map(str, box))}", image.crop(box), label
 
     def own_classnames(self) -> list[str]:
-        return _VOC.split()
+        return VOC_CLASSES
 
 
 class ClevrSet(FileSet):

@@ -41,6 +41,11 @@ NEEDS = {
     ),
     "blocks": Need("the last blocks of a DINO backbone", "has none", "Use probe."),
     "tokens": Need("the tokens of a vision transformer", "has none", "Use probe or knn."),
+    "dense": Need(
+        "encodings of patches in the space of its texts",
+        "has none (it needs a text tower, and open_clip's vision transformer)",
+        "Use linear_segmentation or knn_segmentation.",
+    ),
     "slots": Need("slots", "has none", "Use a model with a slot readout (objective.model.readout.kind=sparo)."),
     "masks": Need("a mask per slot", "has none", "Use an object-centric model."),
     "drawing": Need("reconstructed images", "has no decoder", "Use a slot model with a decoder."),

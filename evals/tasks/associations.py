@@ -12,10 +12,10 @@ from .result import Result, bootstrap, percentiles
 
 
 def jaccard(similarity: Tensor, right: int) -> Tensor:
-    """Return the Jaccard index (b,) of the right images and the most similar ones, as many as are right; ties lose.
+    """Return the Jaccard index (b,) between the right images and the top of the ranking, as many images; ties lose.
 
     Args:
-        similarity: (b, m), of a word to m images, of which the first `right` belong to it.
+        similarity: (b, m), of a word to m images; the first `right` images belong to it.
         right: number of right images; with 0, the index is 0.
     """
     # The wrong images first, because a stable sort keeps the order of ties.

@@ -61,10 +61,10 @@ def score(
             logits = _logits(test.rows(rows).to(how.device), layer, center, scale, test.masks.shape[-1])
         predicted = logits.argmax(1).cpu().numpy()
         tables += [
-            _class_counts(true, own, classes, ignore)
+            class_counts(true, own, classes, ignore)
             for true, own in zip(test.masks[rows.numpy()], predicted, strict=True)
         ]
-    return _result(np.stack(tables), groups)
+    return mean_iou("linear_segmentation", np.stack(tables), groups)
 
 
 def _train(
@@ -113,15 +113,15 @@ def _logits(patches: Tensor, layer: torch.nn.Linear, center: Tensor, scale: Tens
     return F.interpolate(logits.mT.unflatten(2, (side, side)), (size, size), mode="bilinear", align_corners=False)
 
 
-def _class_counts(true: np.ndarray, predicted: np.ndarray, classes: int, ignore: int | None) -> np.ndarray:
+def class_counts(true: np.ndarray, predicted: np.ndarray, classes: int, ignore: int | None) -> np.ndarray:
     """Return the number of right, true and predicted pixels of each class, (3, C)."""
     there = slice(None) if ignore is None else true != ignore
     own, guess = true[there].reshape(-1), predicted[there].reshape(-1)
     return np.stack([np.bincount(labels, minlength=classes) for labels in (own[own == guess], own, guess)])
 
 
-def _result(counts_by_image: np.ndarray, groups: Sequence[str] | None = None) -> Result:
-    """Return the result from the images' counts (n, 3, C)."""
+def mean_iou(task: str, counts_by_image: np.ndarray, groups: Sequence[str] | None = None) -> Result:
+    """Return the result of a task from the images' counts (n, 3, C); see `class_counts`."""
     hits, true, predicted = counts_by_image.swapaxes(0, 1)
     union = true + predicted - hits
     here = union.sum(0) > 0
@@ -142,7 +142,7 @@ def _result(counts_by_image: np.ndarray, groups: Sequence[str] | None = None) ->
     counts = {"groups": len(set(groups))} if groups else {}
     # Always naming the largest class has its share as IoU, and 0 for the other classes of the truth.
     guess = float(truth.max() / max(truth.sum(), 1) / max((truth > 0).sum(), 1))
-    return Result("linear_segmentation", len(hits), "miou", metrics, guess, intervals, options, counts)
+    return Result(task, len(hits), "miou", metrics, guess, intervals, options, counts)
 
 
 def largest_label(masks: Iterable[np.ndarray], ignore: int | None) -> int:

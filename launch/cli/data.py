@@ -63,7 +63,7 @@ def scene_questions(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
-    """Render stand-ins of Winoground, ColorSwap, ARO and NegBench for models that were trained on `sparo data scenes`."""
+    """Render stand-ins of Winoground, ColorSwap, ARO, NegBench and COCO-Stuff for models that were trained on `sparo data scenes`."""
     from ..commands.making import make_scene_questions
 
     make_scene_questions(folder, processes, questions=questions, size=size, seed=seed)

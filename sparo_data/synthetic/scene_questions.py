@@ -1,9 +1,10 @@
-"""Rendered stand-ins of compositional sets, in the files of Winoground, ColorSwap, ARO and NegBench.
+"""Rendered stand-ins of compositional sets, in the files of Winoground, ColorSwap, ARO and NegBench, and of COCO-Stuff.
 
 ROOT/winoground/    examples.jsonl, images/          two objects that exchange their places
 ROOT/colorswap/     test.json, images/               two objects that exchange their colours
 ROOT/aro/           visual_genome_relation.json, visual_genome_attribution.json, images/
 ROOT/aro/coco_order/  order.json, images/            captions with four wrong orders of their words
+ROOT/coco_stuff/    shards of images with the colour of each pixel's object, which captions name
 ROOT/negbench/      COCO_val_mcq_llama3.1_rephrased.csv, val2017/     captions with and without negation
 
 The scenes are those of `sparo data scenes` (scenes.py) with other random numbers, so a model that was trained on them
@@ -26,7 +27,7 @@ from sparo_train.core.files import write_whole
 from sparo_train.core.rng import generator
 
 from ..pool import run_jobs
-from ..writer import encode_image, write_manifest
+from ..writer import encode_image, write_manifest, write_wds_layout
 from .scenes import (
     COLORS,
     HELD_OUT,
@@ -73,7 +74,8 @@ def render_questions(
         DataError: `root` contains questions of another config.
     """
     write_manifest(root, config, "scene_questions.json")
-    jobs = [(make, (root, config)) for make in (_winoground, _colorswap, _relations, _attributes, _orders, _negation)]
+    makers = (_winoground, _colorswap, _relations, _attributes, _orders, _negation, _segmentation)
+    jobs = [(make, (root, config)) for make in makers]
     run_jobs(jobs, processes, len(jobs) * config.questions, on_progress)
 
 
@@ -246,3 +248,29 @@ def _negation(root: Path, config: SceneQuestionsConfig) -> int:
         csv.writer(stream, lineterminator="\n").writerows(rows)
         write_whole(path, stream.getvalue())
     return config.questions
+
+
+def _segmentation(root: Path, config: SceneQuestionsConfig) -> int:
+    """Write scenes of two to four objects of different colours, whose pixels are labelled with their colour, as a set for zero-shot segmentation."""
+    folder, colors = root / "coco_stuff", list(COLORS)
+
+    def sample(index: int, rng: np.random.Generator) -> tuple[str, dict[str, bytes]]:
+        chosen = rng.permutation(colors)[: int(rng.integers(2, 5))]
+        objects = [_of_color(rng, str(color)) for color in chosen]
+        frame = sample_scene(rng, len(objects), objects=objects).render(config.size, config.antialias)
+        # 255 is not counted: no caption names the ground.
+        labels = np.array([255, *(colors.index(thing.color) for thing in objects)], np.uint8)
+        fields = {"png": encode_image(frame.rgb), "semantic.png": encode_image(labels[frame.mask])}
+        return f"{index:06d}", {**fields, "mask.png": encode_image(frame.mask)}
+
+    if not (folder / "test/nshards.txt").exists():
+        samples = (sample(index, rng) for index, rng in _rngs(config, "segmentation"))
+        write_wds_layout(folder, samples, classnames=colors, templates=[f"a {{c}} {shape}" for shape in SHAPES])
+    return config.questions
+
+
+def _of_color(rng: np.random.Generator, color: str) -> SceneObject:
+    while True:
+        thing = sample_object(rng)._replace(color=color)
+        if not thing.held_out:
+            return thing

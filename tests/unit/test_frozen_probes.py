@@ -156,10 +156,10 @@ def test_segmentation_recovers_classes_of_patches_and_counts_like_scikit_learn()
     even = np.broadcast_to(blocks[:, :1, :1], (30, 16, 16)).copy()
     assert linear_segmentation.score(grid_features(even, 3), grid_features(even, 3), 3, 255, how).value == 1
     true, predicted = blocks[:20], np.roll(blocks[:20], 1, axis=2)
-    tables = np.stack([linear_segmentation._class_counts(a, b, 4, 2) for a, b in zip(true, predicted, strict=True)])
+    tables = np.stack([linear_segmentation.class_counts(a, b, 4, 2) for a, b in zip(true, predicted, strict=True)])
     there = true != 2
     expected = jaccard_score(true[there], predicted[there], average=None, labels=[0, 1, 2])
-    assert linear_segmentation._result(tables).value == pytest.approx(expected.mean())
+    assert linear_segmentation.mean_iou("linear_segmentation", tables).value == pytest.approx(expected.mean())
     with pytest.raises(DataError, match="every pixel is 252"):
         linear_segmentation.score(grid_features(np.full_like(masks, 252), 256), data, 3, 252, how)
 
