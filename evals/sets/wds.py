@@ -266,6 +266,7 @@ def _objects(fields: dict[str, bytes], where: str) -> np.ndarray:
 
 
 FACTS: dict[FactKind, Callable[[dict[str, bytes], str], Fact]] = {
+    "images": lambda _fields, _where: None,
     "label": _label,
     "labels": _labels,
     "metadata": _metadata,

@@ -145,6 +145,10 @@ def encode_set(source: EvalSet, units: Units, store: FeatureStore, workers: int)
 
 
 def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classifier_slots: str) -> Classes:
+    if task.language is not None:
+        raise ConfigError(
+            f"language={task.language}: slots are scored with the set's own class names. Remove language."
+        )
     source, tower = open_set(task, "label"), texts_of(units)
     names, templates = source.classnames(), source.templates()
     # Check labels while encoding, because an index beyond the classes has no class vector.

@@ -42,8 +42,9 @@ class DatasetEntry(Frozen):
     or_options: dict[str, Any] = field({}, "Keys of the task instead, if only their table exists.")
     settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
     languages: tuple[str, ...] = field(
-        (), "Languages of the set: it becomes a set NAME/LANGUAGE for each, with `split: LANGUAGE`.", strict=False
+        (), "Languages of the set: it becomes a set NAME/LANGUAGE for each.", strict=False
     )
+    language_key: str = field("split", "Key of the task that receives the language.")
     n: int | None = field(None, "Number of images. Default: not checked.", gt=0)
     questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
@@ -79,13 +80,14 @@ def _by_language(entry: DatasetEntry) -> list[DatasetEntry]:
     """Return an entry per language; the entry itself if it has none."""
     if not entry.languages:
         return [entry]
-    folder = entry.folder or entry.name
+    # The wds layout has no splits by language.
+    keys = "options" if entry.language_key == "split" else "settings"
     return [
         entry.model_copy(
             update={
                 "name": f"{entry.name}/{language}",
-                "folder": folder,
-                "options": {**entry.options, "split": language},
+                "folder": entry.folder or entry.name,
+                keys: {**getattr(entry, keys), entry.language_key: language},
             }
         )
         for language in entry.languages

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import model_validator
@@ -13,6 +14,7 @@ from sparo_train.core.config import field
 from sparo_train.core.errors import ConfigError, DataError
 
 from ..feature_store.feature_table import Features
+from ..sets.babel_imagenet import IMAGENET_CLASSES, babel_imagenet
 from ..sets.base import EvalSet, refuse_label, sha256
 from ..sets.open_set import open_set
 from ..sets.task_config import MetadataTaskConfig
@@ -20,6 +22,8 @@ from ..tasks import attributes, zeroshot
 from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info, labels_of
 from .task import Task
+
+_ROWS = 4096  # encodings that are read at once
 
 
 class ZeroshotTaskConfig(MetadataTaskConfig):
@@ -32,6 +36,12 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     task: Literal["zeroshot"] = field("zeroshot", "Entry of sparo.tasks.")
     classes: int | None = field(None, "Expected number of classes. Default: not checked.", gt=1, examples=[1000])
     border_crop: bool = field(True, "Crop ObjectNet's red border of two pixels.")
+    language: str | None = field(
+        None,
+        "Language of Babel-ImageNet for class names and prompts of an ImageNet set. Images of classes without a name in it are not "
+        "scored.",
+        examples=["de"],
+    )
     group_by: str | None = field(
         None,
         "Also report the accuracy of the group where it is lowest: an entry of `metadata`, or with layout=table a column.",
@@ -45,6 +55,8 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     def _check_groups(self) -> ZeroshotTaskConfig:
         if self.headline.endswith("_worst_group") and self.group_by is None:
             raise ValueError(f"headline={self.headline}: needs group_by. Name the group of an image.")
+        if self.language is not None and self.group_by is not None:
+            raise ValueError("language: cannot be combined with group_by. Remove one of them.")
         if self.group_by is not None and self.layout == "wds" and self.group_by not in self.metadata:
             raise ValueError(
                 f"group_by: expected an entry of metadata ({', '.join(self.metadata) or 'empty'}), got {self.group_by}."
@@ -68,17 +80,25 @@ class AttributesTaskConfig(MetadataTaskConfig):
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     """Compute accuracy over the set's class names with its templates, or mean average precision for a multilabel set."""
     source = open_set(task, "label" if task.group_by is None else "metadata")
-    names, templates = _prompted(source, task)
+    named = _prompted(source, task)
+    names, templates = named.names, named.templates
     # A label without a name would be scored as the last class.
-    source.label_below = len(names)
+    source.label_below = len(names) if named.classes is None else IMAGENET_CLASSES
     (images,) = scoring.features([source], task.workers)
     labels, groups = _labels_and_groups(images, source, task)
+    keys = list(images.keys)
+    blocks = images.blocks
+    if named.classes is not None:
+        place = torch.full((IMAGENET_CLASSES,), -1).index_copy(0, named.classes, torch.arange(len(names)))
+        kept = (place[labels] >= 0).nonzero().flatten()
+        labels, keys = place[labels[kept]], [keys[i] for i in kept.tolist()]
+        blocks = lambda: (images.rows(some) for some in kept.split(_ROWS))  # noqa: E731
 
     def score() -> Result:
         weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
         if source.kind == "labels":
-            return zeroshot.score_multilabel(images.blocks(), weights, labels)
-        result = zeroshot.score(images.blocks(), weights, labels)
+            return zeroshot.score_multilabel(blocks(), weights, labels)
+        result = zeroshot.score(blocks(), weights, labels)
         if groups is not None:
             result = zeroshot.with_groups(result, groups)
         if task.headline == "f1_macro":
@@ -96,11 +116,13 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
         options["border_crop"] = task.border_crop
     if task.group_by is not None:
         options["group_by"] = task.group_by
+    if task.language is not None:
+        options["language"] = task.language
     result = scoring.ranks.rank0_broadcast(score)
     # Lowercased and with single spaces, as CLIP's tokenizer reads them. Ties go to the lower class.
     if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
         result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
-    return attach_data_info(result, images, source, options)
+    return attach_data_info(result, images, source, options, keys)
 
 
 def _labels_and_groups(
@@ -135,12 +157,28 @@ def _prompt_options(names: Sequence[str], templates: Sequence[str]) -> dict[str,
     return {"templates": len(templates), "prompts": sha256(*names, *templates)[:16]}
 
 
-def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> tuple[list[str], list[str]]:
+class Prompted(NamedTuple):
+    """Names and templates; `classes` (C,) are the numbers of the named classes if others have no name, otherwise None."""
+
+    names: list[str]
+    templates: list[str]
+    classes: Tensor | None = None
+
+
+def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
     """Return class names and templates. Raises `DataError` without any, or if their number differs from the task's."""
+    if task.language is not None:
+        if source.kind != "label" or len(source.classnames()) != IMAGENET_CLASSES:
+            raise DataError(
+                f"{source.root}: language={task.language} needs ImageNet's {IMAGENET_CLASSES:,} classes with one label per image, got "
+                f"{len(source.classnames())}. Remove language."
+            )
+        numbers, names, templates = babel_imagenet(Path(task.root), task.language)
+        return Prompted(names, templates, torch.tensor(numbers))
     names, templates = source.classnames(), source.templates()
     if task.classes not in (None, len(names)):
         raise DataError(f"{source.root}: expected {task.classes} class names, got {len(names)}")
-    return names, templates
+    return Prompted(names, templates)
 
 
 def _check_zeroshot(task: ZeroshotTaskConfig) -> None:

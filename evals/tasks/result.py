@@ -19,6 +19,8 @@ _METRIC_FORMATS = {
     "mae": (1, 3, " MAE"),
     "rmse": (1, 3, " RMSE"),
     "spearman": (1, 3, " rho"),
+    "lidar": (1, 1, ""),
+    "rankme": (1, 1, ""),
 }
 LOWER_IS_BETTER = frozenset({"loss", "mse", "mse_sum", "depth_error", "mae", "rmse"})
 _FEW_STEPS = 100  # a trained probe with fewer steps is reported

@@ -177,6 +177,7 @@ TASKS = Registry(
         "associations": "evals.suite.associations:ASSOCIATIONS",
         "probe": "evals.suite.labelled_tasks:PROBE",
         "knn": "evals.suite.labelled_tasks:KNN",
+        "rank": "evals.suite.rank_task:RANK",
         "linear": "evals.suite.linear_probe:LINEAR",
         "attentive_probe": "evals.suite.attentive_probe:ATTENTIVE",
         "regression": "evals.suite.regression_task:REGRESSION",
