@@ -86,7 +86,7 @@ def _open(task: RankTaskConfig) -> EvalSet:
 
 def _incompatibility(_task: RankTaskConfig, encoder: Any) -> str | None:
     if isinstance(encoder.transform, BandPixels):
-        return f"task: {encoder.label} reads other bands than RGB, for which there are no random views. Use knn."
+        return f"task: {encoder.label} reads other bands than RGB, which random views cannot show. Use knn."
     return None
 
 

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
+from sparo_train.data.decode.bands import PixelRange
+from sparo_train.data.decode.decoding import to_8bit
 
 from ..encoders.dense import LastBlock, slot_similarity
-from ..encoders.pixels import SquarePixels
+from ..encoders.pixels import MappedPixels
 from ..sets.base import EvalSet, read_batches, sha256
 from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig
@@ -63,18 +65,24 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
 
 
 @dataclass(frozen=True)
-class SlidingPixels:
-    """Resize the shorter side to `short` and keep the proportions, as far as the longer one is at most `long`; no side is below `window`."""
+class WindowPixels:
+    """Resize an image for windows of `window` pixels, (H, W, 3) uint8.
+
+    The shorter side becomes `short`, and the proportions are kept as far as the longer side is at most `long` and no side is
+    below `window`. With `short` equal to `window`, the image becomes a square.
+    """
 
     window: int
     short: int
     long: int = 2048
+    pixel_range: PixelRange = "by_type"
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        image = image.convert("RGB")
+        image = to_8bit(image, self.pixel_range).convert("RGB")
         ratio = min(self.short / min(image.size), self.long / max(image.size))
-        size = [max(self.window, round(side * ratio)) for side in image.size]
-        return np.asarray(image.resize((size[0], size[1]), Image.Resampling.BICUBIC))
+        width, height = (max(self.window, round(side * ratio)) for side in image.size)
+        size = (self.window, self.window) if self.short == self.window else (width, height)
+        return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
 
 
 def run_zeroshot_segmentation(scoring: Scoring, task: ZeroshotSegmentationTaskConfig) -> Result:
@@ -143,7 +151,10 @@ def _similarities(
     """Yield key, mask and similarities (Q, h, w) of these images."""
     encoder: Any = scoring.encoder
     size = encoder.image_size
-    transform = SquarePixels(size, size) if task.windows == "whole" else SlidingPixels(size, size * 3 // 2)
+    # 16 bits are mapped as in training.
+    pixel_range = encoder.transform.pixel_range if isinstance(encoder.transform, MappedPixels) else "by_type"
+    short = size if task.windows == "whole" else size * 3 // 2
+    transform = WindowPixels(size, short, pixel_range=pixel_range)
     batches = read_batches(source, transform, [[number] for number in numbers], task.workers, scoring.ranks.size == 1)
     for batch in batches:
         height, width = batch.pixels.shape[-2:]

@@ -140,9 +140,18 @@ def mean_iou(task: str, counts_by_image: np.ndarray, groups: Sequence[str] | Non
         "counted": "over all images together",
     }
     counts = {"groups": len(set(groups))} if groups else {}
-    # Always naming the largest class has its share as IoU, and 0 for the other classes of the truth.
-    guess = float(truth.max() / max(truth.sum(), 1) / max((truth > 0).sum(), 1))
-    return Result(task, len(hits), "miou", metrics, guess, intervals, options, counts)
+    return Result(task, len(hits), "miou", metrics, _chance(truth), intervals, options, counts)
+
+
+def _chance(truth: np.ndarray) -> float:
+    """Return the mIoU of the better guess, from the pixels (C,) of each class: always the largest class, or a random class for each pixel."""
+    share = truth[truth > 0] / max(truth.sum(), 1)
+    if not len(share):
+        return 0.0
+    drawn = 1 / len(share)
+    # Of a random class, the expected intersection and union.
+    random = float((share * drawn / (share + drawn - share * drawn)).mean())
+    return max(float(share.max()) / len(share), random)
 
 
 def largest_label(masks: Iterable[np.ndarray], ignore: int | None) -> int:

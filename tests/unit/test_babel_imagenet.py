@@ -17,7 +17,7 @@ from tests.helpers.compositional import BagOfWords, vector
 from tests.helpers.samples import jpeg
 
 NAMES = {"DE": [[3, 7, 999], ["roter Hai", "Katze", "rote Katze"]], "BR": [[0, 1], ["a", "b"]]}
-PROMPTS = {"DE": ["ein Foto von  {} .", "{}"], "FR": ["{}"]}
+PROMPTS = {"DE": ["ein Bild von  {} .", "{}"], "FR": ["{}"]}
 LABELS = [3, 7, 8, 999, 0, 3, 999, 7]
 
 
@@ -39,7 +39,7 @@ def test_only_classes_with_a_name_are_scored(root):
     weights = []
     for name in NAMES["DE"][1]:  # two blanks in the prompt are kept
         texts = [
-            sum(map(vector, sorted(t.lower().split())), torch.zeros(16)) for t in (f"ein Foto von  {name} .", name)
+            sum(map(vector, sorted(t.lower().split())), torch.zeros(16)) for t in (f"ein Bild von  {name} .", name)
         ]
         weights.append(F.normalize(sum(F.normalize(t, dim=0) for t in texts), dim=0))
     images = [encoder.transform(image) for _, image, _ in catalogue.open_set(task, "label")]
@@ -64,7 +64,7 @@ def test_only_classes_with_a_name_are_scored(root):
 
 
 def test_names_come_from_the_folder_or_from_clip_benchmark(root, tmp_path):
-    assert babel_imagenet(root / "imagenet1k", "DE")[2] == ["ein Foto von  {c} .", "{c}"]
+    assert babel_imagenet(root / "imagenet1k", "DE")[2] == ["ein Bild von  {c} .", "{c}"]
     pytest.importorskip("clip_benchmark")
     numbers, names, templates = babel_imagenet(tmp_path / "none", "de")
     assert len(numbers) == len(names) == 738 and names[1] == "Goldfisch" and len(templates) == 80

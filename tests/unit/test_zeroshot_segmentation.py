@@ -19,13 +19,15 @@ from evals.sets.base import label_image
 from evals.sets.segmentation_files import open_segmentation
 from evals.suite import catalogue
 from evals.suite.patch_segmentation import KnnSegmentationTaskConfig
+from evals.suite.rank_task import RankTaskConfig
 from evals.suite.suite import Suite
-from evals.suite.zeroshot_segmentation import SlidingPixels, ZeroshotSegmentationTaskConfig
+from evals.suite.zeroshot_segmentation import WindowPixels, ZeroshotSegmentationTaskConfig
 from evals.tasks import dense_segmentation as dense
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
+from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import jpeg
 
 SIZES = {
@@ -129,7 +131,7 @@ def test_windows_cover_every_pixel_and_are_averaged():
     mean = dense.over_windows(parts, [(0, 0), (0, 2)], (4, 6))
     assert mean[0, 0].tolist() == [0, 0, 0.5, 0.5, 1, 1]
     for size in ((10, 400), (400, 10), (32, 32), (3000, 40)):
-        shape = SlidingPixels(32, 48, 200)(Image.new("RGB", size)).shape
+        shape = WindowPixels(32, 48, 200)(Image.new("RGB", size)).shape
         assert min(shape[:2]) >= 32 and max(shape[:2]) <= 200
 
 
@@ -158,7 +160,7 @@ def test_zeroshot_segmentation_equals_a_plain_restatement(tmp_path, windows, kin
     for _, fields in samples:
         image = Image.open(io.BytesIO(fields["jpg"])).convert("RGB")
         mask = label_image(fields["mask.png"], "mask")
-        transform = SquarePixels(32, 32) if windows == "whole" else SlidingPixels(32, 48)
+        transform = SquarePixels(32, 32) if windows == "whole" else WindowPixels(32, 48)
         pixels = torch.from_numpy(np.array(transform(image))).permute(2, 0, 1)
         height, width = pixels.shape[1:]
         total, count = torch.zeros(3, height, width), torch.zeros(height, width)
@@ -310,3 +312,22 @@ def test_voc_ade_and_coco_stuff_as_published(tmp_path):
         open_segmentation(tmp_path / "voc2012", "voc2012", "test", False).read(0)
     with pytest.raises(ConfigError, match="layout=segmentation: benchmark_name=voc2011: did you mean 'voc2012'"):
         open_segmentation(tmp_path, "voc2011", "test", False)
+
+
+def _scored(ranks, root):
+    tasks = {
+        "zero": ZeroshotSegmentationTaskConfig(root=str(root), workers=0),
+        "knn": KnnSegmentationTaskConfig(train=str(root / "test"), test=str(root / "test"), k=3, workers=0),
+        "rank": RankTaskConfig(images=str(root / "test"), views=2, workers=0),
+    }
+    results = Suite(tasks).run(clip(), ranks=ranks)
+    return {name: (result.metrics, result.keys, result.options["facts"]) for name, result in results.items()}
+
+
+def test_two_ranks_share_the_images(tmp_path):
+    labelled(tmp_path, 5, sizes=((32, 32),))
+    alone = run_ranks(1, _scored, tmp_path)[0]
+    for found in run_ranks(2, _scored, tmp_path):
+        assert {name: result[1:] for name, result in found.items()} == {name: r[1:] for name, r in alone.items()}
+        for name, (metrics, *_) in found.items():
+            assert metrics == pytest.approx(alone[name][0], rel=1e-5), name
