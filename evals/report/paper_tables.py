@@ -131,7 +131,7 @@ def grid(
         for name, by_task in table.items()
     ]
     if layout in SUITE_LAYOUTS:
-        columns, rows, notes = _without_empty(columns, rows)
+        columns, rows, notes = _without_empty(layout, columns, rows, {record.task for record in records})
     else:
         notes = list[str]()
     if layout is not None:
@@ -147,13 +147,17 @@ def grid(
     return with_significance(found, table, reference)
 
 
-def _without_empty(columns: list[Column], rows: list[Row]) -> tuple[list[Column], list[Row], list[str]]:
+def _without_empty(
+    layout: str, columns: list[Column], rows: list[Row], tasks: set[str]
+) -> tuple[list[Column], list[Row], list[str]]:
     """Return the columns in which a row has a score, and a note with the others. Raises `ConfigError` if there are none."""
     kept = [i for i in range(len(columns)) if any(row.cells[i] is not None for row in rows)]
     absent = dict.fromkeys(column.task for i, column in enumerate(columns) if i not in kept)
     if not kept:
+        sets = {task for column in columns for task in column.tasks}
         raise ConfigError(
-            f"--layout: no result of {', '.join(absent)}. Score them with sparo eval --tasks, or choose another layout."
+            f"--layout {layout}: no column is complete, because only {len(sets & tasks)} of its {len(sets)} sets are scored. Score the "
+            f"others with sparo eval --suite {layout}, or choose another layout."
         )
     rows = [row._replace(cells=[row.cells[i] for i in kept]) for row in rows]
     return [columns[i] for i in kept], rows, [f"no results: {', '.join(absent)}"] if absent else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import PurePath
 from typing import NamedTuple
 
 from scipy.stats import norm
@@ -50,8 +51,13 @@ def with_significance(table: Grid, records: Mapping[str, ByTask], reference: str
         ConfigError: no such row.
     """
     rows = [row for row in table.rows if row.name in records and not row.paper]
-    if reference is not None and reference not in (names := [row.name for row in rows]):
-        raise ConfigError(f"--reference {reference}: {did_you_mean(reference, names)}")
+    names = [row.name for row in rows]
+    if reference is not None and reference not in names:
+        # Other tables show the last part of a path only.
+        ends = [name for name in names if PurePath(name).name == reference]
+        if len(ends) != 1:
+            raise ConfigError(f"--reference {reference}: {did_you_mean(reference, names)}")
+        reference = ends[0]
     best = tuple(_best(table, number, rows, records) for number in range(len(table.columns)))
     table = table._replace(best=best)
     return table if reference is None else _signed(table, rows, records, reference)
@@ -128,7 +134,7 @@ def _signed(table: Grid, rows: Sequence[Row], records: Mapping[str, ByTask], ref
                 cells[number] = cell._replace(sign=BETTER if gain > 0 else WORSE)
         out.append(row._replace(cells=cells))
     unpaired = sum(not difference.paired for difference in found.values())
-    note = f"{BETTER}{WORSE} better or worse than {reference}: p < {_LEVEL} after Holm's correction for {len(found)} comparisons"
+    note = f"{BETTER}{WORSE} better or worse than {reference}: p < {_LEVEL} after Holm's correction for {len(found)} comparison{'' if len(found) == 1 else 's'}"
     note += f", {unpaired} of them not paired" if unpaired else ", all paired on the same samples"
     return table._replace(rows=out, notes=[*table.notes, note])
 

@@ -122,7 +122,7 @@ SUITE_TITLES = {
 
 
 class SuiteTask(NamedTuple):
-    """A task of a suite, and the metric that the suite's columns show; None: the task's headline."""
+    """A task of a suite, and the metric that a column of the suite shows; None: several do, or the task's headline."""
 
     name: str
     metric: str | None
@@ -132,11 +132,9 @@ def suite_tasks(suite: str) -> list[SuiteTask]:
     """Return the tasks of a suite, in the order of its columns. Raises `ConfigError` with a suggestion."""
     if suite not in SUITE_LAYOUTS:
         raise ConfigError(f"--suite {suite}: {did_you_mean(suite, SUITE_LAYOUTS)}")
-    metric_by_task: dict[str, str | None] = {}
+    metrics: dict[str, set[str | None]] = {}
     for column in SUITE_LAYOUTS[suite]:
         for task, metric in column.members or ((column.task, column.metric),):
-            metric_by_task.setdefault(task, metric)
-    return [
-        *map(SuiteTask, metric_by_task, metric_by_task.values()),
-        *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ())),
-    ]
+            metrics.setdefault(task, set()).add(metric)
+    tasks = [SuiteTask(name, found.pop() if len(found) == 1 else None) for name, found in metrics.items()]
+    return [*tasks, *(SuiteTask(name, None) for name in _MORE_TASKS.get(suite, ()))]

@@ -26,8 +26,10 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
     """
     layout = LAYOUTS.get(config.layout, "layout")
     if kind not in layout.kinds:
+        others = [name for name in LAYOUTS.names() if kind in LAYOUTS.get(name).kinds]
         raise ConfigError(
-            f"layout={config.layout}: has {' or '.join(layout.kinds)}, but task {config.task} needs {kind}"
+            f"layout={config.layout}: has {' or '.join(layout.kinds)}, but task {config.task} needs {kind}. Layouts with {kind}: "
+            f"{', '.join(others) or 'none'}."
         )
     eval_set = layout.open(config, kind, split or config.split)
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name

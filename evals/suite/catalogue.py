@@ -144,7 +144,12 @@ def suite_tasks_below(suite: str, root: Path) -> dict[str, TaskConfig]:
         ConfigError: no such suite, or none of its sets exists.
     """
     entries = {listed.name: listed for listed in datasets()}
-    found = {task.name: task_of(entries[task.name], root, entries[task.name].task) for task in suite_tasks(suite)}
+    found = {}
+    for name, metric in suite_tasks(suite):
+        config = task_of(entries[name], root, entries[name].task)
+        # A score by another metric would be mistaken for the suite's.
+        named = metric is not None and "headline" in type(config).model_fields
+        found[name] = config.model_copy(update={"headline": metric}) if named else config
     absent = [name for name, config in found.items() if _is_absent(config)]
     if len(absent) == len(found):
         raise ConfigError(

@@ -37,6 +37,12 @@ class RetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back."""
 
     task: Literal["retrieval"] = field("retrieval", "Entry of sparo.tasks.")
+    headline: str | None = field(
+        None,
+        "Metric that tables show. Default: mean_R@5.",
+        pattern=r"(mean|text|image)_R@[0-9]+",
+        examples=["mean_R@1"],
+    )
 
 
 class PairsTaskConfig(SetTaskConfig):
@@ -56,6 +62,8 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
 
     def score() -> Result:
         result = retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
+        if task.headline is not None:
+            result = _headed(result, task, len(images))
         # Padding tells how long captions are; tokenizers of other libraries pad in other ways.
         encoder = scoring.encoder
         if isinstance(encoder, TwoTowerEncoder) and encoder.causal and (count := encoder.texts_at_limit(texts)):
@@ -63,6 +71,13 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
         return result
 
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})
+
+
+def _headed(result: Result, task: RetrievalTaskConfig, images: int) -> Result:
+    """Return the result with the metric that the task names first. Raises `ConfigError` if `k` lacks its rank."""
+    if task.headline not in result.metrics:
+        raise ConfigError(f"headline={task.headline}: needs its rank in k, got {list(task.k)}. Add it.")
+    return result._replace(headline=task.headline, chance=min(1.0, int(task.headline.rpartition("@")[2]) / images))
 
 
 def captions_of(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:

@@ -143,6 +143,8 @@ def _bank(train: PatchFeatures, classes: int, task: KnnSegmentationTaskConfig) -
 def _classes(task: MaskedTaskConfig, *parts: PatchFeatures) -> int:
     """Return the number of classes in the masks, or the task's own. Raises an error if masks do not fit it."""
     classes = 1 + max(largest_label(part.masks, task.ignore) for part in parts)
+    if classes == 0:
+        raise DataError(f"{task.train}: every pixel is {task.ignore}, which is ignored. Correct the key `ignore`.")
     if classes < 2:
         raise DataError(
             f"{task.train}: masks have a single class, got {max(classes - 1, 0)} as their largest number (ignored: {task.ignore}). "

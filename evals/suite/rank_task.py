@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from sparo_train.core.config import field
+from sparo_train.core.errors import DataError
 from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.decode.decoding import to_8bit
 
@@ -81,7 +82,10 @@ def run_rank(scoring: Scoring, task: RankTaskConfig) -> Result:
 
 def _open(task: RankTaskConfig) -> EvalSet:
     source = open_images(task.images, "images", "images")
-    return source if task.limit is None else source.limited(task.limit)
+    source = source if task.limit is None else source.limited(task.limit)
+    if len(source) < 2:
+        raise DataError(f"{task.images}: a rank needs at least two images, got {len(source)}. Use more images.")
+    return source
 
 
 def _incompatibility(_task: RankTaskConfig, encoder: Any) -> str | None:

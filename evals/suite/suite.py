@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from sparo_train.core.distributed import Ranks
-from sparo_train.core.errors import SparoError, UnexpectedError
+from sparo_train.core.errors import DataError, SparoError, UnexpectedError
 from sparo_train.core.registries import TASKS
 from sparo_train.core.world import World
 
@@ -33,9 +33,18 @@ class Suite:
         self.tasks, self.store = dict(tasks), store or FeatureStore()
 
     def check(self) -> None:
-        """Raise `DataError` if a set lacks a file that its task needs."""
+        """Raise `DataError` if a set lacks a file that its task needs; it names all such sets."""
+        errors: list[SparoError] = []
         for task in self.tasks.values():
-            TASKS.get(task.task).check(task)
+            try:
+                TASKS.get(task.task).check(task)
+            except SparoError as error:
+                errors.append(error)
+        if len(errors) > 1:
+            lines = "\n  ".join(map(str, errors))
+            raise DataError(f"{len(errors)} of {len(self.tasks)} sets cannot be scored:\n  {lines}")
+        if errors:
+            raise errors[0]
 
     def sizes(self) -> dict[str, int]:
         """Return the number of images of each task that has one set, for an estimate of the time."""

@@ -124,6 +124,8 @@ def run_zeroshot_segmentation(scoring: Scoring, task: ZeroshotSegmentationTaskCo
     if not np.any(np.stack(counts)[:, 1]):
         raise DataError(f"{source.root}: no pixel is counted. Correct `ignore` or `ignore_background`.")
     result = mean_iou("zeroshot_segmentation", np.stack(counts), source.groups)
+    if repeated := len(queries) - len({" ".join(name.lower().split()) for name in queries}):
+        result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
     options: dict[str, Any] = {
         "features": task.features, "last_block": task.last_block, "windows": task.windows, "scale": task.scale,
         "ignore": task.ignore, "ignore_background": task.ignore_background, "background_threshold": task.background_threshold,

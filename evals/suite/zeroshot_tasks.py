@@ -59,7 +59,12 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
             raise ValueError("language: cannot be combined with group_by. Remove one of them.")
         if self.group_by is not None and self.layout == "wds" and self.group_by not in self.metadata:
             raise ValueError(
-                f"group_by: expected an entry of metadata ({', '.join(self.metadata) or 'empty'}), got {self.group_by}."
+                f"group_by: expected an entry of metadata, got {self.group_by}. "
+                + (
+                    f"Use {' or '.join(self.metadata)}."
+                    if self.metadata
+                    else "Name the numbers of an image in metadata."
+                )
             )
         return self
 
@@ -168,12 +173,12 @@ class Prompted(NamedTuple):
 def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
     """Return class names and templates. Raises `DataError` without any, or if their number differs from the task's."""
     if task.language is not None:
+        numbers, names, templates = babel_imagenet(Path(task.root), task.language)
         if source.kind != "label" or len(source.classnames()) != IMAGENET_CLASSES:
             raise DataError(
                 f"{source.root}: language={task.language} needs ImageNet's {IMAGENET_CLASSES:,} classes with one label per image, got "
                 f"{len(source.classnames())}. Remove language."
             )
-        numbers, names, templates = babel_imagenet(Path(task.root), task.language)
         return Prompted(names, templates, torch.tensor(numbers))
     names, templates = source.classnames(), source.templates()
     if task.classes not in (None, len(names)):

@@ -145,13 +145,10 @@ def mean_iou(task: str, counts_by_image: np.ndarray, groups: Sequence[str] | Non
 
 def _chance(truth: np.ndarray) -> float:
     """Return the mIoU of the better guess, from the pixels (C,) of each class: always the largest class, or a random class for each pixel."""
-    share = truth[truth > 0] / max(truth.sum(), 1)
-    if not len(share):
-        return 0.0
-    drawn = 1 / len(share)
-    # Of a random class, the expected intersection and union.
+    share, drawn = truth / max(truth.sum(), 1), 1 / len(truth)
+    # Of a random class, the expected intersection and union; classes that do not occur are drawn, too, and have 0.
     random = float((share * drawn / (share + drawn - share * drawn)).mean())
-    return max(float(share.max()) / len(share), random)
+    return max(float(share.max()) / max(int((truth > 0).sum()), 1), random)
 
 
 def largest_label(masks: Iterable[np.ndarray], ignore: int | None) -> int:

@@ -79,8 +79,8 @@ def test_a_set_with_numbers_is_no_multilabel_set(tmp_path):
     ("keys", "message"),
     [
         ({"headline": "acc1_worst_group"}, "headline=acc1_worst_group: needs group_by"),
-        ({"group_by": "region"}, r"group_by: expected an entry of metadata \(empty\), got region"),
-        ({"group_by": "area", "metadata": ["region"]}, r"expected an entry of metadata \(region\), got area"),
+        ({"group_by": "region"}, r"group_by: expected an entry of metadata, got region\. Name the numbers"),
+        ({"group_by": "area", "metadata": ["region"]}, r"expected an entry of metadata, got area\. Use region"),
     ],
 )
 def test_configurations_that_do_not_fit(tmp_path, keys, message):

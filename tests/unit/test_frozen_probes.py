@@ -427,7 +427,7 @@ def test_masks_of_other_tools_are_read_or_refused_with_a_remedy(tissue, tmp_path
     assert set(found.options["iou"]) == {0, 1}
     with pytest.raises(DataError, match=r"class numbers must be below 1000, got 65535"):
         run("linear_segmentation", tmp_path / "wide", columns=columns)
-    with pytest.raises(DataError, match="single class"):
+    with pytest.raises(DataError, match="every pixel is 255, which is ignored"):
         run("linear_segmentation", tmp_path / "blank", columns=columns)
     with pytest.raises(DataError, match="test: every pixel is 255"):
         some, none = grid_features(np.zeros((2, 4, 4), np.uint8), 2), grid_features(np.full((2, 4, 4), 1, np.uint8), 2)
