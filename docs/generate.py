@@ -197,7 +197,7 @@ def python_api() -> str:
 
 def papers() -> str:
     """Return the paper index: for every table and figure, command, recipe, the paper's number and ours."""
-    tree = yaml.safe_load((DOCS / "papers.yaml").read_text(encoding="utf-8"))
+    tree = yaml.safe_load((DOCS.parent / "launch/commands/papers.yaml").read_text(encoding="utf-8"))
     return "\n\n".join([tree["head"].strip(), *(part for paper in tree["papers"] for part in _paper(paper))]) + "\n"
 
 

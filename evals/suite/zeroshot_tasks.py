@@ -91,19 +91,19 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     source.label_below = len(names) if named.classes is None else IMAGENET_CLASSES
     (images,) = scoring.features([source], task.workers)
     labels, groups = _labels_and_groups(images, source, task)
-    keys = list(images.keys)
-    blocks = images.blocks
-    if named.classes is not None:
-        place = torch.full((IMAGENET_CLASSES,), -1).index_copy(0, named.classes, torch.arange(len(names)))
-        kept = (place[labels] >= 0).nonzero().flatten()
-        labels, keys = place[labels[kept]], [keys[i] for i in kept.tolist()]
-        blocks = lambda: (images.rows(some) for some in kept.split(_ROWS))  # noqa: E731
+    kept = None if named.classes is None else torch.isin(labels, named.classes).nonzero().flatten()
+    if named.classes is not None and kept is not None:
+        # The named classes are numbered in the order of their names.
+        place = torch.zeros(IMAGENET_CLASSES, dtype=torch.int64).index_copy(0, named.classes, torch.arange(len(names)))
+        labels = place[labels[kept]]
+    keys = images.keys if kept is None else [images.keys[i] for i in kept.tolist()]
 
     def score() -> Result:
+        blocks = images.blocks() if kept is None else map(images.rows, kept.split(_ROWS))
         weights = zeroshot.classifier(scoring.texts(zeroshot.prompts(names, templates)), len(names))
         if source.kind == "labels":
-            return zeroshot.score_multilabel(blocks(), weights, labels)
-        result = zeroshot.score(blocks(), weights, labels)
+            return zeroshot.score_multilabel(blocks, weights, labels)
+        result = zeroshot.score(blocks, weights, labels)
         if groups is not None:
             result = zeroshot.with_groups(result, groups)
         if task.headline == "f1_macro":
@@ -127,7 +127,7 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     # Lowercased and with single spaces, as CLIP's tokenizer reads them. Ties go to the lower class.
     if repeated := len(names) - len({" ".join(name.lower().split()) for name in names}):
         result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})
-    return attach_data_info(result, images, source, options, keys)
+    return attach_data_info(result, images, source, options, list(keys))
 
 
 def _labels_and_groups(

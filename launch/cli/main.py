@@ -115,6 +115,19 @@ def train(
 
 
 @app.command()
+def papers(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Words of a paper or of a table or figure, such as `sparo table 6`. Default: all."),
+    ] = None,
+) -> None:
+    """List the tables and figures of the five papers, with the commands that reproduce them and our results."""
+    from ..commands.papers import print_papers
+
+    print_papers(words or [])
+
+
+@app.command()
 def recipes(
     word: Annotated[
         str | None, typer.Argument(help="Show only recipes whose name or description contains this word.")

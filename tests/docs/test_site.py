@@ -23,7 +23,7 @@ from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 from tests.docs.test_docs import DOCUMENTS, ROOT
 
-PAPERS = yaml.safe_load((ROOT / "docs/papers.yaml").read_text(encoding="utf-8"))["papers"]
+PAPERS = yaml.safe_load((ROOT / "launch/commands/papers.yaml").read_text(encoding="utf-8"))["papers"]
 PRODUCT = ("sparo", "sparo_train", "sparo_data", "evals", "object_centric", "launch")
 # rows of every table with results; figures print no numbers
 TABLES = {
