@@ -81,7 +81,8 @@ def print_papers(words: Sequence[str]) -> None:
             _print_item(item)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("item", "about", "first command", "our result"):
+    table.add_column("item", no_wrap=True)
+    for column in ("about", "first command", "our result"):
         table.add_column(column, overflow="fold")
     last = ""
     for item in found:
