@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from sparo_train.core.contracts import Objective
-
-if TYPE_CHECKING:
-    from .dense import LastBlock
 
 
 class TrainingRun(NamedTuple):
@@ -185,16 +182,6 @@ class PatchesEncoder(ABC):
     @abstractmethod
     def patch_tokens(self, normalised: Tensor) -> Tensor:
         """Return the tokens of patches after the last block and its norm, (n, N, D), row by row, for normalised pixels (n, 3, H, W)."""
-
-
-class DenseEncoder(ABC):
-    """Capability of an `Encoder` whose patches can be compared with texts; `encodes_patches` says whether this one's tower can."""
-
-    encodes_patches: bool = True
-
-    @abstractmethod
-    def dense(self, pixels: Tensor, last_block: LastBlock = "standard") -> Tensor:
-        """Return encodings of patches, fp32 (n, P, D), row by row, for (n, 3, S, S) uint8; see `dense_patches`."""
 
 
 class ObjectsEncoder(ABC):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,8 +15,29 @@ from sparo_train.models.readout import read_slots
 LastBlock = Literal["standard", "values", "correlative"]
 
 
+class DenseEncoder:
+    """Capability of an `Encoder` with an image tower `model.visual`, whose patches can be compared with texts."""
+
+    model: Any
+    normalised: Callable[[Tensor], Tensor]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    @property
+    def encodes_patches(self) -> bool:
+        """Return whether its tower is one that `dense_patches` supports."""
+        return has_dense_patches(self.model.visual)
+
+    @torch.inference_mode()
+    def dense(self, pixels: Tensor, last_block: LastBlock = "standard") -> Tensor:
+        """Return encodings of patches, fp32 (n, P, D), row by row, for (n, 3, S, S) uint8; see `dense_patches`."""
+        with self.autocast():
+            return dense_patches(self.model.visual, self.normalised(pixels), last_block).float()
+
+
 def has_dense_patches(visual: nn.Module) -> bool:
     """Return whether `dense_patches` supports an image tower: open_clip's vision transformer, with its pooling or a readout."""
+    from open_clip.transformer import VisionTransformer  # imports in seconds, which encoders without texts do not need
+
     return isinstance(visual, VisionTransformer) and getattr(visual, "attn_pool", None) is None
 
 

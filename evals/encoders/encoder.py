@@ -30,7 +30,6 @@ from .capabilities import (
     BlocksEncoder,
     ClipsEncoder,
     ConditionedEncoder,
-    DenseEncoder,
     DrawingEncoder,
     MasksEncoder,
     ObjectsEncoder,
@@ -38,6 +37,7 @@ from .capabilities import (
     TrainingRun,
     ViewsEncoder,
 )
+from .dense import DenseEncoder
 from .pixels import BandPixels, MappedPixels, Pixels
 
 

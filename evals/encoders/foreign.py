@@ -26,8 +26,8 @@ from sparo_train.models.weight_files.dino_files import backbone_of, dinov2_as_ti
 from sparo_train.models.weight_files.state_dicts import archive_root, read_raw, split_state, state_of
 from sparo_train.models.weight_files.weights import load_into
 
-from .capabilities import DenseEncoder, PatchesEncoder, TokensEncoder
-from .dense import LastBlock, dense_patches, has_dense_patches
+from .capabilities import PatchesEncoder, TokensEncoder
+from .dense import DenseEncoder
 from .encoder import Encoder, TwoTowerEncoder
 from .hf_pooling import first_line as _first_line
 from .hf_pooling import refuse_unsteady
@@ -94,15 +94,6 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
                 f"{label}: these weights were trained with {kind}, but {name} uses the other kind of GELU. Write "
                 f"open_clip:{other}@{weights}."
             )
-
-    @property
-    def encodes_patches(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return has_dense_patches(self.model.visual)
-
-    @torch.inference_mode()
-    def dense(self, pixels: Tensor, last_block: LastBlock = "standard") -> Tensor:
-        with self.autocast():
-            return dense_patches(self.model.visual, self.normalised(pixels), last_block).float()
 
     @property
     def architecture(self) -> str:

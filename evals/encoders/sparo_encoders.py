@@ -26,8 +26,8 @@ from sparo_train.objectives.distill import DistillObjective
 from sparo_train.objectives.distill_config import DistillObjectiveConfig
 from sparo_train.objectives.text_conditioned import conditioned_scores
 
-from .capabilities import BlocksEncoder, ConditionedEncoder, DenseEncoder, PatchesEncoder, TokensEncoder
-from .dense import LastBlock, dense_patches, has_dense_patches
+from .capabilities import BlocksEncoder, ConditionedEncoder, PatchesEncoder, TokensEncoder
+from .dense import DenseEncoder
 from .encoder import Encoder, TwoTowerEncoder, encode_texts, texts_per_batch
 from .pixels import MappedPixels, Pixels
 
@@ -85,15 +85,6 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, DenseEncoder, ConditionedEncod
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():
             return self.model.visual.tokens(self.normalised(pixels)).float()
-
-    @property
-    def encodes_patches(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return has_dense_patches(self.model.visual)
-
-    @torch.inference_mode()
-    def dense(self, pixels: Tensor, last_block: LastBlock = "standard") -> Tensor:
-        with self.autocast():
-            return dense_patches(self.model.visual, self.normalised(pixels), last_block).float()
 
     @property
     def pools_by_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

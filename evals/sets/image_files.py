@@ -15,7 +15,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
-from .base import EvalSet, Fact, FactKind, Layout, open_image, sha256, sizes_of
+from .base import EvalSet, Fact, FactKind, Layout, label_image, open_image, sha256, sizes_of
 from .task_config import SetTaskConfig
 
 
@@ -80,6 +80,35 @@ class FileSet(EvalSet):
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
         return sizes_of([self.root / name for name in self._names])
+
+
+class MaskedFiles(FileSet):
+    """Image files with label images of the same size, whose paths below root are the facts until they are read."""
+
+    shares_images = False
+
+    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
+        key, image, name = super().read(number)
+        if not is_safe_relative_path(name):
+            raise DataError(f"{self.root}: {name!r} is not the name of a mask in this folder. Correct the table.")
+        path = self.root / name
+        mask = label_image(read_bytes(path, DataError), str(path))
+        if mask.shape != (image.height, image.width):
+            raise DataError(
+                f"{path}: has {mask.shape[1]} x {mask.shape[0]} pixels, but its image {key} has {image.width} x {image.height}. "
+                "Resize one of them."
+            )
+        return key, image, mask
+
+    def identity(self) -> str:
+        return sha256(super().identity(), self._mask_stat[0])
+
+    def stamp(self) -> str:
+        return sha256(super().stamp(), self._mask_stat[1])
+
+    @cached_property
+    def _mask_stat(self) -> tuple[bytes, bytes]:
+        return sizes_of([self.root / name for name in self._facts])
 
 
 class ImageNetSet(FileSet):

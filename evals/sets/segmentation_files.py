@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,15 @@ import numpy as np
 from PIL import Image
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
-from sparo_train.core.files import read_bytes
 
-from .base import Fact, Layout, label_image, lines, sha256, sizes_of
-from .image_files import FileSet
+from .base import Fact, Layout, lines
+from .image_files import MaskedFiles
 from .library import VOC_CLASSES
 
 _NOT_COUNTED = 255
 
 
-class SegmentationFiles(FileSet):
+class SegmentationFiles(MaskedFiles):
     """Images with label images, whose numbers `table` maps to classes.
 
     Args:
@@ -38,32 +36,16 @@ class SegmentationFiles(FileSet):
         classes: Sequence[str],
         table: np.ndarray | None = None,
     ):
-        super().__init__(root, names, masks, "masks", repr((list(classes), table)).encode())
+        extra = "\n".join(classes).encode() + (b"" if table is None else table.tobytes())
+        super().__init__(root, names, masks, "masks", extra)
         self._classes, self._table = list(classes), table
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
-        key, image, name = super().read(number)
-        path = self.root / name
-        mask = label_image(read_bytes(path, DataError), str(path))
-        if mask.shape != (image.height, image.width):
-            raise DataError(
-                f"{path}: has {mask.shape[1]} x {mask.shape[0]} pixels, but its image {key} has {image.width} x {image.height}. "
-                "Fetch both again."
-            )
+        key, image, mask = super().read(number)
         return key, image, mask if self._table is None else self._table[np.minimum(mask, len(self._table) - 1)]
 
     def own_classnames(self) -> list[str]:
         return self._classes
-
-    def identity(self) -> str:
-        return sha256(super().identity(), self._mask_stat[0])
-
-    def stamp(self) -> str:
-        return sha256(super().stamp(), self._mask_stat[1])
-
-    @cached_property
-    def _mask_stat(self) -> tuple[bytes, bytes]:
-        return sizes_of([self.root / name for name in self._facts])
 
 
 def open_segmentation(root: Path, name: str | None, split: str, background: bool) -> SegmentationFiles:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.files import is_safe_relative_path, read_bytes, read_text
+from sparo_train.core.files import read_text
 from sparo_train.data.sources.folder import class_order
 
-from .base import Fact, FactKind, Layout, Pair, label_image, sha256, sizes_of
-from .image_files import FileSet
+from .base import FactKind, Layout, Pair, sha256
+from .image_files import FileSet, MaskedFiles
 from .question_table import find_image, open_questions
 from .table_rows import TableRow, table_rows
 from .task_config import TableColumns
@@ -97,33 +95,8 @@ class TableSet(FileSet):
         return list(self.classes)
 
 
-class MaskTableSet(TableSet):
-    """Images of a table with label images, whose paths below root are the facts until they are read."""
-
-    shares_images = False
-
-    def read(self, number: int) -> tuple[str, Image.Image, Fact]:
-        key, image, name = super().read(number)
-        if not is_safe_relative_path(name):
-            raise DataError(f"{self.root}: {name!r} is not the name of a mask in this folder. Correct the table.")
-        path = self.root / name
-        mask = label_image(read_bytes(path, DataError), str(path))
-        if mask.shape != (image.height, image.width):
-            raise DataError(
-                f"{path}: has {mask.shape[1]} x {mask.shape[0]} pixels, but its image {key} has {image.width} x {image.height}. "
-                "Resize one of them."
-            )
-        return key, image, mask
-
-    def identity(self) -> str:
-        return sha256(super().identity(), self._mask_stat[0])
-
-    def stamp(self) -> str:
-        return sha256(super().stamp(), self._mask_stat[1])
-
-    @cached_property
-    def _mask_stat(self) -> tuple[bytes, bytes]:
-        return sizes_of([self.root / name for name in self._facts])
+class MaskTableSet(MaskedFiles, TableSet):
+    """Images of a table with label images."""
 
 
 def _test_units(columns: TableColumns, rows: Sequence[TableRow]) -> set[str]:

@@ -47,12 +47,15 @@ class Suite:
             raise errors[0]
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of images of each task that has one set, for an estimate of the time."""
-        return {
-            name: len(open_set(task, TASKS.get(task.task).facts))
-            for name, task in self.tasks.items()
-            if isinstance(task, SetTaskConfig)
-        }
+        """Return the number of images of each task that has one set, for an estimate of the time; 0 for a damaged set, which `check` reports."""
+        sizes = {}
+        for name, task in self.tasks.items():
+            if isinstance(task, SetTaskConfig):
+                try:
+                    sizes[name] = len(open_set(task, TASKS.get(task.task).facts))
+                except SparoError:
+                    sizes[name] = 0
+        return sizes
 
     def run(
         self,

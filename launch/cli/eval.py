@@ -123,14 +123,11 @@ def score(
         return
     if not checkpoints:
         raise ConfigError("sparo eval: no checkpoint. Name one, or use --list to see the data sets.")
-    from evals.encoders.loading import refuse_absent
     from evals.report.results_file import refuse_unwritable
-    from evals.suite.catalogue import suite_tasks_below
-    from evals.suite.evaluate import EvalOptions, features_folder, tasks_for
+    from evals.suite.evaluate import EvalOptions, features_folder
     from sparo_train.core.accelerator import find_device
 
-    from ..commands.score import score_checkpoints
-    from ..recipes import find_recipe
+    from ..commands.score import find_tasks, score_checkpoints
 
     for key, value, choices in (
         ("precision", precision, ("fp32", "bf16", "fp16")),
@@ -153,17 +150,7 @@ def score(
         write_to_run=write_to_run,
         slots=parse_slots(slots),
     )
-    if suite is not None:
-        for option, value in (("--tasks", tasks), ("--data", data)):
-            if value is not None:
-                raise ConfigError(f"{option} {value}: cannot be combined with --suite {suite}. Remove one of them.")
-        for checkpoint in checkpoints:
-            refuse_absent(checkpoint)
-        tasks_by_checkpoint = dict.fromkeys(checkpoints, suite_tasks_below(suite, root))
-    else:
-        only = tasks.split(",") if tasks else None
-        recipe = find_recipe(data) if data else None
-        tasks_by_checkpoint = {checkpoint: tasks_for(checkpoint, recipe, only, root) for checkpoint in checkpoints}
+    tasks_by_checkpoint = find_tasks(checkpoints, tasks, suite, data, root)
     score_checkpoints(checkpoints, tasks_by_checkpoint, eval_options, json_file, suite)
 
 

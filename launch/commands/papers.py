@@ -40,7 +40,7 @@ class PaperItem(NamedTuple):
 
     @property
     def status(self) -> str:
-        """Return whether our results exist, and of which size."""
+        """Describe how far it was run in this project."""
         if any("ours" in row for row in self.rows):
             return "measured"
         return "measured at a smaller size" if self.results else "not run"

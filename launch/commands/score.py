@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
+from evals.encoders.loading import refuse_absent
 from evals.report.results_file import refuse_unwritable, write_results
 from evals.sets.task_config import TaskConfig
-from evals.suite.evaluate import EvalOptions, evaluate_checkpoint
+from evals.suite.catalogue import suite_tasks_below
+from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, tasks_for
 from evals.suite.suite import Suite
 from evals.tasks.result import Result
 from sparo_train.core.accelerator import collectives
@@ -18,6 +20,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import ConfigError, LostRankError, SparoError, StoppedError
 from sparo_train.core.world import find_world
 
+from ..recipes import find_recipe
 from ..views.results_table import Encoding, results_table
 from ..views.suite_table import SuiteProgress
 from ..views.terminal import out
@@ -26,6 +29,26 @@ from .suite import metrics_of, print_suite
 logger = logging.getLogger(__name__)
 
 TasksByCheckpoint = Mapping[str, Mapping[str, TaskConfig]]
+
+
+def find_tasks(
+    checkpoints: Sequence[str], names: str | None, suite: str | None, data: Path | None, root: Path
+) -> dict[str, dict[str, TaskConfig]]:
+    """Return the tasks of each checkpoint: those of a suite below `root`, or those of `tasks_for`.
+
+    Raises:
+        ConfigError: a suite together with names or a file, or one of them is unknown.
+        CheckpointError: a checkpoint does not exist.
+    """
+    if suite is None:
+        only, recipe = names.split(",") if names else None, find_recipe(data) if data else None
+        return {checkpoint: tasks_for(checkpoint, recipe, only, root) for checkpoint in checkpoints}
+    for option, value in (("--tasks", names), ("--data", data)):
+        if value is not None:
+            raise ConfigError(f"{option} {value}: cannot be combined with --suite {suite}. Remove one of them.")
+    for checkpoint in checkpoints:
+        refuse_absent(checkpoint)
+    return dict.fromkeys(checkpoints, suite_tasks_below(suite, root))
 
 
 def score_checkpoints(

@@ -105,3 +105,29 @@ def test_a_set_of_another_size_is_reported_before_anything_is_encoded(world, tmp
     done = suite(world, "--root", str(tmp_path / "data"), "--features", str(tmp_path / "features"))
     assert done.returncode != 0 and "wds_mnist_test: expected 10 class names, got 7" in done.stderr
     assert not (tmp_path / "features/images").exists()
+
+
+def test_all_damaged_sets_are_named_at_once(world, tmp_path):
+    for name in ("renderedsst2", "vtab/pcam"):
+        datacomp.write_labelled(tmp_path, name, 1, 12)
+    datacomp.write_winogavil(tmp_path / "winogavil")
+    tar = tmp_path / "wds_vtab-pcam_test/test/0.tar"
+    tar.write_bytes(tar.read_bytes()[:700])
+    (tmp_path / "wds_renderedsst2_test/classnames.txt").unlink()
+    (tmp_path / "wds_renderedsst2_test/test/0.tar").write_bytes(b"")
+    done = suite(world, "--root", str(tmp_path))
+    assert done.returncode != 0 and "2 of 3 sets cannot be scored:" in done.stderr, done.stderr
+    assert "wds_vtab-pcam_test" in done.stderr and "wds_renderedsst2_test" in done.stderr
+
+
+def test_the_next_commands_read_the_results_of_a_suite(world):
+    assert suite(world, "--results", "kept").returncode == 0
+    assert suite(world, "--results", "limited", "--limit", "20").returncode == 0
+    for command in (
+        ("compare", "kept", "kept"),
+        ("export", "kept", "--out", "exported"),
+        ("leaderboard", "kept", "--out", "board.html"),
+        ("table", "kept", "--format", "html"),
+    ):
+        done = sparo("eval", *command, cwd=world)
+        assert done.returncode == 0, (command, done.stderr)
