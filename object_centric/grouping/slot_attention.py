@@ -144,6 +144,7 @@ class SlotAttention(nn.Module):
         noise: Tensor | None = None,
         initial_slots: Tensor | None = None,
         num_iterations: int | None = None,
+        keep: Tensor | None = None,
     ) -> GroupingOutput:
         """Group features (…, N, in_width).
 
@@ -152,6 +153,7 @@ class SlotAttention(nn.Module):
             noise: see the class.
             initial_slots: (…, K, D), instead of the module's own initial slots.
             num_iterations: instead of the configured number; for shared weights.
+            keep: (…, N) bool, tokens that slots may read; None: all. Not supported with transport.
         """
         c, lead = self.config, features.shape[:-2]
         wide = c.noise_width(features.shape[-2])
@@ -166,11 +168,17 @@ class SlotAttention(nn.Module):
                 raise ValueError(f"ties are broken at random: give noise (…, {c.slots}, {wide})")
             tie_noise = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
         slots, attention = self._iterate(
-            x, slots.reshape(-1, *slots.shape[-2:]), tie_noise, num_iterations or c.iterations
+            x,
+            slots.reshape(-1, *slots.shape[-2:]),
+            tie_noise,
+            num_iterations or c.iterations,
+            None if keep is None else keep.reshape(-1, keep.shape[-1]),
         )
         return GroupingOutput(slots.view(*lead, *slots.shape[-2:]), attention.view(*lead, *attention.shape[-2:]))
 
-    def _iterate(self, x: Tensor, slots: Tensor, tie_noise: Tensor, num_iterations: int) -> tuple[Tensor, Tensor]:
+    def _iterate(
+        self, x: Tensor, slots: Tensor, tie_noise: Tensor, num_iterations: int, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         c, last = self.config, num_iterations - 1
         initial_slots = slots
         attention = slots.new_zeros(())
@@ -190,7 +198,7 @@ class SlotAttention(nn.Module):
                 # If all iterations share weights, project keys and values once.
                 if kv is None or c.layers == "own":
                     kv = step.project_kv(x, tie_noise)
-                slots, attention = step(kv, slots, with_mlp=c.mlp_last or i < last)
+                slots, attention = step(kv, slots, c.mlp_last or i < last, keep)
         return slots, attention
 
 
@@ -249,8 +257,10 @@ class SlotAttentionIteration(nn.Module):
         k, v = (layer(x).unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for layer in (self.to_k, self.to_v))
         return self.norm_k(k), v
 
-    def forward(self, kv: tuple[Any, Tensor], slots: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
-        """Return the next slots (b, K, D), and attention (b, K, N)."""
+    def forward(
+        self, kv: tuple[Any, Tensor], slots: Tensor, with_mlp: bool, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next slots (b, K, D), which read the tokens in `keep` (b, N), and attention (b, K, N)."""
         c = self.config
         normed = self.norm_slots(slots)
         scale = 1 if self.transport else (c.qkv // c.heads) ** -0.5
@@ -261,10 +271,11 @@ class SlotAttentionIteration(nn.Module):
             attention = plan / plan.sum(1, keepdim=True).clamp(min=1e-20)
         elif c.folded:
             # q (W_k x) = (q W_k) x, and sum_n a_n (W_v x_n) = W_v sum_n a_n x_n, so tokens need no projection.
-            update, attention = weighted_mean(c, (q @ self.to_k.weight)[:, None], kv[0][:, None], kv[1][:, None])
+            q = q @ self.to_k.weight
+            update, attention = weighted_mean(c, q[:, None], kv[0][:, None], kv[1][:, None], keep)
             update = self.to_v(update[:, 0])
         else:
-            update, attention = weighted_mean(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *kv)
+            update, attention = weighted_mean(c, q.unflatten(-1, (c.heads, -1)).transpose(1, 2), *kv, keep)
             update = update.transpose(1, 2).flatten(2)
         update = self.out(self.norm_update(update))
         # videosaur passes the normalised slot to the GRU, which is another function, not a rounding difference.
@@ -275,9 +286,21 @@ class SlotAttentionIteration(nn.Module):
         return slots, attention
 
 
-def weighted_mean(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weighted means (b, H, K, ·) for queries (b, H, K, d), keys and values (b, H, N, ·), and attention (b, K, N)."""
-    a = attention_weights(c, q @ k.transpose(-1, -2))
+def weighted_mean(
+    c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return weighted means (b, H, K, ·) for queries (b, H, K, d), keys and values (b, H, N, ·), and attention (b, K, N).
+
+    Tokens outside `keep` (b, N) have no weight.
+    """
+    logits, tokens = q @ k.transpose(-1, -2), v.shape[-2]
+    if keep is None:
+        a = attention_weights(c, logits)
+    else:
+        dropped, tokens = ~keep[:, None, None, :], keep.sum(-1)[:, None, None, None]
+        # Over keys, a dropped token must not share in the sum; over slots, its weights are removed afterwards.
+        logits = logits.masked_fill(dropped, -torch.inf) if c.softmax_over == "keys" else logits
+        a, v = attention_weights(c, logits).masked_fill(dropped, 0), v.masked_fill(dropped.transpose(-1, -2), 0)
     # If heads compete, the weights of a token sum to one over heads, so they are summed instead of averaged.
     attention = a.mean(1) if c.softmax_over != "slots_heads" else a.sum(1)
     if c.renorm in ("none", "layer"):
@@ -286,7 +309,7 @@ def weighted_mean(c: SlotAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> tu
     total, weighted_sum = a.sum(-1, keepdim=True), a.to(v.dtype) @ v
     if c.renorm == "sum":
         return weighted_sum / (total + c.renorm_eps), attention
-    return (weighted_sum + c.renorm_eps * v.sum(-2, keepdim=True)) / (total + c.renorm_eps * v.shape[-2]), attention
+    return (weighted_sum + c.renorm_eps * v.sum(-2, keepdim=True)) / (total + c.renorm_eps * tokens), attention
 
 
 def attention_weights(c: SlotAttentionConfig, logits: Tensor) -> Tensor:

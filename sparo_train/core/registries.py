@@ -53,6 +53,7 @@ READOUTS = Registry(
         "linear_bottleneck": "sparo_train.models.readouts.linear_bottleneck:LinearBottleneckReadOut",
         "fdt": "sparo_train.models.readouts.fdt:FdtReadOut",
         "flair": "sparo_train.models.readouts.flair:FlairReadOut",
+        "slot_attention": "object_centric.grouping.slot_readout:SlotAttentionReadOut",
     },
     ("placement", "shape", "build", "infer"),
     _TOWER_PARTS.split(),

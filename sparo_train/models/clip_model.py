@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .timm_tower import TimmTower
 
 
-def _unit(features: Tensor) -> Tensor:
+def unit_norm(features: Tensor) -> Tensor:
     """Normalize to unit norm, computed in fp32 (fp64 stays)."""
     # In 16 bits, norms would differ in the third digit, and logits are multiplied by a hundred.
     return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
@@ -64,14 +64,14 @@ class Clip(nn.Module):
         SPARO encodings have unit norm in either case.
         """
         features = self.visual(image, patches, hidden)
-        return _unit(features) if normalize else features
+        return unit_norm(features) if normalize else features
 
     def encode_local(
         self, image: Tensor | None, patches: Tensor | None = None, hidden: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return unit-norm encodings (B, D) and the projected patches (B, N, D) that texts pool, for models with a conditioned readout."""
         tokens = self.visual(image, patches, hidden, local=True)
-        return _unit(tokens[:, 0]), tokens[:, 1:]
+        return unit_norm(tokens[:, 0]), tokens[:, 1:]
 
     def pool_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the pooling by texts, which the loss uses; empty if the readout is not conditioned."""
@@ -81,7 +81,7 @@ class Clip(nn.Module):
     def encode_text(self, text: Tensor, normalize: bool = False, hidden: Tensor | None = None) -> Tensor:
         """Encode token ids (B, T), with the output of the tower's `hidden` if given, to (B, width)."""
         features = self.text(text, hidden)
-        return _unit(features) if normalize else features
+        return unit_norm(features) if normalize else features
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The scale itself, not its logarithm, because open_clip's callers multiply by the third value.

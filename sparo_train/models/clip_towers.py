@@ -115,9 +115,12 @@ class VisionTower(VisionTransformer):
         # Applied here, not in the readout, because the projection belongs to the tower and has open_clip's name.
         return pooled if self.proj is None else pooled @ self.proj
 
-    def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
-        """Return the slots of images (B, 3, H, W), normalized and not projected, with attention (B, L, 1 + H*W/p^2), CLS first."""
-        return self._read(self.hidden(image), need_attention)
+    def slots(self, image: Tensor, need_attention: bool = False, patches: Tensor | None = None) -> Slots:
+        """Return the slots of images (B, 3, H, W), normalized and not projected, with attention (B, L, 1 + N), CLS first.
+
+        N is the number of patches: all, or those that are kept, `patches` (B, N) int64.
+        """
+        return self._read(self.hidden(image, patches), need_attention)
 
     def tokens(self, image: Tensor) -> Tensor:
         """Return all tokens of images (B, 3, H, W) after the last block and its norm, (B, 1 + H*W/p^2, d), CLS first."""

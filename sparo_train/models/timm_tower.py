@@ -182,9 +182,9 @@ class TimmTower(nn.Module):
         pooled = self.trunk.norm(hidden[:, :1])[:, 0] if self.read_by is None else self._read(hidden, False).flat()
         return pooled if self.proj is None else pooled @ self.proj
 
-    def slots(self, image: Tensor, need_attention: bool = False) -> Slots:
+    def slots(self, image: Tensor, need_attention: bool = False, patches: Tensor | None = None) -> Slots:
         """Return the slots of images (B, 3, S, S), normalized and not projected, with attention (B, L, N), prefix tokens first."""
-        return self._read(self.hidden(image), need_attention)
+        return self._read(self.hidden(image, patches), need_attention)
 
     def tokens(self, image: Tensor) -> Tensor:
         """Return all tokens of images (B, 3, S, S) after the last block and its norm, (B, N, d), the class token first."""

@@ -17,12 +17,13 @@ from ..core.errors import ConfigError, DataError
 from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamples
 from ..data.examples.image_transforms import normalise
 from ..data.sources.base import DataConfig
-from ..models.clip_model import Clip
+from ..models.clip_model import Clip, unit_norm
 from ..models.clip_towers import layer_of
 from ..models.readout import ReadOut, readouts
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_bytes
 from .method import Method
+from .slot_independence import attention_overlap, slot_dependence
 
 
 class ClipEmbeddings(NamedTuple):
@@ -30,6 +31,14 @@ class ClipEmbeddings(NamedTuple):
 
     image: Tensor
     text: Tensor
+
+
+class OverlapEmbeddings(NamedTuple):
+    """The same, and the overlap of the slots' attention, averaged over both towers, (B, 1)."""
+
+    image: Tensor
+    text: Tensor
+    overlap: Tensor
 
 
 class LocalEmbeddings(NamedTuple):
@@ -75,7 +84,7 @@ class ClipObjective(CoupledObjective):
         # Back to integers, because batches are uint8 everywhere else, and both ways give the same pixels.
         return {**batch, "image": image.round_().clamp_(0, 255).to(torch.uint8)}
 
-    def embed(self, batch: Batch) -> ClipEmbeddings | LocalEmbeddings:
+    def embed(self, batch: Batch) -> ClipEmbeddings | LocalEmbeddings | OverlapEmbeddings:
         """Encode `image` (B, 3, H, W) uint8, restricted to `patches` (B, K) int64 if given, and `text` (B, T) int64.
 
         The batch may contain tokens from the towers' blocks instead: `image_tokens` (B, N, d) in place of the image,
@@ -93,6 +102,13 @@ class ClipObjective(CoupledObjective):
             return LocalEmbeddings(
                 image, self.model.encode_text(batch["text"], False, cached_tokens.get("text")), local
             )
+        penalty = self.config.independence
+        if pixels is not None and penalty is not None and penalty.kind == "attention":
+            image = self.model.visual.slots(pixels, True, batch.get("patches"))
+            text = self.model.text.slots(batch["text"], True)
+            assert image.attention is not None and text.attention is not None
+            overlap = (attention_overlap(image.attention) + attention_overlap(text.attention)) / 2
+            return OverlapEmbeddings(unit_norm(image.flat()), unit_norm(text.flat()), overlap[:, None])
         return ClipEmbeddings(
             self.model.encode_image(pixels, True, batch.get("patches"), cached_tokens.get("image")),
             self.model.encode_text(batch["text"], True, cached_tokens.get("text")),
@@ -102,13 +118,15 @@ class ClipObjective(CoupledObjective):
         """Return the loss of these pairs within the global batch; metrics: accuracy (image to text), logit_scale, logit_bias.
 
         With a conditioned readout, the loss is the mean of the loss of the encodings and `conditioned_sigmoid` (FLAIR), which
-        is also the metric `conditioned_loss`.
+        is also the metric `conditioned_loss`. With `objective.independence`, its loss is added, and is the metric
+        `independence_loss`.
         """
         biased = self.model.logit_bias is not None
         bias, pool = own[1] if biased else None, own[1 + biased :]
         # Logits in fp32, because they range over a hundred and differences in the third digit matter.
         with torch.autocast(embeddings[0].device.type, enabled=False):
-            image, text, *local = (x.float() if x.itemsize < 4 else x for x in embeddings)
+            image, text, *more = (x.float() if x.itemsize < 4 else x for x in embeddings)
+            local = more if self.config.model.readout.conditioned else []
             query, text = text, F.normalize(text, dim=-1) if local else text
             scale = own[0].exp()
             total, correct = contrastive(image, text, scale, bias, self.config.loss)
@@ -119,7 +137,19 @@ class ClipObjective(CoupledObjective):
                 heads = self.config.model.readout.heads
                 conditioned = conditioned_sigmoid(local[0], query, pool, heads, scale, bias)
                 total, metrics["conditioned_loss"] = (total + conditioned) / 2, conditioned.detach()
+            if (penalty := self.config.independence) is not None:
+                dependence = self._slot_dependence(image, text, more)
+                total = total + penalty.weight * dependence
+                metrics["independence_loss"] = dependence.detach()
         return Loss(total, metrics if bias is None else {**metrics, "logit_bias": bias.detach()})
+
+    def _slot_dependence(self, image: Tensor, text: Tensor, overlap: Sequence[Tensor]) -> Tensor:
+        """Return the dependence of slots that `objective.independence` penalizes, the mean of both towers."""
+        penalty, model = self.config.independence, self.config.model
+        if penalty is None or penalty.kind == "attention":
+            return overlap[0].mean()
+        slots = model.readout.shape(model.embed_dim)[0]
+        return (slot_dependence(image, slots, penalty.kind) + slot_dependence(text, slots, penalty.kind)) / 2
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         own = [p for p in (self.model.logit_scale, self.model.logit_bias) if p is not None]

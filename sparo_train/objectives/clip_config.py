@@ -13,6 +13,7 @@ from ..core.registries import LOSSES
 from ..core.registry import FromRegistry
 from ..models.clip_config import OPENAI_MEAN, OPENAI_STD, ClipConfig
 from .contrastive import ContrastiveLoss, SoftmaxLoss
+from .slot_independence import IndependenceConfig
 
 MAX_LOGIT_SCALE = math.log(100)
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -89,6 +90,11 @@ class ClipObjectiveConfig(Frozen):
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
     )
+    independence: IndependenceConfig | None = field(
+        None,
+        "Auxiliary loss that makes slots independent of each other. Requires a readout with two or more slots in both "
+        "towers, such as sparo. Default: none.",
+    )
     max_logit_scale: float = field(
         MAX_LOGIT_SCALE, "Upper bound of logit_scale, the natural logarithm of the factor on cosines.", gt=0
     )
@@ -112,6 +118,14 @@ class ClipObjectiveConfig(Frozen):
             raise ValueError(
                 "cache: needs a tower with frozen blocks. Set model.vision.freeze or model.text.freeze=blocks."
             )
+        readout, slots = self.model.readout, self.model.readout.shape(self.model.embed_dim)[0]
+        if self.independence is not None and (slots < 2 or readout.placement.projected or not readout.placement.text):
+            raise ValueError(
+                f"independence: needs two or more slots in both towers, got model.readout.kind={readout.kind} with "
+                f"{slots}. Remove it, or use readout.kind=sparo."
+            )
+        if self.independence is not None and self.independence.kind == "attention" and self.cache is not None:
+            raise ValueError("independence.kind=attention: does not read cached tokens. Use hsic, or remove cache.")
         return self
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
     "sparo": "slots: 8, slot_width: 16, head_width: 16", "attpool": "slots: 8, slot_width: 16", "ep": "slots: 8, slot_width: 16",
     "coca": "heads: 4, text: true", "map": "head_width: 32, text: true", "fdt": "codes: 64, width: 32", "flair": "heads: 4",
+    "slot_attention": "slots: 8, slot_width: 16",
 }  # fmt: skip
 SIGMOID = [
     "objective.loss.kind=sigmoid",

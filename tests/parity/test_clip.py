@@ -55,6 +55,7 @@ READOUTS = {
         "replace_last_block": True,
     },
     "ep": {"kind": "ep", "slots": 4, "slot_width": 8},
+    "slot_attention": {"kind": "slot_attention", "slots": 4, "slot_width": 8, "mlp_width": 16},
     "linear_bottleneck": {"kind": "linear_bottleneck", "bottleneck_dim": 6, "width": 20},
     "flair": {"kind": "flair", "heads": 4},
     "fdt": {"kind": "fdt", "codes": 40, "width": 12, "temperature": 0.3},
