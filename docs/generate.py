@@ -14,13 +14,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel
 
 import sparo
 from launch.commands.key_tables import TABLES, own_keys
 from launch.jobs.clusters import ClusterConfig
 from launch.jobs.sbatch_options import option_table
+from launch.papers.index import Claim, Paper, read_index
+from launch.papers.listing import RECORDS
+from launch.papers.sweep_record import read_record
+from launch.papers.verdict import control_text, decide, test_text
 from launch.views.html import STYLE_FILES
 from sparo_train.core.recipe.config_keys import Key, default_text, type_text
 from sparo_train.core.registries import (
@@ -196,33 +199,62 @@ def python_api() -> str:
 
 
 def papers() -> str:
-    """Return the paper index: for every table and figure, command, recipe, the paper's number and ours."""
-    tree = yaml.safe_load((DOCS.parent / "launch/commands/papers.yaml").read_text(encoding="utf-8"))
-    return "\n\n".join([tree["head"].strip(), *(part for paper in tree["papers"] for part in _paper(paper))]) + "\n"
+    """Return the paper index: for every table and figure, commands, recipes, the paper's numbers and ours; and the claims."""
+    index = read_index()
+    parts = [index.head.strip(), *(part for paper in index.papers for part in _paper(paper)), index.claims_head.strip()]
+    return "\n\n".join([*parts, *(part for claim in index.claims for part in _claim(claim))]) + "\n"
 
 
-def _paper(paper: dict) -> Iterator[str]:
-    yield f"## {paper['title']}"
-    yield f"{paper['citation']} {paper.get('note', '')}".strip()
-    for item in paper["items"]:
-        yield f"### {item['name']}: {item['about']}"
-        if text := item.get("text"):
-            yield text.strip()
-        if command := item.get("command"):
-            yield "\n".join(["```", *([command] if isinstance(command, str) else command), "```"])
-        if rows := item.get("rows"):
-            head = ["row", "recipe", *item.get("columns", ["paper"]), "ours"]
+def _paper(paper: Paper) -> Iterator[str]:
+    yield f"## {paper.title}"
+    yield paper.citation
+    for item in paper.items:
+        yield f"### {item.name}: {item.about}"
+        if item.no_command:
+            yield f"Nothing to run: {item.no_command}."
+        if item.text:
+            yield item.text.strip()
+        for size, cost, commands in (
+            ("The paper's size", item.cost, item.commands),
+            ("Smaller", item.small_cost, item.small_commands),
+        ):
+            if commands:
+                yield f"{size}{f' ({cost})' if cost else ''}:"
+                yield "\n".join(["```text", *commands, "```"])
+        if item.rows:
+            head = ["row", "recipe", *(item.columns or ["paper"]), "ours"]
             lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-            for row in rows:
+            for row in item.rows:
                 values = [str(value) for value in row.get("paper", [""] * (len(head) - 3))]
                 recipe = f"`{row['recipe']}`" if "recipe" in row else row.get("no_recipe", "")
                 lines.append(f"| {' | '.join([row['name'], recipe, *values, row.get('ours', 'not run')])} |")
             yield "\n".join(lines)
-    if defaults := paper.get("defaults"):
-        yield f"### Defaults from {paper['short']}"
+    if paper.defaults:
+        yield f"### Defaults from {paper.short}"
         lines = ["| key | default | sentence of the paper |", "|---|---|---|"]
-        lines += [f"| `{d['key']}` | `{d['value']}` | {d['source']} |" for d in defaults]
+        lines += [f"| `{d['key']}` | `{d['value']}` | {d['source']} |" for d in paper.defaults]
         yield "\n".join(lines)
+
+
+def _claim(claim: Claim) -> Iterator[str]:
+    """Yield a claim with its tests, and with the verdict if its runs have a record."""
+    path = DOCS / RECORDS / f"{claim.sweep}.json"
+    verdict = decide(claim, read_record(path)) if path.exists() else None
+    outcome = "not run" if verdict is None else f"{verdict.outcome}{f': {verdict.reason}' if verdict.reason else ''}"
+    yield f"### Claim {claim.number}: {claim.claim}"
+    yield f"Verdict: **{outcome}**. Sweep `{claim.sweep}`, {claim.seeds} seeds; from {', '.join(claim.items)}. {_sentence(claim.why)}"
+    if verdict is not None:
+        yield "\n".join(f"- {finding.text}" for finding in verdict.findings)
+    else:
+        yield "\n".join(f"- {test_text(test)}" for test in claim.tests)
+    if claim.no_control:
+        yield f"Control: none. {_sentence(claim.no_control)}"
+    else:
+        yield "Control: " + "; ".join(f"{control_text(control)}" for control in claim.controls) + "."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
 
 
 def sbatch_options() -> str:

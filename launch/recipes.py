@@ -59,7 +59,9 @@ def recipe(name: str) -> Path:
 
 
 def find_recipe(name_or_path: Path) -> Path:
-    """Return the file that a recipe argument refers to: a path, or the name of a shipped recipe (`emoji_small`, `clip/scenes_tiny`).
+    """Return the file that a recipe argument refers to: a path, or the name of a shipped recipe or sweep.
+
+    Names are those below configs/ (`emoji_small`, `clip/scenes_tiny`, `sweeps/sparo_table6`).
 
     Raises:
         ConfigError: neither, or a name that two recipes have; with suggestions.
@@ -69,6 +71,8 @@ def find_recipe(name_or_path: Path) -> Path:
         return name_or_path
     text = name_or_path.as_posix()
     short = text.removeprefix("configs/").removesuffix(".yaml")
+    if short.startswith("sweeps/"):
+        return recipe(f"{short}.yaml")
     shipped = {own.name: own.path for own in shipped_recipes()}
     matches = [name for name in shipped if name == short or name.endswith(f"/{short}")]
     if len(matches) == 1 and not name_or_path.suffix:

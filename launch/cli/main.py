@@ -118,13 +118,44 @@ def train(
 def papers(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="Words of a paper or of a table or figure, such as `sparo table 6`. Default: all."),
+        typer.Argument(
+            metavar="WORD", help="Words of a paper, table or figure, such as `sparo table 6`. Default: all."
+        ),
     ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Make the data, train, draw the figure, and test the paper's claims.")
+    ] = False,
+    small: Annotated[bool, typer.Option("--small", help="With --run: the small version.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="With --run: number of seeds. Default: 5 if small, otherwise the paper's.")
+    ] = None,
+    on: Annotated[
+        str, typer.Option("--cluster", "--on", help="With --run: cluster, as in `sparo launch train`.")
+    ] = "local",
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="With --run: runs at a time. Default: one on this machine.")
+    ] = None,
+    claims: Annotated[bool, typer.Option("--claims", help="List the claims with their tests and verdicts.")] = False,
 ) -> None:
-    """List the tables and figures of the five papers, with the commands that reproduce them and our results."""
-    from ..commands.papers import print_papers
+    """List the tables and figures of the five papers with commands, costs and our results, or run one."""
+    if claims or not run:
+        from ..papers.listing import print_claims, print_papers
 
-    print_papers(words or [])
+        given = {"--small": small, "--seeds": seeds is not None, "--parallel": parallel is not None}
+        if unused := next((option for option, value in given.items() if value), None):
+            raise ConfigError(f"{unused}: applies to --run only. Remove it, or add --run.")
+        print_claims(words or []) if claims else print_papers(words or [])
+        return
+    from ..jobs.cluster_files import load_cluster
+    from ..jobs.launching import LaunchOptions
+    from ..papers.index import find_items
+    from ..papers.run import run_item
+
+    items = find_items(words or [])
+    if len(items) > 1:
+        names = ", ".join(item.name for item in items[:4])
+        raise ConfigError(f"--run: runs one table or figure, got {len(items)} ({names}, …). Add words.")
+    run_item(items[0], small, seeds, LaunchOptions(on, load_cluster(on), parallel))
 
 
 @app.command()

@@ -23,20 +23,26 @@ from evals.report.paper_tables import (
 from evals.report.results_file import Record, whole_records
 from evals.report.seed_average import difference, recipe_of, spread, spread_caption
 from evals.report.significance import separated_best
-from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
-from sparo_train.core.recipe.layers import is_sweep, load_recipe
 from sparo_train.train.build import num_trained_parameters
 
-from ..jobs.sweep import expand
+from ..jobs.sweep import expand, read_sweep
 
 
 class SweepRow(NamedTuple):
-    """A row of a sweep: its name in the file, its parameters, the results of its runs by task, and Table 6's columns for its readout."""
+    """A row of a sweep.
+
+    Attributes:
+        name: in the file.
+        parameters: trained ones.
+        folders: of its scored runs, which differ in their seed.
+        results: of its runs, by task.
+        readout_cells: columns of Table 6 for its readout.
+    """
 
     name: str
     parameters: int
-    runs: int
+    folders: tuple[Path, ...]
     results: dict[str, list[Record]]
     readout_cells: tuple[str, ...] = ()
 
@@ -46,7 +52,7 @@ class SweepRow(NamedTuple):
         results = [record.result for record in self.results.get(task, [])]
         name = metric or (results[0].headline if results else "")
         values = [result.metrics[name] for result in results if name in result.metrics]
-        return name, [] if len(values) < self.runs else values
+        return name, [] if len(values) < len(self.folders) else values
 
     def cell(
         self, task: str, metric: str | None = None, mean: bool = False, baseline: SweepRow | None = None
@@ -66,8 +72,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
     Raises:
         ConfigError: not a sweep file, or a folder with a row's name that is not one of its runs.
     """
-    if not is_sweep(load_recipe(sweep)):
-        raise ConfigError(f"{sweep}: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`.")
+    read_sweep(sweep)
     stem, configs = expand(sweep, [])
     rows = []
     for config in configs:
@@ -82,7 +87,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         for record in itertools.chain(*records_by_folder.values()):
             results.setdefault(record.task, []).append(record)
         name, cells = config.name.removeprefix(f"{stem}-"), readout_cells(config.objective, parameters)
-        rows.append(SweepRow(name, parameters, len(records_by_folder), results, cells))
+        rows.append(SweepRow(name, parameters, tuple(records_by_folder), results, cells))
     return rows
 
 
@@ -163,7 +168,7 @@ def sweep_grid(
     heads = HEADS if layout == "6" else ()
     grid_rows = [
         Row(
-            f"{row.name} ({row.parameters / 1e6:.2f} M, n {row.runs})",
+            f"{row.name} ({row.parameters / 1e6:.2f} M, n {len(row.folders)})",
             [row.cell(c.task, c.metric, mean, baseline_row) for c in columns],
             readout_cells=row.readout_cells if heads else (),
         )
@@ -184,53 +189,3 @@ def sweep_grid(
     )
     # Differences to a baseline are not ranked.
     return found if baseline else separated_best(found)
-
-
-def draw(rows: Sequence[SweepRow], task: str, path: Path, mean: bool = False) -> None:
-    """Plot a task over parameters as in Fig. 3 of the SPARO paper: rows named by a number (L_64, L_128) are points of one line.
-
-    Raises:
-        ConfigError: a task that no row has.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from evals.report.plots import save_figure
-
-    matplotlib.rcParams["text.parse_math"] = False  # names of rows are not formulas
-    lines: dict[str, list[SweepRow]] = {}
-    for row in rows:
-        if row.cell(task) is not None:
-            stem, _, number = row.name.rpartition("_")
-            lines.setdefault(stem if number.isdecimal() else row.name, []).append(row)
-    if not lines:
-        raise ConfigError(f"--task {task}: no row has this task")
-    times, unit = axis_of(next(cell.metric for row in rows if (cell := row.cell(task)) is not None))
-    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for name, members in lines.items():
-        members.sort(key=lambda row: row.parameters)
-        cells = [cell for row in members if (cell := row.cell(task, mean=mean)) is not None]
-        middle = [times * cell.value for cell in cells]
-        # A single seed has no range.
-        ends = [
-            (cell.value if cell.low is None else cell.low, cell.value if cell.high is None else cell.high)
-            for cell in cells
-        ]
-        arms = [[m - times * low, times * high - m] for m, (low, high) in zip(middle, ends, strict=True)]
-        x = [row.parameters / 1e6 for row in members]
-        line = members[0].name != name
-        label = name if line else "_nolegend_"
-        axis.errorbar(
-            x, middle, list(zip(*arms, strict=True)), marker="o", markersize=4, capsize=2, linewidth=1, label=label
-        )
-        for row, at in zip(members, zip(x, middle, strict=True), strict=True):
-            point_label = row.name.rpartition("_")[2] if line else row.name
-            axis.annotate(point_label, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
-    axis.margins(x=0.12)
-    axis.set_xlabel("trained parameters, millions")
-    axis.set_ylabel(f"{task}, {unit}: {spread_caption(mean)}")
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8)
-    save_figure(figure, path, 130)

@@ -30,6 +30,37 @@ class SweepRun(Frozen):
         None, "Recipe of this run: a path relative to the file, or a shipped recipe. Default: the sweep's."
     )
     overrides: tuple[str, ...] = field((), "Overrides as `sparo train` takes them.")
+    series: str = field("", "Line, or color of bars, of this run in the figure. Default: the run's name.")
+    x: float | str | None = field(None, "Place of this run on the figure's x axis.")
+
+
+class SweepFigure(Frozen):
+    """Figure of a sweep: a score of every run over `x`, with a line or a color per `series`, and intervals over seeds."""
+
+    kind: Literal["lines", "bars"] = field("lines", "lines: x is a number. bars: x is a name, such as a data set.")
+    score: str = field(..., "TASK/METRIC on the y axis.", examples=["masks/fg_ari"])
+    x_label: str = field("", "Label of the x axis.")
+    y_label: str = field("", "Label of the y axis. Default: the score.")
+    log_x: bool = field(False, "Logarithmic x axis, with base 2.")
+    relative_to: str = field(
+        "", "Series whose mean at the same x every value is divided by, as in relative losses. Default: none."
+    )
+
+
+class Measure(Frozen):
+    """A `sparo` command that measures a finished run, for scores that its tasks do not contain."""
+
+    command: str = field(
+        ...,
+        "Command. {run} is replaced by the run's folder, {file} by the JSON file that the command writes.",
+        examples=["sparo slots select {run} --task pairs --json {file}"],
+    )
+    scores: dict[str, str] = field(
+        ...,
+        "Path in the JSON file for each score: keys, numbers of elements, and values of `task`, with dots.",
+        min_length=1,
+    )
+    rows: tuple[str, ...] = field((), "Runs of the sweep that are measured. Default: all.")
 
 
 class SweepFile(Frozen):
@@ -38,6 +69,21 @@ class SweepFile(Frozen):
     recipe: str | None = field(None, "Recipe of runs that name none: a path relative to the file, or a shipped recipe.")
     overrides: tuple[str, ...] = field((), "Overrides of all runs, applied before those of a run.")
     runs: dict[str, SweepRun] = field(..., "Runs by name.", min_length=1)
+    data: tuple[str, ...] = field((), "`sparo data` commands that make the data.", examples=[["sparo data scenes"]])
+    measures: dict[str, Measure] = field({}, "Measurements of finished runs, by name.")
+    figure: SweepFigure | None = field(None, "Figure of the sweep. Default: a score over the number of parameters.")
+
+
+def read_sweep(path: Path) -> SweepFile:
+    """Read a sweep file.
+
+    Raises:
+        ConfigError: not a sweep file.
+    """
+    tree = load_recipe(path)
+    if not is_sweep(tree):
+        raise ConfigError(f"{path}: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`.")
+    return resolve(SweepFile, tree, str(path))
 
 
 def expand(

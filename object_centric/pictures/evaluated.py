@@ -6,9 +6,9 @@ from typing import Any
 
 from evals.encoders.encoder import Encoder
 from evals.sets.base import EvalSet
-from evals.slots.eval_inputs import open_images
 from evals.suite.task import TaskPictures
 
+from ..tasks.cropped_set import open_masks
 from ..tasks.mask_task import MasksTaskConfig
 from ..tasks.scene_encoder import SceneEncoder
 from ..tasks.slot_encoder import MaskingEncoder
@@ -25,7 +25,7 @@ def of_images(encoder: Encoder, task: MasksTaskConfig, count: int) -> TaskPictur
     """Return panels of `count` images."""
     if not isinstance(encoder, MaskingEncoder):
         return None
-    return TaskPictures(panels(encoder, [panel for _, panel in image_panels(open_images(task), count)]))
+    return TaskPictures(panels(encoder, [panel for _, panel in image_panels(open_masks(task), count)]))
 
 
 def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPictures | None:

@@ -21,6 +21,8 @@ from evals.tasks.result import Result
 from sparo_train.core.config import field
 from sparo_train.core.errors import DataError
 
+from .cropped_set import CroppedTaskConfig, open_masks
+
 
 class ObjectsTaskConfig(SetTaskConfig):
     """Images whose `.json` has `objects` with position, size, material, shape and color."""
@@ -58,7 +60,7 @@ OBJECTS = Task(
 )
 
 
-class MasksTaskConfig(SetTaskConfig):
+class MasksTaskConfig(CroppedTaskConfig):
     """Images with `.mask.png`: object number per pixel."""
 
     task: Literal["masks"] = field("masks", "Entry of sparo.tasks.")
@@ -71,7 +73,7 @@ class MasksTaskConfig(SetTaskConfig):
 
 def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
     """Compute ARI, FG-ARI, mIoU and mBO of the decoder's masks at the model's size; true masks are resized by nearest neighbours."""
-    source = open_set(task, "masks")
+    source = open_masks(task)
     encoder = scoring.encoder
     assert isinstance(encoder, MasksEncoder)  # encoders with `masks`
     (features,) = scoring.features(
@@ -105,6 +107,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
         "resampling": "nearest",
         "masks": encoder.masks_are,
         "slots": encoder.slots,
+        **({} if task.crop_area is None else {"crop_area": task.crop_area}),
     }
     return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
@@ -125,7 +128,7 @@ def conditional_incompatibility(encoder: Any) -> str | None:
 MASKS = Task(
     MasksTaskConfig,
     run_masks,
-    lambda task: open_set(task, "masks").check(),
+    lambda task: open_masks(task).check(),
     needs=("masks",),
     facts="masks",
     incompatibility=lambda task, encoder: conditional_incompatibility(encoder),
@@ -133,7 +136,7 @@ MASKS = Task(
 )
 
 
-class ReconstructionTaskConfig(SetTaskConfig):
+class ReconstructionTaskConfig(CroppedTaskConfig):
     """Images with `.mask.png`, whose masks are ignored, so that one set serves both tasks."""
 
     task: Literal["reconstruction"] = field("reconstruction", "Entry of sparo.tasks.")
@@ -141,7 +144,7 @@ class ReconstructionTaskConfig(SetTaskConfig):
 
 def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:
     """Compute MSE and PSNR of the reconstruction; for features, MSE only."""
-    source = open_set(task, "masks")
+    source = open_masks(task)
     encoder = scoring.encoder
     assert isinstance(encoder, DrawingEncoder)  # encoders with `drawing`
     view = View(f"squared error of the reconstruction: {encoder.draws}", encoder.squared_error, measured=True)
@@ -163,7 +166,7 @@ def _incompatibility(task: ReconstructionTaskConfig, encoder: Any) -> str | None
 RECONSTRUCTION = Task(
     ReconstructionTaskConfig,
     run_reconstruction,
-    lambda task: open_set(task, "masks").check(),
+    lambda task: open_masks(task).check(),
     needs=("drawing",),
     facts="masks",
     incompatibility=_incompatibility,

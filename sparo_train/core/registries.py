@@ -151,6 +151,7 @@ CHECKPOINTS = Registry(
     "sparo.checkpoints",
     {
         "pixels": "evals.encoders.loading:pixels_of",
+        "voronoi": "evals.encoders.voronoi:voronoi_of",
         "open_clip": "evals.encoders.loading:from_open_clip",
         "timm": "evals.encoders.loading:from_timm_file",
         "hf": "evals.encoders.loading:from_hf_folder",

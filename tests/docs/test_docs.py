@@ -82,8 +82,8 @@ HERE = {
     "--nnodes 2": "--nnodes 1",
     "--images 40": "--images 9",
     "MASTER:29500": "localhost:0",
-    "configs/sweeps/readouts_scenes.yaml --seeds 3": "two_rows.yaml",
-    "configs/sweeps/readouts_scenes.yaml": "two_rows.yaml",
+    "configs/sweeps/sparo_table6_small.yaml --seeds 3": "two_rows.yaml",
+    "configs/sweeps/sparo_table6_small.yaml": "two_rows.yaml",
 }
 TWO_ROWS = """
 recipe: configs/clip/scenes_tiny.yaml

@@ -11,71 +11,24 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 
 from docs.generate import KeyPages, generated
 from launch.cli.main import app
 from launch.jobs.clusters import ClusterConfig
-from launch.recipes import find_recipe, load_run
+from launch.recipes import find_recipe
 from sparo_train.core import errors, registries
 from sparo_train.core.recipe.config_keys import keys_of
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 from tests.docs.test_docs import DOCUMENTS, ROOT
 
-PAPERS = yaml.safe_load((ROOT / "launch/commands/papers.yaml").read_text(encoding="utf-8"))["papers"]
 PRODUCT = ("sparo", "sparo_train", "sparo_data", "evals", "object_centric", "launch")
-# rows of every table with results; figures print no numbers
-TABLES = {
-    "SPARO": {
-        "Table 1": 12, "Table 2": 12, "Table 3, left": 12, "Table 3, right": 2, "Table 4": 4, "Table 5": 8, "Table 6": 12,
-        "Table B.1": 12, "Table B.2": 36,
-    },
-    "Spatial symmetries (T-SA, TS-SA)": {"Table 1": 10, "Table 2": 3, "Table 3": 3},
-    "Optimal transport (SA-ME)": {"Table 1": 10},
-    "Inverted-attention Transformers": {"Table 1": 4, "Table 2": 6},
-    "Parallel spatiotemporal binder (PSB)": {"Table 1": 4},
-}  # fmt: skip
-FIGURES = {
-    "SPARO": ["1", "2", "3", "4", "B.1"],
-    "Spatial symmetries (T-SA, TS-SA)": [str(n) for n in range(1, 7)],
-    "Optimal transport (SA-ME)": [],
-    "Inverted-attention Transformers": [str(n) for n in range(1, 10)],
-    "Parallel spatiotemporal binder (PSB)": [str(n) for n in range(1, 18)],
-}
 
 
 def test_generated_pages_are_up_to_date():
     """`python docs/generate.py` writes them."""
     for path, text in generated().items():
         assert (ROOT / "docs" / path).read_text(encoding="utf-8") == text, path
-
-
-def test_the_paper_index_has_every_table_and_figure():
-    for paper in PAPERS:
-        rows = {item["name"]: len(item["rows"]) for item in paper["items"] if "rows" in item}
-        assert rows == TABLES[paper["title"]]
-        names = " ".join(item["name"] for item in paper["items"] if item["name"].startswith("Fig"))
-        assert set(re.findall(r"B\.1|\d+", names)) == set(FIGURES[paper["title"]]), paper["title"]
-        for item in paper["items"]:
-            assert all(len(row["paper"]) == len(item["columns"]) for row in item.get("rows", ())), item["name"]
-
-
-def test_recipes_of_the_paper_index_resolve(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipes = {
-        row["recipe"] for paper in PAPERS for item in paper["items"] for row in item.get("rows", ()) if "recipe" in row
-    }
-    assert len(recipes) > 80
-    for recipe in recipes:
-        name, *overrides = shlex.split(recipe)
-        load_run(name, overrides)
-    for paper in PAPERS:
-        for default in paper["defaults"]:
-            key = default["key"]
-            assert key.rpartition(".")[2] in (ROOT / "docs/reference/keys").joinpath("index.md").read_text() or any(
-                f".{key.rpartition('.')[2]}`" in page for page in KeyPages().pages().values()
-            ), key
 
 
 def commands_of(text):

@@ -2,14 +2,13 @@
 
 import pytest
 import yaml
-from PIL import Image
 from scipy.stats import ttest_ind
 
 from evals.report import grid_text
 from evals.report.results_file import append
 from evals.report.seed_average import difference
 from evals.tasks.result import Result
-from launch.commands.sweep_table import draw, sweep_grid, sweep_rows
+from launch.commands.sweep_table import sweep_grid, sweep_rows
 from launch.jobs.sweep import expand
 from sparo_train.core.config import dump
 from sparo_train.core.errors import ConfigError, DataError
@@ -76,7 +75,7 @@ def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
     _scored(runs[1], 0.3, "/checkpoints/step-00000001")
     _scored(runs[2], 0.9, limit=10)
     rows = sweep_rows(place / "grid.yaml")
-    assert [(row.runs, row.cell("zero") and row.cell("zero").value) for row in rows[:3]] == [
+    assert [(len(row.folders), row.cell("zero") and row.cell("zero").value) for row in rows[:3]] == [
         (1, 0.1),
         (1, 0.8),
         (0, None),
@@ -125,7 +124,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
     assert rows[1].cell("zero", baseline=marked).odd and not rows[1].cell("zero", baseline=rows[0]).odd
 
 
-def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
+def test_rows_have_the_median_and_range_of_their_seeds(place):
     with pytest.raises(DataError, match="grid: has no scored runs"):
         sweep_grid("grid", sweep_rows(place / "grid.yaml"))
     _, runs = expand(place / "grid.yaml", [], 3)
@@ -134,7 +133,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     runs[8].folder.mkdir(parents=True)  # prepared, not trained
     (runs[8].folder / "config.yaml").write_text(dump(runs[8]))
     rows = sweep_rows(place / "grid.yaml")
-    assert [(row.name, row.runs) for row in rows] == [("clip", 3), ("L_2", 3), ("L_8", 1), ("other", 0)]
+    assert [(row.name, len(row.folders)) for row in rows] == [("clip", 3), ("L_2", 3), ("L_8", 1), ("other", 0)]
     assert rows[2].parameters - rows[1].parameters == 6 * 2 * (
         8 + 32 * 8 + 8
     )  # of a slot: query, key and its bias, twice
@@ -168,24 +167,11 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
         and six.rows[1].cells[0] == grid.rows[1].cells[0]
     )
     assert six.rows[-1].paper and six.rows[-1].readout_cells == ("Yes", "Separate-head", "N/A", "N/A", "151M")
-    draw(rows, "zero", place / "figures/zero.png")
-    assert Image.open(place / "figures/zero.png").size[0] > 600
-    kept = []
-    monkeypatch.setattr("matplotlib.pyplot.close", kept.append)
-    decibels = Result("reconstruction", 9, "psnr", {"psnr": 21.5}, 0.0)
-    record = rows[0].results["zero"][0]._replace(task="drawn", result=decibels)
-    draw([rows[0]._replace(runs=1, results={"drawn": [record]})], "drawn", place / "figures/drawn.png")
-    (axis,) = kept.pop().axes
-    draw(rows, "zero", place / "figures/mean.png", mean=True)
-    assert "Student" in kept.pop().axes[0].get_ylabel()
-    assert axis.get_ylabel().startswith("drawn, dB:") and axis.lines[0].get_ydata()[0] == 21.5
-    with pytest.raises(ConfigError, match="--task other: no row has this task"):
-        draw(rows, "other", place / "x.png")
     with pytest.raises(
         ConfigError, match=r"recipe.yaml: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`"
     ):
         sweep_rows(place / "recipe.yaml")
-    assert sweep_rows(place / "grid.yaml", place / "elsewhere")[0].runs == 0
+    assert sweep_rows(place / "grid.yaml", place / "elsewhere")[0].folders == ()
     for words, told in (
         (["--figure", "a.xyz"], "--figure a.xyz: expected a .png, .pdf or .svg file"),
         (["--task", "zero"], "--task zero: applies to --figure"),
@@ -199,7 +185,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place, monkeypatch):
     del older["start_from"], older["freeze"], older["optim"]["kind"]
     older["data"]["workers"] = 0
     (place / "runs/grid-clip/config.yaml").write_text(yaml.safe_dump(older))
-    assert sweep_rows(place / "grid.yaml")[0].runs == 4
+    assert len(sweep_rows(place / "grid.yaml")[0].folders) == 4
     (place / "runs/grid-clip/config.yaml").write_text(dump(runs[0].model_copy(update={"seed": 9, "steps": 7})))
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 differ in more than their seed"):
         sweep_rows(place / "grid.yaml")

@@ -1,0 +1,132 @@
+"""Verdicts on the papers' claims, from records of sweeps and tests that were stated before the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from evals.report.seed_average import Spread, difference, spread
+from evals.tasks.result import axis_of
+
+from .index import Claim, ClaimTest, Control
+from .sweep_record import SweepRecord
+
+Outcome = Literal["shown", "refuted", "not decided"]
+
+
+class Finding(NamedTuple):
+    """Result of one test: the difference, or the mean, over seeds with its 95 % interval, and what follows."""
+
+    test: ClaimTest
+    outcome: Outcome
+    spread: Spread | None
+    seeds: int
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """Return the result in words, in per cent where the score is a fraction."""
+        t = self.test
+        if self.spread is None:
+            return f"{test_text(t)}: {self.reason}"
+        rows = f"{t.row} - {t.than}" if t.than else t.row
+        times, unit = axis_of(t.score.rpartition("/")[2])
+        numbers = [times * value for value in self.spread if value is not None]
+        interval = f" ({numbers[1]:.1f} to {numbers[2]:.1f})" if len(numbers) == 3 else ""
+        return f"{t.score}: {rows} {numbers[0]:.1f}{interval} {unit}, {self.seeds} seeds; expected {_expected(t)}: {self.outcome}"
+
+
+class Verdict(NamedTuple):
+    """Verdict on a claim: shown if all tests are, refuted if one is, otherwise not decided; with the reason."""
+
+    claim: Claim
+    outcome: Outcome
+    findings: tuple[Finding, ...]
+    reason: str
+
+
+def _expected(test: ClaimTest) -> str:
+    times, _ = axis_of(test.score.rpartition("/")[2])
+    margin, value = f"{times * test.margin:g}", "0" if test.than else f"{times * test.value:g}"
+    return {
+        "greater": f"> {margin if test.than else f'{times * (test.value + test.margin):g}'}",
+        "less": f"< {f'-{margin}' if test.than else f'{times * (test.value - test.margin):g}'}",
+        "at_least": f">= {f'-{margin}' if test.than else f'{times * (test.value - test.margin):g}'}",
+        "equal": f"within {margin} of {value}",
+        "different": f"not {value} (refuted within {margin})",
+    }[test.expect]
+
+
+def test_text(test: ClaimTest) -> str:
+    """Describe a test: score, rows, and what the claim expects."""
+    return f"{test.score}: {f'{test.row} - {test.than}' if test.than else test.row}, expected {_expected(test)}"
+
+
+def control_text(control: Control) -> str:
+    """Describe the sign that a baseline has learned."""
+    times, _ = axis_of(control.score.rpartition("/")[2])
+    return f"{control.score} of {control.row} above {times * control.above:g} with every seed ({control.why})"
+
+
+def decide(claim: Claim, record: SweepRecord) -> Verdict:
+    """Return the verdict on a claim."""
+    findings = tuple(_finding(test, claim.seeds, record) for test in claim.tests)
+    outcomes = [finding.outcome for finding in findings]
+    if problem := next(filter(None, (_not_learned(control, record) for control in claim.controls)), ""):
+        return Verdict(claim, "not decided", findings, problem)
+    if "refuted" in outcomes:
+        return Verdict(claim, "refuted", findings, "")
+    if all(outcome == "shown" for outcome in outcomes):
+        return Verdict(claim, "shown", findings, "")
+    return Verdict(claim, "not decided", findings, "; ".join(_reasons(findings)))
+
+
+def _reasons(findings: Iterable[Finding]) -> list[str]:
+    return list(dict.fromkeys(f.reason for f in findings if f.outcome == "not decided"))
+
+
+def _not_learned(control: Control, record: SweepRecord) -> str:
+    """Return why the baseline counts as untrained; empty if it has learned in every seed."""
+    row = record.row(control.row)
+    values = {} if row is None else row.values(control.score)
+    if not values:
+        return f"{control.row} has no {control.score}"
+    seed, lowest = min(values.items(), key=lambda item: item[1])
+    times, unit = axis_of(control.score.rpartition("/")[2])
+    if lowest > control.above:
+        return ""
+    return (
+        f"{control.row} has not learned: {control.score} {times * lowest:.1f} {unit} with seed {seed}, needed above "
+        f"{times * control.above:.1f} ({control.why})"
+    )
+
+
+def _finding(test: ClaimTest, seeds: int, record: SweepRecord) -> Finding:
+    rows = [record.row(name) for name in (test.row, test.than) if name]
+    values = [[] if row is None else list(row.values(test.score).values()) for row in rows]
+    fewest = min(map(len, values))
+    if not fewest:
+        return Finding(test, "not decided", None, 0, "no scores")
+    found = difference(*values) if test.than else spread(values[0], mean=True)
+    if fewest < seeds:
+        return Finding(test, "not decided", found, fewest, f"{fewest} of {seeds} seeds")
+    low, high = (found.value if end is None else end for end in found[1:])
+    center = 0.0 if test.than else test.value
+    outcome = _outcome(test, low - center, high - center)
+    return Finding(test, outcome, found, fewest, "the interval contains both" if outcome == "not decided" else "")
+
+
+def _outcome(test: ClaimTest, low: float, high: float) -> Outcome:
+    """Return what an interval says about a test."""
+    if test.expect == "different":
+        if low > 0 or high < 0:
+            return "shown"
+        return "refuted" if -test.margin < low and high < test.margin else "not decided"
+    bounds = {
+        "greater": (test.margin, float("inf")), "less": (float("-inf"), -test.margin),
+        "at_least": (-test.margin, float("inf")), "equal": (-test.margin, test.margin),
+    }  # fmt: skip
+    bottom, top = bounds[test.expect]
+    if bottom < low and high < top:
+        return "shown"
+    return "refuted" if high < bottom or low > top else "not decided"
