@@ -13,6 +13,7 @@ from sparo_train.core.errors import ConfigError, did_you_mean
 from .given_options import parse_slots, refuse_options
 from .slot_verbs import (
     Checkpoint,
+    Checkpoints,
     Classifier,
     Data,
     Kind,
@@ -147,11 +148,15 @@ def show(
 
 
 def panels(
-    checkpoint: Checkpoint,
+    checkpoints: Checkpoints,
     task: Annotated[str | None, typer.Option(help="Task whose images are drawn.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Your own image. May be repeated.")] = None,
     images: Annotated[int, typer.Option(min=1, max=64, help="Number of images of the task, evenly spaced.")] = 6,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 96,
+    uncertain: Annotated[
+        bool,
+        typer.Option("--uncertain", help="Also draw masks whose colours are mixed by the slots' shares of a pixel."),
+    ] = False,
     out: Annotated[
         Path,
         typer.Option(
@@ -164,8 +169,10 @@ def panels(
     data: Data = None,
     root: Root = Path("data"),
 ) -> None:
-    """Draw images or frames with true and predicted masks, the reconstruction, and every slot alone."""
-    from ..commands.pages.panel_runs import draw_panels
+    """Draw images or frames with true and predicted masks, the reconstruction, and every slot alone.
+
+    Of several runs, such as the seeds of a recipe, the masks of the best and the worst are drawn next to each other.
+    """
     from ..views.terminal import out as printed
 
     if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
@@ -173,7 +180,17 @@ def panels(
             f"--out {out}: expected a .png file, a folder (for a page), or, for videos, a .webp or .gif file."
         )
     options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
-    for path in draw_panels(checkpoint, task, image or [], images, tile, out, options):
+    if len(checkpoints) > 1:
+        from ..commands.pages.seed_panels import draw_best_and_worst
+
+        if task is None or image or out.suffix.lower() != ".png":
+            raise ConfigError("sparo slots panels: several checkpoints need --task and a .png file. Remove --image.")
+        place = draw_best_and_worst(checkpoints, task, images, tile, out, options, uncertain)
+        printed.print(str(place), soft_wrap=True)
+        return
+    from ..commands.pages.panel_runs import draw_panels
+
+    for path in draw_panels(checkpoints[0], task, image or [], images, tile, out, options, uncertain):
         printed.print(str(path), soft_wrap=True)
 
 

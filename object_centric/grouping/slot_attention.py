@@ -111,6 +111,7 @@ class SlotAttention(nn.Module):
         self.rounds = nn.ModuleList(
             SlotAttentionIteration(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1)
         )
+        self.gru = _gru_of(c) if c.share_gru else None
         if c.slot_init == "gaussian":
             # Keras' glorot_uniform for (1, 1, D) uses fans D and 1; torch's own would use others.
             limit = (6 / (1 + c.width)) ** 0.5
@@ -198,7 +199,7 @@ class SlotAttention(nn.Module):
                 # If all iterations share weights, project keys and values once.
                 if kv is None or c.layers == "own":
                     kv = step.project_kv(x, tie_noise)
-                slots, attention = step(kv, slots, c.mlp_last or i < last, keep)
+                slots, attention = step(kv, slots, c.mlp_last or i < last, keep, self.gru)
         return slots, attention
 
 
@@ -212,6 +213,13 @@ class SplitByGround(nn.Module):
     def forward(self, *tables: Tensor) -> Tensor:
         parts = ((self.ground, slice(None, 1)), (self.others, slice(1, None)))
         return torch.cat([module(*(t[:, slots] for t in tables)) for module, slots in parts], dim=1)
+
+
+def _gru_of(c: SlotAttentionConfig) -> nn.Module:
+    """Return the GRU that updates slots, split if the background has its own."""
+    kind, input_size = c.gru, c.width if c.out_proj else c.qkv
+    assert kind != "none"
+    return SplitByGround(lambda: Gru(c.width, kind, input_size)) if c.ground else Gru(c.width, kind, input_size)
 
 
 class SlotAttentionIteration(nn.Module):
@@ -235,8 +243,7 @@ class SlotAttentionIteration(nn.Module):
             nn.LayerNorm(wide, c.ln_eps, bias=False) if c.qk_norm else nn.Identity() for _ in "qk"
         )
         self.norm_update = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
-        kind, gru_input_size = c.gru, c.width if c.out_proj else c.qkv
-        self.gru = None if kind == "none" else make_slot_module(lambda: Gru(c.width, kind, gru_input_size))
+        self.gru = None if c.gru == "none" or c.share_gru else _gru_of(c)
         if c.mlp_width:
             self.norm_mlp = make_slot_module(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
             self.mlp = make_slot_module(
@@ -258,9 +265,14 @@ class SlotAttentionIteration(nn.Module):
         return self.norm_k(k), v
 
     def forward(
-        self, kv: tuple[Any, Tensor], slots: Tensor, with_mlp: bool, keep: Tensor | None = None
+        self,
+        kv: tuple[Any, Tensor],
+        slots: Tensor,
+        with_mlp: bool,
+        keep: Tensor | None = None,
+        gru: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the next slots (b, K, D), which read the tokens in `keep` (b, N), and attention (b, K, N)."""
+        """Return the next slots (b, K, D), which read the tokens in `keep` (b, N), and attention (b, K, N); `gru` is that of all layers."""
         c = self.config
         normed = self.norm_slots(slots)
         scale = 1 if self.transport else (c.qkv // c.heads) ** -0.5
@@ -280,7 +292,8 @@ class SlotAttentionIteration(nn.Module):
         update = self.out(self.norm_update(update))
         # videosaur passes the normalised slot to the GRU, which is another function, not a rounding difference.
         state = normed if c.gru_on_normed else slots
-        slots = state + update if self.gru is None else self.gru(update, state)
+        gru = gru or self.gru
+        slots = state + update if gru is None else gru(update, state)
         if c.mlp_width and with_mlp:
             slots = slots + self.mlp(self.norm_mlp(slots))
         return slots, attention
@@ -297,7 +310,7 @@ def weighted_mean(
     if keep is None:
         a = attention_weights(c, logits)
     else:
-        dropped, tokens = ~keep[:, None, None, :], keep.sum(-1)[:, None, None, None]
+        dropped, tokens = ~keep[:, None, None, :], keep.sum(-1, dtype=logits.dtype)[:, None, None, None]
         # Over keys, a dropped token must not share in the sum; over slots, its weights are removed afterwards.
         logits = logits.masked_fill(dropped, -torch.inf) if c.softmax_over == "keys" else logits
         a, v = attention_weights(c, logits).masked_fill(dropped, 0), v.masked_fill(dropped.transpose(-1, -2), 0)

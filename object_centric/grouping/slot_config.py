@@ -136,6 +136,9 @@ class SlotAttentionConfig(Frozen):
         "Update of a slot. torch, flax, keras: a GRU with the biases and initialization of the named library. "
         "none: no GRU; the update is added to the slot.",
     )
+    share_gru: bool = field(
+        False, "With layers=own: one GRU for all layers, while their other weights differ (Wu et al. 2023, B.1)."
+    )
     gru_on_normed: bool = field(False, "Use the normalized slot as the GRU's state (videosaur's code).")
     mlp_width: int = field(0, "Hidden units of the residual MLP after the update. 0: no MLP.", ge=0)
     activation: Literal["relu", "gelu"] = field(
@@ -229,6 +232,11 @@ class SlotAttentionConfig(Frozen):
                 "ground: needs two or more slots, slot_init=gaussian or learned, and a preset other than pooled, got "
                 f"slots={self.slots}, slot_init={self.slot_init}. Change them, or remove ground."
             )
+        if self.share_gru and (self.layers != "own" or self.gru == "none"):
+            raise ValueError(
+                f"share_gru: needs layers=own and a GRU, got layers={self.layers} and gru={self.gru}. Remove share_gru, or "
+                "use preset tf_inv_gru."
+            )
         if self.straight_through and self.gradient == "all":
             raise ValueError("straight_through: applies to gradient=last only. Remove straight_through.")
         if self.slot_init == "same" and not (self.transport and self.transport.entropy_steps and self.transport.noise):
@@ -257,7 +265,8 @@ class SlotAttentionConfig(Frozen):
         # An option without effect must not look as if it had one.
         required = {
             "softmax_over": "slots_heads", "renorm": "sum", "gru": "none", "layers": "own", "mlp_last": True, "out_proj": True,
-            "gradient": "all", "kv": "auto", "ground": False, "gru_on_normed": False, "transport": None, "qkv_width": None, "qk_norm": False,
+            "gradient": "all", "kv": "auto", "ground": False, "gru_on_normed": False, "share_gru": False,
+            "transport": None, "qkv_width": None, "qk_norm": False,
         }  # fmt: skip
         for knob, value in required.items():
             if getattr(self, knob) != value:

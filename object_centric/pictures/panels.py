@@ -46,15 +46,17 @@ class ClipPanel(NamedTuple):
     window: int | None = None
 
 
-def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96) -> Image.Image:
+def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96, uncertain: bool = False) -> Image.Image:
     """Draw one row per image: the image, true masks, predicted masks, reconstruction (of pixels only), and each slot's part on white.
 
     Args:
         encoder, samples: the model and its images.
         tile: pixels per side of each tile.
+        uncertain: also draw masks whose colours are mixed by the slots' shares of a pixel.
     """
     pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
-    return sheet_of(*tiles_of(encoder, pixels, [s.true for s in samples], encoder.decompose(pixels)), tile)
+    true_masks, decomposition = [s.true for s in samples], encoder.decompose(pixels)
+    return sheet_of(*tiles_of(encoder, pixels, true_masks, decomposition, uncertain=uncertain), tile)
 
 
 def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
@@ -116,6 +118,7 @@ def tiles_of(
     decomposition: Decomposition,
     has_masks: bool | None = None,
     one_clip: bool = False,
+    uncertain: bool = False,
 ) -> tuple[list[list[Tensor]], list[str]]:
     """Return a row of tiles per image, and the titles of the columns.
 
@@ -123,6 +126,7 @@ def tiles_of(
         encoder, pixels, true_masks, decomposition: the model, its images, and their masks.
         has_masks: whether true masks have a column.
         one_clip: the images are frames of a video, so that the same slot is the background of all.
+        uncertain: whether masks with mixed colours have a column.
     """
     soft_masks = decomposition.soft_masks.cpu()
     predicted = soft_masks.argmax(1).numpy()
@@ -139,15 +143,18 @@ def tiles_of(
         own = [image] * len(soft_masks[i]) if slot_images is None else slot_images[i]
         # On white, because slots can be black.
         slot_tiles = [share * picture + (1 - share) for share, picture in zip(soft_masks[i], own, strict=True)]
+        ground = background_label(predicted[i]) if background is None else background
         tiles = [
             image,
             true if has_masks else None,
-            coloured_slots(predicted[i], background_label(predicted[i]) if background is None else background),
+            coloured_slots(predicted[i], ground),
+            mixed_slots(soft_masks[i], ground) if uncertain else None,
             None if reconstruction is None else reconstruction[i],
             *slot_tiles,
         ]
         rows.append([t for t in tiles if t is not None])
-    heads = ["image", *(["true"] if has_masks else []), "masks", *(["decoded"] if reconstruction is not None else [])]
+    heads = ["image", *(["true"] if has_masks else []), "masks", *(["shares"] if uncertain else [])]
+    heads += ["decoded"] if reconstruction is not None else []
     heads += [f"slot {k}" for k in range(soft_masks.shape[1])]
     return rows, heads
 
@@ -171,6 +178,13 @@ def background_label(labels: np.ndarray) -> int:
 def coloured_slots(labels: np.ndarray, background: int) -> Tensor:
     """Convert a map of slot numbers to colours (3, h, w), the background's slot grey."""
     return coloured(np.where(labels == background, 0, labels + 1))
+
+
+def mixed_slots(soft_masks: Tensor, background: int) -> Tensor:
+    """Return the slots' colours (3, h, w), mixed by their shares (K, h, w): pale borders are uncertain (Biza et al. 2023, Fig. 4)."""
+    shares = soft_masks.float() / soft_masks.float().sum(0, keepdim=True).clamp(min=1e-12)
+    colours = coloured_slots(np.arange(len(shares))[None], background)[:, 0]
+    return (colours @ shares.flatten(1)).view(3, *shares.shape[1:])
 
 
 def sheet_of(

@@ -1,6 +1,7 @@
 """Slot models killed and continued to the bit, and on two ranks; then scored by their masks."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -75,6 +76,38 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     bad_masks_are_refused_and_classes_scored(run_folder, tmp_path)
 
 
+def best_and_worst_are_drawn(run_folder, tmp_path):
+    line = ["--task", "masks", "--images", "3", "--tile", "32"]
+    done = sparo("slots", "panels", run_folder, *line, "--uncertain", "--out", "u.png", cwd=tmp_path)
+    with Image.open(tmp_path / "u.png") as sheet:
+        assert done.returncode == 0 and sheet.size == (8 * 36 + 4, 3 * 36 + 18), done.stderr
+    worse = tmp_path / "worse"
+    shutil.copytree(run_folder, worse)
+    lines = (worse / "evals/results.jsonl").read_text().splitlines()
+    changed = json.loads(lines[-1])
+    changed["metrics"]["fg_ari"] = changed["metrics"]["fg_ari"] - 0.5
+    (worse / "evals/results.jsonl").write_text("\n".join([*lines[:-1], json.dumps(changed)]) + "\n")
+    done = sparo("slots", "panels", str(worse), run_folder, *line, "--out", "b.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    best, worst = done.stdout.splitlines()[:2]
+    assert best.startswith(f"best of 2: {run_folder}, fg_ari") and worst.startswith(f"worst of 2: {worse}, fg_ari")
+    with Image.open(tmp_path / "b.png") as sheet:  # image, true, best, worst
+        assert sheet.size == (4 * 36 + 4, 3 * 36 + 18)
+    (worse / "evals/results.jsonl").unlink()
+    for words, told in (
+        ((run_folder, str(worse), *line, "--out", "b.png"), "worse"),
+        (
+            (run_folder, run_folder, "--image", "own.jpg", "--out", "b.png"),
+            "several checkpoints need --task and a .png file",
+        ),
+        ((run_folder, run_folder, *line, "--out", "b"), "several checkpoints need --task and a .png file"),
+        ((run_folder, *line, "--uncertain", "--out", "page"), "--uncertain: applies to images in a .png file"),
+    ):
+        done = sparo("slots", "panels", *words, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    shutil.rmtree(worse)
+
+
 def pictures_are_drawn(run_folder, tasks, tmp_path):
     done = sparo("slots", "show", run_folder, "--task", "masks", "--images", "6", "--out", "pictures", cwd=tmp_path)
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
@@ -84,6 +117,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         assert sheet.size == (7 * 36 + 4, 3 * 36 + 18)
         colours = {tuple(c) for c in np.asarray(sheet)[18:50, 40:72].reshape(-1, 3).tolist()}
         assert len(colours) == 4 and (110, 110, 110) in colours  # three pieces on grey
+    best_and_worst_are_drawn(run_folder, tmp_path)
     (tmp_path / "own.jpg").write_bytes(jpeg(1))
     (tmp_path / "other.yaml").write_text(json.dumps({"tasks": {"elsewhere": tasks["masks"]}}))
     others = ("--image", "own.jpg", "--data", "other.yaml", "--task", "elsewhere", "--images", "1")

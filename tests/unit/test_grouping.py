@@ -315,3 +315,46 @@ def test_a_slot_that_took_one_token_has_a_gradient():
         and positions.std() == pytest.approx(3**-0.5, abs=0.05)
     )
     assert abs(torch.corrcoef(torch.stack([positions.flatten(), scales.flatten()]))[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize("preset", ["tf_inv_gru", "tf_inv"])
+def test_one_gru_for_all_layers_is_equal_grus(preset):
+    shared, features, noise = built(preset="tf_inv_gru", share_gru=True)
+    separate, _, _ = built(preset="tf_inv_gru")
+    state = shared.state_dict()
+    gru = {name.removeprefix("gru."): value for name, value in state.items() if name.startswith("gru.")}
+    copies = {f"rounds.{i}.gru.{name}": value for i in range(3) for name, value in gru.items()}
+    separate.load_state_dict({**{name: v for name, v in state.items() if not name.startswith("gru.")}, **copies})
+    for one, other in zip(shared(features, noise), separate(features, noise), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    if preset == "tf_inv":
+        with pytest.raises(ValueError, match=r"share_gru: needs layers=own and a GRU, got layers=own and gru=none"):
+            SlotAttentionConfig.model_validate({"preset": preset, "share_gru": True})
+        with pytest.raises(ValueError, match=r"share_gru: needs layers=own and a GRU, got layers=shared"):
+            SlotAttentionConfig.model_validate({"preset": "sa", "share_gru": True})
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"preset": "sa"},
+        {"preset": "sa", "kv": "plain"},
+        {"preset": "isa"},
+        {"preset": "slate", "heads": 2},
+        {"preset": "tf"},
+        {"preset": "tf_inv_gru"},
+        {"preset": "tf_inv_osrt"},
+    ],
+)
+def test_tokens_that_are_not_kept_change_nothing(knobs):
+    module, features, noise = built(**{"renorm_eps": 0.1} if knobs["preset"] in ("sa", "isa") else {}, **knobs)
+    keep = torch.ones(B, N, dtype=torch.bool)
+    keep[0, 6:] = keep[1, [0, 4]] = False
+    found = module(features, noise, keep=keep)
+    for i in range(B):
+        alone = module(features[i : i + 1, keep[i]], noise[i : i + 1])
+        torch.testing.assert_close(found.slots[i : i + 1], alone.slots, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found.attention[i : i + 1][..., keep[i]], alone.attention, rtol=1e-10, atol=1e-12)
+        assert not found.attention[i][:, ~keep[i]].any()
+    everything = module(features, noise, keep=torch.ones(B, N, dtype=torch.bool))
+    torch.testing.assert_close(everything.slots, module(features, noise).slots, rtol=1e-12, atol=1e-14)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable, whole_records
-from evals.sets.base import decode_image
+from evals.sets.base import EvalSet, decode_image
 from evals.sets.task_config import TaskConfig
 from evals.slots.eval_inputs import open_images
 from evals.suite.evaluate import tasks_for
@@ -17,6 +17,7 @@ from evals.tasks.result import format_metric
 from object_centric.pictures.evaluated import clip_panels, image_panels
 from object_centric.pictures.panels import Panel, clip_animation, clip_sheet, panels, save_animation, save_sheet
 from object_centric.pictures.scene_sheets import read_sample, scene_sheet, turntable
+from object_centric.tasks.cropped_set import CroppedTaskConfig, open_masks
 from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.slot_encoder import MaskingEncoder
 from object_centric.tasks.video_encoder import TimedEncoder
@@ -82,6 +83,7 @@ def draw_panels(
     tile: int,
     out: Path,
     options: SlotOptions,
+    uncertain: bool = False,
 ) -> list[Path]:
     """Write the picture, or, if `out` has no suffix, a folder with a page and one picture per sample; return the paths.
 
@@ -107,6 +109,8 @@ def draw_panels(
             f"--task {task_name}: has videos, so it needs a model of videos and cannot be combined with --image. "
             "Remove --image, or name another model or task."
         )
+    if uncertain and (isinstance(task, VideoMasksTaskConfig) or not out.suffix):
+        raise ConfigError("--uncertain: applies to images in a .png file. Remove it, or name other images.")
     if not out.suffix:
         if task is None or task_name is None or images:
             raise ConfigError(f"--out {out}: a page needs a task (--task). For your own images, name a .png file.")
@@ -123,8 +127,8 @@ def draw_panels(
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out}: animations need a task of videos. Name a .png file.")
     if task is not None:
-        sheet_panels += [panel for _, panel in image_panels(open_images(task), num_samples)]
-    save_sheet(panels(encoder, sheet_panels, tile), out)
+        sheet_panels += [panel for _, panel in image_panels(_images_of(task), num_samples)]
+    save_sheet(panels(encoder, sheet_panels, tile, uncertain), out)
     return [out]
 
 
@@ -142,7 +146,7 @@ def _write_task_page(
             rows.append(PageRow(key, [(moving.name, f"Moving: {caption}"), (sheet.name, f"Frames of {caption}")]))
             paths += [moving, sheet]
     else:
-        for at, (key, panel) in enumerate(image_panels(open_images(task), num_samples)):
+        for at, (key, panel) in enumerate(image_panels(_images_of(task), num_samples)):
             sheet = out / f"image-{at}.png"
             save_sheet(panels(encoder, [panel], tile), sheet)
             rows.append(PageRow(key, [(sheet.name, f"Image {key}: masks, reconstruction, every slot alone")]))
@@ -150,6 +154,11 @@ def _write_task_page(
     summary = f"{len(rows)} samples of the task {task_name}, evenly spaced."
     note = "From the left: the sample, true masks if there are any, predicted masks, the reconstruction, and every slot's part on white."
     return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
+
+
+def _images_of(task: TaskConfig) -> EvalSet:
+    """Return the images of a task as it scores them, cropped if it crops."""
+    return open_masks(task) if isinstance(task, CroppedTaskConfig) else open_images(task)
 
 
 def one_task(checkpoint: str, task_name: str, options: SlotOptions) -> TaskConfig:

@@ -1,0 +1,70 @@
+"""Masks of the best and the worst of several runs next to each other, as in Fig. 3 of Biza et al. (2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from evals.encoders.loading import load_encoder
+from evals.report.results_file import refuse_unwritable, whole_records
+from evals.tasks.result import LOWER_IS_BETTER, Result, format_metric
+from object_centric.pictures.evaluated import image_panels
+from object_centric.pictures.panels import background_label, coloured, coloured_slots, mixed_slots, save_sheet, sheet_of
+from object_centric.tasks.cropped_set import open_masks
+from object_centric.tasks.mask_task import MasksTaskConfig, transform_mask
+from object_centric.tasks.slot_encoder import MaskingEncoder
+from sparo_train.core.accelerator import available_device
+from sparo_train.core.errors import ConfigError
+
+from ...views.terminal import out as printed
+from ..slot_work import SlotOptions
+from .panel_runs import one_task
+
+
+def draw_best_and_worst(
+    runs: Sequence[str], task_name: str, num_images: int, tile: int, out: Path, options: SlotOptions, uncertain: bool
+) -> Path:
+    """Write a picture with columns image, true masks, masks of the best run, and masks of the worst; print both scores.
+
+    Raises:
+        ConfigError: a run without a score of the task, or that is no slot model, or a task without masks.
+    """
+    refuse_unwritable(out.parent, "--out")
+    ranked = sorted(((_score(run, task_name), run) for run in runs), key=lambda pair: _rank(pair[0]), reverse=True)
+    if len({result.headline for result, _ in ranked}) > 1:
+        raise ConfigError(f"--task {task_name}: the runs were scored by different metrics. Score them again.")
+    task = one_task(ranked[0][1], task_name, options)
+    if not isinstance(task, MasksTaskConfig):
+        raise ConfigError(f"--task {task_name}: has no images with masks. Name a task of kind masks.")
+    panels = [panel for _, panel in image_panels(open_masks(task), num_images)]
+    rows, heads = [[] for _ in panels], ["image", "true"]
+    for name, (result, run) in (("best", ranked[0]), ("worst", ranked[-1])):
+        encoder = load_encoder(run, options.model, available_device().type)
+        if not isinstance(encoder, MaskingEncoder):
+            raise ConfigError(f"{run}: has no masks to draw. Name runs of slot models.")
+        pixels = encoder.stacked([encoder.transform(panel.image) for panel in panels])
+        soft_masks = encoder.soft_masks(pixels).cpu()
+        for row, panel, image, shares in zip(rows, panels, pixels, soft_masks, strict=True):
+            if not row and panel.true is not None:
+                row += [image.cpu().float() / 255, coloured(transform_mask(encoder, panel.true))]
+            labels = shares.argmax(0).numpy()
+            row.append(coloured_slots(labels, background_label(labels)))
+            if uncertain:
+                row.append(mixed_slots(shares, background_label(labels)))
+        heads += [name, f"{name}, shares"] if uncertain else [name]
+        score = format_metric(result.headline, result.value, unit=True)
+        printed.print(f"{name} of {len(runs)}: {run}, {result.headline} {score}", soft_wrap=True)
+    save_sheet(sheet_of(rows, heads, tile), out)
+    return out
+
+
+def _score(run: str, task_name: str) -> Result:
+    """Return a run's latest result of a task on its whole set."""
+    found = [record.result for record in whole_records(Path(run)) if record.task == task_name]
+    if not found:
+        raise ConfigError(f"{run}: has no score of {task_name}. Score it with `sparo eval {run} --tasks {task_name}`.")
+    return found[-1]
+
+
+def _rank(result: Result) -> float:
+    return -result.value if result.headline in LOWER_IS_BETTER else result.value
