@@ -94,7 +94,10 @@ def convert(
         float | None, typer.Option(help="With --as nerf or clevr3d: farthest distance that cameras see.")
     ] = None,
     videos: Annotated[
-        bool, typer.Option("--videos", help="With --as movi or npy: one sample per video instead of one per frame.")
+        bool,
+        typer.Option(
+            "--videos", help="With --as movi, npy, davis or youtube_vis: one sample per video instead of one per frame."
+        ),
     ] = False,
 ) -> None:
     """Convert a folder or table of images with captions, a data set of another library, or a published set, to shards or Parquet."""

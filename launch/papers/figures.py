@@ -126,7 +126,7 @@ def _bars(axis: Axes, record: SweepRecord, style: SweepFigure, score: str, mean:
         spreads = [point for _, point in points]
         places = [names.index(str(row.x)) + (number - (len(series) - 1) / 2) * width for row, _ in points]
         axis.bar(places, [point.value for point in spreads], width, yerr=_arms(spreads), capsize=2, label=name)
-    axis.set_xticks(range(len(names)), names)
+    axis.set_xticks(range(len(names)), ["" if name == "None" else name for name in names])
 
 
 def _over_parameters(axis: Axes, record: SweepRecord, score: str, mean: bool) -> None:

@@ -96,6 +96,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sa_sinkhorn": {"transport": {}, "renorm": "none", "mlp_width": 128},
     "sa_emd": {"transport": {"exact": "sum"}, "renorm": "none", "mlp_width": 128},
     "sa_me": {"transport": {"entropy_steps": 4}, "renorm": "none", "mlp_width": 128},
+    "sa_l2": {"transport": {"regularization": "l2"}, "renorm": "none", "mlp_width": 128},
+    "sa_swd": {"transport": {"exact": "sliced"}, "renorm": "none", "mlp_width": 128},
+    "sa_sinkhorn_id": {"transport": {}, "renorm": "none", "mlp_width": 128, "gradient": "last"},
+    "sa_emd_id": {"transport": {"exact": "sum"}, "renorm": "none", "mlp_width": 128, "gradient": "last"},
+    "sa_me_id": {"transport": {"entropy_steps": 4}, "renorm": "none", "mlp_width": 128, "gradient": "last"},
     "psb": {
         "binder": {}, "softmax_over": "slots_heads", "renorm": "sum", "renorm_eps": 1e-5, "gru": "none", "layers": "own",
         "slot_init": "learned", "activation": "gelu", "mlp_ratio": 4, "out_proj": True,

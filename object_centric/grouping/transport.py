@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from sparo_train.core.errors import ConfigError
 from sparo_train.models.precision import at_least_fp32
 
+from .sparse_transport import l2_plan, sliced_plan
 from .transport_config import TransportConfig
 
 _TINY = 1e-20  # MESH's clamp: smaller values have no entropy
@@ -252,7 +253,7 @@ class Transport(nn.Module):
     def __init__(self, config: TransportConfig, in_width: int, width: int):
         super().__init__()
         self.config = config
-        if config.exact != "none" and find_spec("ot") is None:
+        if config.exact in ("sum", "straight_through") and find_spec("ot") is None:
             raise ConfigError(
                 f"grouping.transport.exact={config.exact}: needs POT. pip install -e '.[transport]' in sparo's checkout."
             )
@@ -281,10 +282,14 @@ class Transport(nn.Module):
             log_b = torch.zeros_like(cost[:, :, 0])
             if slot_scores is not None:
                 log_b = log_marginal(at_least_fp32(slot_scores), count)
+            if c.regularization == "l2":
+                return l2_plan(cost, log_a.exp(), log_b.exp(), c.l2_weight, c.steps)
             if not c.entropy_steps:
                 plan = sinkhorn(cost, log_a, log_b, c.steps).plan
                 if c.exact == "none":
                     return plan
+                if c.exact == "sliced":
+                    return plan + sliced_plan(queries, keys, log_a.exp(), log_b.exp())
                 best = exact_plan(cost.detach(), log_a.detach(), log_b.detach())
                 return plan + best if c.exact == "sum" else plan + (best - plan).detach()
             regularizer = None

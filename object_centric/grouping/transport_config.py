@@ -45,18 +45,28 @@ class TransportConfig(Frozen):
         "this similarity is trained only with second_order=true. 0: no penalty.",
         ge=0,
     )
-    exact: Literal["none", "sum", "straight_through"] = field(
+    exact: Literal["none", "sum", "straight_through", "sliced"] = field(
         "none",
         "Also compute the exact optimal plan with the library POT. sum: add it to Sinkhorn's plan (Zhang et "
-        "al. 2022, Eq. 8). straight_through: use it forward, with the gradient of Sinkhorn's plan. none: do "
-        "not compute it.",
+        "al. 2022, Eq. 8). straight_through: use it forward, with the gradient of Sinkhorn's plan. sliced: add the mean of the "
+        "optimal plans along each coordinate instead, as in the sliced Wasserstein distance; without POT. none: compute neither.",
     )
+    regularization: Literal["entropy", "l2"] = field(
+        "entropy",
+        "Regularization of the plan. entropy: Sinkhorn's algorithm; l2: a plan with exact zeros (Blondel et al. 2018).",
+    )
+    l2_weight: float = field(1.0, "Weight of regularization=l2. A larger weight gives plans with fewer zeros.", gt=0)
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.entropy_steps and self.exact != "none":
             raise ValueError(
                 f"exact={self.exact}: cannot be combined with entropy_steps={self.entropy_steps}. Remove one of them."
+            )
+        if self.regularization == "l2" and (self.entropy_steps or self.exact != "none"):
+            raise ValueError(
+                f"regularization=l2: cannot be combined with entropy_steps={self.entropy_steps} and exact={self.exact}. "
+                "Remove them."
             )
         if not self.entropy_steps:
             for knob in ("second_order", "learn_rate", "regulariser"):

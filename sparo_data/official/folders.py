@@ -14,6 +14,7 @@ from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 
 from .clips import sanitize_key
 from .published import IGNORE, LEFT_OUT, PublishedScene, decode_array, to_label_map
+from .run_lengths import decode_run_lengths
 
 _MAX_BYTES = 1 << 31  # limit in bytes for annotation files; COCO's has 0.45e9
 
@@ -207,30 +208,7 @@ def _outline(coder: Any, shape: Any, side: tuple[int, int]) -> np.ndarray:
             if not all(isinstance(x, int | float) and -limit <= x <= limit for x in points):
                 raise ValueError("a polygon is outside the image")
         return coder.decode(coder.merge(coder.frPyObjects(shape, *side))).astype(bool)
-    counts = shape["counts"] if isinstance(shape["counts"], list) else _run_lengths(shape["counts"])
-    if list(shape["size"]) != list(side) or min(counts) < 0 or sum(counts) != side[0] * side[1]:
-        raise ValueError("run lengths do not match the image")
-    # By columns, beginning with background.
-    return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(side, order="F")
-
-
-def _run_lengths(code: str) -> list[int]:
-    """Decode COCO's run lengths: five bits per character, a sixth means that more follow; from the fourth on, differences to the last but one."""
-    runs: list[int] = []
-    value = bits = 0
-    for character in code:
-        if bits > 30:
-            raise ValueError("a run is longer than any image")
-        number = ord(character) - 48
-        value |= (number & 31) << bits
-        bits += 5
-        if number & 32:
-            continue
-        if number & 16:  # its sign
-            value -= 1 << bits
-        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
-        value = bits = 0
-    return runs
+    return decode_run_lengths(shape, side)
 
 
 def _rasterize_objects(

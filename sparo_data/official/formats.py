@@ -18,6 +18,7 @@ from .clips import movi, npy_shards
 from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .published import PublishedConfig, PublishedScene, WriteSummary, to_label_map, write_published
+from .real_videos import REAL_VIDEOS, davis, frames_of, youtube_vis
 from .sunds import sunds_scenes
 from .videos import VIDEOS, write_videos
 from .viewed import PublishedViews, nerf_scenes, write_multi_view
@@ -140,6 +141,14 @@ FORMATS: dict[str, Format] = {
     "nerf": Format(None, "folders of transforms.json with images (Blender's, NeRF's, nerfstudio's), one scene each"),
     "clevr3d": Format(None, "ObSuRF's folder of metadata.npz, images and masks"),
     "sunds": Format(None, "TFDS' *.tfrecord-* of MultiShapeNet (MSN-Hard, MSN-Easy), one scene per record", "tfrecord"),
+    "davis": Format(
+        partial(frames_of, davis),
+        "DAVIS/ImageSets/2017/SPLIT.txt with JPEGImages and Annotations, one image per frame, or whole videos with --videos",
+    ),
+    "youtube_vis": Format(
+        partial(frames_of, youtube_vis),
+        "YouTube-VIS' train.json or instances.json with JPEGImages, one image per frame, or whole videos with --videos",
+    ),
     "lmdb": Format(lmdb_scenes, "*.lmdb of images of the Genera1Z family", ".lmdb"),
 }
 
@@ -161,7 +170,7 @@ def find_source_files(place: Path, name: str) -> list[Path]:
         raise DataError(f"{place}: no such file or folder; --as {name} reads {kind.what}")
     if place.is_file() and name in MULTI_VIEW_READERS and not kind.suffix:
         raise DataError(f"{place}: is a file; --as {name} reads {kind.what}")
-    if place.is_dir() and name in ("clevr", "coco"):
+    if place.is_dir() and name in ("clevr", "coco", *REAL_VIDEOS):
         raise DataError(f"{place}: is a folder; --as {name} reads {kind.what}")
     if not kind.suffix or place.is_file() or (place / "data.mdb").is_file():
         return [place]
@@ -204,14 +213,15 @@ def convert_published(
         )
         raise ConfigError(f"--scenes {config.scenes[0]}:{config.scenes[1]}: {why}")
     if config.videos:
-        if config.source not in VIDEOS:
+        readers = {**VIDEOS, **REAL_VIDEOS}
+        if config.source not in readers:
             raise ConfigError(
-                f"--videos: applies to --as {' or '.join(VIDEOS)}, but {config.source} has no videos. Remove it."
+                f"--videos: applies to --as {' or '.join(readers)}, but {config.source} has no videos. Remove it."
             )
         if config.crop != "none" or config.max_objects is not None:
             raise ConfigError("--videos: --crop and --max-objects do not apply to videos. Remove them.")
         return write_videos(
-            out, (video for place in places for video in VIDEOS[config.source](place)), config, on_progress
+            out, (video for place in places for video in readers[config.source](place)), config, on_progress
         )
     if config.source in MULTI_VIEW_READERS:
         if config.crop != "none":
