@@ -138,8 +138,25 @@ class KeyPages:
             label = anchor.partition("#")[2] or anchor.removesuffix(".md")
             link = f"[`{label}`]({anchor.removeprefix(page) if anchor.startswith(f'{page}#') else anchor})"
             parts.append(f"Keys that are described under {link}: {', '.join(f'`{n}`' for n in _blocks(names, keys))}.")
+        parts += [_nested(key) for key in new if _registry_of(key) is not None]
         parts += [] if keys else ["It has no keys."]
         return "\n\n".join(filter(None, parts))
+
+
+def _registry_of(key: Key) -> Registry | None:
+    """Return the registry whose entries a key chooses from, such as the readout of a probe; None for any other key."""
+    text = type_text(key.field.annotation, key.field.metadata)
+    kinds = text.partition("kind: ")[2].split(" | ") if text.startswith("block; kind:") else []
+    return next((registry for registry in _HEADINGS if kinds and kinds == list(registry.builtin)), None)
+
+
+def _nested(key: Key) -> str:
+    """Name the page with the keys of a block that a registry's entries share."""
+    registry = _registry_of(key)
+    files = {registry: file for file, _, registries in _PAGES for registry in registries}
+    heading = _HEADINGS[registry][0]
+    heading = f"{heading[0].lower()}{heading[1:]}"
+    return f"`{key.dotted}.*`: the keys of the chosen entry, as on the page of [{heading}]({files[registry]}.md)."
 
 
 def _blocks(names: Sequence[str], keys: Sequence[Key]) -> list[str]:

@@ -40,7 +40,7 @@ FieldId = tuple[type[BaseModel], str]
 # registry, heading, key of its block in a recipe
 TABLES: tuple[tuple[Registry, str, str], ...] = (
     (METHODS, "Methods", "objective"),
-    (READOUTS, "Read-outs", "objective.model.readout"),
+    (READOUTS, "Readouts", "objective.model.readout"),
     (LOSSES, "Losses of CLIP", "objective.loss"),
     (OPTIMIZERS, "Optimizers", "optim"),
     (SLOT_ENCODERS, "Image encoders of slot models", "objective.model.encoder"),

@@ -34,7 +34,7 @@ def draw(record: SweepRecord, path: Path, score: str | None = None, mean: bool =
     Raises:
         ConfigError: a score that no run has.
     """
-    score = _known_score(record, score or (record.figure.score if record.figure else ""))
+    score = _full_score_name(record, score or (record.figure.score if record.figure else ""))
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     try:
         if record.figure is None:
@@ -54,7 +54,7 @@ def draw(record: SweepRecord, path: Path, score: str | None = None, mean: bool =
         plt.close(figure)
 
 
-def _known_score(record: SweepRecord, score: str) -> str:
+def _full_score_name(record: SweepRecord, score: str) -> str:
     """Return the full name of a score: TASK stands for the task's first metric."""
     known = dict.fromkeys(name for row in record.rows for run in row.runs for name in run.scores)
     if not known:

@@ -79,7 +79,7 @@ def _print_item(item: PaperItem) -> None:
 
 
 def record_of(claim: Claim) -> Path | None:
-    """Return the record with which this project decided a claim; None if there is none, or this is no checkout."""
+    """Return the record with which this project decided a claim; None without one, or outside a checkout."""
     for root in config_folders():
         path = root.parent / "docs" / RECORDS / f"{claim.sweep}.json"
         if path.is_file():

@@ -58,7 +58,7 @@ def _expected(test: ClaimTest) -> str:
 
 
 def test_text(test: ClaimTest) -> str:
-    """Describe a test: score, rows, and what the claim expects."""
+    """Describe a test: score, rows, and expected range."""
     return f"{test.score}: {f'{test.row} - {test.than}' if test.than else test.row}, expected {_expected(test)}"
 
 
@@ -117,7 +117,7 @@ def _finding(test: ClaimTest, seeds: int, record: SweepRecord) -> Finding:
 
 
 def _outcome(test: ClaimTest, low: float, high: float) -> Outcome:
-    """Return what an interval says about a test."""
+    """Return the outcome of a test from the interval (low, high), relative to the test's value."""
     if test.expect == "different":
         if low > 0 or high < 0:
             return "shown"

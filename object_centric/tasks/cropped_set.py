@@ -57,6 +57,6 @@ class CroppedSet(EvalSet):
 
 
 def open_masks(task: CroppedTaskConfig) -> EvalSet:
-    """Return the images of a task, cropped if it says so."""
+    """Return the images of a task, cropped if `crop_area` is set."""
     whole = open_set(task, "masks")
     return whole if task.crop_area is None else CroppedSet(whole, task.crop_area)

@@ -27,7 +27,7 @@ def draw_best_and_worst(
     """Write a picture with columns image, true masks, masks of the best run, and masks of the worst; print both scores.
 
     Raises:
-        ConfigError: a run without a score of the task, or that is no slot model, or a task without masks.
+        ConfigError: a run without a score of the task, a model without slots, or a task without masks.
     """
     refuse_unwritable(out.parent, "--out")
     ranked = sorted(((_score(run, task_name), run) for run in runs), key=lambda pair: _rank(pair[0]), reverse=True)
