@@ -107,7 +107,7 @@ def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
     for folder in folders:
         if read_recipe(folder).objective != objective:
             raise ConfigError(
-                f"{folder}: is named like a row of the sweep but has another objective. Move it, or pass --out."
+                f"{folder}: is named like a row of the sweep but has another objective. Move it, or pass --runs."
             )
         recipe, seed = recipe_of(str(folder))
         other, where = next(iter(runs_by_seed.values()), (recipe, folder))
@@ -156,7 +156,7 @@ def sweep_grid(
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
         raise DataError(
-            f"{title}: has no scored runs. If they are in another folder, name it with --out. Otherwise train them "
+            f"{title}: has no scored runs. If they are in another folder, name it with --runs. Otherwise train them "
             "with `sparo launch train`; if their recipe has no eval.tasks, score them with `sparo eval RUN --tasks "
             "NAMES`."
         )

@@ -39,7 +39,8 @@ def print_papers(words: Sequence[str]) -> None:
             table.add_row(item.paper, "", "", "", "", style="bold")
             last = item.paper
         table.add_row(item.name, item.about, _one_command(item), item.small_cost or item.cost, item.status)
-    out.print_wide(table)
+    # Folded to a terminal's width, and one line per item in a file or pipe.
+    (out.print if out.is_terminal else out.print_wide)(table)
 
 
 def _one_command(item: PaperItem) -> str:
