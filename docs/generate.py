@@ -138,7 +138,7 @@ class KeyPages:
             label = anchor.partition("#")[2] or anchor.removesuffix(".md")
             link = f"[`{label}`]({anchor.removeprefix(page) if anchor.startswith(f'{page}#') else anchor})"
             parts.append(f"Keys that are described under {link}: {', '.join(f'`{n}`' for n in _blocks(names, keys))}.")
-        parts += [_nested(key) for key in new if _registry_of(key) is not None]
+        parts += [_nested(key, chosen) for key in new if (chosen := _registry_of(key)) is not None]
         parts += [] if keys else ["It has no keys."]
         return "\n\n".join(filter(None, parts))
 
@@ -150,13 +150,12 @@ def _registry_of(key: Key) -> Registry | None:
     return next((registry for registry in _HEADINGS if kinds and kinds == list(registry.builtin)), None)
 
 
-def _nested(key: Key) -> str:
+def _nested(key: Key, registry: Registry) -> str:
     """Name the page with the keys of a block that a registry's entries share."""
-    registry = _registry_of(key)
-    files = {registry: file for file, _, registries in _PAGES for registry in registries}
+    file = next(file for file, _, registries in _PAGES if registry in registries)
     heading = _HEADINGS[registry][0]
     heading = f"{heading[0].lower()}{heading[1:]}"
-    return f"`{key.dotted}.*`: the keys of the chosen entry, as on the page of [{heading}]({files[registry]}.md)."
+    return f"`{key.dotted}.*`: the keys of the chosen entry, as on the page of [{heading}]({file}.md)."
 
 
 def _blocks(names: Sequence[str], keys: Sequence[Key]) -> list[str]:
