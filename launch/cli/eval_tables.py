@@ -139,7 +139,8 @@ def sweep(
         write_record(scores, record)
         out.print(str(record), soft_wrap=True)
     if figure is not None and scores is not None:
-        draw(scores, figure, task, mean)
+        # As in the papers, where the sweep describes its figure: means with intervals.
+        draw(scores, figure, task, mean or scores.figure is not None)
         out.print(str(figure), soft_wrap=True)
 
 

@@ -70,6 +70,16 @@ class PooledConfig(Frozen):
     heads: int = field(4, "Attention heads.", gt=0)
 
 
+class IdspnConfig(Frozen):
+    """Slots found by gradient descent on their encoding (iDSPN, Zhang et al. 2022): a baseline for set prediction without attention."""
+
+    steps: int = field(20, "Steps of gradient descent.", gt=0, le=1000)
+    lr: float = field(1.0, "Step size.", gt=0)
+    momentum: float = field(0.9, "Momentum of the descent.", ge=0, lt=1)
+    hidden: int = field(512, "Hidden units of the MLPs over tokens and over slots.", gt=0)
+    latent: int = field(512, "Width of the encodings of image and set.", gt=0)
+
+
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF;
 # martius-lab/videosaur; invariant_slot_attention (isa); Genera1Z/VQ-VFM-OCL (vqvfm). tf, tf_inv, tf_inv_gru, sa_nogru:
 # papers/inverted-attention-transformers.txt; tf_inv_osrt: its B.1, with the norms of Tsai et al. 2020 and Dehghani et
@@ -105,6 +115,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "binder": {}, "softmax_over": "slots_heads", "renorm": "sum", "renorm_eps": 1e-5, "gru": "none", "layers": "own",
         "slot_init": "learned", "activation": "gelu", "mlp_ratio": 4, "out_proj": True,
     },
+    "idspn": {"idspn": {}, "gru": "none", "slot_init": "learned"},
     "pooled": {"pooled": {}, "gru": "none", "slot_init": "learned"},
     "mesh": {"transport": {"entropy_steps": 4, "cost": "cdist", "slot_marginal": "learned"}, "renorm": "none", "mlp_width": 128},
 }  # fmt: skip
@@ -190,6 +201,11 @@ class SlotAttentionConfig(Frozen):
         "Compute the slots of all time steps together in Transformer-like blocks, as in the parallel spatiotemporal binder (preset psb). Default: no binder.",
     )
 
+    idspn: IdspnConfig | None = field(
+        None,
+        "Find slots by gradient descent on their encoding instead of slot attention (preset idspn). Default: slot attention.",
+    )
+
     pooled: PooledConfig | None = field(
         None, "Pool slots from a Transformer over all tokens of all times instead of slot attention (preset pooled)."
     )
@@ -206,7 +222,7 @@ class SlotAttentionConfig(Frozen):
         preset_values = dict(PRESETS[name])
         if (times := preset_values.pop("mlp_ratio", None)) and isinstance(data.get("width", 64), int):
             preset_values["mlp_width"] = times * data.get("width", 64)
-        for part in ("transport", "binder", "pooled"):
+        for part in ("transport", "binder", "pooled", "idspn"):
             inner = data.get(part)
             if isinstance(inner, dict) and part in preset_values:
                 preset_values[part] = {**preset_values[part], **inner}
@@ -261,6 +277,12 @@ class SlotAttentionConfig(Frozen):
             self._check_binder_options(self.binder)
         if self.pooled is not None:
             self._check_pooled_options(self.pooled)
+        if self.idspn is not None and (
+            self.pooled or self.binder or self.transport or self.gru != "none" or self.mlp_width
+        ):
+            raise ValueError(
+                "idspn: its slots have no attention and no update. Remove pooled, binder, transport, gru and mlp_width."
+            )
         if self.gradient == "last" and self.layers == "own":
             raise ValueError("gradient=last: iterations with separate weights would learn nothing. Set layers: shared.")
         return self

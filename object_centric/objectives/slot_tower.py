@@ -22,6 +22,7 @@ from ..encoders.convnet import ConvNetConfig, grid
 from ..encoders.transformer import TransformerConfig
 from ..grouping.invariant import FrameConfig, InvariantSlotAttention
 from ..grouping.parallel_binder import ParallelBinder
+from ..grouping.set_refinement import SetRefinement
 from ..grouping.slot_attention import ACTIVATIONS, SlotAttention, lecun_normal_
 from ..grouping.slot_config import SlotAttentionConfig
 
@@ -92,6 +93,10 @@ class SlotTowerConfig(Frozen):
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
             raise ValueError("grouping.preset=pooled: applies to videos (objective.kind=video_slots)")
+        if self.grouping.idspn is not None and (self.accepts_hint or self.frame is not None):
+            raise ValueError(
+                "grouping.preset=idspn: applies to images without reference frames. Use another preset, or remove frame."
+            )
         if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _POSITION_AWARE_ENCODERS):
             raise ValueError(
                 f"position_init={self.position_init}: this tower projects no positions, because it has a ViT or "
@@ -189,6 +194,8 @@ class SlotTower(nn.Module):
         c = self.config
         if c.frame is not None:
             return InvariantSlotAttention(c.grouping, c.frame, c.features)
+        if c.grouping.idspn is not None:
+            return SetRefinement(c.grouping, c.features)
         return (SlotAttention if c.grouping.binder is None else ParallelBinder)(c.grouping, c.features)
 
     def tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:

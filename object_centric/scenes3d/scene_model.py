@@ -46,9 +46,9 @@ class SceneTowerConfig(Frozen):
     def _check_options(self) -> Self:
         g = self.grouping
         self.encoder.refuse_side(self.image_size)
-        if g.transport is not None or g.pooled is not None or g.slot_init == "given":
+        if g.transport is not None or g.pooled is not None or g.idspn is not None or g.slot_init == "given":
             raise ValueError(
-                "grouping: transport, pooled and slot_init=given do not apply to 3D scenes, only to images and videos. "
+                "grouping: transport, pooled, idspn and slot_init=given do not apply to 3D scenes, only to images and videos. "
                 "Use another preset or slot_init."
             )
         if self.predictor is not None:
