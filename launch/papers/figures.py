@@ -14,11 +14,10 @@ from matplotlib.axes import Axes
 
 from evals.report.plots import literal, save_figure
 from evals.report.seed_average import Spread, spread, spread_caption
-from evals.tasks.result import axis_of
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..jobs.sweep import SweepFigure
-from .sweep_record import RecordRow, SweepRecord
+from .sweep_record import RecordRow, SweepRecord, score_axis
 
 
 @literal()
@@ -43,7 +42,7 @@ def draw(record: SweepRecord, path: Path, score: str | None = None, mean: bool =
         else:
             (_bars if record.figure.kind == "bars" else _lines)(axis, record, record.figure, score, mean)
             axis.set_xlabel(record.figure.x_label)
-        label = f"{score}, {axis_of(score.rpartition('/')[2])[1]}"
+        label = ", ".join(filter(None, (score, score_axis(score)[1])))
         if record.figure is not None and record.figure.y_label and score == record.figure.score:
             label = record.figure.y_label
         axis.set_ylabel(f"{label}\n{spread_caption(mean)}", fontsize=8)
@@ -71,7 +70,7 @@ def _points(
     rows: Sequence[RecordRow], score: str, mean: bool, divisors: dict[Any, float]
 ) -> list[tuple[RecordRow, Spread]]:
     """Return rows that have the score with its spread, multiplied for display, or divided by another series' mean."""
-    times = axis_of(score.rpartition("/")[2])[0]
+    times = score_axis(score)[0]
     found = []
     for row in rows:
         values = list(row.values(score).values())

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evals.report.results_file import whole_records
 from evals.report.seed_average import recipe_of
+from evals.tasks.result import axis_of
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import read_json, write_whole
@@ -22,6 +23,16 @@ from ..jobs.sweep import SweepFigure, read_sweep
 
 MEASURES = "measures"  # folder in a run folder with the files of measurements
 _DIGITS = 6
+
+
+# Scores that are neither fractions nor metrics with a unit.
+_PLAIN = frozenset({"grad_norm_peak", "effective_number"})
+
+
+def score_axis(score: str) -> tuple[float, str]:
+    """Return the display factor of TASK/METRIC, and its unit."""
+    metric = score.rpartition("/")[2]
+    return (1.0, "") if metric in _PLAIN else axis_of(metric)
 
 
 class _Stored(BaseModel):

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from evals.report.seed_average import Spread, difference, spread
-from evals.tasks.result import axis_of
 
 from .index import Claim, ClaimTest, Control
-from .sweep_record import SweepRecord
+from .sweep_record import SweepRecord, score_axis
 
 Outcome = Literal["shown", "refuted", "not decided"]
 
@@ -30,10 +29,11 @@ class Finding(NamedTuple):
         if self.spread is None:
             return f"{test_text(t)}: {self.reason}"
         rows = f"{t.row} - {t.than}" if t.than else t.row
-        times, unit = axis_of(t.score.rpartition("/")[2])
+        times, name = score_axis(t.score)
+        unit = f" {name}" if name else ""
         numbers = [times * value for value in self.spread if value is not None]
         interval = f" ({numbers[1]:.1f} to {numbers[2]:.1f})" if len(numbers) == 3 else ""
-        return f"{t.score}: {rows} {numbers[0]:.1f}{interval} {unit}, {self.seeds} seeds; expected {_expected(t)}: {self.outcome}"
+        return f"{t.score}: {rows} {numbers[0]:.1f}{interval}{unit}, {self.seeds} seeds; expected {_expected(t)}: {self.outcome}"
 
 
 class Verdict(NamedTuple):
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 
 
 def _expected(test: ClaimTest) -> str:
-    times, _ = axis_of(test.score.rpartition("/")[2])
+    times, _ = score_axis(test.score)
     margin, value = f"{times * test.margin:g}", "0" if test.than else f"{times * test.value:g}"
     return {
         "greater": f"> {margin if test.than else f'{times * (test.value + test.margin):g}'}",
@@ -64,7 +64,7 @@ def test_text(test: ClaimTest) -> str:
 
 def control_text(control: Control) -> str:
     """Describe the sign that a baseline has learned."""
-    times, _ = axis_of(control.score.rpartition("/")[2])
+    times, _ = score_axis(control.score)
     return f"{control.score} of {control.row} above {times * control.above:g} with every seed ({control.why})"
 
 
@@ -92,7 +92,7 @@ def _not_learned(control: Control, record: SweepRecord) -> str:
     if not values:
         return f"{control.row} has no {control.score}"
     seed, lowest = min(values.items(), key=lambda item: item[1])
-    times, unit = axis_of(control.score.rpartition("/")[2])
+    times, unit = score_axis(control.score)
     if lowest > control.above:
         return ""
     return (

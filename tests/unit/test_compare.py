@@ -17,7 +17,9 @@ from evals.report.suite_layouts import SUITE_LAYOUTS
 from evals.tasks import pairs, retrieval, zeroshot
 from evals.tasks.objects import reconstruction
 from evals.tasks.result import Result, bootstrap, format_metric, percentiles
-from launch.commands.sweep_table import SweepRow, checkpoint_readout_cells, draw
+from launch.commands.sweep_table import checkpoint_readout_cells
+from launch.papers.figures import draw
+from launch.papers.sweep_record import RecordRow, RunScores, SweepRecord
 from sparo_train.core.errors import ConfigError, DataError
 
 
@@ -113,8 +115,11 @@ def test_names_are_no_formulas_in_plots(tmp_path):
     curve = {key: [0.1, 0.2] for key in ("curve", "random_mean", "random_low", "random_high")}
     report = {**curve, "whole": [0.3], "chosen": [0.2, 0.1, 0.3], "draws": 2, "share": "held out", "n": 9}
     draw_curves({name: report}, 1, name, tmp_path / "d.png")
-    row = SweepRow(name, 10, 2, {name: [sides[0][name], sides[1][name]]})
-    draw([row], name, tmp_path / "e.png")
+    runs = tuple(RunScores(seed=seed, steps=1, seconds=1.0, scores={f"{name}/acc1": 0.3}) for seed in range(2))
+    row = RecordRow(name=name, series=name, x=name, parameters=10, runs=runs)
+    for kind in (None, {"kind": "bars", "score": f"{name}/acc1", "x_label": name}):
+        sweep = {"sweep": name, "machines": [name], "figure": kind, "rows": [row]}
+        draw(SweepRecord.model_validate(sweep), tmp_path / "e.png")
     assert all((tmp_path / f"{letter}.png").stat().st_size > 5000 for letter in "cde")
 
 
