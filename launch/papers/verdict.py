@@ -113,7 +113,13 @@ def _finding(test: ClaimTest, seeds: int, record: SweepRecord) -> Finding:
     low, high = (found.value if end is None else end for end in found[1:])
     center = 0.0 if test.than else test.value
     outcome = _outcome(test, low - center, high - center)
-    return Finding(test, outcome, found, fewest, "the interval reaches beyond the expected range" if outcome == "not decided" else "")
+    return Finding(
+        test,
+        outcome,
+        found,
+        fewest,
+        "the interval reaches beyond the expected range" if outcome == "not decided" else "",
+    )
 
 
 def _outcome(test: ClaimTest, low: float, high: float) -> Outcome:

@@ -54,7 +54,9 @@ def test_movi_as_tfds_writes_it(tmp_path):
     assert convert_published(find_source_files(MOVI, "movi"), tmp_path / "m", config)[:2] == (1, 1)
     _, fields = open_source("m", ShardsConfig(shards=str(tmp_path / "m/train"))).storages[0].read(0)
     assert Episode(fields).metadata["video"] == "18/b" and (tmp_path / "m/clips/test/nshards.txt").exists()
-    with pytest.raises(ConfigError, match="--videos: applies to --as movi or npy or davis or youtube_vis, but coco has no videos"):
+    with pytest.raises(
+        ConfigError, match="--videos: applies to --as movi or npy or davis or youtube_vis, but coco has no videos"
+    ):
         convert_published([MOVI], tmp_path / "n", PublishedConfig(source="coco", videos=True))
     with pytest.raises(ConfigError, match="do not apply to videos"):
         convert_published([MOVI], tmp_path / "n", PublishedConfig(source="movi", videos=True, crop="clevr"))
