@@ -125,7 +125,7 @@ def sweep(
     _refuse_both(mean, baseline)
     check_figure_path(figure, "--figure")
     if file.suffix == ".json":
-        if figure is None or record is not None:
+        if figure is None or any((record, layout, paper, baseline, folder)):
             raise ConfigError(f"{file}: a record can be drawn only. Add --figure, and remove other options.")
         draw(read_record(file), figure, task, True)
         out.print(str(figure), soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +24,6 @@ from ..jobs.sweep import SweepFigure, read_sweep
 
 MEASURES = "measures"  # folder in a run folder with the files of measurements
 _DIGITS = 6
-
-
 # Scores that are neither fractions nor metrics with a unit.
 _PLAIN = frozenset({"grad_norm_peak", "effective_number"})
 
@@ -113,6 +112,8 @@ def _run_scores(folder: Path, measures: Mapping[str, Any], row: str) -> RunScore
     scores |= _training_scores(trained)
     # A logged line has the mean time of the steps since the line before.
     steps = [0, *(line["step"] for line in trained)]
+    # Of a diverged run, so that the record stays valid JSON; the seed then counts as missing.
+    scores = {name: value for name, value in scores.items() if math.isfinite(value)}
     seconds = sum(
         line.get("step_seconds", 0) * (line["step"] - before) for line, before in zip(trained, steps, strict=False)
     )

@@ -125,6 +125,8 @@ def test_another_file_is_no_record(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(DataError, match=message):
         read_record(tmp_path / "record.json")
+    done = sparo("eval", "sweep", "record.json", "--figure", "x.png", "--baseline", "a", cwd=tmp_path)
+    assert done.returncode == 2 and "a record can be drawn only" in done.stderr
     done = sparo("eval", "sweep", "record.json", "--figure", "x.png", cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
@@ -186,6 +188,11 @@ def test_a_record_holds_scores_measures_and_training(tmp_path):
     assert one.values("zero/acc1") == {0: 0.1, 1: 0.2} and one.values("m/gain") == {0: 0.1, 1: 0.2}
     assert two.values("m/gain") == {} and one.runs[0].steps == 40 and one.runs[0].seconds == 20
     assert one.runs[0].scores["train/loss"] == 1 and one.runs[0].scores["train/grad_norm_peak"] == 4
+    diverged = {"kind": "train", "step": 50, "loss": float("nan"), "grad_norm": 1.0, "step_seconds": 0.5}
+    with (runs[1].folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(diverged) + "\n")
+    again = collect(tmp_path / "s.yaml").rows[0]
+    assert again.values("train/loss") == {0: 1}, "a loss that is not finite is a missing score"
     (runs[0].folder / "measures/m.json").write_text('{"reports": []}')
     with pytest.raises(DataError, match=r"m.json: has no number at reports.pairs.gain.0. Delete the file, and measure"):
         collect(tmp_path / "s.yaml")
