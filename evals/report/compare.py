@@ -9,7 +9,8 @@ from scipy.stats import binomtest
 
 from sparo_train.core.errors import DataError
 
-from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles
+from ..tasks.clusters import difference_test
+from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, by_group, percentiles
 from .results_file import Record, predictions_of
 
 # Options that must be equal for two scores of one name to be comparable; older results may lack those of the second
@@ -38,7 +39,8 @@ class Comparison(NamedTuple):
     Attributes:
         only_first, only_second: number of samples that only one of them has right.
         stratified: the difference is a mean over kinds or classes, which `p` is not about.
-        p: exact two-sided McNemar. For scores that are not right or wrong, p is None, and the two count samples with a
+        p: exact two-sided McNemar; for samples in clusters (questions about one image, images of one patient), of a normal
+            distribution whose standard error is that of sums over clusters. For scores that are not right or wrong, p is None, and the two count samples with a
             better score (for retrieval: images whose texts are found).
     """
 
@@ -57,7 +59,8 @@ def compare(first: Record, second: Record, metric: str | None = None) -> Compari
     """Compare two records of one task by a metric, by default the headline.
 
     The interval resamples the samples that both have: pairs within their kind if the headline is macro, images with
-    their captions for retrieval, and images if each has its own value (FG-ARI, PSNR).
+    their captions for retrieval, and images if each has its own value (FG-ARI, PSNR). Samples in clusters are not
+    resampled one by one.
 
     Raises:
         DataError: other data, other options, or predictions that were not stored.
@@ -88,9 +91,13 @@ def compare(first: Record, second: Record, metric: str | None = None) -> Compari
         return _compare_per_sample(first, second, a, b, metric)
     name, rows, strata = _answers(first, a, metric)
     change = (b[name].astype(np.int64) - a[name].astype(np.int64))[rows]
+    worse, better = int((change < 0).sum()), int((change > 0).sum())
     names = np.unique(strata)
+    value, stratified = float(np.mean([change[strata == kind].mean() for kind in names])), len(names) > 1
+    if (clusters := _clusters(a, b)) is not None:
+        interval, p = difference_test(change, strata, clusters[rows])
+        return Comparison(first.task, metric, value, interval, worse, better, p, len(change), stratified)
     rng, draws = np.random.default_rng(0), []
-    means = []
     # Kind by kind, so that in a resampled mean every kind keeps its size.
     for name in names:
         here = change[strata == name]
@@ -98,15 +105,15 @@ def compare(first: Record, second: Record, metric: str | None = None) -> Compari
         shares = np.asarray([(here == v).mean() for v in (-1, 0, 1)])
         counts = rng.multinomial(len(here), shares / shares.sum(), DRAWS)
         draws.append((counts[:, 2] - counts[:, 0]) / len(here))
-        means.append(here.mean())
-    worse, better = int((change < 0).sum()), int((change > 0).sum())
     # Samples that both have right, or both wrong, do not show which is better.
     p = binomtest(better, better + worse).pvalue if better + worse else 1.0
     interval = percentiles(np.mean(draws, axis=0))
-    stratified = len(names) > 1
-    return Comparison(
-        first.task, metric, float(np.mean(means)), interval, worse, better, float(p), len(change), stratified
-    )
+    return Comparison(first.task, metric, value, interval, worse, better, float(p), len(change), stratified)
+
+
+def _clusters(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> np.ndarray | None:
+    """Return the cluster of each sample; None if samples are independent. Older results may lack it."""
+    return a.get("cluster", b.get("cluster"))
 
 
 def _answers(record: Record, arrays: dict[str, np.ndarray], metric: str) -> tuple[str, np.ndarray, np.ndarray]:
@@ -154,8 +161,9 @@ def _compare_per_sample(
     there = ~(np.isnan(x) | np.isnan(y))
     if not there.any():
         raise DataError(f"{first.task}: no sample has {metric} for both checkpoints. Compare another metric.")
-    change = (y - x)[there]
-    draws = bootstrap(change[:, None], np.ones((len(change), 1)))[:, 0]
+    change, clusters = (y - x)[there], _clusters(a, b)
+    groups = None if clusters is None else clusters[there].tolist()
+    draws = bootstrap(by_group(change[:, None], groups), by_group(np.ones((len(change), 1)), groups))[:, 0]
     gain = -change if metric in LOWER_IS_BETTER else change
     return Comparison(
         first.task,

@@ -11,13 +11,12 @@ from scipy.stats import norm
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
-from ..tasks.result import LOWER_IS_BETTER
+from ..tasks.result import LOWER_IS_BETTER, Z
 from .compare import compare
 from .grid import BETTER, WORSE, Cell, Column, Grid, Row
 from .results_file import Record
 
 _LEVEL = 0.05
-_Z = 1.959964  # standard errors from an estimate to the end of its 95 % interval
 ByTask = Mapping[str, Record]
 
 
@@ -181,7 +180,7 @@ def _paired(one: _Key, other: _Key, metric: str) -> Difference | None:
     except DataError:
         return None
     low, high = found.interval
-    error = (high - low) / (2 * _Z)
+    error = (high - low) / (2 * Z)
     # McNemar's exact p is for the share of right answers; a mean over kinds has its own error.
     p = _p(found.difference, error) if found.p is None or found.stratified else found.p
     if error == 0 and found.p is None and found.difference != 0:
@@ -193,7 +192,7 @@ def _unpaired(a: Cell, b: Cell) -> Difference:
     """Return the difference of two scores by their intervals."""
     if a.low is None or a.high is None or b.low is None or b.high is None:
         return Difference(b.value - a.value, 0.0, 1.0, False)
-    error = (((a.high - a.low) ** 2 + (b.high - b.low) ** 2) ** 0.5) / (2 * _Z)
+    error = (((a.high - a.low) ** 2 + (b.high - b.low) ** 2) ** 0.5) / (2 * Z)
     return Difference(b.value - a.value, error, _p(b.value - a.value, error), False)
 
 

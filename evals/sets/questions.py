@@ -124,6 +124,10 @@ class QuestionSet(FileSet):
     def _key(self, number: int) -> str:
         return ImageRef(self._names[number], self._boxes[number]).key
 
+    def file(self, number: int) -> str:
+        """Return the file of an image below the root; regions of one picture have one file."""
+        return self._names[number]
+
     def _cropped(self, number: int, image: Image.Image) -> Image.Image:
         """Return the region of an image, black where it exceeds the image, as in ARO's and CREPE's scripts."""
         box = self._boxes[number]

@@ -235,6 +235,17 @@ def _probe_inputs(
     return units, bank, labels[0], test, labels[1], f"{identities(bank_set)} {identities(test_set)}"
 
 
+def images_of(material: Material) -> list[tuple[str | int, ...]]:
+    """Return the images of each question: keys, or numbers."""
+    if isinstance(material, ProbeTask):
+        return [(key,) for key in material.test.keys]
+    if isinstance(material, Classes):
+        return [(key,) for key in material.keys]
+    if isinstance(material, Questions):
+        return [question.images for question in material.questions]
+    return [(image,) for image in material.owner.tolist()]
+
+
 def groups_of(material: Material) -> list[str]:
     """Return a group name per question; questions with one image, or pairs with a common true caption, share a group.
 
@@ -248,17 +259,15 @@ def groups_of(material: Material) -> list[str]:
         captions = [
             question.texts[question.answer if len(question.texts) > 1 else 0] for question in material.questions
         ]
-        shown = [question.images for question in material.questions]
     else:
         captions = [pair.caption for pair in material.caption_pairs]
-        shown = [(image,) for image in material.owner.tolist()]
     place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
     # Captions and images are the nodes of a bipartite graph; its connected components are the groups.
     nodes = len(place) + len(material.features)
     ends = np.array(
         [
-            (place[caption], len(place) + image)
-            for caption, images in zip(captions, shown, strict=True)
+            (place[caption], len(place) + int(image))
+            for caption, images in zip(captions, images_of(material), strict=True)
             for image in images
         ]
     ).T

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..tasks.clusters import share_interval
 from ..tasks.result import DRAWS, percentiles, wilson
 from ..tasks.zeroshot import rank_classes
 
@@ -223,8 +224,16 @@ def _first_best(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
-def interval(right: Tensor, kinds: Tensor) -> tuple[float, float]:
-    """Return a 95 % interval of an accuracy: Wilson's, or with several kinds a bootstrap within each."""
+def interval(right: Tensor, kinds: Tensor, clusters: np.ndarray | None = None) -> tuple[float, float]:
+    """Return a 95 % interval of an accuracy: Wilson's, with several kinds a bootstrap within each, and over clusters if questions share images.
+
+    Args:
+        right: (n,) bool.
+        kinds: (n,) int64, over which accuracy is averaged.
+        clusters: (n,) int64, of questions that share images. Default: none share one.
+    """
+    if clusters is not None:
+        return share_interval(right.numpy(), kinds.numpy(), clusters)
     of = torch.bincount(kinds)
     if len(of) == 1:
         return wilson(float(right.double().mean()), len(right))

@@ -12,9 +12,10 @@ from torch import Tensor
 from sparo_train.core.errors import ConfigError
 
 from ..encoders.selection import Selection, SelectionData
-from ..tasks.result import DRAWS, percentiles, wilson
+from ..tasks.clusters import clusters_of, difference_test
+from ..tasks.result import DRAWS, percentiles
 from . import selection_methods as choosing
-from .eval_inputs import Classes, Material, Pairs, Questions, groups_of, halves
+from .eval_inputs import Classes, Material, Pairs, Questions, groups_of, halves, images_of
 from .margins import Margins, interval
 from .probe_tasks import ProbeTask
 
@@ -196,9 +197,12 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
         material,
         [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))],
     )
-    kinds, (ours, bottom, *random_answers) = (
-        (kinds, answers) if rows is None else (kinds[rows], [right[rows] for right in answers])
-    )
+    images = images_of(material)
+    if rows is not None:
+        kinds, answers = kinds[rows], [right[rows] for right in answers]
+        images = [images[i] for i in rows.nonzero().flatten().tolist()]
+    ours, bottom, *random_answers = answers
+    clusters = clusters_of(images)
     accuracy = _accuracies(kinds)
     random = torch.stack([accuracy(right) for right in random_answers])
     low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
@@ -206,10 +210,10 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
         name,
         len(ours),
         share,
-        _score(ours[:, -1], kinds),
-        _score(ours[:, k - 1], kinds),
-        _score(bottom[:, k - 1], kinds),
-        gain(ours[:, k - 1], ours[:, -1], kinds),
+        _score(ours[:, -1], kinds, clusters),
+        _score(ours[:, k - 1], kinds, clusters),
+        _score(bottom[:, k - 1], kinds, clusters),
+        gain(ours[:, k - 1], ours[:, -1], kinds, clusters),
         len(random_answers),
         accuracy(ours).tolist(),
         random.mean(0).tolist(),
@@ -223,12 +227,20 @@ def _accuracies(kinds: Tensor) -> Any:
     return Margins(none, none[..., 0], none[..., 0] > 0, kinds, []).accuracy
 
 
-def _score(right: Tensor, kinds: Tensor) -> Score:
-    return Score(float(_accuracies(kinds)(right)), *interval(right, kinds))
+def _score(right: Tensor, kinds: Tensor, clusters: np.ndarray | None) -> Score:
+    return Score(float(_accuracies(kinds)(right)), *interval(right, kinds, clusters))
 
 
-def gain(first: Tensor, second: Tensor, kinds: Tensor) -> Score:
-    """Return the accuracy of the first answers minus that of the second, with a paired bootstrap over questions within each kind."""
+def gain(first: Tensor, second: Tensor, kinds: Tensor, clusters: np.ndarray | None = None) -> Score:
+    """Return the accuracy of the first answers minus that of the second, with a paired bootstrap over questions within each kind.
+
+    With clusters (n,) of questions that share images, the interval is that of a normal distribution, by the standard error
+    of sums over clusters.
+    """
+    if clusters is not None:
+        change = first.double().numpy() - second.double().numpy()
+        value = float(np.mean([change[kinds.numpy() == kind].mean() for kind in kinds.unique().tolist()]))
+        return Score(value, *difference_test(change, kinds.numpy(), clusters)[0])
     rng, draws, values = np.random.default_rng(0), [], []
     for kind in kinds.unique().tolist():
         here = kinds == kind
@@ -294,8 +306,9 @@ def four_column(label: str, name: str, selection_data: Classes, pairs: Pairs, ho
 
 def by_kind(right: Tensor, margins: Margins) -> list[Score]:
     """Return the accuracy of each kind, and their mean, with 95 % intervals."""
-    scores = []
+    scores, clusters = [], clusters_of([[key] for key in margins.keys])
     for kind in range(int(margins.kinds.max()) + 1):
-        here = right[margins.kinds == kind]
-        scores.append(Score(float(here.double().mean()), *wilson(float(here.double().mean()), len(here))))
-    return [*scores, Score(float(margins.accuracy(right)), *interval(right, margins.kinds))]
+        here = margins.kinds == kind
+        of_kind = None if clusters is None else clusters[here.numpy()]
+        scores.append(_score(right[here], torch.zeros(int(here.sum()), dtype=torch.int64), of_kind))
+    return [*scores, Score(float(margins.accuracy(right)), *interval(right, margins.kinds, clusters))]

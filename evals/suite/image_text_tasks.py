@@ -106,7 +106,7 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
         true, false = both.split(len(caption_pairs))
         texts = [(p.caption, p.negative_caption) for p in caption_pairs]
         kinds = [p.kind for p in caption_pairs]
-        result = pairs.score(images.rows(owner), true, false, kinds, task.average, texts)
+        result = pairs.score(images.rows(owner), true, false, kinds, task.average, texts, owner.tolist())
         choices = [textonly.Choice(both, 0, image) for both, image in zip(texts, owner.tolist(), strict=True)]
         return textonly.attach(result, choices, kinds, task.average)
 

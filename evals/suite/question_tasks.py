@@ -171,8 +171,9 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
         right = {name: values for name, values in right.items() if not chance[name].isnan().any()}
         chance = {name: chance[name] for name in right}
         kinds, keys, groups = zip(*((q.kind, q.key, q.groups) for q in questions), strict=True)
-        result = forms.score(task.task, Answers(right, chance, kinds, keys, groups), task.average)
-        return _with_blind(result._replace(counts={"ties": ties}), task, questions)
+        files = [{source.file(number) for number in question.images} for question in questions]
+        result = forms.score(task.task, Answers(right, chance, kinds, keys, groups, files), task.average)
+        return _with_blind(result._replace(counts={**result.counts, "ties": ties}), task, questions)
 
     options: dict[str, Any] = {"questions": sha256(*(str(question) for question in questions))[:16]}
     if task.exclude_kinds or task.min_per_kind > 1:

@@ -117,8 +117,12 @@ def attach_data_info(
 
 
 def _over_groups(result: Result, groups: Sequence[str]) -> Result:
-    """Return the result with an interval of its accuracy that resamples groups (patients) instead of images."""
+    """Return the result with its groups (patients) for comparisons, and with an interval of its accuracy that resamples them instead of images."""
     right = result.predictions.get("right")
+    rows = {len(array) for array in result.predictions.values()}
+    if rows == {len(groups)}:
+        cluster = np.unique(np.asarray(groups), return_inverse=True)[1]
+        result = result._replace(predictions={**result.predictions, "cluster": cluster})
     # Only a mean of right answers can be resampled here.
     if right is None or len(right) != len(groups) or not math.isclose(np.mean(right), result.value, abs_tol=1e-6):
         return result

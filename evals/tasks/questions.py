@@ -8,13 +8,14 @@ a sum over slots.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .clusters import clusters_of, share_interval
 from .result import DRAWS, Result, percentiles, wilson
 
 Ties = Literal["lose", "first"]
@@ -142,6 +143,7 @@ class Answers(NamedTuple):
         chance: score of random similarities (n,) by metric.
         kinds, keys: category and name of each question.
         groups: (metric, group) pairs of each question; a group is right if all its questions are.
+        images: names of the images of each question; answers about one image are not independent. Default: independent.
     """
 
     right: Mapping[str, Tensor]
@@ -149,6 +151,7 @@ class Answers(NamedTuple):
     kinds: Sequence[str]
     keys: Sequence[str]
     groups: Sequence[Sequence[tuple[str, str]]] = ()
+    images: Sequence[Iterable[Hashable]] = ()
 
 
 def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "micro") -> Result:
@@ -158,6 +161,8 @@ def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "mic
     metrics: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
     options: dict[str, object] = {"average": average}
+    clusters = clusters_of(answers.images) if answers.images else None
+    strata = kinds if average == "macro" else np.zeros(len(kinds))
     for metric, correct in answers.right.items():
         rows = correct.numpy()
         by_kind = {kind: rows[kinds == kind] for kind in names} or {"": rows}
@@ -166,23 +171,37 @@ def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "mic
         else:
             metrics[metric] = float(rows.mean())
             intervals[metric] = wilson(metrics[metric], len(rows))
+        if clusters is not None:
+            intervals[metric] = share_interval(rows, strata, clusters)
         if len(names) < 2:
             continue
         if len(names) > _MANY_KINDS:
             options[f"{metric}_by_kind"] = {kind: [float(of.mean()), len(of)] for kind, of in by_kind.items()}
         else:
             metrics |= {f"{metric}/{kind}": float(of.mean()) for kind, of in by_kind.items()}
-            intervals |= {f"{metric}/{kind}": wilson(of.mean(), len(of)) for kind, of in by_kind.items()}
+            intervals |= {f"{metric}/{kind}": _of_kind(rows, kinds == kind, clusters) for kind in by_kind}
     headline = next(iter(answers.right))
     weight = weights(kinds, average)
     chance = {metric: float((values.numpy() * weight).sum()) for metric, values in answers.chance.items()}
-    for metric, (value, count, luck) in _by_group(answers, headline).items():
-        metrics[metric], intervals[metric], chance[metric] = value, wilson(value, count), luck
+    for metric, (right, firsts, luck) in _by_group(answers, headline).items():
+        of_groups = None if clusters is None else clusters[firsts]
+        metrics[metric], chance[metric] = float(right.mean()), luck
+        intervals[metric] = _of_kind(right, np.ones(len(right), bool), of_groups)
     options |= {f"chance_{metric}": value for metric, value in chance.items() if metric != headline}
     predictions = {name: right.numpy() for name, right in answers.right.items()}
     predictions |= {"right": predictions[headline], "kind": kinds}
+    counts: dict[str, int] = {}
+    if clusters is not None:
+        predictions["cluster"], counts["clusters"] = clusters, int(clusters.max()) + 1
     keys = tuple(answers.keys)
-    return Result(task, len(keys), headline, metrics, chance[headline], intervals, options, {}, predictions, keys)
+    return Result(task, len(keys), headline, metrics, chance[headline], intervals, options, counts, predictions, keys)
+
+
+def _of_kind(right: np.ndarray, here: np.ndarray, clusters: np.ndarray | None) -> tuple[float, float]:
+    """Return the interval of the share of right answers among those marked in `here` (n,) bool."""
+    if clusters is None:
+        return wilson(float(right[here].mean()), int(here.sum()))
+    return share_interval(right[here], np.zeros(int(here.sum())), clusters[here])
 
 
 def _macro(by_kind: Sequence[np.ndarray]) -> tuple[float, tuple[float, float]]:
@@ -192,8 +211,8 @@ def _macro(by_kind: Sequence[np.ndarray]) -> tuple[float, tuple[float, float]]:
     return float(np.mean([of.mean() for of in by_kind])), percentiles(np.mean(draws, axis=0))
 
 
-def _by_group(answers: Answers, headline: str) -> dict[str, tuple[float, int, float]]:
-    """Return, by metric, the share of groups whose questions are all right, the number of groups, and the share by chance."""
+def _by_group(answers: Answers, headline: str) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """Return, by metric, which groups have only right answers (g,) bool, the number of each group's first question, and the share by chance."""
     members: dict[str, dict[str, list[int]]] = {}
     for number, groups in enumerate(answers.groups):
         for metric, name in groups:
@@ -201,8 +220,8 @@ def _by_group(answers: Answers, headline: str) -> dict[str, tuple[float, int, fl
     right, chance = answers.right[headline].numpy(), answers.chance[headline].numpy()
     return {
         metric: (
-            float(np.mean([right[numbers].all() for numbers in groups.values()])),
-            len(groups),
+            np.asarray([right[numbers].all() for numbers in groups.values()]),
+            np.asarray([numbers[0] for numbers in groups.values()]),
             float(np.mean([chance[numbers].prod() for numbers in groups.values()])),
         )
         for metric, groups in members.items()

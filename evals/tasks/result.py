@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 DRAWS = 2000
+Z = 1.959964  # standard errors from an estimate to the end of its 95 % interval
 # Metrics that are not shares: display factor, digits, and unit. All others are per cent.
 _METRIC_FORMATS = {
     **{f"psnr{which}": (1, 2, " dB") for which in ("", "_held_out", "_shown", "_nearest", "_mean")},
@@ -137,6 +138,10 @@ class Result(NamedTuple):
             notes.append("the scored images are the training images")
         if count := self.counts.get("groups"):
             notes.append(f"the interval of {self.headline} resamples the {count} groups of the test images")
+        if count := self.counts.get("clusters"):
+            notes.append(
+                f"questions share images; the intervals are those of {count} independent clusters of {self.n} questions"
+            )
         if (count := self.counts.get("classes_without_positive")) and self.task == "probe":
             notes.append(f"{count} class(es) have no positive among the test images and are not in the mean")
         if left_out := self.options.get("left_out_neighbours"):
@@ -210,10 +215,11 @@ def format_metric(metric: str, value: float, sign: str = "", unit: bool = False,
     return f"{times * value:{sign}.{decimals}f}" + (name if unit else "")
 
 
-def wilson(p: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson(p: float, n: float, z: float = Z) -> tuple[float, float]:
     """Return the Wilson score interval of a proportion (Wilson 1927) at 95 %.
 
-    scipy's `binomtest(k, n).proportion_ci("wilson")` takes whole counts k; here `p` may be a mean over classes.
+    scipy's `binomtest(k, n).proportion_ci("wilson")` takes whole counts; here `p` may be a mean over classes, and `n`
+    an effective number.
     """
     if n == 0:
         return 0.0, 1.0

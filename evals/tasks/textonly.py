@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .clusters import share_interval
 from .questions import weights
 from .result import Result, wilson
 
@@ -42,11 +43,16 @@ def score(true: Sequence[str], false: Sequence[str], corpus: Sequence[str]) -> R
 def attach(result: Result, choices: Sequence[Choice], kinds: Sequence[str], average: str) -> Result:
     """Return a result with the metric `blind`, the best of `guesses`, averaged like the headline."""
     weight = weights(np.asarray(kinds), average)
-    values = {name: float((right * weight).sum()) for name, right in guesses(choices).items()}
+    found = guesses(choices)
+    values = {name: float((right * weight).sum()) for name, right in found.items()}
     best = max(values, key=lambda name: values[name])
+    interval, clusters = wilson(values[best], len(choices)), result.predictions.get("cluster")
+    if clusters is not None:
+        strata = np.asarray(kinds) if average == "macro" else np.zeros(len(kinds))
+        interval = share_interval(found[best], strata, clusters)
     return result._replace(
         metrics={**result.metrics, "blind": values[best]},
-        intervals={**result.intervals, "blind": wilson(values[best], len(choices))},
+        intervals={**result.intervals, "blind": interval},
         options={**result.options, "blind": {name: round(value, 6) for name, value in values.items()}},
     )
 
