@@ -35,7 +35,7 @@ class CheckpointTeacherConfig(Frozen):
     )
     image_size: int | None = field(
         None,
-        "Pixels per side of the teacher's view. Default: the size that it was trained with.",
+        "Width and height of the teacher's view, in pixels. Default: the size that it was trained with.",
         gt=0,
         le=16384,
         examples=[224],

@@ -73,7 +73,7 @@ def _refuse_others(config: ClipConfig) -> None:
         )
     if config.vision.timm_model_name is not None:
         raise ConfigError(
-            "--layout transformers: CLIPModel has no image tower of timm. Use --layout open_clip or onnx."
+            "--layout transformers: the image tower is a timm model, which CLIPModel of transformers does not contain. Use --layout open_clip or onnx."
         )
 
 

@@ -32,7 +32,7 @@ class DatasetEntry(Frozen):
     """A data set of the catalogue: an entry of a YAML file in `dataset_folders`, under its name."""
 
     group: str = field(..., "Name for this set and related sets, as in --tasks vtab.")
-    task: str = field(..., "Task that scores the set: an entry of sparo.tasks.")
+    task: str = field(..., "Task by which models are scored on the set: an entry of sparo.tasks.")
     folder: str = field("", "Folder of the set below ROOT, if several sets share one. Default: its name.")
     files: str = field(
         "test/nshards.txt, test/0.tar …, classnames.txt", "Files that must be in ROOT/NAME, for `sparo eval --list`."

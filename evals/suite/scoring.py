@@ -44,7 +44,8 @@ class Scoring(NamedTuple):
         available = [features for features in tried if features is not None]
         if len(available) < len(tried):
             raise PartsMissingError(
-                f"{self.name}: other shares of {sources[tried.index(None)].root} are not encoded yet"
+                f"{self.name}: is not scored yet, because other processes (--part) have not encoded all of "
+                f"{sources[tried.index(None)].root}"
             )
         return available
 

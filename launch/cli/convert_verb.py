@@ -38,7 +38,8 @@ def convert(
     test: Annotated[
         int,
         typer.Option(
-            min=0, help="Number of images to hold out for evaluation. With --as: the first scenes are held out."
+            min=0,
+            help="Number of images, or scenes with --as, to hold out for evaluation. Images are chosen at random; of scenes, the first are held out.",
         ),
     ] = 0,
     image_column: Annotated[

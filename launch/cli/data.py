@@ -42,7 +42,7 @@ def scenes(
         int,
         typer.Option(min=20, help="Scenes of the retrieval set. The zero-shot sets and caption pairs scale with it."),
     ] = 400,
-    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
+    size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
@@ -59,7 +59,7 @@ def scenes(
 def scene_questions(
     folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/scene_questions"),
     questions: Annotated[int, typer.Option(min=120, help="Questions of each set.")] = 300,
-    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
+    size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
@@ -94,7 +94,7 @@ def objects(
     folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/KIND.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Scenes for training.")] = 20_000,
     test: Annotated[int, typer.Option(min=1, help="Scenes of each evaluation set.")] = 500,
-    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
+    size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     max_objects: Annotated[
         int | None, typer.Option(min=1, help="Maximum objects per scene (clevr, clevrtex). Default: 6.")
     ] = None,
@@ -119,7 +119,7 @@ app.command()(drawn_verbs.scenes3d)
 @app.command()
 def emoji(
     folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/emoji"),
-    size: Annotated[int, typer.Option(help="Pixels per side.")] = 64,
+    size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
@@ -135,7 +135,7 @@ def tissue(
     folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/tissue"),
     patients: Annotated[int, typer.Option(min=5, help="Patients; a fifth of them is in the split test.")] = 40,
     tiles: Annotated[int, typer.Option(min=1, help="Tiles per patient.")] = 50,
-    size: Annotated[int, typer.Option(min=32, help="Pixels per side.")] = 48,
+    size: Annotated[int, typer.Option(min=32, help="Width and height of the images, in pixels.")] = 48,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
@@ -276,7 +276,7 @@ def _pixels(pixel_range: str | None, bands: str | None) -> tuple[PixelRange, tup
         try:
             return TypeAdapter(kind).validate_json(json.dumps(parse_yaml(text, option), default=str))
         except ValidationError:
-            raise ConfigError(f"{option}: expected {expected}, got {text}. Write it as in the recipe.") from None
+            raise ConfigError(f"{option}: expected {expected}, got {text}. Correct it.") from None
 
     ranges = "by_type, percentiles, [LOW, HIGH] with LOW < HIGH, or one such pair per band"
     usual = "by_type" if bands is None else "percentiles"

@@ -32,7 +32,9 @@ def explore(
     checkpoint: Checkpoint,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Tasks whose scores are shown, as in `sparo eval --tasks`. Default: all that fit."),
+        typer.Option(
+            help="Tasks whose scores are shown, written as in `sparo eval --tasks`. Default: all that the page supports."
+        ),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task whose images are shown. Default: one with captions.")] = None,
     images: Annotated[
@@ -40,7 +42,7 @@ def explore(
         typer.Option(min=1, max=50_000, help="Number of images, evenly spaced. Default: 500; with --static, 100."),
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Second checkpoint to compare with. It can also be opened on the page.")
+        str | None, typer.Option(help="Second checkpoint to compare with. You can also choose it on the page.")
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", help="Selection file that the page saves, and opens if it exists.")
@@ -59,7 +61,7 @@ def explore(
     static: Annotated[
         Path | None,
         typer.Option(
-            help="Write the page with the model to this folder, or to one file if it ends with .html, instead of serving it."
+            help="Do not start a server: write the page, with the model in it, to this folder, or to one file if the name ends with .html."
         ),
     ] = None,
     precision: Annotated[str, typer.Option(help="With --static: precision of the model, fp32, fp16 or int8.")] = "fp16",
@@ -128,7 +130,7 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="Show an example of a slot only if the slot gives one word at least this share of its attention.",
+            help="An image is an example of a slot only if a word of its caption gets at least this share of the slot's attention to the text.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),
@@ -152,7 +154,7 @@ def panels(
     task: Annotated[str | None, typer.Option(help="Task whose images are drawn.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Your own image. May be repeated.")] = None,
     images: Annotated[int, typer.Option(min=1, max=64, help="Number of images of the task, evenly spaced.")] = 6,
-    tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 96,
+    tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 96,
     uncertain: Annotated[
         bool,
         typer.Option("--uncertain", help="Also draw masks whose colours are mixed by the slots' shares of a pixel."),
@@ -198,7 +200,7 @@ def views(
     checkpoint: Checkpoint,
     task: Annotated[str, typer.Option(help="Task whose scenes are drawn.")] = "views",
     scenes: Annotated[int, typer.Option(min=1, max=64, help="Number of scenes of the task, evenly spaced.")] = 3,
-    tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 64,
+    tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 64,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and its pictures.")] = Path("scenes"),
     data: Data = None,
     root: Root = Path("data"),
@@ -226,7 +228,7 @@ def edit(
         str | None,
         typer.Option(help="Slot to exchange places with, or slot of another image that replaces it: IMAGE:SLOT."),
     ] = None,
-    tile: Annotated[int, typer.Option(min=16, max=512, help="Pixels per side of each picture.")] = 128,
+    tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 128,
     out: Annotated[
         Path, typer.Option("--out", help="Output: a .png file with steps of the edit, or an animated .webp or .gif.")
     ] = Path("edited.png"),

@@ -92,7 +92,12 @@ app = typer.Typer(
 def score(
     context: typer.Context,
     checkpoint: Checkpoint,
-    tasks: Annotated[str | None, typer.Option(help="Tasks, as in `sparo eval --tasks`. Default: all that fit.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks that are scored, written as in `sparo eval --tasks`. Default: all of the recipe that have classes, captions or questions."
+        ),
+    ] = None,
     sort: Annotated[
         str | None, typer.Option(help="Sort slots by their score on this task. Default: by slot number.")
     ] = None,
@@ -122,7 +127,10 @@ def select(
     checkpoint: Checkpoint,
     task: Annotated[str, typer.Option(help="Task on which units are selected.")],
     report_tasks: Annotated[
-        str | None, typer.Option(help="Tasks on which the selection is reported. Default: all that fit.")
+        str | None,
+        typer.Option(
+            help="Tasks on which the selection is scored. Default: all of the recipe that have classes, captions or questions."
+        ),
     ] = None,
     method: Annotated[
         str,
@@ -183,7 +191,7 @@ def mask(
         str, typer.Option(help="Task whose examples train the mask. Its kind must be `pairs`.")
     ] = "sugar_crepe",
     report_tasks: Annotated[
-        str | None, typer.Option(help="Tasks of kind zeroshot on which the mask is scored. Default: all that fit.")
+        str | None, typer.Option(help="Tasks of kind zeroshot on which the mask is scored. Default: all of the recipe.")
     ] = None,
     granularity: Annotated[
         str, typer.Option(help="unit: one weight per slot or part; dimension: one weight per dimension of an encoding.")

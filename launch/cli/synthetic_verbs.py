@@ -16,7 +16,9 @@ from ..views.terminal import console, out
 Processes = Annotated[int, typer.Option(min=1, help="Number of processes.")]
 Train = Annotated[int | None, typer.Option(min=1, help="Episodes for training. Default: depends on the kind.")]
 Test = Annotated[int | None, typer.Option(min=1, help="Episodes for evaluation. Default: depends on the kind.")]
-Size = Annotated[int | None, typer.Option(help="Pixels per side. Default: 64; small: 32.")]
+Size = Annotated[
+    int | None, typer.Option(help="Width and height of the frames, in pixels. Default: 32 for small, otherwise 64.")
+]
 Rays = Annotated[int | None, typer.Option(min=1, help="Rays per pixel along each side. Default: 1; small: 2.")]
 
 
@@ -77,7 +79,7 @@ def movi_like(
         int | None,
         typer.Option(
             min=1,
-            help="Maximum number of objects per episode. Default: 10, for --kind small 3. Not available for --kind d and e.",
+            help="Maximum number of objects per episode. Default: 3 for --kind small, otherwise 10. Not available for --kind d and e.",
         ),
     ] = None,
     size_scale: Annotated[

@@ -166,7 +166,9 @@ class SlotAttention(nn.Module):
         tie_noise = features.new_zeros(())
         if wide > c.width:
             if noise is None:
-                raise ValueError(f"ties are broken at random: give noise (…, {c.slots}, {wide})")
+                raise ValueError(
+                    f"noise: is required to break ties between slots, got None. Pass random numbers of shape (…, {c.slots}, {wide})."
+                )
             tie_noise = noise[..., c.width :].reshape(-1, c.slots, wide - c.width)
         slots, attention = self._iterate(
             x,

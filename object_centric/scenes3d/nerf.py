@@ -42,7 +42,7 @@ class NerfConfig(Frozen):
         "Activation that keeps densities positive. relu (uORF): skips the computation where the density is zero.",
     )
     static: bool = field(False, "Additional field for what all scenes have in common. It depends on no slot.")
-    sky: bool = field(False, "Background colour that depends on the direction only.")
+    sky: bool = field(False, "Add a background at infinity, whose colour depends on a ray's direction only.")
     shadows: bool = field(False, "Fields darken the colours of others where they cast shadows.")
     background: bool = field(False, "The first slot represents the background and has its own density MLP (uORF).")
     max_activations: int = field(

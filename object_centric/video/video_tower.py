@@ -94,11 +94,12 @@ class HintConfig(Frozen):
 
     of: Literal["boxes", "centres", "masks"] = field(
         "boxes",
-        "Hint per object: boxes (top, left, bottom, right in 0..1), centres of boxes, or masks.",
+        "Annotation of each object in the first frame from which its slot starts: boxes (top, left, bottom, right in 0..1), centres (of boxes), or masks.",
     )
     hidden: int = field(256, "Hidden units of the MLP from hints to slots.", gt=0)
     encoder: ConvNetConfig = field(
-        ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)), "For masks: encoder of each mask."
+        ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)),
+        "With of=masks: the convolutional network that encodes each mask.",
     )
 
     def build(self, slots: int, width: int, image_size: int) -> nn.Module:

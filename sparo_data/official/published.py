@@ -75,7 +75,7 @@ class PublishedConfig(Frozen):
     )
     size: int | None = field(
         None,
-        "Pixels per side. Images that are not square are resized without keeping their aspect ratio.",
+        "Width and height, in pixels. Images that are not square are resized without keeping their aspect ratio.",
         ge=8,
         le=4096,
     )

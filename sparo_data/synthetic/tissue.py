@@ -36,7 +36,7 @@ class TissueConfig(Frozen):
     seed: int = field(0, "Random seed of all tiles.")
     patients: int = field(40, "Patients, each with another stain. A fifth of them is in the split test.", ge=5)
     tiles: int = field(50, "Tiles per patient.", gt=0)
-    size: int = field(48, "Pixels per side.", ge=32)
+    size: int = field(48, "Width and height of a tile, in pixels.", ge=32)
 
 
 class Tile(NamedTuple):

@@ -182,8 +182,8 @@ class ClipConfig(Frozen):
 
     backbone: str | None = field(
         None,
-        "Model that sets the sizes of both towers: a name of open_clip's, such as ViT-B-16, or one"
-        "of our small models, ViT-Tiny-8 and ViT-Tiny-16. Default: the sizes in vision and text.",
+        "Model that sets the sizes of both towers: a model of open_clip, such as ViT-B-16, or one of our small models, "
+        "ViT-Tiny-8 and ViT-Tiny-16. Default: the sizes in vision and text.",
     )
     vision: VisionConfig = field(VisionConfig(), "Image tower.")
     text: TextConfig = field(TextConfig(), "Text tower.")

@@ -281,5 +281,5 @@ def test_who_cannot_break_ties_is_refused():
     module, features, noise = built("mesh")
     with pytest.raises(ValueError, match=r"noise: expected \(…, 3, 17\), got \(2, 3, 8\)"):
         module(features, noise[..., :D])
-    with pytest.raises(ValueError, match="ties are broken at random"):
+    with pytest.raises(ValueError, match="noise: is required to break ties"):
         module(features, initial_slots=torch.zeros(B, K, D, dtype=torch.float64))
