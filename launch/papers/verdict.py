@@ -28,12 +28,13 @@ class Finding(NamedTuple):
         t = self.test
         if self.spread is None:
             return f"{test_text(t)}: {self.reason}"
-        rows = f"{t.row} - {t.than}" if t.than else t.row
+        rows = _rows(t)
         times, name = score_axis(t.score)
         unit = f" {name}" if name else ""
         numbers = [times * value for value in self.spread if value is not None]
         interval = f" ({numbers[1]:.1f} to {numbers[2]:.1f})" if len(numbers) == 3 else ""
-        return f"{t.score}: {rows} {numbers[0]:.1f}{interval}{unit}, {self.seeds} seeds; expected {_expected(t)}: {self.outcome}"
+        found = f"{numbers[0]:.1f}{interval}{unit}, {self.seeds} seeds"
+        return f"{t.score}: {rows} is {found}. Expected {_expected(t)}: {self.outcome}"
 
 
 class Verdict(NamedTuple):
@@ -45,27 +46,32 @@ class Verdict(NamedTuple):
     reason: str
 
 
+def _rows(test: ClaimTest) -> str:
+    return f"`{test.row}` minus `{test.than}`" if test.than else f"`{test.row}`"
+
+
 def _expected(test: ClaimTest) -> str:
     times, _ = score_axis(test.score)
-    margin, value = f"{times * test.margin:g}", "0" if test.than else f"{times * test.value:g}"
+    value = 0.0 if test.than else test.value
+    low, middle, high = (f"{times * (value + step):g}" for step in (-test.margin, 0.0, test.margin))
     return {
-        "greater": f"> {margin if test.than else f'{times * (test.value + test.margin):g}'}",
-        "less": f"< {f'-{margin}' if test.than else f'{times * (test.value - test.margin):g}'}",
-        "at_least": f">= {f'-{margin}' if test.than else f'{times * (test.value - test.margin):g}'}",
-        "equal": f"within {margin} of {value}",
-        "different": f"not {value} (refuted within {margin})",
+        "greater": f"above {high}",
+        "less": f"below {low}",
+        "at_least": f"at least {low}",
+        "equal": f"between {low} and {high}",
+        "different": f"not {middle} (refuted if the interval is between {low} and {high})",
     }[test.expect]
 
 
 def test_text(test: ClaimTest) -> str:
     """Describe a test: score, rows, and expected range."""
-    return f"{test.score}: {f'{test.row} - {test.than}' if test.than else test.row}, expected {_expected(test)}"
+    return f"{test.score}: {_rows(test)}, expected {_expected(test)}"
 
 
 def control_text(control: Control) -> str:
     """Describe the sign that a baseline has learned."""
-    times, _ = score_axis(control.score)
-    return f"{control.score} of {control.row} above {times * control.above:g} with every seed ({control.why})"
+    times, unit = score_axis(control.score)
+    return f"{control.score} of `{control.row}` must exceed {times * control.above:g}{f' {unit}' if unit else ''} with every seed ({control.why})"
 
 
 def decide(claim: Claim, record: SweepRecord) -> Verdict:

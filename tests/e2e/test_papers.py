@@ -28,7 +28,7 @@ def test_the_index_lists_every_item_of_the_five_papers():
         (("sparo", "table", "6"), ["SPARO: Table 6", "sweeps/sparo_table6 ", "sweeps/sparo_table6_small", "docs/results/readouts.md"], ["Table B.1"]),
         (("sparo", "table", "1"), ["SPARO: Table 1", "CC3M CLIP", "0.141", "clip/cc3m_clip", "not run"], ["Table B.1", "Table 2"]),
         (("Inverted", "figure", "6"), ["Inverted-attention Transformers: Fig. 6", "inverted_fig6"], ["SPARO:", "Fig. 9"]),
-        (("--claims", "combinations"), ["claim 1: ", "heldout/acc1: sparo - gap"], ["claim 2"]),
+        (("--claims", "combinations"), ["claim 1: ", "heldout/acc1: `sparo` minus `gap`"], ["claim 2"]),
     ],
 )  # fmt: skip
 def test_words_choose_items(words, expected, absent):

@@ -74,7 +74,7 @@ HIGH, LOW, WIDE = [0.80, 0.81, 0.82, 0.80, 0.81], [0.70, 0.71, 0.70, 0.72, 0.71]
 def test_a_verdict_is_where_the_interval_lies(test, a, b, outcome):
     found = decide(claim(**test), record(a=("A", 1, a), b=("B", 1, b)))
     assert found.outcome == outcome and found.findings[0].outcome == outcome
-    assert "5 seeds; expected" in found.findings[0].text and found.findings[0].text.endswith(outcome)
+    assert "5 seeds. Expected" in found.findings[0].text and found.findings[0].text.endswith(outcome)
 
 
 def test_too_few_seeds_and_untrained_controls_decide_nothing():
