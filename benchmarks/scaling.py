@@ -63,7 +63,7 @@ def measured(name: str) -> Model:
 
 
 def _kept_per_pair(objective: ClipObjective, config: ClipConfig) -> float:
-    """Bytes that one more pair adds to what autograd keeps between forward and backward, under bf16 autocast."""
+    """Return the bytes that one more pair adds to what autograd keeps between forward and backward, under bf16 autocast."""
     found = [_kept(objective, config, pairs) for pairs in (2, 6)]
     return (found[1] - found[0]) / 4
 
@@ -100,18 +100,18 @@ ENGINES: dict[str, DeviceConfig] = {
 
 
 def features(m: Model, n: int) -> dict[str, float]:
-    """The loss at LOCAL_BATCH pairs a rank: bytes of features (and their gradients) alive, and sent per step."""
+    """Return the bytes of features and their gradients that a rank holds, and sends per step, for a loss of LOCAL_BATCH pairs per rank."""
     own = LOCAL_BATCH * m.width * 4
     return {
-        "gather, alive": 4 * n * own,
+        "gather, resident": 4 * n * own,
         "gather, sent": 2 * 2 * (n - 1) * own,
-        "ring, alive": 8 * own,
+        "ring, resident": 8 * own,
         "ring, sent": 3 * (n - 1) * own,
     }
 
 
 def plan(ranks: int, samples: int, shards: int, batch: int) -> dict[str, Any]:
-    """An epoch of the real plan, dealt to `ranks`: how often each sample is read, and how many each rank reads."""
+    """Return how often each sample of an epoch of the real plan is read by `ranks` ranks, and how many samples each rank reads."""
     counts = np.full(shards, samples // shards)
     found = Plan([counts.tolist()], [1.0], seed=0, streams=ranks)
     read = np.zeros((shards, samples // shards), dtype=np.int32)
