@@ -1,9 +1,10 @@
-"""What saving costs: the same training with a checkpoint every 20 steps, in the background and waited for, against none.
+"""Cost of saving checkpoints: the same training with a checkpoint every 20 steps, and with none.
 
     python benchmarks/checkpoint.py [--quick] [--json FILE] [--model ViT-Tiny-8] [--batch 64] [--steps 80] [--rounds 6]
 
-Whole runs of `sparo train` on images made here, taken in turn; steps per second over all steps but the first 20, the
-wait for a save that is still under way included, as the trainer's own records have it.
+Checkpoints are written in the background, or the training waits for them. Whole runs of `sparo train` on generated
+images take turns. Steps per second are those of the trainer's records, without the first 20 steps, and include the wait
+for a save that has not finished.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EVERY = 20
 
 
 def run(place: Path, number: int, options: Any, saving: str) -> tuple[float, float]:
-    """Steps per second, and MB per checkpoint, of one run."""
+    """Return the steps per second, and the MB per checkpoint, of one run."""
     tree = {
         "name": f"run-{number}",
         "out": str(place / "runs"),

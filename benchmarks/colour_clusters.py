@@ -1,4 +1,4 @@
-"""The baseline of docs/video.md: k-means on the colours of each clip's pixels, scored as a model's masks are.
+"""Baseline of docs/results/videos.md: k-means on the colours of each clip's pixels, scored like the masks of a model.
 
 python benchmarks/colour_clusters.py ROOT [--frames 6] [--clusters 5] [--every 2]
 """

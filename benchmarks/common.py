@@ -1,4 +1,4 @@
-"""What every benchmark shares: flags, interleaved timing, the table, the JSON file."""
+"""Common parts of the benchmarks: options, interleaved timing, the table, and the JSON file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparo_train.engine.local import LocalEngine
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """`--quick` and `--json FILE`, which every benchmark has."""
+    """Return a parser with `--quick` and `--json FILE`, which every benchmark has."""
     out = argparse.ArgumentParser(description=doc)
     out.add_argument("--quick", action="store_true", help="under 50 s on two cores; wider spread")
     out.add_argument("--json", type=Path, help="write rows and machine here")
@@ -37,19 +37,19 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def device_flag(flags: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`--device`, of benchmarks whose figures differ on a GPU."""
+    """Add `--device`, for benchmarks whose results differ on a GPU."""
     flags.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     return flags
 
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
-    """(ours, theirs) per round, taken in turn after one unmeasured call of each; machines drift, neighbours in time less."""
+    """Return (ours, theirs) of each round. Both sides take turns after one call that is not measured, because the speed of a machine drifts."""
     ours(), theirs()
     return [(ours(), theirs()) for _ in range(rounds)]
 
 
 def training_step(engine: LocalEngine, data: dict[str, torch.Tensor], progress: Progress) -> Callable[[], None]:
-    """Forward, backward and optimizer step of a prepared engine, until the device is done."""
+    """Run forward, backward and optimizer step of a prepared engine, and wait for the device."""
 
     def run() -> None:
         engine.backward(engine.forward(data, progress, last=True).total, last=True)
@@ -61,7 +61,7 @@ def training_step(engine: LocalEngine, data: dict[str, torch.Tensor], progress: 
 
 
 def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
-    """Of a call, until the device is done."""
+    """Return the seconds of a call, including the wait for the device."""
     begin = time.perf_counter()
     call()
     if device == "cuda":
@@ -71,13 +71,13 @@ def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Their progress is not ours to print."""
+    """Silence the progress output of another package."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def peak_growth(call: Callable[[], Any], device: str = "cpu") -> float:
-    """Bytes by which the peak grows over a call: of the resident set (Linux), or of the GPU's allocator."""
+    """Return the bytes by which the peak grows during a call: of the resident set (Linux), or of the GPU's allocator."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -97,7 +97,7 @@ def _peak_resident() -> float:
 
 
 def noise_shards(folder: Path, count: int) -> None:
-    """Training shards of `count` noise images of 64 px with captions."""
+    """Write training shards with `count` noise images of 64 pixels with captions."""
     rng = np.random.default_rng(0)
 
     def samples() -> Any:
@@ -112,7 +112,7 @@ def noise_shards(folder: Path, count: int) -> None:
 def row(
     name: str, pairs: list[tuple[float, float]], bar: float | None, unit: str, more_is_better: bool
 ) -> dict[str, Any]:
-    """Medians, the median of paired ratios (above one: ours is better), its spread (smallest, largest), the ratio of sums, the bar."""
+    """Return a row: medians, median of the paired ratios (above one: ours is better), their smallest and largest, ratio of sums, and the aim."""
     costs = [(1 / a, 1 / b) if more_is_better else (a, b) for a, b in pairs]
     ratios = sorted(b / a for a, b in costs)
     ratio = statistics.median(ratios)
@@ -133,7 +133,7 @@ def row(
 
 
 def _ratio_of_sums(costs: list[tuple[float, float]]) -> list[float]:
-    """All of theirs over all of ours, and its 95 % interval over 2,000 resamplings of the rounds: what drift between rounds leaves sure."""
+    """Return the sum of theirs over the sum of ours, with its 95 % interval over 2,000 resamplings of the rounds."""
     table = np.array(costs)
     drawn = table[np.random.default_rng(0).integers(0, len(table), (2000, len(table)))].sum(1)
     low, high = np.quantile(drawn[:, 1] / drawn[:, 0], (0.025, 0.975))
@@ -141,7 +141,7 @@ def _ratio_of_sums(costs: list[tuple[float, float]]) -> list[float]:
 
 
 def report(title: str, rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Print the table; write it where asked."""
+    """Print the table, and write it to the JSON file if one is given."""
     table = Table(title=f"{title} — {machine_name()}", title_justify="left")
     for column in ("", "ours", "theirs", "unit", "ratio", "spread", "of sums (95 %)", "n", "bar", "ok"):
         table.add_column(column, justify="left" if column in ("", "unit") else "right")

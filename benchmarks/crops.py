@@ -1,10 +1,10 @@
-"""Multi-crop augmentation on one core: this project against the official pipeline (torchvision and PIL), on the same images.
+"""Multi-crop augmentation on one core: this project compared with the official pipeline (torchvision and PIL), on the same images.
 
     python benchmarks/crops.py [--quick] [--json FILE]
 
-Two crops of 224 pixels and eight of 96 pixels of every image, with the official probabilities. Theirs ends in ToTensor
-and Normalize, as DataAugmentationDINO does. Ours ends in uint8, and the batch is then normalised as the objective does
-it. Rows: with and without decoding, for both values of `data.decode`. One thread.
+Two crops of 224 pixels and eight of 96 pixels of every image, with the official probabilities. The official pipeline ends
+with ToTensor and Normalize, as DataAugmentationDINO does. Ours ends with uint8, and the batch is then normalised as in
+the objective. Rows: with and without decoding, for both values of `data.decode`. One thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD
 
 
 def images(count: int, size: tuple[int, int]) -> list[bytes]:
-    """Photo-like JPEGs: smooth colours and some noise."""
+    """Return JPEG images that resemble photos: smooth colours and some noise."""
     found = []
     for number in range(count):
         rng = np.random.default_rng(number)
@@ -43,7 +43,7 @@ def images(count: int, size: tuple[int, int]) -> list[bytes]:
 
 
 def official() -> Callable[[Image.Image], list[torch.Tensor]]:
-    """The official augmentation, from torchvision's and PIL's operations."""
+    """Return the official augmentation, made of operations of torchvision and PIL."""
 
     def blur(p: float) -> Callable[[Image.Image], Image.Image]:
         def run(image: Image.Image) -> Image.Image:

@@ -166,14 +166,14 @@ def score_once(folder: Path, checkpoint: str, name: str, results: Path) -> None:
 
 
 def values_of(results: Path) -> dict[str, float]:
-    """The headline of each scored task."""
+    """Return the headline score of each task."""
     path = results / "results.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return {line["name"]: line["metrics"][line["headline"]] for line in lines}
 
 
 def table(folder: Path, name: str, seeds: list[int]) -> list[dict]:
-    """Rows of a set: the mean over seeds, with the half-width of its 95 % t-interval."""
+    """Return the rows of a set: mean over seeds, with half of its 95 % t-interval."""
     pixels = values_of(folder / "baseline" / name)
     rows = [{"run": "raw pixels", **{task: f"{100 * value:.1f}" for task, value in pixels.items()}}]
     for start, losses, readout in itertools.product(STARTS, LOSSES, READOUTS):

@@ -1,13 +1,14 @@
-"""A whole DINO step: our ViT-S/16+SPARO against the plain DINO step written the official way, same machine, same crops.
+"""A whole DINO step: ViT-S/16+SPARO compared with a plain DINO step in the form of the official code, on the same crops.
 
     python benchmarks/dino_step.py [--quick] [--json FILE]
 
-Theirs: timm's ViT-S/16 (12 blocks, drop path 0.1), the loss as a double loop over teacher and student crops, per-parameter
-clipping and EMA loops, one backbone pass per resolution, head run once; attention as vision_transformer.py writes it (two
-products around a softmax). The second row gives them torch's fused attention, the third SPARO too, as Appendix A writes
-it in place of the last block; the fourth gives us plain DINO. The fifth adds the losses of DINOv2 to both: iBOT with half
-of the global crops masked, and KoLeo. The last row is the share of a step that the statistics of a log step take
-(feature_std, rankme, prototypes_used). bf16 on a GPU, fp32 on a CPU; our attention is fused.
+The official form has timm's ViT-S/16 (12 blocks, drop path 0.1), the loss as a double loop over teacher and student crops,
+loops over parameters for clipping and the teacher, one pass of the backbone per resolution, one pass of the head, and
+attention as in vision_transformer.py (two products around a softmax). In the second row, it uses torch's fused attention;
+in the third, also SPARO as in Appendix A, in place of the last block. The fourth row has plain DINO on our side. The
+fifth adds the losses of DINOv2 to both sides: iBOT with half of the global crops masked, and KoLeo. The last row is the
+share of a step that the statistics of a log step take (feature_std, rankme, prototypes_used). bf16 on a GPU, fp32 on a
+CPU; our attention is fused.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Official(nn.Module):
         return self.last_layer(F.normalize(self.mlp(x), dim=-1))
 
     def forward(self, parts: list[Tensor], masks: Tensor | None = None, masked: Tensor | None = None) -> list[Tensor]:
-        """Logits of all crops, encodings of the global ones, and logits of masked patches if there are any."""
+        """Return logits of all crops, encodings of the global ones, and logits of masked patches if there are any."""
         found, patches = [], []
         for number, x in enumerate(parts):
             if number == 0 and masked is not None:

@@ -1,4 +1,4 @@
-"""What a small student keeps of its teacher on Fashion-MNIST, by the crops that it sees and the number of images.
+"""Scores of small students relative to their teacher on Fashion-MNIST, by the size of crops and the number of images.
 
     python benchmarks/distill_own.py FOLDER [--seeds 0,1,2] [--quick] [--json FILE]
 

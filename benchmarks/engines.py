@@ -1,12 +1,12 @@
-"""Every engine on two ranks, the same recipe and the same batches: steps per second, memory per rank, and the losses.
+"""All engines on two ranks with the same recipe and batches: steps per second, memory per rank, and losses.
 
     python benchmarks/engines.py [--quick] [--json FILE] [--model ViT-B-32] [--batch 8] [--device cpu]
                                  [--precision fp32] [--compile] [--ranks 2]
 
-Whole runs of `sparo train` in two processes, engines in turn, against ddp on the same machine. `--ranks 1`, of a machine with one GPU,
-leaves out engines that need several. Memory: on a CPU the peak
-of a rank's resident set above that of a run of two steps of the smallest model (Python, torch and the engine's libraries), on a
-GPU the peak of its allocator. Losses of every step are compared with ddp's; in bf16 without a bar, as sums are rounded.
+Whole runs of `sparo train` in two processes; engines take turns and are compared with ddp. `--ranks 1`, for a machine
+with one GPU, omits engines that need several. Memory on a CPU is the peak of a rank's resident set above that of a run of
+two steps of the smallest model (Python, torch and the libraries of the engine); on a GPU, it is the peak of the
+allocator. The losses of every step are compared with those of ddp; in bf16 they may differ, because sums are rounded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recipe(place: Path, name: str, options: Any, engine: dict[str, Any], model: 
 
 
 def run(place: Path, name: str, options: Any, engine: dict[str, Any], model: str, steps: int) -> list[dict[str, Any]]:
-    """The records of a run on `options.ranks` ranks."""
+    """Return the records of a run on `options.ranks` ranks."""
     path = recipe(place, name, options, engine, model, steps)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

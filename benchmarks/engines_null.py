@@ -1,9 +1,9 @@
-"""Memory, launches and collectives of training steps on the null GPU, against the estimates of `sparo train --dry-run`.
+"""Memory, launches and collectives of training steps on the null GPU, compared with the estimates of `sparo train --dry-run`.
 
     python benchmarks/engines_null.py [--markdown]
 
-Each step runs as rank 0 of its number of ranks on a library that answers for a GPU and computes nothing
-(tests/nullgpu/README.md), so there are counts and bytes, and no times. Steps are bf16 and not compiled.
+The null GPU is a library that accepts CUDA calls and computes nothing (tests/nullgpu/README.md), so there are counts and
+bytes, but no times. Each step runs as rank 0 of the number of ranks of its row. Steps are bf16 and not compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ L14 = ["objective.model.backbone=ViT-L-14"]
 
 
 class Case(NamedTuple):
-    """A step: its recipe, changes to it, the `engine` block, and the number of ranks and of samples on each."""
+    """A step: its recipe, changes to it, the `engine` block, the number of ranks, and the samples per rank."""
 
     name: str
     recipe: str
@@ -53,7 +53,7 @@ CASES = [
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Run a step in a process of its own."""
+    """Run a step in a separate process."""
     arguments = [case.recipe, case.changes, case.engine, case.ranks, case.samples]
     command = [sys.executable, "-m", "tests.nullgpu.programs", "against_estimate", json.dumps(arguments)]
     env = environment(NULLGPU_READS="stored", PYTHONPATH=str(ROOT))

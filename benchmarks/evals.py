@@ -1,11 +1,11 @@
-"""Our evaluation against clip-benchmark 1.6.2's own functions (and, for k-NN, DINO's), in one process, on equal inputs.
+"""Evaluation in this project compared with the functions of clip-benchmark 1.6.2 (k-NN: of DINO), on equal inputs.
 
     python benchmarks/evals.py [--quick] [--device cuda] [--json FILE]
 
-Needs clip-benchmark, which the test extra installs. Features are random; results are compared before times are reported
-(a weight decay of the probe that differs is printed). With `--device cuda` both sides encode, train
-probes and search neighbours there; retrieval both do on the CPU. The classifier is built by an untrained
-text tower (ViT-Tiny with a context of 77 for all 80,000 prompts, ViT-B-32 for some of them), which costs what a trained one costs.
+Needs clip-benchmark, which the test extra installs. Features are random. Results are compared before times are reported;
+if the weight decay of the probe differs, both values are printed. With `--device cuda`, both sides encode, train probes
+and search neighbours on the GPU; retrieval runs on the CPU. The classifier is built by an untrained text tower (ViT-Tiny
+with a context of 77 for all 80,000 prompts, ViT-B-32 for some of them), which takes as long as a trained one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KS = (10, 20, 100, 200)
 
 
 class Stock(nn.Module):
-    """What clip-benchmark calls a model: images are their own features, texts rows of a table."""
+    """Stand-in for a model in clip-benchmark: images are features already, and texts are rows of a table."""
 
     def __init__(self, table: Tensor):
         super().__init__()
@@ -171,7 +171,7 @@ def knn_rows(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def _official_knn(columns: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, k: int, classes: int) -> float:
-    """eval_knn.py: a hundred pieces, a one-hot vote."""
+    """Search as in eval_knn.py of DINO: in a hundred pieces, with a one-hot vote."""
     right, size = 0, max(1, len(queries) // 100)
     for begin in range(0, len(queries), size):
         part = queries[begin : begin + size]
@@ -185,7 +185,7 @@ def _official_knn(columns: Tensor, labels: Tensor, queries: Tensor, answers: Ten
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """clip-benchmark's probe asks for CUDA by name."""
+    """Let clip-benchmark's probe, which asks for CUDA by name, run on the CPU."""
     kept = {kind: kind.cuda for kind in (Tensor, nn.Module)}
     try:
         for kind in kept:

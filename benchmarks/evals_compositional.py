@@ -1,11 +1,11 @@
-"""All compositional sets of a checkpoint at once against one set after another in the form of the authors' scripts, on equal files.
+"""All compositional sets of a checkpoint in one command, compared with one set after another in the form of the authors' scripts.
 
     python benchmarks/evals_compositional.py [--quick] [--json FILE]
 
-The sets have the published numbers of questions (--quick: a fortieth), made-up captions and images of noise: SugarCrepe, SugarCrepe++
-and NegBench over the same images, ARO's relations, attributes and orders. The scripts encode every question: one at a time
-(SugarCrepe, SugarCrepe++) or in batches of 32 or 64 (ARO, NegBench), with captions padded to the whole context. Scores are
-compared before times are reported; both sides use the same untrained ViT-Tiny.
+The sets have the published numbers of questions (--quick: a fortieth), generated captions and images of noise: SugarCrepe,
+SugarCrepe++ and NegBench over the same images, and ARO's relations, attributes and orders. The scripts encode every
+question, one at a time (SugarCrepe, SugarCrepe++) or in batches of 32 or 64 (ARO, NegBench), with captions padded to the
+whole context. Scores are compared before times are reported. Both sides use the same untrained ViT-Tiny.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _write_aro(folder: Path, fraction: int, rng: np.random.Generator) -> None:
 
 
 class Script:
-    """The form of the authors' scripts: every question encodes its image and its captions."""
+    """The form of the authors' scripts: images and captions are encoded for every question."""
 
     def __init__(self, encoder: ClipEncoder, root: Path):
         self.encoder, self.root = encoder, root

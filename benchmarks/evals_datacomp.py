@@ -2,9 +2,9 @@
 
     python benchmarks/evals_datacomp.py [--quick] [--width 512] [--json FILE]
 
-Encodings are random, images are made up and are not decoded twice: the first pass fills the store, the measured passes read
-it, as `sparo eval --suite datacomp` does when everything was encoded before. Sizes, classes, templates and captions per image
-are the published ones (--quick: a fortieth of the images).
+Encodings are random. The first pass fills the store; the measured passes read it, like `sparo eval --suite datacomp` after
+everything was encoded. Sizes, classes, templates and captions per image are the published ones (--quick: a fortieth of the
+images).
 """
 
 from __future__ import annotations

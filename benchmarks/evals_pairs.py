@@ -1,4 +1,4 @@
-"""SugarCrepe in `benchmarks/evals.py`: how often each image and text is encoded, and what that costs."""
+"""SugarCrepe for `benchmarks/evals.py`: how often each image and text is encoded, and how long that takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sparo_train.models.clip_model import Clip
 
 
 def sugar_crepe_rows(quick: bool, device: str) -> list[dict[str, Any]]:
-    """The published numbers of images and pairs; captions as COCO has them, five of an image, and each with a change of its own."""
+    """Return pairs with the published numbers of images and pairs: five captions per image, as in COCO, each with a changed copy."""
     from clip_benchmark.datasets.builder import image_captions_collate_fn
     from clip_benchmark.datasets.sugar_crepe import SugarCrepe
     from clip_benchmark.metrics import image_caption_selection
@@ -77,7 +77,7 @@ def sugar_crepe_rows(quick: bool, device: str) -> list[dict[str, Any]]:
 
 
 def _sugar_crepe(fraction: int) -> dict[str, dict[str, dict[str, str]]]:
-    """Items by split: the sizes that the SPARO paper scored, or one in `fraction` of them."""
+    """Return items by split, with the sizes that the SPARO paper scored, or one in `fraction` of them."""
     rng, number, out = np.random.default_rng(0), itertools.count(), {}
     images = 1561 // fraction
     published = {"add_att": 692, "add_obj": 2062, "replace_att": 788, "replace_obj": 1652, "replace_rel": 1406}
@@ -93,7 +93,7 @@ def _sugar_crepe(fraction: int) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def write_sugar_crepe(folder: Path, fraction: int) -> None:
-    """Its seven files, and JPEGs of noise."""
+    """Write the seven files of SugarCrepe, and JPEG files of noise."""
     rng = np.random.default_rng(0)
     (folder / "val2017").mkdir()
     for split, items in _sugar_crepe(fraction).items():
@@ -104,7 +104,7 @@ def write_sugar_crepe(folder: Path, fraction: int) -> None:
 
 
 def distinct_of_sugar_crepe(fraction: int) -> tuple[dict[str, int], int]:
-    """Distinct images and texts, and pairs."""
+    """Return the number of distinct images and texts, and of pairs."""
     items = [item for found in _sugar_crepe(fraction).values() for item in found.values()]
     texts = {item[kind] for item in items for kind in ("caption", "negative_caption")}
     return {"images": len({item["filename"] for item in items}), "texts": len(texts)}, len(items)
@@ -112,7 +112,7 @@ def distinct_of_sugar_crepe(fraction: int) -> tuple[dict[str, int], int]:
 
 @contextlib.contextmanager
 def encodings_counted(model: Clip) -> Iterator[dict[str, int]]:
-    """How many images and texts went through the towers."""
+    """Count the images and texts that the towers encode."""
     counted: dict[str, int] = {}
 
     def count(kind: str) -> Any:

@@ -1,10 +1,11 @@
-"""The explorer in Debian's chromium: a switch to new scores, the first paint, and what the page weighs.
+"""The explorer in Debian's chromium: time from a click to new scores, first paint, and size of the page.
 
     python benchmarks/explorer.py [--quick] [--json FILE]
 
-At the size of the bars: 128 slots, 500 images, tasks of every kind that such a model has (zero-shot of 100 classes, retrieval among 500
-captions, 7,500 pairs). The other side of every row is the bar itself. A switch is timed from the press of Space until all scores
-stand in the table and are laid out; its row is the 95th percentile of each round of 50. Needs chromium and playwright.
+128 slots, 500 images, and tasks of every kind that such a model has: zero-shot with 100 classes, retrieval among 500
+captions, and 7,500 pairs. Each row is compared with the time that we aimed at. A click is measured from the press of
+Space until all scores are in the table and laid out; the row has the 95th percentile of each round of 50 clicks. Needs
+chromium and playwright.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def jpegs() -> Iterator[bytes]:
 
 
 def prepared(folder: Path) -> None:
-    """A run of a few steps with 128 slots, and its sets."""
+    """Return a run of a few steps with 128 slots, and its sets."""
     noise_shards(folder / "shards", 256)
     images = list(jpegs())
     rows = [(f"{i:05d}", {"jpg": data, "cls": str(i % CLASSES).encode()}) for i, data in enumerate(images)]
@@ -89,7 +90,7 @@ _SPARO = (sys.executable, "-m", "launch.cli")
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The explorer's address."""
+    """Start the explorer, and return its address."""
     words = ("slots", "explore", "run", "--data", "tasks.yaml", "--port", "0", "--features", "store")
     with (folder / "out").open("w") as out:
         process = subprocess.Popen([*_SPARO, *words], cwd=folder, stdout=out, stderr=out)
@@ -105,12 +106,12 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def sized(answer: Any) -> dict[str, int]:
-    """A response's address and bytes."""
+    """Return the address of a response, and its bytes."""
     return {answer.url: int(answer.headers.get("content-length", 0))}
 
 
 def measured(address: str, rounds: int) -> dict[str, list[float]]:
-    """Per round: p95 of 50 switches, first paint, everything to look at there (seconds), page and arrays (MB)."""
+    """Return for each round: 95th percentile of 50 clicks, first paint, time until the page is complete (seconds), and the size of page and arrays (MB)."""
     from playwright.sync_api import sync_playwright
 
     found: dict[str, list[float]] = {name: [] for name in ("switch", "paint", "there", "page", "arrays")}

@@ -1,10 +1,11 @@
-"""What leaving towers untrained saves, and what averaging and Muon cost: steps of CLIP+SPARO ViT-S/32, in turn with a plain step.
+"""Time saved by frozen towers, and time added by an average of weights and by Muon: steps of CLIP+SPARO ViT-S/32.
 
     python benchmarks/frozen.py [--quick] [--json FILE] [--rounds 9] [--batch 64]
 
-`blocks frozen` is `vision.freeze: blocks` and `text.freeze: blocks`: norms, read-outs and the temperature are trained, towers run on the fly.
-`kept tokens` is the same with `objective.cache`, and its time is that of reading shards and tokens, too; computing them once is not in it.
-`theirs` is the plain step of the same model, without reading anything: all of it trained by AdamW, no average.
+`blocks frozen` has `vision.freeze: blocks` and `text.freeze: blocks`: norms, readouts and the temperature are trained, and
+the frozen blocks run in every step. `cached tokens` also has `objective.cache`; its time includes reading shards and
+tokens, but not computing the tokens once. Each case takes turns with a plain step of the same model: all parameters are
+trained by AdamW, without an average and without reading data.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sparo_train.train.run_config import RunConfig
 
 
 class Case(NamedTuple):
-    """`times`: the batch's size over --batch: Muon's work does not grow with it, and CLIP's batches are thousands."""
+    """A case; `times` multiplies --batch, because the work of Muon does not depend on the batch, and CLIP's batches are large."""
 
     name: str
     tower: dict[str, Any]
@@ -51,7 +52,7 @@ CASES = [
 def step(
     batch: int, tower: Mapping[str, Any], objective: Mapping[str, Any], optim: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """A training step of one case."""
+    """Return a training step of a case."""
     torch.manual_seed(0)
     model = {"backbone": "ViT-S-32", "readout": {"kind": "sparo"}, "vision": dict(tower), "text": dict(tower)}
     config = ClipObjectiveConfig(model=ClipConfig.model_validate(model), **objective)
@@ -64,7 +65,7 @@ def step(
 
 
 def kept_steps(batch: int, folder: Path, count: int) -> Callable[[], None]:
-    """`count` steps of training on kept tokens, reading included."""
+    """Run `count` training steps on cached tokens, including reading."""
     noise_shards(folder / "shards", 16 * batch)
     tower = {"freeze": "blocks"}
     tree = {

@@ -1,11 +1,11 @@
-"""What `sparo launch` adds on SLURM: until the first training step, and from a pre-emption's signal to the requeue.
+"""Time that `sparo launch` adds on SLURM: until the first training step, and from the signal of a preemption to the requeue.
 
     eval "$(python tests/slurm/cluster.py start)"
     python benchmarks/jobs.py
 
-Interleaved: the demo's model and batch on two nodes by `sparo launch train`, and on two ranks by torchrun, each until its
-first step is in metrics.jsonl. Then the running job gets the signal of a pre-emption; once squeue no longer calls it
-running, it has saved at a step boundary and asked for its requeue. The second column of that row is the lead time.
+The model and batch of the demo are trained on two nodes by `sparo launch train` and on two ranks by torchrun, in turn,
+until the first step is in metrics.jsonl. Then the job gets the signal of a preemption. When squeue no longer lists it as
+running, it has saved and asked to be requeued. The second column of this row is the time that SLURM allows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPARO = [sys.executable, "-m", "launch.cli"]
 
 
 def until(ready: Callable[[], object], begin: float) -> float:
-    """Seconds since `begin` when it is ready; five minutes at most."""
+    """Return the seconds from `begin` until `ready` returns True. Raises after five minutes."""
     while not ready():
         if time.monotonic() > begin + 300:
             raise SystemExit("not there after five minutes: see `sparo launch status`")
@@ -52,7 +52,7 @@ def state(job: str) -> str:
 
 
 def launched(name: str) -> tuple[float, float]:
-    """Seconds until the first step of a job on two nodes, and from the signal until it is requeued."""
+    """Return the seconds until the first step of a job on two nodes, and from the signal until it is requeued."""
     folder, begin = Path("runs") / name, time.monotonic()
     if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
         raise SystemExit('no SLURM here: eval "$(python tests/slurm/cluster.py start)" first')
@@ -72,7 +72,7 @@ def launched(name: str) -> tuple[float, float]:
 
 
 def direct(name: str) -> float:
-    """Seconds until the first step of the same run by torchrun."""
+    """Return the seconds until the first step of the same run with torchrun."""
     command = [
         sys.executable,
         "-m",

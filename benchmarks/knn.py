@@ -1,12 +1,12 @@
-"""k-NN at ImageNet's size in bounded memory: 50,000 queries against a bank of 1,281,167 rows in a memory map.
+"""k-NN at ImageNet's size in bounded memory: 50,000 queries and a bank of 1,281,167 rows in a memory map.
 
     python benchmarks/knn.py [--queries N] [--quick] [--device cuda] [--json FILE]
 
-The bank is fp16 noise on disk, k = 200; peak memory is what the search adds, pages of the map included. Theirs is the
-official evaluation's way: all similarities of a hundredth of the queries against the whole bank at once, a top-k and a
-one-hot vote for each of the four k; on a part of both, since it needs the bank in memory. Of 2,000 queries against 200,000
-rows that both have in memory, normalised, the memory that each adds is measured in a process of its own. On a GPU queries lie
-there, the bank's pieces are moved to it, and its allocator's peak is what is measured.
+The bank is fp16 noise on disk, k = 200. Peak memory is what the search adds, including pages of the map. The official
+evaluation computes all similarities of a hundredth of the queries with the whole bank at once, a top-k, and a one-hot
+vote for each of four k. It needs the bank in memory, so both sides are compared on a part: 2,000 queries and 200,000
+normalised rows, each side in a separate process. On a GPU, the queries are on the device, the blocks of the bank are
+copied to it, and memory is the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KS, CLASSES, TEMPERATURE = (10, 20, 100, 200), 1000, 0.07
 
 
 def memory_map(folder: str, rows: int, width: int) -> Tensor:
-    """A bank of noise on disk."""
+    """Write a bank of noise."""
     path = Path(folder) / "bank.f16"
     rng = np.random.default_rng(0)
     with path.open("wb") as stream:
@@ -52,7 +52,7 @@ def theirs(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> No
 
 
 def voted(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, chunk: int = 20) -> None:
-    """The official search of normalised rows (D, n), `chunk` queries at once."""
+    """Run the official search of normalised rows (D, n), with `chunk` queries at once."""
     for k in KS:
         for begin in range(0, len(queries), chunk):
             part = queries[begin : begin + chunk]
@@ -64,7 +64,7 @@ def voted(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, chunk:
 
 
 def _added(mine: bool, device: str) -> float:
-    """In a process of its own: MiB that 2,000 queries against 200,000 rows of 384 numbers take beside both."""
+    """Return the MiB that 2,000 queries and 200,000 rows of 384 numbers add to the process; runs in a separate process."""
     g = torch.Generator().manual_seed(0)
     queries, bank = (F.normalize(torch.randn(n, 384, generator=g), dim=1).to(device) for n in (2000, 200000))
     answers, labels = (torch.randint(0, CLASSES, (n,), generator=g).to(device) for n in (2000, 200000))

@@ -1,11 +1,11 @@
-"""The contrastive loss at a global batch of 32,768 on 64 ranks: one rank's memory and time against open_clip's ClipLoss.
+"""The contrastive loss at a global batch of 32,768 on 64 ranks: memory and time of one rank, compared with open_clip's ClipLoss.
 
     python benchmarks/loss_memory.py [--quick] [--device cuda] [--json FILE]
 
-Memory and time are one rank's: forward and backward of 512 of 32,768 pairs in a process of their own, in which what
-other ranks would send is copied from memory. Gradients are compared on four real gloo ranks. open_clip's side is
-`ClipLoss(local_loss=True, gather_with_grad=True)`, the setting whose gradients are exact. On a GPU the features lie there and the
-peak is its allocator's; gradients are compared on the CPU all the same.
+Forward and backward of one rank's 512 of 32,768 pairs in a separate process; features of other ranks are copied from
+memory. Gradients are compared on four real gloo ranks. open_clip's loss is `ClipLoss(local_loss=True,
+gather_with_grad=True)`, the setting with exact gradients. On a GPU, features are on the device and the peak is that of its
+allocator; gradients are compared on the CPU in any case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEMORY_BAR, TIME_BAR = 4.0, 1 / 1.15
 
 
 class OneOf64(Ring):
-    """Rank 0 of 64 as it sees the others: what arrives has the shape of what leaves, and is copied from memory."""
+    """Communication of rank 0 of 64: what arrives has the shape of what is sent, and is copied from memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class OneOf64(Ring):
 
 
 class GatherOf64(torch.autograd.Function):
-    """all_gather with gradient as rank 0 of 64 sees it; the backward returns its slice, as a reduce-scatter would."""
+    """all_gather with gradient for rank 0 of 64; the backward returns its slice, like a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ def run(form: str, image: Tensor, text: Tensor, scale: Tensor) -> None:
 
 
 def measure(form: str, d: int, device: str) -> None:
-    """In a process of its own: bytes above the features themselves, and seconds."""
+    """Return bytes above the features, and seconds; runs in a separate process."""
     scale = torch.tensor(20.0, device=device, requires_grad=True)
     run(form, *features(8, 4, device=device), scale)  # kernels are loaded before the baseline is taken
     image, text = features(d, device=device)
@@ -101,7 +101,7 @@ def gradients_on(rank: int, folder: str, form: str, size: int) -> None:
 
 
 def gradient_difference(size: int = 4) -> float:
-    """Largest relative difference of the gradients of both sides, over ranks and tensors."""
+    """Return the largest relative difference between the gradients of both sides, over ranks and tensors."""
     with tempfile.TemporaryDirectory() as folder:
         for form in ("ours", "theirs"):
             mp.start_processes(gradients_on, (folder, form, size), nprocs=size, start_method="fork")

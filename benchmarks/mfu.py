@@ -2,9 +2,10 @@
 
     python benchmarks/mfu.py [--quick] [--models B/32 B/16] [--rounds 9] [--json FILE]
 
-One rule: model FLOPs of a sample are three times the matrix products and attentions of its forward, counted on the operations
-themselves (sparo_train/train/meter.py); what is recomputed is not counted. Published for CLIP, by rules of their own: 9 to 15 per cent
-on A100 (open_clip), 39 (NeMo, g/14). Batches lie on the device. "theirs" is the same step without compile (on a CPU both are).
+The model FLOPs of a sample are three times the matrix products and attention of its forward pass, counted from the executed
+operations (sparo_train/train/meter.py); recomputation is not counted. Published values for CLIP, counted by other rules:
+9 to 15 per cent on A100 (open_clip), 39 (NeMo, g/14). Batches are on the device. "theirs" is the same step without
+compilation (on a CPU, neither is compiled).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""SPARO's exact fast form against the paper's Appendix A: forward + backward time and peak memory.
+"""SPARO's readout compared with the code of the paper's Appendix A: time of forward and backward, and peak memory.
 
     python benchmarks/readout.py [--quick] [--compile] [--batches 256 1024] [--json FILE]
 
-With `--compile` two rows more of each size: the form compiled by torch against the form as it is, and the compiled form against its
-matrix products alone, which no kernel can do without. A kernel of our own would be worth writing where the second is below 1/1.5.
+`--compile` adds two rows per size: the readout compiled by torch compared with the readout as it is, and compared with its
+matrix products alone. A kernel of our own would be worth writing where the second ratio is below 1/1.5.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASES = [  # (d, N, L), bar on time, bar on memory; batch 32, V = D = 64
 
 
 def step(form: str, case: tuple[int, int, int], device: str, batch: int = 32) -> Any:
-    """A closure that runs forward and backward once."""
+    """Return a function that runs forward and backward once."""
     dim, tokens, slots = case
     torch.manual_seed(0)
     module = Sparo(dim, slots, 64, 64).to(device)
@@ -43,7 +43,7 @@ def step(form: str, case: tuple[int, int, int], device: str, batch: int = 32) ->
 
 
 def products(case: tuple[int, int, int], device: str) -> Any:
-    """A closure that runs the products of one forward and backward: each of a forward's, and two of its size in backward."""
+    """Return a function that runs the matrix products of one forward and backward: each product, and two of its size for backward."""
     dim, tokens, slots = case
     made = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
     x, directions = torch.randn(32, tokens, dim, **made), torch.randn(dim, slots, **made)
@@ -60,7 +60,7 @@ def products(case: tuple[int, int, int], device: str) -> Any:
 
 
 def peak_bytes(form: str, case: tuple[int, int, int], device: str) -> float:
-    """Peak memory of one forward and backward above what parameters and input take."""
+    """Return the peak memory of one forward and backward above that of parameters and input."""
     if device == "cuda":
         run = step(form, case, device)
         before = torch.cuda.memory_allocated()
@@ -72,7 +72,7 @@ def peak_bytes(form: str, case: tuple[int, int, int], device: str) -> float:
 
 
 def measure_here(form: str, case: tuple[int, int, int]) -> float:
-    """In a fresh process: growth of the peak resident set over one step."""
+    """Return the growth of the peak resident set during one step; runs in a new process."""
     small = step(form, (8, 4, 4), "cpu")
     small()  # threads and kernels are loaded before the baseline is taken
     run = step(form, case, "cpu")

@@ -1,10 +1,10 @@
-"""Memory and communication per rank for every engine, from ViT-B/16 to ViT-g/14 on 1 to 1,024 GPUs; and what a plan of 1,024 ranks does.
+"""Memory and communication per rank for every engine, ViT-B/16 to ViT-g/14 on 1 to 1,024 GPUs, and the data plan of 1,024 ranks.
 
     python benchmarks/scaling.py [--quick] [--json FILE] [--markdown]
 
-Nothing here is timed and no rank is started. Parameters and the activations that backward keeps are counted on the real
-objective with fake tensors; what an engine keeps and sends is computed by each engine's row of `sparo.engines`, as `--dry-run` does.
-`plan` walks the real data plan of 1,024 ranks through an epoch; `loss` runs one rank's share of the real ring loss.
+Nothing is timed and no rank is started. Parameters, and the activations that are stored for backward, are counted on the
+real objective with fake tensors. What an engine stores and sends is computed by its entry in `sparo.engines`, as in
+`--dry-run`. `plan` runs through an epoch of the data plan of 1,024 ranks; `loss` runs one rank's share of the ring loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GB = 1e9
 
 
 class Model(NamedTuple):
-    """Parameters; bytes that backward keeps per pair, as it is and with checkpointed blocks; width of an encoding."""
+    """Parameters; bytes stored for backward per pair, with and without checkpointed blocks; width of an encoding."""
 
     name: str
     sizes: Sizes
@@ -51,7 +51,7 @@ class Model(NamedTuple):
 
 
 def measured(name: str) -> Model:
-    """Counted on fake tensors: nothing is allocated or computed."""
+    """Count a model with fake tensors, without allocating or computing anything."""
     readout = {"kind": "sparo", "slots": 128, "slot_width": 64, "head_width": 64}
     config = ClipConfig.model_validate({"backbone": name, "readout": readout})
     with FakeTensorMode():
@@ -131,7 +131,7 @@ def plan(ranks: int, samples: int, shards: int, batch: int) -> dict[str, Any]:
 
 
 class _OneOf(Ring):
-    """Rank 0 of many as it sees the others: what arrives has the shape of what leaves."""
+    """Communication of rank 0 of many: what arrives has the shape of what is sent."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _OneOf(Ring):
 
 
 def loss(ranks: int, local: int, width: int) -> dict[str, float]:
-    """One rank's share of the real loss on `ranks`: peak MiB above its own features, and what a gather would hold."""
+    """Run one rank's share of the real loss on `ranks` ranks; return the peak MiB above its features, and those of a gather."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor(20.0, requires_grad=True)
 

@@ -1,14 +1,15 @@
-"""Posed scenes: NeRF of slots and SlotMixer against their literal forms, rays, and the memory of a rendered view.
+"""Scenes with several cameras: NeRF of slots and SlotMixer compared with their literal forms, rays, and memory of a rendered view.
 
     python benchmarks/scenes3d.py [--quick] [--json FILE] [--device cpu] [--rounds 5]
 
-NeRF has six slots, fields of width 192 and 64 points of a ray, as they begin; forward and backward. Where `density: relu` says that
-there is nothing (three quarters of the points) nothing more is computed; softplus says so nowhere. `literal` is the paper's form, a loop
-over slots, in which each embeds points and directions anew. SlotMixer has OSRT's size; `literal` is stelzner/osrt's computation with the same weights.
-Both give equal colours (checked here, to 1e-5). Memory is the peak above what was there before, each in a process of its own, whose malloc
-gives every block above 1 MB back when it is freed: else what is resident is as much its fragments as what was held (from 600 to 1,000 MB of
-one and the same step).
-The last row renders a view of 128 x 128 pixels and six slots with 64 and with 256 points of a ray: `theirs` is the bound of 1.5 GB.
+NeRF has six slots, fields of width 192 and 64 points per ray, at initialisation; forward and backward. With `density:
+relu`, the colour is not computed where the density is 0 (three quarters of the points); with softplus, it is computed
+everywhere. The literal form of NeRF is the paper's loop over slots, in which each slot embeds points and directions again.
+SlotMixer has OSRT's size; its literal form is the computation of stelzner/osrt with the same weights. Colours of both forms
+agree to 1e-5, which is checked. Memory is the peak above the start, in a separate process whose malloc returns every
+block above 1 MB when it is freed: otherwise fragments change the resident size of one and the same step from 600 to
+1,000 MB. The last row renders a view of 128 x 128 pixels with six slots, with 64 and 256 points per ray, and compares its
+memory with 1.5 GB.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def nerf(device: str, bins: int = 64, density: Density = "softplus") -> Nerf:
 
 
 def literal_nerf(module: Nerf, slots: Tensor, rays: Rays) -> Tensor:
-    """Slot by slot, every point with its direction."""
+    """Render slot by slot, every point with its direction."""
 
     def blocks(m: ResidualBlocks, x: Tensor) -> Tensor:
         x = m.norm(x)
@@ -86,7 +87,7 @@ def mixer(device: str) -> SlotMixer:
 
 
 def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
-    """Keys and values projected, queries of every ray, and every ray's mixture made before it is drawn."""
+    """Project keys and values, compute the queries of every ray, and mix the slots of every ray before it is rendered."""
     query = module.query(ray_fourier_features(rays.origins, rays.directions, module.config.fourier_bands))
     x = query
     for block in module.blocks:
@@ -105,7 +106,7 @@ def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
 
 
 def pair_of(which: str, count: int, device: str) -> Calls:
-    """Colours of `count` rays, ours and literally; the same function is called with gradients."""
+    """Return functions for the colours of `count` rays: ours, and the literal form; called with gradients."""
     module: Any = mixer(device) if which == "mixer" else nerf(device, density="relu" if which == "relu" else "softplus")
     slots = torch.randn(1, K, 1536 if which == "mixer" else D, device=device, requires_grad=True)
     rays, literal = rays_of(count, device), literal_mixer if which == "mixer" else literal_nerf
@@ -122,7 +123,7 @@ def step(call: Callable[[], Tensor], device: str) -> Callable[[], float]:
 
 
 def _grown(which: str, mine: bool, count: int, device: str) -> float:
-    """In a process of its own: bytes that forward and backward take at most."""
+    """Return the peak bytes of forward and backward; runs in a separate process."""
     call = pair_of(which, count, device)[0 if mine else 1]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -142,7 +143,7 @@ def peak(which: str, mine: bool, count: int, device: str) -> Callable[[], float]
 
 
 def _rendered(bins: int, device: str) -> float:
-    """In a process of its own: bytes that a view of 128 x 128 pixels takes at most."""
+    """Return the peak bytes of rendering a view of 128 x 128 pixels; runs in a separate process."""
     module, slots = nerf(device, bins), torch.randn(1, K, D, device=device)
     pose, lens = torch.eye(4, device=device), torch.tensor([128.0, 128.0, 64.0, 64.0], device=device)
     told = pixel_rays(pose, lens, 128).flatten(0, 1)[None]

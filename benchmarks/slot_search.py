@@ -1,12 +1,13 @@
-"""Search by slots against search by whole encodings, on rendered scenes whose attributes are known.
+"""Search by slots compared with search by whole encodings, on rendered scenes whose attributes are known.
 
     python benchmarks/slot_search.py RUN... [--json FILE]
 
-RUN: a run of the demo's recipe (`sparo demo` writes runs/demo/clip_sparo; other seeds: `sparo train RUN/config.yaml seed=1 name=s1`).
-Slots are named on the caption pairs of the demo. For every named slot, queries are the images of the retrieval test whose caption
-contains the name. A result is right if its caption contains the name, too. `overlap` is the Jaccard index of the other colours of
-query and result: a low value means different in everything else. Precision and overlap are means over queries, then over slots.
-Also: how well the slot that the explorer finds for a colour separates images whose caption contains it.
+RUN is a run of the demo's recipe (`sparo demo` writes runs/demo/clip_sparo; other seeds: `sparo train RUN/config.yaml seed=1
+name=s1`). Slots are named on the caption pairs of the demo. For every slot with a name, the queries are the images of the
+retrieval test whose caption contains the name, and a result is right if its caption contains it, too. `overlap` is the
+Jaccard index of the other colours of query and result: the lower it is, the more they differ in other respects. Precision and
+overlap are means over queries, then over slots. The script also measures how well the slot that the explorer finds for a
+colour separates images whose caption contains this colour.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def encoded(units: Units, source: WdsSet) -> tuple[Tensor, list[list[str]]]:
 
 
 def measured(run: Path) -> dict[str, tuple[float, float]]:
-    """Precision at 10 and overlap of other colours, by form of search."""
+    """Return precision at 10 and overlap of other colours for each kind of search."""
     units = units_of(load_encoder(run))
     tasks = load_run(run / "config.yaml", []).eval.tasks
     images, captions = encoded(units, WdsSet(Path(tasks["pairs"].root), "pairs"))

@@ -1,10 +1,10 @@
-"""What slot attention's exact restructurings bring, what transport costs, and how fast masks are scored and published files read.
+"""Slot models: speed of merged projections, cost of optimal transport, and speed of scoring masks and reading published files.
 
     python benchmarks/slots.py [--quick] [--json FILE]
 
-Each row is measured at the size that its bar is for. Rows are pairs: ours against the plain form, or one method against another.
-Memory is what autograd keeps for the backward pass (saved_tensors_hooks). Bars: folded 1.6; SA-ME's step at most 1.2 of SA-Sinkhorn's
-(0.83); a quarter of autograd's memory (4); SA-EMD's step at most twice SA-ME's (0.5).
+A row compares our form with the plain form, or one method with another. Memory is what autograd stores for the backward
+pass (saved_tensors_hooks). The aims: merged projections 1.6 times as fast; a step of SA-ME at most 1.2 times as long as one of
+SA-Sinkhorn (0.83); a quarter of autograd's memory (4); a step of SA-EMD at most twice as long as one of SA-ME (0.5).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparo_train.core.contracts import Progress
 
 
 def attention(kv: str) -> Callable[[], float]:
-    """Seconds of forward and backward at B 4, N 4096, K 11, D 128, three iterations."""
+    """Return the seconds of forward and backward at B 4, N 4096, K 11, D 128, three iterations."""
     torch.manual_seed(0)
     module = SlotAttention(
         SlotAttentionConfig.model_validate({"preset": "sa2020", "slots": 11, "width": 128, "kv": kv}), 128
@@ -43,7 +43,7 @@ def attention(kv: str) -> Callable[[], float]:
 
 
 def set_step(preset: str) -> Callable[[], float]:
-    """Seconds of a training step of set prediction: 128 pixels, the paper's encoder, N 1024, K 11, 8 images."""
+    """Return the seconds of a training step of set prediction: 8 images of 128 pixels, the paper's encoder, N 1024, K 11."""
     torch.manual_seed(0)
     model = {"image_size": 128, "encoder": {"strides": (1, 2, 2, 1)}, "grouping": {"preset": preset, "slots": 11}}
     objective = SetPrediction(SetPredictionConfig.model_validate({"model": model}))
@@ -64,7 +64,7 @@ def set_step(preset: str) -> Callable[[], float]:
 
 
 def kept(unrolled: bool) -> Callable[[], float]:
-    """Megabytes that one iteration of SA-ME keeps for its backward pass, at B 8, N 1024, K 11."""
+    """Return the megabytes that one iteration of SA-ME stores for its backward pass, at B 8, N 1024, K 11."""
 
     def measure() -> float:
         cost = torch.rand(8, 11, 1024, requires_grad=True)
@@ -85,7 +85,7 @@ def kept(unrolled: bool) -> Callable[[], float]:
 
 
 def masks() -> tuple[Callable[[], float], Callable[[], float]]:
-    """Seconds for all scores of 1,000 masks of 128 pixels; and for scikit-learn's ARI alone."""
+    """Return the seconds for all scores of 1,000 masks of 128 pixels, and for scikit-learn's ARI alone."""
     rng = np.random.default_rng(0)
     true = np.kron(rng.integers(0, 11, (1000, 16, 16)), np.ones((8, 8), np.int64))
     predicted = np.where(rng.random(true.shape) < 0.1, 0, true)
@@ -101,7 +101,7 @@ def masks() -> tuple[Callable[[], float], Callable[[], float]]:
 
 
 def readers(folder: Path, count: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """CLEVR records per second, of files with masks: ours, and tfrecord's, which walks every pixel."""
+    """Return the CLEVR records per second, from files with masks: ours, and those of tfrecord, which reads every pixel in a loop."""
     rng = np.random.default_rng(0)
     stored = {"image": ([bytes([v]) for v in rng.integers(0, 256, 240 * 320 * 3)], "byte"),
               "mask": ([bytes([v]) for v in rng.integers(0, 2, 11 * 240 * 320) * 255], "byte"), "x": ([0.5] * 11, "float")}  # fmt: skip

@@ -1,10 +1,10 @@
-"""Slots after training: every slot's zero-shot score against a masked pass per slot, greedy selection, mask training.
+"""Scores and selection of slots: zero-shot scores of all slots compared with a masked pass per slot, greedy selection, and masks.
 
     python benchmarks/slots_selection.py [--quick] [--json FILE]
 
-At the size of the bars: L = 64 slots of 64 numbers, 1,000 classes, 2,000 images, 7,511 pairs of captions; encodings are random with a
-little of the truth in them. The two ways to the slots' scores are compared before times are reported. Rows with a bar in seconds
-stand against that bar: their ratio is how much faster than the bar they are.
+64 slots of 64 numbers, 1,000 classes, 2,000 images and 7,511 caption pairs; encodings are random, with a weak signal of the
+truth. Both ways to score slots are compared before times are reported. Rows with a time in the second column compare with
+the time that we aimed at.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOTS, WIDTH, CLASSES, IMAGES, PAIRS = 64, 64, 1000, 2000, 7511
 
 
 def unit(count: int) -> Tensor:
-    """(count, L, V), slots of one norm."""
+    """Return (count, L, V) slots of one norm."""
     return F.normalize(torch.randn(count, SLOTS, WIDTH), dim=-1) * SLOTS**-0.5
 
 
@@ -69,7 +69,7 @@ def pair_rows(rounds: int) -> list[dict[str, Any]]:
 
 
 def against(name: str, call: Any, bar: float, rounds: int) -> dict[str, Any]:
-    """A row whose other side is the bar itself, in seconds."""
+    """Return a row that compares with an aim in seconds."""
     call()
     return row(f"{name} (bar: {bar:g} s)", [(seconds(call), bar) for _ in range(rounds)], 1, "s", False)
 

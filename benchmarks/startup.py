@@ -1,8 +1,8 @@
-"""How long `sparo --help` takes, against Python importing what a command line of ours cannot do without.
+"""Time of `sparo --help`, compared with a Python process that imports only what a command line like ours needs.
 
 python benchmarks/startup.py [--quick] [--json FILE]
 
-The bar of 0.2 is: at most five times as long.
+The aim is a ratio of 0.2: at most five times as long.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What checksums of stored features cost: scoring from the store as it is, and with the checksums passed over.
+"""Cost of the checksums of stored encodings: scoring with and without their verification.
 
     python benchmarks/store.py [--quick] [--json FILE]
 
-50,000 encodings of 512 numbers with labels, 1,000 classes: ImageNet's validation images, zero-shot, nothing encoded. Both sides open
-every part, score and write what they predicted, as `sparo eval` does. The bar: no more than 2 % of the scoring.
+50,000 encodings of 512 numbers with labels and 1,000 classes, as many as ImageNet's validation images; zero-shot, nothing
+is encoded. Both sides open every part, score, and write predictions, like `sparo eval`. The aim: at most 2 % of the time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMAGES, WIDTH, CLASSES = 50_000, 512, 1000
 
 
 def filled(folder: Path) -> list[tuple[int, int]]:
-    """A set's parts on disk; returns where each begins and ends."""
+    """Write the parts of a set; return where each begins and ends."""
     rng, spans = np.random.default_rng(0), parts.bounds_of(IMAGES)
     for number, (begin, end) in enumerate(spans):
         array = rng.standard_normal((end - begin, WIDTH), dtype=np.float32)
@@ -37,7 +37,7 @@ def filled(folder: Path) -> list[tuple[int, int]]:
 
 
 def score(folder: Path, spans: list[tuple[int, int]], weights: torch.Tensor) -> None:
-    """From the store to a line of results."""
+    """Score the stored encodings, and write a line of results."""
     found = [parts.open_part(folder, number, span) for number, span in enumerate(spans)]
     whole = [part for part in found if part is not None]
     assert len(whole) == len(spans)

@@ -1,4 +1,4 @@
-"""Training a small transformer on all cores, alone and beside a program that computes: threads that spin while they wait, or sleep.
+"""Training of a small transformer on all cores, alone and next to another computation, with threads that spin or sleep while they wait.
 
 python benchmarks/threads.py [--rounds 5]
 """
@@ -28,7 +28,7 @@ print(64 * steps / (time.perf_counter() - begin))
 
 
 def rate(spin: dict[str, str], seconds: float) -> float:
-    """Samples a second of a process that begins with this setting."""
+    """Return the samples per second of a process that starts with this setting."""
     clean = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(
         [sys.executable, "-c", _STEPS, str(seconds)], env={**clean, **spin}, capture_output=True, text=True, check=True

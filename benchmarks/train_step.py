@@ -1,11 +1,11 @@
-"""A whole training step: our CLIP+SPARO ViT-B/32 against open_clip's own ViT-B/32 CLIP, same machine, same batch.
+"""A whole training step: CLIP+SPARO ViT-B/32 compared with open_clip's CLIP ViT-B/32, on the same batch.
 
     python benchmarks/train_step.py [--quick] [--json FILE] [--rounds 15]
 
-Theirs is open_clip's model, ClipLoss and AdamW as its trainer sets them up. Each side has a process of its own, so that how
-ours asks the C library for memory helps ours alone; they step in turn. The main rows use full rows of 77 tokens on both
-sides; `captions cut` shows what our default of cutting behind the longest caption of the batch (exact) adds for captions of
-up to 24 tokens.
+open_clip's side has its model, ClipLoss and AdamW as its trainer configures them. Each side has a separate process, so
+that the settings of the C library's allocator affect our side only; both take turns. In the main rows, captions have 77 tokens
+on both sides. `captions cut` shows the effect of our default, which cuts captions after the longest of the batch (an exact
+change), for captions of up to 24 tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparo_train.objectives.clip_config import ClipObjectiveConfig
 
 
 def tokens(batch: int, longest: int) -> torch.Tensor:
-    """Captions of 8 to `longest` tokens, padded to 77."""
+    """Return captions of 8 to `longest` tokens, padded to 77."""
     generator = torch.Generator().manual_seed(0)
     text = torch.zeros(batch, 77, dtype=torch.long)
     for i, line in enumerate(text):
@@ -90,7 +90,7 @@ def their_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], N
 
 
 def stepping(wire: Connection, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...]) -> None:
-    """A side's process: at each word that comes, one step, and its seconds by the clock and of all its threads go back."""
+    """Run one side: for each message, take a step, and return its seconds of wall time and of all its threads."""
     step = make(*arguments)
     step()
     while wire.recv():
@@ -100,7 +100,7 @@ def stepping(wire: Connection, make: Callable[..., Callable[[], None]], argument
 
 
 class Side:
-    """One of the two, in its process."""
+    """One of both sides, in its process."""
 
     def __init__(self, make: Callable[..., Callable[[], None]], *arguments: Any):
         context = multiprocessing.get_context("spawn")
@@ -111,7 +111,7 @@ class Side:
         self.batch, self.processor_rates = arguments[0], list[float]()
 
     def rate(self) -> float:
-        """Samples per second; `processor_rates` gets them per second of processor time, which other work does not change."""
+        """Samples per second; `processor_rates` has those per second of processor time, which other work does not change."""
         self._wire.send(True)
         wall, spent = self._wire.recv()
         self.processor_rates.append(self.batch / spent)

@@ -1,12 +1,12 @@
-"""Slots of videos: the parallel binder against its released form, streams, SAVi's corrector, and reading clips.
+"""Slots of videos: the parallel binder compared with its released form, streams, SAVi's corrector, and reading clips.
 
     python benchmarks/video.py [--quick] [--psb] [--json FILE] [--device cpu] [--rounds 5]
 
-The binder has three blocks, D 192, 11 slots, 64 x 64 tokens a frame and is causal; forward and backward, the encoder alone, one video.
-`released` is NVlabs/PSB's computation with the same weights: keys and values of all tokens, logits of all times by all times, masked
-before and behind the softmax. Memory is the peak above what was there before. Both give equal slots (checked here, to 1e-5).
-A stream is held against slots of the last six frames made anew, in the released form and in ours, which is fast already.
-`PSB against SAVi` has SAVi's corrector and predictor of the same width as many rounds a frame; its ratio has no bar on a CPU.
+The binder is causal and has three blocks, D 192, 11 slots and 64 x 64 tokens per frame; forward and backward of the encoder
+alone, one video. The released form is the computation of NVlabs/PSB with the same weights: keys and values of all tokens,
+logits of all times with all times, masked before and after the softmax. Slots of both forms agree to 1e-5, which is checked.
+Memory is the peak above the start. A stream is compared with computing the slots of the last six frames again, in the released
+form and in ours. `PSB against SAVi` has SAVi's corrector and predictor of the same width, with as many iterations per frame.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def binder(device: str) -> ParallelBinder:
 
 
 def released(module: ParallelBinder, tokens: Tensor) -> Tensor:
-    """The released computation, with our module's weights."""
+    """Run the released computation with the weights of our module."""
     b, times = tokens.shape[:2]
     slots = module.norm(module.init_slots(None, b))[:, None].expand(-1, times, -1, -1)
     apart = torch.arange(times, device=tokens.device)
@@ -72,7 +72,7 @@ def released(module: ParallelBinder, tokens: Tensor) -> Tensor:
 
 
 def step(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], float]:
-    """Seconds of forward and backward."""
+    """Return the seconds of forward and backward."""
 
     def run() -> float:
         return seconds(lambda: (call(tokens).square().mean().backward(), synchronised(tokens)))
@@ -86,7 +86,7 @@ def synchronised(tokens: Tensor) -> None:
 
 
 def peak(name: str, times: int, device: str) -> Callable[[], float]:
-    """Megabytes by which memory grows at most in forward and backward; in a process of its own, whose memory nobody used before."""
+    """Return the peak growth of memory in forward and backward, in MB; runs in a new process."""
 
     def run() -> float:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -118,7 +118,7 @@ def savi(device: str) -> RecurrentSlots:
 
 
 def corrector(kv: str, device: str) -> Callable[[], float]:
-    """Seconds of forward and backward of SAVi's corrector (K 11, D 128) over six frames of 64 x 64 tokens."""
+    """Return the seconds of forward and backward of SAVi's corrector (K 11, D 128) over six frames of 64 x 64 tokens."""
     torch.manual_seed(0)
     given = {"preset": "savi", "slots": K, "width": 128, "slot_init": "learned", "kv": kv}
     module = SlotAttention(SlotAttentionConfig.model_validate(given), 32).to(device)
@@ -127,7 +127,7 @@ def corrector(kv: str, device: str) -> Callable[[], float]:
 
 
 def stream(device: str, count: int, anew: str) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Seconds per new frame of `count` videos behind six: of a stream, and of the last six frames all anew."""
+    """Return the seconds per new frame of `count` videos after six frames: with a stream, and with the last six frames computed again."""
     module = binder(device).requires_grad_(False)
     tokens = torch.randn(count, 12, N, D, device=device)
     going = BinderStream(module, 6)
@@ -147,7 +147,7 @@ def stream(device: str, count: int, anew: str) -> tuple[Callable[[], float], Cal
 
 
 def clips() -> tuple[Callable[[], float], Callable[[], float]]:
-    """Clips of six frames per second, from episodes of 24 frames of 128 pixels: their own frames, and all of the episode's."""
+    """Return clips of six frames per second, from episodes of 24 frames of 128 pixels: decoding only their frames, and all frames."""
     samples = [episode_fields(episode("a", 0, "train", i, 24, 128)) for i in range(4)]
     frames, rng = FramesConfig(), generator(0, "bench")
 
@@ -171,8 +171,8 @@ def clips() -> tuple[Callable[[], float], Callable[[], float]]:
     return ours, theirs
 
 
-def told(count: int, slots: int, objects: int, width: int = 192) -> list[ProbedClip]:
-    """Clips of six frames whose slots say an object's position and velocity linearly, in an order of their own."""
+def probed_clips(count: int, slots: int, objects: int, width: int = 192) -> list[ProbedClip]:
+    """Return clips of six frames whose slots encode an object's position and velocity linearly, in a random order."""
     rng = np.random.default_rng(0)
     says, made = rng.normal(size=(6, width)), []
     for _ in range(count):
@@ -183,8 +183,8 @@ def told(count: int, slots: int, objects: int, width: int = 192) -> list[ProbedC
 
 
 def assignments() -> tuple[Callable[[], float], Callable[[], float]]:
-    """Seconds to assign 4 objects to 7 slots in 100 clips under a map: as the probe does, and by trying all 840 orders, as its paper does."""
-    clips, weights = told(100, 7, 4), np.random.default_rng(1).normal(size=(193, 3))
+    """Return the seconds to assign 4 objects to 7 slots in 100 clips: as the probe does, and by trying all 840 orders, as in the paper."""
+    clips, weights = probed_clips(100, 7, 4), np.random.default_rng(1).normal(size=(193, 3))
     orders = np.array(list(itertools.permutations(range(7), 4)))
 
     def theirs() -> list[np.ndarray]:
@@ -252,7 +252,7 @@ def main() -> None:
     folded = interleave(corrector("folded", device), corrector("plain", device), rounds)
     rows.append(row("SAVi's corrector folded against plain", folded, 1.4, "s", False))
     rows.append(row("clips of 6 against all 24 frames decoded", interleave(*clips(), rounds), 1.5, "clips/s", True))
-    every = told(500, 11, 6)
+    every = probed_clips(500, 11, 6)
     whole = seconds(lambda: score(every[::2], every[1::2]))
     name = f"assignments of 4 objects against all orders (a probe of 500 clips, 6 frames, 11 slots: {whole:.1f} s)"
     rows.append(row(name, interleave(*assignments(), rounds), None, "s", False))
