@@ -52,7 +52,7 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
         if column is not None and header.count(column) > 1:
             raise DataError(
                 f"{table}: has {header.count(column)} columns {column!r}. Keep this name for the column that {option} "
-                "means, and rename the others."
+                "reads, and rename the others."
             )
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")

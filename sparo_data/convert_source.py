@@ -113,7 +113,8 @@ def write_parquet(source: Source, out: Path, per_file: int) -> ConversionResult:
         write()
     if not count:
         raise DataError(
-            f"{source.storages[0].url}: has no usable sample, got {dict(skipped)}. Check the data, and the caption key."
+            f"{source.storages[0].url}: has no usable sample; skipped samples by reason: {dict(skipped)}. Check the "
+            "data, and the caption key."
         )
     return ConversionResult(count, skipped=dict(skipped))
 

@@ -212,7 +212,9 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         # Without a classifier, because its input is scored.
         model = timm.create_model(name, pretrained=not weights, num_classes=0)
     except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{label}: timm cannot build it ({str(error)[:300]}). Give {label}@FILE.") from None
+        raise CheckpointError(
+            f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: {label}@FILE."
+        ) from None
     if weights:
         load_into(model, _without_head(timm_state(weights, label), model), weights)
     # A config next to the file describes these weights, so it takes precedence over that of the name.

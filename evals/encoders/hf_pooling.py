@@ -92,7 +92,8 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
     main = getattr(model, "main_input_name", "pixel_values")
     if required_inputs or main != "pixel_values":
         raise CheckpointError(
-            f"{label}: needs more inputs than the pixels of one image, got {', '.join(required_inputs or [main])}. Score an image model of fixed size."
+            f"{label}: an image model may need only the pixels of one image as input, got "
+            f"{', '.join(required_inputs or [main])}. Score another model."
         )
 
 

@@ -150,7 +150,7 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
         if colon and scheme.isidentifier() and not path.exists():
             CHECKPOINTS.get(scheme, "checkpoint")  # the error lists the valid ones
         if (path / "config.json").is_file():
-            raise CheckpointError(f"{path}: is a folder of transformers. Write hf:{path}.")
+            raise CheckpointError(f"{path}: is a model folder of Hugging Face transformers. Write hf:{path}.")
         raise CheckpointError(
             f"{path}: not a run folder, checkpoint folder, exported folder, DeepSpeed folder, or weight file"
         )
@@ -222,7 +222,8 @@ def _with_slots(config: RunConfig, slots: int, label: str) -> RunConfig:
     grouping = getattr(getattr(config.objective, "model", None), "grouping", None)
     if grouping is None or not hasattr(grouping, "slots"):
         raise ConfigError(
-            f"{label}: objective.kind={config.objective.kind} has no slots that compete, so their number cannot be changed. Remove `?slots=…`."
+            f"{label}: the number of slots can be changed only if slots compete, got "
+            f"objective.kind={config.objective.kind}. Remove `?slots=…`."
         )
     if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
         raise ConfigError(

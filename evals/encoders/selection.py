@@ -104,7 +104,9 @@ class SelectionData(Frozen):
     task: str = field("", "Name of the task.")
     data: str = field("", "SHA-256 that identifies the task's data.")
     n: int = field(0, "Number of questions that were used.", ge=0)
-    share: Literal["all", "half"] = field("all", "all, or half: the other half was held out for the report.")
+    share: Literal["all", "half"] = field(
+        "all", "Share of the data that was used: all, or half. With half, the other half was held out for the report."
+    )
     seed: int = field(0, "Seed that chose the half.")
 
 
@@ -116,7 +118,7 @@ class Selection(Frozen):
     """
 
     schema_: Literal[1] = field(SCHEMA, "Schema version of this file.", alias="schema")
-    sparo: Literal["selection"] = field("selection", "Kind of this file.")
+    sparo: Literal["selection"] = field("selection", "Marks the file as a selection of units.")
     checkpoint: str = field(..., "SHA-256 of the weights.")
     label: str = field("", "Path of the checkpoint.")
     units: Literal["slots", "parts", "heads"] = field("slots", "Kind of units that are selected.")
@@ -124,16 +126,18 @@ class Selection(Frozen):
     head_layers: int = field(4, "For units=heads: number of last blocks whose heads are the units.", ge=1)
     method: str = field("hand", "Method of the selection.")
     classifier_slots: Literal["slice", "renorm"] = field(
-        "slice", "Slots of class vectors: unchanged (slice), or scaled to one norm (renorm)."
+        "slice", "How slots of class vectors are scaled: unchanged (slice), or to the same norm (renorm)."
     )
     chosen: tuple[int, ...] = field(..., "Selected units, best first if an order is known.", min_length=1)
     order: tuple[int, ...] = field((), "All units, best first.")
     scores: tuple[float, ...] = field((), "Score of each unit alone on the data of the selection, by unit number.")
     mask: tuple[float, ...] = field(
-        (), "Weights instead of zeros and ones: one per unit, or one per number of an encoding."
+        (), "Weights instead of zeros and ones: one per unit, or one per dimension of an encoding."
     )
     made_on: SelectionData = field(SelectionData(), "Data on which the selection was made.")
-    looked_at: tuple[str, ...] = field((), "Identities of data whose scores were visible during a selection by hand.")
+    looked_at: tuple[str, ...] = field(
+        (), "For a selection by hand: identities of the data whose scores were visible to the person who selected."
+    )
     names: dict[int, str] = field({}, "Names of units, by number.")
     notes: dict[int, str] = field({}, "Notes on units, by number.")
 

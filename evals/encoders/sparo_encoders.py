@@ -231,7 +231,7 @@ class TimmDinoEncoder(DinoEncoder):
 
     def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:
         raise ConfigError(
-            f"{self.label}: this model of timm does not show its self-attention. Draw the slots' attention."
+            f"{self.label}: the self-attention of this timm model cannot be read. Draw the attention of slots."
         )
 
 

@@ -28,8 +28,9 @@ class CheckpointTeacherConfig(Frozen):
     kind: Literal["checkpoint"] = field("checkpoint", "Entry of sparo.teachers.")
     checkpoint: str = resumable_field(
         ...,
-        "Anything that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, hf:FOLDER, a run. "
-        "The file may be moved between two starts of a run, but its content must stay the same.",
+        "Any checkpoint that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, "
+        "hf:FOLDER, or a run. The file may be moved between two starts of a run, but its content must stay "
+        "the same.",
         min_length=1,
         examples=["dinov2_vitb14_pretrain.pth"],
     )
@@ -93,8 +94,9 @@ class CheckpointTeacher:
         resized_vit = isinstance(self.encoder, TokensEncoder) and size != self.encoder.image_size
         if resized_vit and torch.equal(tokens[0], tokens[1]):
             raise ConfigError(
-                f"objective.teacher.image_size={size}: {checkpoint} does not read the last pixels of such a view. Choose a "
-                f"multiple of its patch size, for example {self.encoder.image_size}, its own size."
+                f"objective.teacher.image_size={size}: is not a multiple of the patch size of {checkpoint}, so the "
+                f"teacher would ignore the last pixels. Choose a multiple, for example {self.encoder.image_size}, the "
+                "size that it was trained with."
             )
         grid = round((tokens.shape[1] - 1) ** 0.5)
         if grid**2 != tokens.shape[1] - 1:

@@ -75,7 +75,8 @@ def _timm_model(config: VitConfig) -> tuple[str, dict[str, Any]]:
     refuse_mixtures(config, "timm")
     if config.layer_scale is None and (config.positions == "rope" or config.ffn_layer == "swiglu"):
         raise ConfigError(
-            "--layout timm: its models with rope or swiglu have a layer_scale, got none. Use --layout torch or dino."
+            "--layout timm: timm's models with rope or swiglu have a layer_scale, but this run has none. Use "
+            "--layout torch or dino."
         )
     args: dict[str, Any] = {
         "img_size": config.image_size,
@@ -118,8 +119,9 @@ def refuse_mixtures(config: VitConfig, layout: str) -> None:
     more = config.registers or config.ffn_layer == "swiglu" or config.positions == "rope"
     if (config.quick_gelu and not config.pre_norm) or (config.pre_norm and more):
         raise ConfigError(
-            f"--layout {layout}: has no such model, got pre_norm={config.pre_norm} with quick_gelu={config.quick_gelu}, registers={config.registers}, "
-            f"ffn_layer={config.ffn_layer}, positions={config.positions}. Use --layout torch or dino."
+            f"--layout {layout}: has no model with these settings, got pre_norm={config.pre_norm}, "
+            f"quick_gelu={config.quick_gelu}, registers={config.registers}, ffn_layer={config.ffn_layer}, "
+            f"positions={config.positions}. Use --layout torch or dino."
         )
 
 

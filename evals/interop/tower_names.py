@@ -54,8 +54,8 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
     )[:1]
     if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
-            f"{origin}: its attention has {unlike[0][0]} heads, but the run's has {unlike[0][1]}, which the shapes of "
-            "the tensors do not show. Give the run the same number of heads."
+            f"{origin}: its attention has {unlike[0][0]} heads, but that of the run has {unlike[0][1]}, although the "
+            "tensors have equal shapes. Give the run the same number of heads."
         )
     # By the class's name, because open_clip, transformers and sparo each have their own class for it.
     quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]

@@ -94,7 +94,7 @@ def _transformers_model(config: VitConfig) -> tuple[dict[str, Any], _HfNames]:
     """Return transformers' config and its names. Raises `ConfigError` if transformers has no such model."""
     refuse_mixtures(config, "transformers")
     if config.pre_norm:
-        raise ConfigError("--layout transformers: has no such model, got pre_norm=true. Use --layout timm or torch.")
+        raise ConfigError("--layout transformers: has no model with pre_norm=true. Use --layout timm or torch.")
     content: dict[str, Any] = {
         "hidden_size": config.width,
         "num_hidden_layers": config.blocks,
@@ -132,7 +132,8 @@ def _transformers_model(config: VitConfig) -> tuple[dict[str, Any], _HfNames]:
         )
     if not config.mlp_ratio.is_integer():
         raise ConfigError(
-            f"--layout transformers: needs a whole objective.model.mlp_ratio, got {config.mlp_ratio}. Use --layout timm or torch."
+            f"--layout transformers: objective.model.mlp_ratio must be a whole number, got {config.mlp_ratio}. Use "
+            "--layout timm or torch."
         )
     kind = "dinov2_with_registers" if config.registers else "dinov2"
     content |= {

@@ -112,7 +112,9 @@ def grid(
     """
     table = by_checkpoint(records)
     if layout in SUITE_LAYOUTS and paper:
-        raise ConfigError(f"--paper {','.join(paper)}: the SPARO paper has no table with layout {layout}. Remove it.")
+        raise ConfigError(
+            f"--paper {','.join(paper)}: the SPARO paper has no table with layout {layout}. Remove --paper."
+        )
     if layout is None and paper:
         raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
     if layout is None:

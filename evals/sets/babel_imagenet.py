@@ -34,7 +34,8 @@ def babel_imagenet(root: Path, language: str) -> tuple[list[int], list[str], lis
         numbers, names, templates = [int(n) for n in numbers], [*map(str, names)], [*map(str, prompts[code])]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{root}: {_LABELS}: {code} is not a pair of numbers and names ({error}). Fetch it again."
+            f"{root}: {_LABELS}: {code} must have a list of class numbers and a list of names ({error}). Fetch the "
+            "file again."
         ) from None
     if len(numbers) != len(names) or not all(0 <= n < IMAGENET_CLASSES for n in numbers) or len(set(numbers)) < 2:
         raise DataError(f"{root}: {_LABELS}: {code} needs a name for each of its class numbers. Fetch it again.")

@@ -91,7 +91,9 @@ def share_gpt(root: Path, _part: str) -> CaptionedFiles:
         try:
             rows[str(item["image"])] = [str(item["conversations"][1]["value"]).replace("\n", " ")]
         except (KeyError, IndexError, TypeError) as error:
-            raise DataError(f"{path}: entry {number}: is not one of ShareGPT4V ({error!r}). Fetch it again.") from None
+            raise DataError(
+                f"{path}: entry {number}: does not have the form of ShareGPT4V ({error!r}). Fetch the file again."
+            ) from None
     return CaptionedFiles(root, rows, _SHARE_GPT)
 
 

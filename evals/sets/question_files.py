@@ -53,11 +53,13 @@ def open_valse(root: Path) -> QuestionSet:
                 valid = row["mturk"]["caption"] >= _VOTES
                 image, caption, foil = (str(row[word]) for word in ("image_file", "caption", "foil"))
             except (KeyError, TypeError) as error:
-                raise DataError(f"{path}: item {key}: is not one of VALSE ({error!r}). Fetch the file again.") from None
+                raise DataError(
+                    f"{path}: item {key}: does not have the form of VALSE ({error!r}). Fetch the file again."
+                ) from None
             if valid:
                 items.append(Item((ImageRef(f"{images}/{image}"),), (caption, foil), name, str(key)))
     if not items:
-        raise DataError(f"{root}: has none of VALSE's files, such as existence.json. Copy its folder data here.")
+        raise DataError(f"{root}: has none of VALSE's files, such as existence.json. Copy VALSE's folder `data` here.")
     return QuestionSet(root, items, root)
 
 
@@ -138,7 +140,9 @@ def open_winogavil(root: Path) -> AssociationSet:
             images = sorted(dict.fromkeys(map(str, candidates)), key=lambda name: name not in right)
             count = sum(name in right for name in images)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{path}: row {number + 1}: is not one of WinoGAViL ({error!r}). Fetch it again.") from None
+            raise DataError(
+                f"{path}: row {number + 1}: does not have the form of WinoGAViL ({error!r}). Fetch the file again."
+            ) from None
         # As in DataComp's script.
         prompt = f"{'An' if cue[:1] in tuple('aeiou') else 'A'} {cue}"
         refs = tuple(ImageRef(f"{folder}/{name}.jpg") for name in images)

@@ -39,12 +39,14 @@ def open_questions(root: Path, columns: TableColumns, split: str) -> QuestionSet
         rows = [row for row in rows if row.value(columns.split) == split]
         if values and not rows:
             raise DataError(
-                f"{paths[0]}: column {columns.split!r} has no {split!r}, got {', '.join(list(values)[:6])}. Set the key split."
+                f"{paths[0]}: column {columns.split!r} has no row with {split!r}, got {', '.join(list(values)[:6])}. Set "
+                "the task's key split to one of these."
             )
     size = columns.rows
     if len(rows) % size:
         raise DataError(
-            f"{paths[-1]}: has {len(rows)} rows, but a question consists of {size}. Remove the incomplete question."
+            f"{paths[-1]}: the number of rows must be a multiple of {size}, the rows of a question, got {len(rows)}. "
+            "Remove the incomplete question."
         )
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
     items = [_item(root, columns, group, number) for number, group in enumerate(groups)]
@@ -59,7 +61,9 @@ def present_questions(root: Path, items: Sequence[Item], where: object) -> Quest
     exists = {ref.name: (root / ref.name).is_file() for item in items for ref in item.images}
     kept = [item for item in items if all(exists[ref.name] for ref in item.images)]
     if items and not kept:
-        raise DataError(f"{root}: no question has all its images, such as {next(iter(exists))}. Fetch the images.")
+        raise DataError(
+            f"{root}: every question lacks an image file, for example {next(iter(exists))}. Fetch the images."
+        )
     question_set = QuestionSet(root, kept, where)
     question_set.skipped = len(items) - len(kept)
     return question_set
@@ -173,7 +177,10 @@ def embedded_image(path: Path, row: int, column: str) -> bytes:
                     return read_bytes(path.parent / name, DataError)
             if not isinstance(value, bytes):
                 kind = f"{len(value)} images" if isinstance(value, list) else "no image"
-                raise DataError(f"{path}: row {row + 1}: column {column} has {kind}. Store one image per column.")
+                raise DataError(
+                    f"{path}: row {row + 1}: column {column} must contain one image per row, got {kind}. Store each image of "
+                    "a row in a separate column."
+                )
             return value
         first += count
     raise DataError(f"{path}: has no row {row + 1}. Fetch the file again.")

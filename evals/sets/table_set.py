@@ -37,7 +37,10 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
             f"columns.split: missing, but task {config.task} needs the rows of {split!r}. Name the column."
         )
     if columns.test_share is not None and split not in ("train", "test"):
-        raise ConfigError(f"columns.test_share: makes the splits train and test, got {split!r}. Name one of them.")
+        raise ConfigError(
+            f"columns.test_share: creates the splits train and test only, but the task reads the split {split!r}. "
+            "Name one of both."
+        )
     root = Path(config.root)
     if kind == "questions":
         return open_questions(root, columns, split)
@@ -49,7 +52,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     rows = [TableRow(row, f"{path}: row {number + 1}") for number, row in enumerate(table_rows(text, path))]
     classes = _class_names(rows, columns, kind, numbered=config.task == "zeroshot")
     if kind == "labels" and not classes:
-        raise DataError(f"{path}: no row has a name in {columns.labels}. Correct columns.labels.")
+        raise DataError(f"{path}: no row has the name of a class in {columns.labels}. Correct columns.labels.")
     _refuse_similar_splits(path, columns, rows)
     test_units = _test_units(columns, rows)
     images: dict[str, Any] = {}
@@ -71,7 +74,8 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     if not images and columns.split is not None:
         values = dict.fromkeys(row.value(str(columns.split)) for row in rows)
         raise DataError(
-            f"{path}: column {columns.split!r} has no {split!r}, got {', '.join(list(values)[:6])}. Name the splits train and test."
+            f"{path}: column {columns.split!r} has no row with {split!r}, got {', '.join(list(values)[:6])}. Call the "
+            "splits in the table train and test."
         )
     # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]
@@ -118,7 +122,8 @@ def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[Tab
         name = row.value(str(columns.split))
         if names.setdefault(name.casefold(), name) != name:
             raise DataError(
-                f"{path}: column {columns.split!r} has {names[name.casefold()]!r} and {name!r}. Write one of them."
+                f"{path}: column {columns.split!r} writes one split in two ways, got {names[name.casefold()]!r} and "
+                f"{name!r}. Use one of them."
             )
 
 
@@ -168,7 +173,9 @@ def _target_facts(columns: TableColumns, row: TableRow, _key: str) -> list[float
 def _mask_facts(columns: TableColumns, row: TableRow, _key: str) -> list[str]:
     _one_image(columns, "linear_segmentation")
     if columns.mask is None:
-        raise ConfigError("columns.mask: missing, and the task needs the label image of each image. Name the column.")
+        raise ConfigError(
+            "columns.mask: is missing, but the task needs a mask for each image. Name the column of mask files."
+        )
     return [row.fill(columns.mask)]
 
 
@@ -180,7 +187,7 @@ def _caption_facts(columns: TableColumns, row: TableRow, _key: str) -> list[list
 def _pair_facts(columns: TableColumns, row: TableRow, key: str) -> list[list[Pair]]:
     _one_image(columns, "pairs")
     if not columns.captions or not columns.false_captions:
-        raise ConfigError("columns: task pairs needs captions and false_captions")
+        raise ConfigError("columns: task `pairs` needs captions and false_captions")
     kind = row.fill(columns.kind)
     both = zip(columns.captions, columns.false_captions, strict=True)
     return [[Pair(kind, row.fill(true), row.fill(false), key) for true, false in both]]

@@ -16,13 +16,14 @@ class TableColumns(Frozen):
 
     file: str = field(
         ...,
-        "Table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. For questions also .parquet with embedded "
-        "images, and a glob of several files, whose names are the column file_stem.",
+        "Path of the table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. Questions "
+        "may also be in .parquet with embedded images, or in several files that a glob matches; the column "
+        "file_stem then has the name of a row's file.",
         examples=["table.csv"],
     )
     images: tuple[str, ...] = field(
         ("{image}",),
-        "Images of a row, below root. {url:name} is the last part of a path or URL.",
+        "Paths of a row's images below root. {url:name} stands for the last part of the path or URL in the column url.",
         min_length=1,
         strict=False,
         examples=[["images/{image_0}.png"]],
@@ -39,7 +40,8 @@ class TableColumns(Frozen):
     label: str | None = field(None, "Column with the class: its number from 0, or its name.", examples=["{label}"])
     labels: str | None = field(
         None,
-        "Column with the names of all classes of an image, separated by ; or |, for task probe. Empty: none of them.",
+        "For task probe: column with the names of all classes of an image, separated by ; or |. An empty "
+        "cell: none of the classes.",
         examples=["{findings}"],
     )
     target: str | None = field(None, "Column with a number, for task regression.", examples=["{age}"])
@@ -50,8 +52,8 @@ class TableColumns(Frozen):
     )
     answer: str | None = field(
         None,
-        "For task choice: column with the number of the right caption (with one caption: of the right image), from 0. Default: the "
-        "first.",
+        "For task choice: column with the index, from 0, of the right caption; if a row has one caption, of "
+        "the right image. Default: the first.",
         examples=["{correct_answer}"],
     )
     box: str | None = field(
@@ -75,8 +77,8 @@ class TableColumns(Frozen):
     )
     test_share: float | None = field(
         None,
-        "Without a column of splits: share of the groups (without groups: of the images) whose rows are the split test; the others are "
-        "train. A group is never in both.",
+        "If there is no column of splits: fraction of the groups (without groups: of the images) that forms "
+        "the split test; the others are the split train. No group is in both.",
         gt=0,
         lt=1,
         examples=[0.2],
@@ -142,7 +144,8 @@ class MetadataTaskConfig(SetTaskConfig):
 
     metadata: tuple[str, ...] = field(
         (),
-        "Names of the numbers in the `.npy` member of an image, in order. Default: they are the labels of a multilabel set.",
+        "Names of the values in each image's `.npy` member, in order. Default: the values are the labels of "
+        "a multilabel set.",
         strict=False,
         examples=[["region", "year", "y"]],
     )
@@ -158,8 +161,8 @@ class LabelledTaskConfig(TaskConfig):
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "How the train and test sets are stored: an entry of sparo.layouts. Its split train is read from "
-        "`train`, its split test from `test`.",
+        "How the train and test sets are stored: an entry of sparo.layouts. Its split train is read from the "
+        "path in `train`, its split test from the path in `test`.",
         examples=["wds"],
     )
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")

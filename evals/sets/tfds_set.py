@@ -164,10 +164,11 @@ class RecordSet(EvalSet):
             label, data = self._spec.label(features), features["image"][0]
         except (KeyError, IndexError, ValueError, TypeError) as error:
             raise DataError(
-                f"{where}: is not an example of {self._spec.builder} ({error!r}). Is it another set?"
+                f"{where}: is not an example of {self._spec.builder} ({error!r}). Check whether the files belong to "
+                "another set."
             ) from None
         if not isinstance(data, bytes):
-            raise DataError(f"{where}: has no image. Is it another set?")
+            raise DataError(f"{where}: has no image. Check whether the files belong to another set.")
         image = decode_image(data, where)
         if self._spec.scale != 1:
             image = Image.fromarray(np.asarray(image) * np.uint8(self._spec.scale))

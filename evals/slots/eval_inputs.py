@@ -156,8 +156,8 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     features = encode_set(source, units, store, task.workers)
     if source.kind == "labels":
         raise ConfigError(
-            f"{source.root}: has several labels per image, so its score is average precision, which cannot be split "
-            "over units. Use a set with one label per image."
+            f"{source.root}: has several labels per image, so its score is average precision, which is not a sum over "
+            "units (slots, parts or heads). Use a set with one label per image."
         )
     # As in `sparo eval`, and split into units afterwards, so that units sum to the same score.
     vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
@@ -214,7 +214,8 @@ def pairs_of(name: str, each: Material) -> Pairs:
         return _as_pairs(each.units, each.features, each.texts, caption_pairs, each.average, each.data)
     if not isinstance(each, Pairs):
         raise ConfigError(
-            f"--task {name}: masks are trained on captions. Name a task of kind pairs, choice, matching or paraphrases."
+            f"--task {name}: masks of slots are trained on captions, which this task does not have. Name a task of "
+            "kind pairs, choice, matching or paraphrases."
         )
     return each
 
@@ -228,7 +229,9 @@ def _probe_inputs(
     transform: Transform | None = None,
 ) -> tuple[Units, Features, Tensor, Features, Tensor, str]:
     if units.rest:
-        raise ConfigError("--units heads: are selected on tasks of kind zeroshot or pairs")
+        raise ConfigError(
+            "--units heads: heads are selected on tasks of kind zeroshot or pairs only. Name such a task."
+        )
     bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
     assert bank is not None and test is not None
     labels = labels_of(bank, bank_set), labels_of(test, test_set)

@@ -158,8 +158,8 @@ def name_slots(
     usable = testable(labels, (choosing, held_out), min_images)
     if not len(usable):
         raise ConfigError(
-            f"none of {len(names)} names is contained in the captions of {min_images} images of each half, and absent "
-            f"from as many. Use more images, or lower --min-images."
+            f"--min-images: none of {len(names)} names is in the captions of {min_images} images of each half and "
+            f"missing from those of {min_images} others. Use more images, or lower --min-images."
         )
     chosen_auc, tested_auc = (np.empty((images.shape[1], len(usable))) for _ in range(2))
     # One name at a time: the scores of all names of many images would not fit into memory.

@@ -102,7 +102,8 @@ def arrays_of(
     if isinstance(task_material, Neighbours):
         return _knn(task_material, set_facts)
     raise ConfigError(
-        f"{name}: {task.task} cannot be scored on a page. Name tasks of kind zeroshot, pairs, choice, matching, paraphrases, retrieval or knn."
+        f"{name}: the page cannot score tasks of kind {task.task}. Name tasks of kind zeroshot, pairs, choice, "
+        "matching, paraphrases, retrieval or knn."
     )
 
 

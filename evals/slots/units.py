@@ -77,5 +77,7 @@ def units_of(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, l
 def texts_of(units: Units) -> TextEncoder:
     """Return the text tower for the units. Raises `ConfigError` if there is none."""
     if not isinstance(units.encoder, TextEncoder):
-        raise ConfigError(f"{units.encoder.label} has no text tower. Select its units with --task on a knn task.")
+        raise ConfigError(
+            f"{units.encoder.label} has no text tower. Select its units on a task of kind knn (--task NAME)."
+        )
     return units.encoder

@@ -27,7 +27,9 @@ class AssociationsTaskConfig(SetTaskConfig):
 
     task: Literal["associations"] = field("associations", "Entry of sparo.tasks.")
     headline: Literal["jaccard", "jaccard/5-6", "jaccard/10-12"] = field(
-        "jaccard", "Metric that tables show: of all questions, or of those with 5 and 6, or 10 and 12 images."
+        "jaccard",
+        "Metric that tables show: over all questions, over those with 5 or 6 images, or over those with 10 "
+        "or 12 images.",
     )
 
 

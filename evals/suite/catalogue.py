@@ -35,11 +35,13 @@ class DatasetEntry(Frozen):
     task: str = field(..., "Task by which models are scored on the set: an entry of sparo.tasks.")
     folder: str = field("", "Folder of the set below ROOT, if several sets share one. Default: its name.")
     files: str = field(
-        "test/nshards.txt, test/0.tar …, classnames.txt", "Files that must be in ROOT/NAME, for `sparo eval --list`."
+        "test/nshards.txt, test/0.tar …, classnames.txt", "Files that `sparo eval --list` expects in ROOT/NAME."
     )
     source: str = field("", "Where to get the files.")
-    options: dict[str, Any] = field({}, "Keys of the task, if the files are not in the wds layout.")
-    or_options: dict[str, Any] = field({}, "Keys of the task instead, if only their table exists.")
+    options: dict[str, Any] = field({}, "Keys of the task that are used if the files are not in the wds layout.")
+    or_options: dict[str, Any] = field(
+        {}, "Keys of the task that are used in place of `options` if only the files that they name exist."
+    )
     settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
     languages: tuple[str, ...] = field(
         (), "Languages of the set: it becomes a set NAME/LANGUAGE for each.", strict=False

@@ -106,8 +106,9 @@ def tasks_for(
     available_tasks = _available_tasks(checkpoint, data)
     if not only and not available_tasks:
         raise ConfigError(
-            f"--data: {checkpoint} has no run folder with eval.tasks. Give the recipe or the config.yaml of its run, or a "
-            "YAML with `tasks:`, or --tasks with names of `sparo eval --list`."
+            f"--data: is missing, and {checkpoint} has no run folder with eval.tasks. Give --data the recipe or the "
+            "config.yaml of its run or a YAML file with `tasks:`, or give --tasks names that `sparo eval --list` "
+            "shows."
         )
     if not only:
         return available_tasks

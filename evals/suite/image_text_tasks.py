@@ -50,7 +50,9 @@ class PairsTaskConfig(SetTaskConfig):
 
     task: Literal["pairs"] = field("pairs", "Entry of sparo.tasks.")
     average: Literal["macro", "micro"] = field(
-        "macro", "Mean over kinds (macro, as in Table B.1) or over pairs (micro, as SugarCrepe's authors report)."
+        "macro",
+        "Average over kinds (macro, as in Table B.1 of the SPARO paper) or over pairs (micro, as "
+        "SugarCrepe's authors report).",
     )
 
 
@@ -76,7 +78,10 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
 def _headed(result: Result, task: RetrievalTaskConfig, images: int) -> Result:
     """Return the result with the metric that the task names first. Raises `ConfigError` if `k` lacks its rank."""
     if task.headline not in result.metrics:
-        raise ConfigError(f"headline={task.headline}: needs its rank in k, got {list(task.k)}. Add it.")
+        raise ConfigError(
+            f"headline={task.headline}: k must contain the number in the name of this metric, got k={list(task.k)}. "
+            "Add it."
+        )
     return result._replace(headline=task.headline, chance=min(1.0, int(task.headline.rpartition("@")[2]) / images))
 
 

@@ -81,7 +81,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     if task.fewshot_k > 0 and several:
         raise ConfigError("fewshot_k: needs one label per image, but these have several. Remove it.")
     if task.repeats > 1 and task.fewshot_k < 1:
-        raise ConfigError(f"repeats={task.repeats}: repeats a few-shot probe only. Set fewshot_k.")
+        raise ConfigError(f"repeats={task.repeats}: applies to few-shot probes only. Set fewshot_k, or remove repeats.")
     labelled_parts = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
     train, held_out = labelled_parts["train"], labelled_parts.get("val")
     if held_out is None and task.val_proportion > 0:

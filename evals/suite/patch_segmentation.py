@@ -84,9 +84,11 @@ class KnnSegmentationTaskConfig(MaskedTaskConfig):
 
     task: Literal["knn_segmentation"] = field("knn_segmentation", "Entry of sparo.tasks.")
     k: int = field(30, "Number of neighbours that vote.", gt=0)
-    temperature: float = field(0.02, "Temperature of the softmax over their cosines.", gt=0)
+    temperature: float = field(
+        0.02, "Temperature of the softmax over the neighbours' cosines, which weights their votes.", gt=0
+    )
     bank: int = field(1_024_000, "Largest number of training patches; if there are more, a random part is used.", gt=0)
-    seed: int = field(0, "Seed of the random part.")
+    seed: int = field(0, "Seed of the random choice of training patches if there are more than `bank`.")
 
 
 def run_knn_segmentation(scoring: Scoring, task: KnnSegmentationTaskConfig) -> Result:

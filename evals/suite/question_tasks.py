@@ -88,7 +88,7 @@ def questions_of(task: QuestionsTaskConfig) -> tuple[QuestionSet, list[Question]
     for question in kept:
         if question.answer and task.task != "choice":
             raise DataError(
-                f"{task.root}: question {question.key}: columns.answer applies to task choice only. Remove it."
+                f"{task.root}: question {question.key}: columns.answer applies to task `choice` only. Remove it."
             )
         if problem := _misfit(task, len(question.images), len(question.texts)):
             raise DataError(

@@ -35,7 +35,9 @@ class RankTaskConfig(TaskConfig):
 
     task: Literal["rank"] = field("rank", "Entry of sparo.tasks.")
     images: str = field(
-        ..., "Images: a folder, a glob or a URL of shards, or a folder of class folders.", examples=["data/own/train"]
+        ...,
+        "Where the images are: a folder, a glob or a URL of shards, or a folder with a folder per class.",
+        examples=["data/own/train"],
     )
     views: int = field(10, "Views of each image.", ge=2, le=1000)
     limit: int | None = field(1000, "Use only this many images, evenly spaced. null: all.", gt=0, examples=[500])
@@ -84,7 +86,9 @@ def _open(task: RankTaskConfig) -> EvalSet:
     source = open_images(task.images, "images", "images")
     source = source if task.limit is None else source.limited(task.limit)
     if len(source) < 2:
-        raise DataError(f"{task.images}: a rank needs at least two images, got {len(source)}. Use more images.")
+        raise DataError(
+            f"{task.images}: the rank of encodings needs at least two images, got {len(source)}. Use more images."
+        )
     return source
 
 

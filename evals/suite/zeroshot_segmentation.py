@@ -40,8 +40,8 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     task: Literal["zeroshot_segmentation"] = field("zeroshot_segmentation", "Entry of sparo.tasks.")
     features: Literal["patches", "attention"] = field(
         "patches",
-        "Parts of the image that are compared with texts. patches: the encoding of each patch; attention: the similarity of each "
-        "slot, distributed by its attention.",
+        "Part of the image that is compared with texts. patches: the encoding of each patch; attention: each slot, whose "
+        "similarity is distributed over the patches by its attention.",
     )
     last_block: LastBlock = field(
         "standard",
@@ -50,12 +50,12 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     )
     windows: Literal["slide", "whole"] = field(
         "slide",
-        "slide: windows of the encoder's size over the image, whose shorter side is 1.5 times as long; whole: the image is resized to "
-        "the encoder's size.",
+        "slide: the image is resized so that its shorter side is 1.5 times the encoder's input size, and "
+        "windows of this size slide over it; whole: the image is resized to the encoder's input size.",
     )
     ignore: int | None = field(255, "Value of pixels that are not counted. null: none.", ge=0, lt=1 << 16)
     ignore_background: bool = field(
-        False, "Do not count pixels of class 0; the names are those of classes 1, 2 and so on."
+        False, "Exclude pixels of class 0 from the score. The list of names then begins with class 1."
     )
     background_threshold: float | None = field(
         None, "Pixels whose largest probability is lower get class 0.", gt=0, lt=1, examples=[0.1]

@@ -44,7 +44,8 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     )
     group_by: str | None = field(
         None,
-        "Also report the accuracy of the group where it is lowest: an entry of `metadata`, or with layout=table a column.",
+        "Also report the accuracy in the worst group of images. Groups: an entry of `metadata`, or with "
+        "layout=table a column.",
         examples=["region"],
     )
     headline: Literal["acc1", "mean_per_class_recall", "f1_macro", "acc1_worst_group", "acc5_worst_group"] = field(
@@ -54,7 +55,9 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     @model_validator(mode="after")
     def _check_groups(self) -> ZeroshotTaskConfig:
         if self.headline.endswith("_worst_group") and self.group_by is None:
-            raise ValueError(f"headline={self.headline}: needs group_by. Name the group of an image.")
+            raise ValueError(
+                f"headline={self.headline}: needs group_by. Set it to the entry of metadata with the group of an image."
+            )
         if self.language is not None and self.group_by is not None:
             raise ValueError("language: cannot be combined with group_by. Remove one of them.")
         if self.group_by is not None and self.layout == "wds" and self.group_by not in self.metadata:
@@ -78,7 +81,9 @@ class AttributesTaskConfig(MetadataTaskConfig):
 
     task: Literal["attributes"] = field("attributes", "Entry of sparo.tasks.")
     metadata: tuple[str, ...] = field(
-        ("age", "gender", "race", "race_binary"), "Numbers in the `.npy` member of an image, in order.", strict=False
+        ("age", "gender", "race", "race_binary"),
+        "Names of the values in each image's `.npy` member, in order.",
+        strict=False,
     )
 
 
@@ -226,15 +231,19 @@ def _attribute_prompts(source: EvalSet) -> tuple[dict[str, list[str]], dict[str,
             table.setdefault(attribute, []).append(rest)
         if missing := [name for name in attributes.OBJECTIVES if not table.get(name)]:
             raise DataError(
-                f"{source.home or source.root}: has no line of {', '.join(missing)} in its class names or templates, such as "
-                f"{missing[0]}:…, got {', '.join(list(table)[:4])}. Use the files of DataComp."
+                f"{source.home or source.root}: its class names or templates need a line for each of "
+                f"{', '.join(missing)}, such as {missing[0]}:…, got lines for {', '.join(list(table)[:4])}. Use the files "
+                "of DataComp."
             )
     return tables
 
 
 def _check_attributes(task: AttributesTaskConfig) -> None:
     if missing := [name for name in attributes.COLUMNS if name not in task.metadata]:
-        raise ConfigError(f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. Name all numbers.")
+        raise ConfigError(
+            f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. List the names of all values of "
+            "an image."
+        )
     source = open_set(task, "metadata")
     source.check()
     _attribute_prompts(source)

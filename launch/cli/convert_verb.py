@@ -30,8 +30,8 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Image folder, .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, LitData or Energon; with --to, also "
-            "shards; with --as, files of that set.",
+            help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, "
+            "LitData or Energon. With --to, also shards; with --as, the published files of that set.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],
@@ -39,7 +39,8 @@ def convert(
         int,
         typer.Option(
             min=0,
-            help="Number of images, or scenes with --as, to hold out for evaluation. Images are chosen at random; of scenes, the first are held out.",
+            help="Number of images (with --as: scenes) to hold out for evaluation. Images are chosen at random; for "
+            "scenes, the first ones are held out.",
         ),
     ] = 0,
     image_column: Annotated[
@@ -53,13 +54,14 @@ def convert(
     separator: Annotated[str | None, typer.Option(help="Column separator. Default: detected in the header.")] = None,
     skip_missing: Annotated[
         bool,
-        typer.Option("--skip-missing", help="Skip and count rows of a table whose image is missing."),
+        typer.Option("--skip-missing", help="Skip table rows whose image is missing, and report their number."),
     ] = False,
     split: Annotated[
         str | None, typer.Option(help="Split of Hugging Face datasets or Energon. Default: train.")
     ] = None,
     to: Annotated[
-        Literal["shards", "parquet"], typer.Option(help="Format to write. parquet reads any data set, and shards.")
+        Literal["shards", "parquet"],
+        typer.Option(help="Output format. With parquet, the input may be any data set, including shards."),
     ] = "shards",
     template: Annotated[str, typer.Option(help="Caption for CLASS/ folders; {c} is the class.")] = _TEMPLATE,
     per_shard: Annotated[
@@ -79,7 +81,7 @@ def convert(
         str | None, typer.Option(metavar="A:B", help="With --as clevr3d: scenes A to B-1 (ObSuRF trains on 0:70000).")
     ] = None,
     max_objects: Annotated[
-        int | None, typer.Option(min=0, help="With --as: skip scenes with more objects (CLEVR6: 6).")
+        int | None, typer.Option(min=0, help="With --as: skip scenes with more than this many objects (6 for CLEVR6).")
     ] = None,
     crop: Annotated[
         str,

@@ -58,7 +58,7 @@ def scenes(
 @app.command("scene-questions")
 def scene_questions(
     folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/scene_questions"),
-    questions: Annotated[int, typer.Option(min=120, help="Questions of each set.")] = 300,
+    questions: Annotated[int, typer.Option(min=120, help="Number of questions in each set.")] = 300,
     size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
@@ -77,7 +77,7 @@ def tetrominoes(
     train: Annotated[int, typer.Option(min=1, help="Images for training.")] = 60_000,
     test: Annotated[int, typer.Option(min=1, help="Images with masks for evaluation.")] = 320,
     left_half: Annotated[
-        bool, typer.Option("--left-half", help="Place training pieces in the left half only.")
+        bool, typer.Option("--left-half", help="In training images, place the pieces in the left half only.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
 ) -> None:
@@ -90,7 +90,9 @@ def tetrominoes(
 
 @app.command()
 def objects(
-    kind: Annotated[ObjectKind, typer.Argument(help="clevr: solids; clevrtex: solids with patterns; rooms.")],
+    kind: Annotated[
+        ObjectKind, typer.Argument(help="Kind of scene: clevr (solids), clevrtex (solids with patterns) or rooms.")
+    ],
     folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/KIND.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Scenes for training.")] = 20_000,
     test: Annotated[int, typer.Option(min=1, help="Scenes of each evaluation set.")] = 500,
@@ -98,7 +100,9 @@ def objects(
     max_objects: Annotated[
         int | None, typer.Option(min=1, help="Maximum objects per scene (clevr, clevrtex). Default: 6.")
     ] = None,
-    antialias: Annotated[int, typer.Option(min=1, help="Rays per pixel along each side.")] = 1,
+    antialias: Annotated[
+        int, typer.Option(min=1, help="Rays along each side of a pixel: N gives N x N rays per pixel.")
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
@@ -133,7 +137,9 @@ def emoji(
 @app.command()
 def tissue(
     folder: Annotated[Path, typer.Argument(help="Output folder.")] = Path("data/tissue"),
-    patients: Annotated[int, typer.Option(min=5, help="Patients; a fifth of them is in the split test.")] = 40,
+    patients: Annotated[
+        int, typer.Option(min=5, help="Number of patients. A fifth of them are in the test split.")
+    ] = 40,
     tiles: Annotated[int, typer.Option(min=1, help="Tiles per patient.")] = 50,
     size: Annotated[int, typer.Option(min=32, help="Width and height of the images, in pixels.")] = 48,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
@@ -172,8 +178,8 @@ def index(
     merge: Annotated[
         Path | None,
         typer.Option(
-            help="Write the indexes of all shards to this file instead (.safetensors), for data.sources.NAME.index. Shards that have an "
-            "index are not scanned."
+            help="Write the indexes of all shards to this one .safetensors file instead of one file per shard, for "
+            "data.sources.NAME.index. Shards that already have an index are not scanned again."
         ),
     ] = None,
 ) -> None:
@@ -219,14 +225,15 @@ def check(
     pixel_range: Annotated[
         str | None,
         typer.Option(
-            help="As data.pixel_range of the recipe: by_type, percentiles, [LOW, HIGH] or one such pair per band. Default: by_type; "
-            "percentiles with --bands."
+            help="Range of pixel values, written as data.pixel_range in a recipe: by_type, percentiles, [LOW, HIGH], "
+            "or one such pair per band. Default: percentiles with --bands, otherwise by_type."
         ),
     ] = None,
     bands: Annotated[
         str | None,
         typer.Option(
-            help="As data.bands of the recipe: numbers of the bands to read, such as 1,2,3,8. Default: red, green, blue."
+            help="Numbers of the bands to read, such as 1,2,3,8, as data.bands in a recipe. Default: red, green and "
+            "blue."
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,

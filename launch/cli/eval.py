@@ -38,8 +38,8 @@ def score(
     checkpoints: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Run folders, checkpoint folders, exports, weight files, open_clip:NAME@FILE, timm:NAME@FILE, "
-            "hf:FOLDER, pixels:SIZE."
+            help="What to score: run folders, checkpoint folders, exports, weight files, open_clip:NAME@FILE, "
+            "timm:NAME@FILE, hf:FOLDER, or pixels:SIZE (the pixels of resized images, as a baseline)."
         ),
     ] = None,
     tasks: Annotated[
@@ -49,8 +49,8 @@ def score(
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Score a list of data sets below --root, with an estimate of the time: compositional, datacomp or reviewer. "
-            "Sets that do not exist are skipped."
+            help="Score a predefined list of the data sets below --root, and show an estimate of the time: "
+            "compositional, datacomp or reviewer. Sets that do not exist are skipped."
         ),
     ] = None,
     data: Annotated[
@@ -92,7 +92,8 @@ def score(
     part: Annotated[
         str | None,
         typer.Option(
-            help="I/N, or slurm (from the array): encode share I of N. Scores are computed once all shares exist."
+            help="Encode only share I of N, written as I/N, or as slurm to take I and N from the job array. Scores "
+            "are computed once all shares exist."
         ),
     ] = None,
     results: Annotated[

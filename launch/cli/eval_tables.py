@@ -84,7 +84,10 @@ def table(
 
 def sweep(
     file: Annotated[
-        Path, typer.Argument(help="Sweep file, name of a shipped one such as sweeps/sparo_table6, or a JSON record.")
+        Path,
+        typer.Argument(
+            help="Sweep file, name of a shipped sweep such as sweeps/sparo_table6, or a file that --record wrote."
+        ),
     ],
     folder: Annotated[
         Path | None,
@@ -93,15 +96,22 @@ def sweep(
     figure: Annotated[
         Path | None,
         typer.Option(
-            help="Also draw the figure that the sweep describes, otherwise a score against the number of parameters, into this file."
+            help="Also draw a figure into this file: the one that the sweep describes, or, if it describes none, a "
+            "score over the number of parameters."
         ),
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(help="Also write the scores of all runs to this JSON file, from which figures are drawn again."),
+        typer.Option(
+            help="Also write the scores of all runs to this JSON file, from which figures can be drawn again."
+        ),
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="TASK or TASK/METRIC of --figure. Default: the sweep's, otherwise the first.")
+        str | None,
+        typer.Option(
+            help="TASK or TASK/METRIC to plot with --figure. Default: that of the sweep's figure, otherwise the first "
+            "score."
+        ),
     ] = None,
     layout: Annotated[
         str | None,
@@ -126,7 +136,10 @@ def sweep(
     check_figure_path(figure, "--figure")
     if file.suffix == ".json":
         if figure is None or any((record, layout, paper, baseline, folder)):
-            raise ConfigError(f"{file}: a record can be drawn only. Add --figure, and remove other options.")
+            raise ConfigError(
+                f"{file}: is a record of a sweep, from which only figures can be drawn. Add --figure, and remove other "
+                "options."
+            )
         draw(read_record(file), figure, task, True)
         out.print(str(figure), soft_wrap=True)
         return
@@ -172,7 +185,11 @@ def _print(grid: Grid, transpose: bool, format: str) -> None:
 
 def compare(
     first: Annotated[
-        str, typer.Argument(help="Run folder, folder with results.jsonl of one checkpoint, or 'RUN (slots 0,1)'.")
+        str,
+        typer.Argument(
+            help="Checkpoint: a run folder, a folder whose results.jsonl has one checkpoint, or 'RUN (slots 0,1)' for "
+            "the scores of a run with only these slots."
+        ),
     ],
     second: Annotated[str, typer.Argument(help="Second checkpoint.")],
     plot: Annotated[
@@ -194,7 +211,8 @@ def leaderboard(
     folder: Annotated[Path, typer.Argument(help="Folder with scored runs or results.jsonl files, at any depth.")],
     page: Annotated[Path, typer.Option("--out", help="HTML file to write.")] = Path("leaderboard.html"),
     layout: Annotated[
-        str | None, typer.Option(help="Columns, as in `sparo eval table --layout`. Default: the headline of each task.")
+        str | None,
+        typer.Option(help="Columns, as in `sparo eval table --layout`. Default: the main metric of each task."),
     ] = None,
 ) -> None:
     """Write a page with all results below a folder: sortable, with filters by model size and training data, and details of each score."""

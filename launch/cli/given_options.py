@@ -162,7 +162,7 @@ def parse_k(k: str) -> int | None:
     if k in ("half", "best"):
         return None if k == "half" else 0
     if not k.isdecimal() or not 0 < int(k) < 1_000_000:
-        raise ConfigError(f"--k {k}: expected a number from 1, half, or best.")
+        raise ConfigError(f"--k {k}: expected half, best, or a number of at least 1.")
     return int(k)
 
 

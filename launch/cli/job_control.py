@@ -137,7 +137,10 @@ def save(runs: Runs) -> None:
 
 def resubmit(
     words: Annotated[
-        list[str], typer.Argument(metavar="RUN or --OPTION VALUE", help="Run folders, and options of the cluster.")
+        list[str],
+        typer.Argument(
+            metavar="RUN or --OPTION VALUE", help="Run folders, and options of the cluster such as --nodes 2."
+        ),
     ],
     force: Annotated[bool, typer.Option("--force", help="Submit finished runs, too.")] = False,
 ) -> None:

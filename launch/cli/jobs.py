@@ -32,8 +32,8 @@ ClusterName = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="NAME of configs/clusters/NAME.yaml, or allocation (of this shell), local (this machine) or debug (this "
-        "process).",
+        help="Where to run: NAME of a file configs/clusters/NAME.yaml, allocation (the SLURM allocation of this "
+        "shell), local (this machine) or debug (this process).",
     ),
 ]
 Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of array elements that run at a time.")]
@@ -89,7 +89,8 @@ def evaluate(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="CHECKPOINT or --OPTION VALUE", help="Checkpoints, options of `sparo eval`, and of the cluster."
+            metavar="CHECKPOINT or --OPTION VALUE",
+            help="Checkpoints, options of `sparo eval`, and options of the cluster such as --nodes 2.",
         ),
     ],
     on: ClusterName = "slurm",
@@ -104,7 +105,10 @@ def evaluate(
     ] = Path("data"),
     model: Annotated[str | None, typer.Option(help="For weight files: model name.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="Name of the folder in runs/evals. Default: derived from the plan.")
+        str | None,
+        typer.Option(
+            help="Name of the job's folder in runs/evals. Default: derived from checkpoints, tasks and options."
+        ),
     ] = None,
     parallel: Parallel = None,
     after: After = None,
@@ -131,13 +135,17 @@ def data(
         list[str],
         typer.Argument(
             metavar="COMMAND ARGUMENT or --OPTION VALUE",
-            help="convert or index with its arguments, and options of the cluster.",
+            help="The command of `sparo data` to run, convert or index, with its arguments, and options of the "
+            "cluster such as --nodes 2.",
         ),
     ],
     parts: Annotated[int, typer.Option(min=1, help="Number of jobs that share the work.")],
     on: ClusterName = "slurm",
     name: Annotated[
-        str | None, typer.Option(help="Name of the folder in runs/data. Default: derived from the plan.")
+        str | None,
+        typer.Option(
+            help="Name of the job's folder in runs/data. Default: derived from the command and its arguments."
+        ),
     ] = None,
     parallel: Parallel = None,
     after: After = None,
@@ -161,7 +169,10 @@ def check(
         list[str] | None, typer.Argument(metavar="--OPTION VALUE", help="Options of the cluster, such as --nodes 2.")
     ] = None,
     on: ClusterName = "slurm",
-    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for the job, with its time in the queue.")] = 600,
+    wait: Annotated[
+        float,
+        typer.Option(min=1, help="Maximum number of seconds to wait for the job, including its time in the queue."),
+    ] = 600,
 ) -> None:
     """Test a cluster with a one-minute job: interpreter, packages, folder, devices, ports, exchange between ranks.
 

@@ -73,7 +73,8 @@ def train(
         typer.Option(
             min=0,
             max=255,
-            help="Exit code after a signal, when everything is saved, for schedulers that restart only after certain codes.",
+            help="Exit code of a run that a signal stopped, after everything was saved. For schedulers that restart a "
+            "job only after certain codes.",
         ),
     ] = StoppedError.exit_code,
 ) -> None:
@@ -119,7 +120,7 @@ def papers(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="WORD", help="Words of a paper, table or figure, such as `sparo table 6`. Default: all."
+            metavar="WORD", help="Words that name a paper, table or figure, such as: sparo table 6. Default: all."
         ),
     ] = None,
     run: Annotated[
@@ -154,7 +155,7 @@ def papers(
     items = find_items(words or [])
     if len(items) > 1:
         names = ", ".join(item.name for item in items[:4])
-        raise ConfigError(f"--run: runs one table or figure, got {len(items)} ({names}, …). Add words.")
+        raise ConfigError(f"--run: runs one table or figure, but the words match {len(items)} ({names}, …). Add words.")
     run_item(items[0], small, seeds, LaunchOptions(on, load_cluster(on), parallel))
 
 
@@ -216,8 +217,9 @@ def export(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Format: open_clip (a folder, loaded with local-dir:FOLDER) or sparo-clip (a .pt file); for DINO runs: dino (a .pth file), timm "
-            "(a folder) or torch (a .pt2 program that needs torch only); for both: transformers (a folder) or onnx (a folder of programs)."
+            help="Format. For CLIP: open_clip (a folder that open_clip loads as local-dir:FOLDER) or sparo-clip (a "
+            ".pt file). For DINO: dino (a .pth file), timm (a folder) or torch (a .pt2 program that needs only "
+            "torch). For both: transformers (a folder) or onnx (a folder with .onnx files)."
         ),
     ] = None,
     average: Annotated[

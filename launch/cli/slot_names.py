@@ -32,7 +32,10 @@ def name(
     checkpoint: Checkpoint,
     task: Annotated[
         str,
-        typer.Option(help="Task whose captions test the names: retrieval, pairs, or zeroshot with its class names."),
+        typer.Option(
+            help="Task whose captions are used to test names: one of kind retrieval or pairs, or of kind zeroshot, "
+            "whose class names are the captions."
+        ),
     ],
     vocabulary: Annotated[
         Path | None, typer.Option(help="Text file with one name per line. Default: the words of the captions.")
@@ -41,7 +44,10 @@ def name(
     count: Annotated[int, typer.Option(min=1, max=20, help="Number of names per slot.")] = 3,
     min_images: Annotated[
         int,
-        typer.Option(min=2, help="Least number of images per half with a name, and without it."),
+        typer.Option(
+            min=2,
+            help="Test a name only if, in each half, at least this many images have it and at least this many do not.",
+        ),
     ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,
     out: Annotated[
@@ -77,11 +83,17 @@ def search(
     checkpoint: Checkpoint,
     query: Annotated[str, typer.Argument(help="Path of an image, or a text for the text tower.")],
     slots: Annotated[
-        str, typer.Option(help="Slots in which results are like the query: 0,3,8-15, or a selection.json.")
+        str,
+        typer.Option(help="Slots in which the results should be similar to the query: 0,3,8-15, or a selection.json."),
     ],
     index: Annotated[str, typer.Option(help="Task whose images are searched.")],
     different: Annotated[
-        float, typer.Option(min=0, help="Weight of the difference in all other slots, for an image as the query.")
+        float,
+        typer.Option(
+            min=0,
+            help="For an image as the query: weight of the cosine in all other slots, which is subtracted, so that "
+            "results differ there.",
+        ),
     ] = 0.25,
     count: Annotated[int, typer.Option(min=1, max=1000, help="Number of results.")] = 10,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for report.html with the pictures.")] = None,

@@ -122,7 +122,8 @@ def show(
         typer.Option(
             min=-1,
             max=1,
-            help="Show an example of a slot only if the cosine of its image and text vectors is at least this.",
+            help="Show an example of a slot only if the cosine similarity of the slot's image vector and text vector "
+            "is at least this.",
         ),
     ] = 0.75,
     min_share: Annotated[
@@ -130,7 +131,8 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="An image is an example of a slot only if a word of its caption gets at least this share of the slot's attention to the text.",
+            help="Show an image as an example of a slot only if a single word of its caption gets at least this share "
+            "of the slot's attention to the caption.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),
@@ -157,7 +159,11 @@ def panels(
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 96,
     uncertain: Annotated[
         bool,
-        typer.Option("--uncertain", help="Also draw masks whose colours are mixed by the slots' shares of a pixel."),
+        typer.Option(
+            "--uncertain",
+            help="Also draw soft masks: the colour of a pixel is the mean of the slots' colours, weighted by each "
+            "slot's share of the pixel.",
+        ),
     ] = False,
     out: Annotated[
         Path,
@@ -217,16 +223,23 @@ def views(
 def edit(
     checkpoint: Checkpoint,
     image: Annotated[str, typer.Argument(help="Image file, or TASK:NUMBER for an image of a task, as in masks:0.")],
-    slot: Annotated[int, typer.Option(min=0, help="Number of the slot, as in `sparo slots panels --image FILE`.")],
+    slot: Annotated[
+        int, typer.Option(min=0, help="Number of the slot to edit, as `sparo slots panels --image FILE` shows it.")
+    ],
     move: Annotated[
         str | None,
         typer.Option(help="Move the object by dx,dy in shares of the image: 0.25,0 is a quarter to the right."),
     ] = None,
-    scale: Annotated[float, typer.Option(help="Factor of the object's size; needs slots with scales (TS-SA).")] = 1.0,
+    scale: Annotated[
+        float, typer.Option(help="Factor by which the object's size is multiplied. Needs slots with scales (TS-SA).")
+    ] = 1.0,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the slot.")] = False,
     swap: Annotated[
         str | None,
-        typer.Option(help="Slot to exchange places with, or slot of another image that replaces it: IMAGE:SLOT."),
+        typer.Option(
+            help="SLOT: exchange the places of the edited slot and this one. IMAGE:SLOT: replace the edited slot by "
+            "this slot of another image."
+        ),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 128,
     out: Annotated[
@@ -242,7 +255,7 @@ def edit(
     if out.suffix.lower() not in (".png", ".webp", ".gif"):
         raise ConfigError(f"--out {out}: expected a .png, .webp or .gif file.")
     if sum((move is not None or scale != 1.0, delete, swap is not None)) != 1:
-        raise ConfigError("sparo slots edit: give one edit: --move and --scale, or --delete, or --swap.")
+        raise ConfigError("sparo slots edit: give one kind of edit: --move or --scale (or both), --delete, or --swap.")
     try:
         dx, dy = (0.0, 0.0) if move is None else tuple(float(part) for part in move.split(","))
     except ValueError:

@@ -29,7 +29,9 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Use only this many image
 Kind = Annotated[
     str,
     typer.Option(
-        "--units", help="Kind of units: slots; parts of any encoding (see --parts); heads of an open_clip ViT."
+        "--units",
+        help="Units that are scored and selected: slots, parts (equal parts of any encoding, see --parts), or "
+        "heads (attention heads of an open_clip ViT).",
     ),
 ]
 Parts = Annotated[int | None, typer.Option(min=2, help="With --units parts: number of equal parts.")]
@@ -40,11 +42,13 @@ Classifier = Annotated[
     str,
     typer.Option(
         "--classifier-slots",
-        help="A class vector is the mean over the class's prompts, so its slots have different norms. slice: keep "
-        "them. renorm: give all slots the same norm.",
+        help="How slots of class vectors are scaled. A class vector is the mean over the class's prompts, so its "
+        "slots have different norms. slice: keep these norms. renorm: give all slots the same norm.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of random halves and orders.")]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Random seed of the division into halves, and of random orders of units.")
+]
 Draws = Annotated[int, typer.Option(min=1, max=10_000, help="Number of random selections to compare with.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
 K = Annotated[
@@ -135,8 +139,8 @@ def select(
     method: Annotated[
         str,
         typer.Option(
-            help="top: slots with the best scores of their own, as in the paper; forward, backward: add or "
-            "remove one slot at a time; cover: greedy set cover; bottom and random: controls."
+            help="top: slots that score best alone, as in the paper; forward, backward: add or remove one slot at a "
+            "time; cover: greedy set cover; bottom and random: controls."
         ),
     ] = "top",
     k: K = "half",
@@ -199,7 +203,8 @@ def mask(
     clamp: Annotated[
         str,
         typer.Option(
-            help="Scale of logits: max(100, exp(alpha)), the paper's formula, or min(100, exp(alpha)), as in CLIP."
+            help="Limit of the scale of logits, exp(alpha) with a trained alpha. max: at least 100, as in the paper's "
+            "formula; min: at most 100, as in CLIP."
         ),
     ] = "max",
     epochs: Annotated[int, typer.Option(min=1, max=100_000, help="Epochs of training a mask.")] = 100,
@@ -263,7 +268,13 @@ def table(
     ] = None,
     k: K = "half",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row.")] = 3,
-    clamp: Annotated[str, typer.Option(help="For table 5: max (formula of the paper) or min (CLIP's clamp).")] = "max",
+    clamp: Annotated[
+        str,
+        typer.Option(
+            help="For table 5: limit of the scale of logits in the training of masks, max (the paper's formula) or "
+            "min (as in CLIP)."
+        ),
+    ] = "max",
     parts: Annotated[
         int, typer.Option(min=2, help="For table 5: number of equal parts of an encoding without slots.")
     ] = 64,

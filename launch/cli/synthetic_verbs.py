@@ -19,7 +19,12 @@ Test = Annotated[int | None, typer.Option(min=1, help="Episodes for evaluation. 
 Size = Annotated[
     int | None, typer.Option(help="Width and height of the frames, in pixels. Default: 32 for small, otherwise 64.")
 ]
-Rays = Annotated[int | None, typer.Option(min=1, help="Rays per pixel along each side. Default: 1; small: 2.")]
+Rays = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Rays along each side of a pixel: N gives N x N rays per pixel. Default: 2 for small, otherwise 1."
+    ),
+]
 
 
 class VideoKind(StrEnum):  # of sparo_data/synthetic/video_scenes.py, which is imported when needed
@@ -65,8 +70,9 @@ def movi_like(
     kind: Annotated[
         VideoKind,
         typer.Option(
-            help="small: a few large solids, for two cores; a: CLEVR's solids; b: any colour; c: patterns; d: many "
-            "objects; e: d with a moving camera."
+            help="Kind of video. small: three large solids, for training on two cores; a: CLEVR's solids; b: like a, "
+            "in any colour; c: like b, with patterns; d: like c, with many objects; e: like d, with a moving "
+            "camera."
         ),
     ] = VideoKind.small,
     train: Train = None,
@@ -132,8 +138,8 @@ def scenes3d(
     blender: Annotated[
         str | None,
         typer.Option(
-            help="Python interpreter with bpy: Blender's Cycles renders colours. Masks and depth come from the "
-            "built-in ray tracer."
+            help="Path of a Python interpreter with the package bpy: colours are rendered by Blender's Cycles. Masks "
+            "and depth still come from the built-in ray tracer."
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="With --blender: samples per pixel. Default: 32.")] = None,

@@ -177,7 +177,8 @@ def _size(each: Material) -> int:
 def _require_tasks(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     if not tasks:
         raise ConfigError(
-            f"{checkpoint}: has no task of kind zeroshot, pairs, choice, matching, paraphrases or knn. Name tasks of --data or of the catalogue."
+            f"{checkpoint}: has no task of kind zeroshot, pairs, choice, matching, paraphrases or knn. Name tasks of "
+            "--data, or tasks that `sparo eval --list` shows."
         )
     return tasks
 

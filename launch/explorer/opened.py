@@ -87,7 +87,10 @@ class Pictures:
         except BadSampleError as bad:
             raise DataError(f"{name}: {bad.full_message()}") from None
         if max(image.size) > _MAX_ASPECT_RATIO * min(image.size):
-            raise ConfigError(f"{name}: {image.width} x {image.height} pixels are too narrow. Crop it first.")
+            raise ConfigError(
+                f"{name}: is too long for its width, got {image.width} x {image.height} pixels. Crop its longer side "
+                "first."
+            )
         with self._adding:
             if len(self._own) >= MAX_ADDED_IMAGES:
                 raise ConfigError(f"{name}: {MAX_ADDED_IMAGES} images were added already. Restart to add others.")

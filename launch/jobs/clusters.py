@@ -50,7 +50,9 @@ class ClusterConfig(Frozen):
         200, "Largest number of restarts of one job. After that, the job fails; `resubmit` starts another one.", ge=0
     )
     max_hours: float | None = field(
-        None, "Largest number of hours that the starts of one job may take together. Default: no limit.", gt=0
+        None,
+        "Maximum number of hours that a job may run, summed over its start and all restarts. Default: no limit.",
+        gt=0,
     )
     gpu_hour_cost: float | None = field(
         None, "Cost of one GPU for an hour (of one rank, without GPUs), in any currency, for `--dry-run`.", ge=0

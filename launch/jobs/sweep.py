@@ -30,7 +30,10 @@ class SweepRun(Frozen):
         None, "Recipe of this run: a path relative to the file, or a shipped recipe. Default: the sweep's."
     )
     overrides: tuple[str, ...] = field((), "Overrides as `sparo train` takes them.")
-    series: str = field("", "Line, or color of bars, of this run in the figure. Default: the run's name.")
+    series: str = field(
+        "",
+        "Series of this run in the figure: runs of a series share a line, or a color of bars. Default: the run's name.",
+    )
     x: float | str | None = field(None, "Place of this run on the figure's x axis.")
 
 
@@ -43,7 +46,8 @@ class SweepFigure(Frozen):
     y_label: str = field("", "Label of the y axis. Default: the score.")
     log_x: bool = field(False, "Logarithmic x axis, with base 2.")
     relative_to: str = field(
-        "", "Series whose mean at the same x every value is divided by, as in relative losses. Default: none."
+        "",
+        "Reference series: every value is divided by its mean at the same x, as in relative losses. Default: none.",
     )
 
 
@@ -57,7 +61,8 @@ class Measure(Frozen):
     )
     scores: dict[str, str] = field(
         ...,
-        "Path in the JSON file for each score: keys, numbers of elements, and values of `task`, with dots.",
+        "For each score, its path in the JSON file, with dots between the parts: keys, indices of list "
+        "elements, or the value of `task` in a list element.",
         min_length=1,
     )
     rows: tuple[str, ...] = field((), "Runs of the sweep that are measured. Default: all.")

@@ -97,8 +97,8 @@ def _submit(folders: Sequence[Path], options: Sequence[str]) -> dict[Path, list[
     cluster = resolve(ClusterConfig, with_options(last["cluster"], options), where)
     if cluster.ranks != resolve(ClusterConfig, last["cluster"], where).ranks:
         raise ConfigError(
-            f"{folders[0]}: these options change the number of ranks, got {cluster.ranks}; resubmitting keeps the recipe "
-            "of the old number. Use `sparo launch train`."
+            f"{folders[0]}: these options change the number of ranks to {cluster.ranks}, but a resubmitted run keeps "
+            "its recipe, which is for the old number. Use `sparo launch train`."
         )
     elements: list[Element] = []
     owners: list[Path] = []

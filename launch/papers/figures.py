@@ -116,12 +116,13 @@ def _lines(axis: Axes, record: SweepRecord, style: SweepFigure, score: str, mean
 
 
 def _bars(axis: Axes, record: SweepRecord, style: SweepFigure, score: str, mean: bool) -> None:
-    divisors = _divisors(record, style.relative_to, score)
-    names = list(dict.fromkeys(str(row.x) for row in record.rows))
-    series = list(dict.fromkeys(row.series for row in record.rows))
+    # Only rows with runs, so that a part of a sweep has no gaps.
+    found = _points(record.rows, score, mean, _divisors(record, style.relative_to, score))
+    names = list(dict.fromkeys(str(row.x) for row, _ in found))
+    series = list(dict.fromkeys(row.series for row, _ in found))
     width = 0.8 / len(series)
     for number, name in enumerate(series):
-        points = _points([row for row in record.rows if row.series == name], score, mean, divisors)
+        points = [(row, point) for row, point in found if row.series == name]
         spreads = [point for _, point in points]
         places = [names.index(str(row.x)) + (number - (len(series) - 1) / 2) * width for row, _ in points]
         axis.bar(places, [point.value for point in spreads], width, yerr=_arms(spreads), capsize=2, label=name)

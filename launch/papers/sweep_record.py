@@ -171,5 +171,8 @@ def read_record(path: Path) -> SweepRecord:
             f"{path}: is not a record of a sweep: {where}: {first['msg']}. Name a file that --record wrote."
         ) from None
     if record.schema_version != 1:
-        raise DataError(f"{path}: has version {record.schema_version} of records. Update sparo.")
+        raise DataError(
+            f"{path}: the record has format version {record.schema_version}, which this sparo cannot read. Update "
+            "sparo."
+        )
     return record

@@ -33,7 +33,7 @@ class Finding(NamedTuple):
         unit = f" {name}" if name else ""
         numbers = [times * value for value in self.spread if value is not None]
         interval = f" ({numbers[1]:.1f} to {numbers[2]:.1f})" if len(numbers) == 3 else ""
-        found = f"{numbers[0]:.1f}{interval}{unit}, {self.seeds} seeds"
+        found = f"{numbers[0]:.1f}{interval}{unit}, {self.seeds} seed{'' if self.seeds == 1 else 's'}"
         return f"{t.score}: {rows} is {found}. Expected {_expected(t)}: {self.outcome}"
 
 

@@ -26,7 +26,8 @@ class BroadcastConfig(Frozen):
     )
     fourier_bands: int = field(
         0,
-        "Fourier features of positions, in octaves, in addition to coordinates. They sharpen edges sooner (Tancik et al. 2020).",
+        "Number of octaves of Fourier features of positions, which are added to the coordinates. With them, "
+        "edges become sharp earlier in training (Tancik et al. 2020).",
         ge=0,
         le=16,
     )

@@ -26,8 +26,8 @@ class DvaeConfig(Frozen):
     tau_steps: int = field(30_000, "Steps in which the temperature falls.", gt=0)
     target_tokens: Literal["other", "same"] = field(
         "other",
-        "Targets of the decoder: tokens of a separate sample (SLATE's and STEVE's code), or the same tokens from "
-        "which the image is reconstructed (their papers).",
+        "Tokens that the decoder learns to predict: a second, independent sample of the VAE's tokens "
+        "(SLATE's and STEVE's code), or the sample from which the image is reconstructed (their papers).",
     )
     norm: Literal["group", "none"] = field(
         "group",

@@ -23,13 +23,15 @@ class BinderConfig(Frozen):
 
     heads: int = field(
         4,
-        "Heads of the attentions across time and among slots. The attention to tokens has the heads of the grouping.",
+        "Number of heads of the attention across time and of the attention among slots. The attention to "
+        "tokens has the number of heads of the grouping.",
         gt=0,
     )
     causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: to all time steps.")
     context_frames: int | None = field(
         None,
-        "For causal blocks: number of time steps that a time step attends to, including itself and the ones before. Default: all.",
+        "For causal blocks: number of time steps that each time step attends to: itself and those directly "
+        "before it. Default: itself and all before it.",
         gt=0,
         examples=[6],
     )
@@ -43,22 +45,23 @@ class BinderConfig(Frozen):
     )
     interaction: Literal["decoupled", "joint"] = field(
         "decoupled",
-        "decoupled: slots attend to themselves across time, then to slots of their time. joint: to all slots of all "
-        "times at once.",
+        "decoupled: slots attend to themselves across time, then to slots of their time. joint: to all slots of all times at once.",
     )
     temporal_decay: bool = field(
         False,
-        "Multiply the shares of a frame, after the softmax, by a learned weight for its distance in time. With "
-        "heads=1, a bias before the softmax has no effect. An addition of ours, not in the paper.",
+        "Multiply the attention to each frame, after the softmax, by a learned weight for the frame's distance in time. With heads=1, a bias "
+        "before the softmax would have no effect. Our addition, not in the paper.",
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance in time steps that the encoding of distances can tell apart: half the period of its "
-        "slowest sine.",
+        "Largest distance in time steps that the encoding of distances can tell apart: half the period of its slowest sine.",
         gt=0,
     )
     fourier_bands: int = field(
-        8, "Sines and cosines of a distance in time. Each has half the period of the one before.", gt=0, le=30
+        8,
+        "Number of pairs of a sine and a cosine that encode a distance in time. Each pair has half the period of the one before.",
+        gt=0,
+        le=30,
     )
     distance_width: int = field(128, "Hidden units of the MLP from distances to attention biases.", gt=0)
 
@@ -137,8 +140,8 @@ class SlotAttentionConfig(Frozen):
     ln_eps: float = field(1e-5, "Epsilon of every LayerNorm.", gt=0)
     softmax_over: Literal["slots", "slots_heads", "keys"] = field(
         "slots",
-        "Axis of the softmax: slots, or slots and heads, compete for a token. keys: a slot attends to tokens as in a "
-        "Transformer, without competition.",
+        "Axis of the softmax. slots: slots compete for each token; slots and heads: both compete together; "
+        "keys: over tokens, as in a Transformer, without competition.",
     )
     renorm: Literal["entry", "sum", "layer", "none"] = field(
         "entry",
@@ -172,8 +175,7 @@ class SlotAttentionConfig(Frozen):
     )
     ground: bool = field(
         False,
-        "The first slot represents the background and has its own initialization, query and update weights (uORF, Yu "
-        "et al. 2021).",
+        "The first slot represents the background and has its own initialization, query and update weights (uORF, Yu et al. 2021).",
     )
     gradient: Literal["all", "last"] = field(
         "all",
@@ -182,13 +184,12 @@ class SlotAttentionConfig(Frozen):
     )
     straight_through: bool = field(
         False,
-        "With gradient=last: pass the gradient of the last iteration on to the initial slots, so that they are "
-        "trained (BO-QSA).",
+        "With gradient=last: pass the gradient of the last iteration on to the initial slots, so that they are trained (BO-QSA).",
     )
     kv: Literal["auto", "plain", "folded"] = field(
         "auto",
-        "folded: apply the weights of keys and values to slots instead of tokens; the function is the same. auto: "
-        "folded if heads=1 without qk_norm.",
+        "How keys and values are computed. folded: their weights are applied to slots instead of tokens, "
+        "with the same result; auto: folded if heads=1 and qk_norm=false.",
     )
 
     transport: TransportConfig | None = field(
@@ -203,11 +204,13 @@ class SlotAttentionConfig(Frozen):
 
     idspn: IdspnConfig | None = field(
         None,
-        "Find slots by gradient descent on their encoding instead of slot attention (preset idspn). Default: slot attention.",
+        "Find slots by gradient descent on the difference between the encoding of the set of slots and that "
+        "of the image, instead of slot attention (preset idspn). Default: slot attention.",
     )
 
     pooled: PooledConfig | None = field(
-        None, "Pool slots from a Transformer over all tokens of all times instead of slot attention (preset pooled)."
+        None,
+        "Instead of slot attention, run a Transformer over the tokens of all time steps, and pool its outputs to slots (preset pooled).",
     )
 
     @model_validator(mode="before")
@@ -297,14 +300,14 @@ class SlotAttentionConfig(Frozen):
         }  # fmt: skip
         for knob, value in required.items():
             if getattr(self, knob) != value:
-                raise ValueError(f"{knob}={getattr(self, knob)}: a binder supports {value} only. Remove it.")
+                raise ValueError(f"{knob}={getattr(self, knob)}: a binder supports {value} only. Remove {knob}.")
         if self.width % binder.heads:
             raise ValueError(f"binder.heads={binder.heads}: must divide width={self.width}.")
         if not self.mlp_width:
             raise ValueError(f"mlp_width={self.mlp_width}: must be positive with a binder.")
         if not binder.inverted and (binder.softmax_scope == "clip" or binder.temporal_decay):
             raise ValueError(
-                "binder.inverted=false: slots do not compete for a token. Remove softmax_scope and temporal_decay."
+                "binder.inverted=false: slots do not compete for a token, so softmax_scope and temporal_decay have no effect. Remove both."
             )
         if binder.context_frames is not None and not binder.causal:
             raise ValueError(
@@ -326,8 +329,7 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
         if self.binder is not None or self.transport is not None or self.gru != "none" or self.slot_init != "learned":
             raise ValueError(
-                "pooled: its slots do not attend to tokens and are not sampled. Remove binder, transport, gru and "
-                "slot_init."
+                "pooled: its slots do not attend to tokens and are not sampled. Remove binder, transport, gru and slot_init."
             )
         if self.qk_norm or self.renorm != "entry":
             raise ValueError("pooled: has no queries. Remove qk_norm and renorm.")

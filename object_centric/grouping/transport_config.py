@@ -40,16 +40,17 @@ class TransportConfig(Frozen):
     )
     regulariser: float = field(
         0.0,
-        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, on plans that differ "
-        "from that of the initial costs. Exchanges between similar slots cost less; the network that computes "
-        "this similarity is trained only with second_order=true. 0: no penalty.",
+        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, for plans that "
+        "differ from the plan of the initial costs. Exchanging tokens between similar slots is penalized "
+        "less. A network computes the similarity; it is trained only with second_order=true. 0: no penalty.",
         ge=0,
     )
     exact: Literal["none", "sum", "straight_through", "sliced"] = field(
         "none",
-        "Also compute the exact optimal plan with the library POT. sum: add it to Sinkhorn's plan (Zhang et "
-        "al. 2022, Eq. 8). straight_through: use it forward, with the gradient of Sinkhorn's plan. sliced: add the mean of the "
-        "optimal plans along each coordinate instead, as in the sliced Wasserstein distance; without POT. none: compute neither.",
+        "Combine Sinkhorn's plan with an exact optimal plan. sum: add the exact plan, computed by the "
+        "library POT (Zhang et al. 2022, Eq. 8). straight_through: use the exact plan in the forward pass, "
+        "with the gradient of Sinkhorn's plan. sliced: add the mean of the optimal plans along each "
+        "coordinate, as in the sliced Wasserstein distance; needs no POT. none: Sinkhorn's plan only.",
     )
     regularization: Literal["entropy", "l2"] = field(
         "entropy",
@@ -76,6 +77,7 @@ class TransportConfig(Frozen):
                     )
         if self.regulariser and not self.second_order:
             raise ValueError(
-                "regulariser: needs gradients through the entropy steps to learn similarities. Set second_order."
+                "regulariser: learns similarities, which needs gradients through the entropy steps. Set "
+                "second_order=true."
             )
         return self

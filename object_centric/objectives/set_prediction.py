@@ -167,7 +167,8 @@ class SetExamples(Examples):
 def _rules(run: Any) -> None:
     if run.data.hflip or run.data.crop_scale != (1.0, 1.0):
         raise ValueError(
-            "data: positions of objects refer to whole images. Set data.crop_scale: [1.0, 1.0] and data.hflip: 0."
+            "data: images must not be cropped or mirrored, because positions of objects refer to whole images. Set "
+            "data.crop_scale: [1.0, 1.0] and data.hflip: 0."
         )
 
 

@@ -35,7 +35,8 @@ class SlateModelConfig(SlotTowerConfig):
     embeds_tokens: ClassVar[bool] = True
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = field(
         TokensConfig(),
-        "Tokens of the discrete VAE, or an encoder from pixels to features: an entry of sparo.slot_encoders.",
+        "Input of slot attention: tokens of the discrete VAE, or features of an encoder of pixels. An entry "
+        "of sparo.slot_encoders.",
     )
     features: int = field(192, "Width of the tokens that slots group, after an MLP on the encoder's output.", gt=0)
     dvae: DvaeConfig = field(DvaeConfig(), "Discrete VAE from patches to tokens and back.")
@@ -165,7 +166,9 @@ class SlateConfig(Frozen):
     """SLATE: slots that condition a Transformer over tokens of a discrete VAE (Singh et al. 2022)."""
 
     kind: Literal["slate"] = field("slate", "Entry of sparo.methods.")
-    model: SlateModelConfig = field(SlateModelConfig(), "Discrete VAE, tower and decoder.")
+    model: SlateModelConfig = field(
+        SlateModelConfig(), "The model: discrete VAE, tower (encoder and slot attention) and decoder."
+    )
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 
 

@@ -95,8 +95,8 @@ class SlotAutoencoderConfig(Frozen):
     model: SlotModelConfig = field(SlotModelConfig(), "Encoder, grouping and decoder.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error: mean over pixels and colours, or their sum. Biza et al. use the sum for gradient "
-        "clipping and for the errors that they report.",
+        "Reduction of the squared error over pixels and colours: mean or sum. The gradient clipping and the "
+        "errors of Biza et al. refer to the sum.",
     )
     signed: bool = field(False, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")

@@ -68,8 +68,9 @@ class SlotTowerConfig(Frozen):
     grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "Slot attention from features to slots.")
     frame: FrameConfig | None = field(
         None,
-        "Give every slot a position and a scale, relative to which it sees the tokens: "
-        "translation-equivariant (T-SA) or translation- and scale-equivariant slot attention (TS-SA). Default: plain slot attention.",
+        "Give every slot a position and a scale, and express the positions of tokens relative to them: "
+        "translation-equivariant (T-SA) or translation- and scale-equivariant slot attention (TS-SA). "
+        "Default: plain slot attention.",
     )
 
     @model_validator(mode="after")
@@ -89,7 +90,8 @@ class SlotTowerConfig(Frozen):
                 )
         if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(
-                "grouping.slot_init=given: needs a hint (objective.kind=video_slots). Use learned or gaussian."
+                "grouping.slot_init=given: slots start from the objects of the first frame, which only "
+                "objective.kind=video_slots with a hint has. Use learned or gaussian."
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
             raise ValueError("grouping.preset=pooled: applies to videos (objective.kind=video_slots)")

@@ -21,7 +21,7 @@ class SlateFile(Frozen):
     """Options of `slate:FILE`."""
 
     slots: int = field(3, "Number of slots, K.", gt=0)
-    iterations: int = field(3, "Iterations.", gt=0)
+    iterations: int = field(3, "Number of iterations of slot attention.", gt=0)
     heads: int = field(4, "Heads of the decoder.", gt=0)
     slot_heads: int = field(1, "Heads of slot attention.", gt=0)
 

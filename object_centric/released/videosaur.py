@@ -28,7 +28,7 @@ class VideosaurFile(Frozen):
     slots: int = field(7, "Number of slots, K, if their initialization is random.", gt=0)
     iterations: int = field(3, "Iterations for a video's first frame. Released configurations: 3.", gt=0)
     later: int = field(2, "Iterations for later frames. Released configurations: 2.", gt=0)
-    frames: int = field(4, "Length of the training clips, recorded in results.", gt=0)
+    frames: int = field(4, "Number of frames of the training clips, which is recorded in results.", gt=0)
     heads: int | None = field(None, "Heads of the ViT. Default: its width / 64.", gt=0)
 
 

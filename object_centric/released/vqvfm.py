@@ -23,7 +23,7 @@ class VqvfmFile(Frozen):
     image_size: int = field(256, "Image side in pixels.", gt=0)
     shrink: float = field(0.875, "Resize images to this share of image_size before the ViT.", gt=0, le=1)
     slots: int = field(7, "Number of slots, K, if they are drawn from one Gaussian.", gt=0)
-    iterations: int = field(3, "Iterations.", gt=0)
+    iterations: int = field(3, "Number of iterations of slot attention.", gt=0)
     heads: int | None = field(None, "Heads of the ViT. Default: its width / 64.", gt=0)
     final_norm: bool = field(True, "Use tokens after the ViT's last norm.")
 

@@ -32,9 +32,12 @@ class NerfConfig(Frozen):
         "Two corners in world units. Points are sampled where a ray is inside the box, between near and far.",
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
-    reach: float = field(10.0, "Largest coordinate: half the period of the slowest sine of a point.", gt=0)
+    reach: float = field(10.0, "Largest coordinate of a point: half the period of its slowest sine.", gt=0)
     fourier_bands: int = field(
-        8, "Sines and cosines of each coordinate. Each has half the period of the one before.", gt=0, le=30
+        8,
+        "Number of pairs of a sine and a cosine for each coordinate. Each pair has half the period of the one before.",
+        gt=0,
+        le=30,
     )
     width: int | None = field(None, "Width of the MLPs. Default: the slot width.", gt=0, examples=[192])
     density: Density = field(
@@ -43,11 +46,14 @@ class NerfConfig(Frozen):
     )
     static: bool = field(False, "Additional field for what all scenes have in common. It depends on no slot.")
     sky: bool = field(False, "Add a background at infinity, whose colour depends on a ray's direction only.")
-    shadows: bool = field(False, "Fields darken the colours of others where they cast shadows.")
+    shadows: bool = field(
+        False, "Let the field of each slot cast shadows, which darken the colours of the other fields."
+    )
     background: bool = field(False, "The first slot represents the background and has its own density MLP (uORF).")
     max_activations: int = field(
         1 << 27,
-        "Maximum number of floats that points rendered at once may write. More rays are rendered in turns, which bounds memory.",
+        "Maximum number of activations, in floats, of all points that are rendered at once. If a batch of "
+        "rays would exceed it, the rays are rendered in parts, which bounds memory.",
         gt=0,
     )
 

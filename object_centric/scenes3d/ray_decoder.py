@@ -90,7 +90,8 @@ class RayBroadcastConfig(RayEmbeddingConfig):
     bounded: bool = field(False, "Apply a sigmoid to colours.")
     max_activations: int = field(
         1 << 27,
-        "Maximum number of floats that rays rendered at once may write. More rays are rendered in turns, which bounds memory.",
+        "Maximum number of activations, in floats, of all rays that are rendered at once. If a batch of rays "
+        "would exceed it, the rays are rendered in parts, which bounds memory.",
         gt=0,
     )
 

@@ -133,7 +133,8 @@ class RayPointsConfig(Frozen):
     )
     fourier_bands: int = field(
         6,
-        "Sines and cosines of each coordinate, in addition to the coordinate. Each has half the period of the one before.",
+        "Number of pairs of a sine and a cosine for each coordinate, in addition to the coordinate. Each "
+        "pair has half the period of the one before.",
         ge=0,
         le=30,
     )
@@ -167,7 +168,9 @@ class RayPointsConfig(Frozen):
 class RayEmbeddingConfig(Frozen):
     """Embedding of a ray for decoders of whole rays."""
 
-    fourier_bands: int = field(15, "Fourier features of a ray's origin and direction, in octaves.", gt=0, le=30)
+    fourier_bands: int = field(
+        15, "Number of octaves of Fourier features of a ray's origin and direction.", gt=0, le=30
+    )
     fourier_start: int = field(
         0,
         "First octave of the Fourier features of origins. Negative for large scenes, because origins are in "

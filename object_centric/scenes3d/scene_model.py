@@ -33,12 +33,13 @@ class SceneTowerConfig(Frozen):
     grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "Slot attention from features to slots.")
     over_time: bool = field(
         True,
-        "Carry slots from time to time. false: initialize them at each time (uORF, OSRT). A binder processes all "
-        "times together in either case.",
+        "Carry slots from one time step to the next. false: initialize them at each time step (uORF, OSRT). "
+        "A binder processes all time steps together in either case.",
     )
     predictor: TransformerConfig | None = field(
         None,
-        "Transformer over slots that predicts the initial slots of the next time. Default: slots are carried over unchanged.",
+        "Transformer over slots that predicts the initial slots of the next time step. Default: slots are "
+        "carried over unchanged.",
         examples=[{"preset": "savi"}],
     )
 

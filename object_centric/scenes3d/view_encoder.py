@@ -66,8 +66,8 @@ class ViewEncoderConfig(Frozen):
     )
     pos_embed_size: int | None = field(
         None,
-        "Add learned embeddings, as in SRT: one per position, one for the first view, and one for all other "
-        "views. Value: number of positions per side; at least the number of features per side of a view. "
+        "Side of the grid of learned position embeddings; at least the side of a view's grid of features. As "
+        "in SRT, one embedding per position is added, one for the first view, and one for all other views. "
         "Default: no embeddings.",
         gt=0,
         le=4096,
@@ -75,12 +75,12 @@ class ViewEncoderConfig(Frozen):
     )
     points: RayPointsConfig | None = field(
         None,
-        "Points along the ray through a feature's center, embedded by an MLP. Convolutions then see colours only "
-        "(PETR). Default: none.",
+        "Points along the ray through a feature's center, which an MLP embeds and adds to the feature. "
+        "Convolutions then see colours only (PETR). Default: none.",
         examples=[{"near": 4.0, "far": 16.0}],
     )
     transformer: TransformerConfig | None = field(
-        None, "Transformer over the features of all views of a time. Default: none.", examples=[{"preset": "slsr"}]
+        None, "Transformer over the features of all views of a time step. Default: none.", examples=[{"preset": "slsr"}]
     )
 
     @model_validator(mode="before")

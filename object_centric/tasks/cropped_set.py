@@ -19,8 +19,8 @@ class CroppedTaskConfig(SetTaskConfig):
 
     crop_area: float | None = field(
         None,
-        "Score every image on one random square crop with at least this share of its area, drawn from the image's key. "
-        "Default: whole images.",
+        "Score every image on one random square crop with at least this share of the image's area. The crop "
+        "depends on the image's key only, so it is the same in every evaluation. Default: whole images.",
         gt=0,
         le=1,
         examples=[0.25],

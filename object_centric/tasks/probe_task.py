@@ -40,13 +40,14 @@ class ObjectProbeConfig(TaskConfig):
     )
     context_frames: int | None = field(
         None,
-        "Number of frames that the slots of a frame depend on, up to and including it, as in task video_masks.",
+        "Number of frames from which the slots of a frame are computed: the frame itself and those directly "
+        "before it. As context_frames of task video_masks.",
         gt=0,
         examples=[6],
     )
     restarts: int = field(10, "Number of random initial assignments; the best result is used.", gt=0, le=1000)
     ridge: float = field(1e-3, "Ridge penalty of every probe, relative to the mean square of slots.", ge=0)
-    floor: bool = field(True, "Also score an untrained model (floor_…).")
+    floor: bool = field(True, "Also score an untrained model, as a baseline; its metrics begin with floor_.")
     limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[500])
     workers: int = field(2, "Processes that decode frames.", ge=0, le=256)
 

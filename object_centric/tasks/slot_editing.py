@@ -102,8 +102,8 @@ def check_edit(encoder: EditableEncoder, edit: SlotEdit) -> None:
     needs_frame = edit.move != (0.0, 0.0) or edit.scale != 1 or edit.exchange is not None
     if needs_frame and frame is None:
         raise ConfigError(
-            f"{encoder.label}: its slots have no positions, so they cannot be moved, scaled or change places. Use a model with "
-            "objective.model.frame (T-SA, TS-SA), delete the slot, or replace it by a slot of another image."
+            f"{encoder.label}: its slots have no positions, so they cannot be moved, scaled or exchanged. Use a model "
+            "with objective.model.frame (T-SA, TS-SA), delete the slot, or replace it by a slot of another image."
         )
     if edit.scale != 1 and frame is not None and not frame.scales:
         raise ConfigError(
@@ -111,8 +111,8 @@ def check_edit(encoder: EditableEncoder, edit: SlotEdit) -> None:
         )
     if not all(abs(part) <= _MAX_MOVE for part in edit.move) or not 1 / _MAX_SCALE <= edit.scale <= _MAX_SCALE:
         raise ConfigError(
-            f"slot {edit.slot}: expected a move of at most {_MAX_MOVE} images and a scale of {1 / _MAX_SCALE:g} to {_MAX_SCALE}, "
-            f"got {edit.move} and {edit.scale}"
+            f"slot {edit.slot}: expected a move of at most {_MAX_MOVE} times the size of the image and a scale of "
+            f"{1 / _MAX_SCALE:g} to {_MAX_SCALE}, got {edit.move} and {edit.scale}"
         )
 
 

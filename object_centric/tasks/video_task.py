@@ -42,8 +42,9 @@ class VideoMasksTaskConfig(TaskConfig):
     )
     context_frames: int | None = field(
         None,
-        "The slots of a frame depend on this many frames up to and including it. Default: the clip length of "
-        "training for a binder, all frames for recurrent slots.",
+        "Number of frames from which the slots of a frame are computed: the frame itself and those directly "
+        "before it. Default: for the parallel binder, the length of training clips; for recurrent slots, all "
+        "frames so far.",
         gt=0,
         examples=[6],
     )

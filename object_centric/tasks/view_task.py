@@ -97,7 +97,9 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
         clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, features.facts, strict=True))
         result = view_scores.score(clips, num_context_views, task.far, task.background, encoder.ends)
         if task.headline not in result.metrics:
-            raise DataError(f"{source.root}: no scene has {task.headline}. Set headline to another score.")
+            raise DataError(
+                f"{source.root}: {task.headline} cannot be computed for any scene. Set headline to another score."
+            )
         return result.headed(task.headline)
 
     shape = np.asarray(features.facts[0]).shape

@@ -34,9 +34,10 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
         "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
     ] = field(
         "pixels",
-        "Reconstruction target. pixels; features of the encoder, which is frozen then; flow: optical flow as colours "
-        "(SAVi); depth: log(1 + depth); flow_depth: both (SAVi++); similarity: of each patch to those of the next "
-        "frame (VideoSAUR); features_similarity: both.",
+        "Reconstruction target. pixels. features: those of the encoder, which is then frozen. flow: optical "
+        "flow as colours (SAVi). depth: log(1 + depth). flow_depth: flow and depth (SAVi++). similarity: "
+        "similarities of each patch to the patches of the next frame (VideoSAUR). features_similarity: "
+        "features and similarity.",
     )
 
     @model_validator(mode="after")

@@ -27,7 +27,8 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
 
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
         ConvNetConfig(last_relu=False),
-        "Encoder from pixels to features, or `{kind: tokens}`: an entry of sparo.slot_encoders.",
+        "Encoder of the slots' input, an entry of sparo.slot_encoders: from pixels to features, or `{kind: "
+        "tokens}` for the tokens of the discrete VAE.",
     )
 
 
@@ -35,7 +36,9 @@ class VideoSlateConfig(Frozen):
     """STEVE: SLATE on videos; with `grouping.preset: psb`, PSB with this decoder."""
 
     kind: Literal["video_slate"] = field("video_slate", "Entry of sparo.methods.")
-    model: VideoSlateModelConfig = field(VideoSlateModelConfig(), "Discrete VAE, tower and decoder.")
+    model: VideoSlateModelConfig = field(
+        VideoSlateModelConfig(), "The model: discrete VAE, tower (encoder and slot attention) and decoder."
+    )
     frames: FramesConfig = field(FramesConfig(count=3), "Which frames of an episode form a sample.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
 

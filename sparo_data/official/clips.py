@@ -121,7 +121,8 @@ def _check_arrays(arrays: dict[str, Any], path: Path) -> Iterator[tuple[str, np.
     if "video" not in arrays:
         if "segmentations" in arrays:
             raise DataError(
-                f"{path}: {arrays['key']}: segmentations have no video. A key's members must follow each other."
+                f"{path}: {arrays['key']}: has segmentations but no video. Members of one key must follow each other in "
+                "the tar."
             )
         return
     video, masks, name = arrays["video"], arrays.get("segmentations"), arrays["key"]

@@ -106,7 +106,7 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
             for row in tree["images"]
         ]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{annotations}: is not COCO's instances ({error})") from None
+        raise DataError(f"{annotations}: is not an instances file of COCO ({error})") from None
     names = Counter(place.name for place, *_ in listed)
     numbers = _class_numbers(one for objects in of_image.values() for one in objects)
     for place, found, height, width in listed:
@@ -115,7 +115,7 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
         if not inside and names[place.name] > 1:
             raise DataError(
                 f"{folder / place}: no such image. It cannot be found by its name alone, because {names[place.name]} "
-                f"images are called {place.name}. Keep the folders of the images."
+                f"images are called {place.name}. Keep the images in the folders that the annotations name."
             )
         path, name = folder / (place if inside else place.name), place.name
         image = decode_array(read_bytes(path, DataError), path)
@@ -223,7 +223,7 @@ def _rasterize_objects(
             object_mask = _outline(coder, one["segmentation"], side)
             category = numbers[int(one["category_id"])]
         except Exception as error:  # pycocotools' C code may raise anything
-            raise DataError(f"{where}: object {i} has no outline ({str(error)[:200]})") from None
+            raise DataError(f"{where}: object {i} has no usable segmentation ({str(error)[:200]})") from None
         coverage += object_mask
         # Later objects overwrite earlier ones, until shared pixels are removed below.
         label[object_mask], semantic[object_mask] = i + 1, category

@@ -65,7 +65,7 @@ def _scene(features: dict[str, Value], s: MultiObjectSet, key: str, where: str) 
     if len(image) != height * width * 3 or not len(masks) or len(masks) % (height * width):
         raise DataError(
             f"{where}: image has {len(image)} bytes and mask has {len(masks)}, which does not fit {height} x {width} "
-            "pixels. Is it another set?"
+            "pixels. Check whether the files belong to another set."
         )
     count = len(masks) // (height * width)
     shares = (
@@ -98,7 +98,7 @@ def _bytes(features: dict[str, Value], field: str, where: str) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
         raise DataError(
             f"{where}: has no field {field!r} that contains bytes, got the fields "
-            f"{', '.join(sorted(features)) or 'nothing'}. Is it another set?"
+            f"{', '.join(sorted(features)) or 'nothing'}. Check whether the files belong to another set."
         )
     return value
 

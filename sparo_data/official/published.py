@@ -54,11 +54,12 @@ class PublishedScene(NamedTuple):
 class PublishedConfig(Frozen):
     """Options of the conversion of a published set."""
 
-    source: str = field(..., "Name of the published format.")
-    files: tuple[str, ...] = field((), "Names of the files that were read.")
+    source: str = field(..., "Name of the published format, such as clevr3d.")
+    files: tuple[str, ...] = field((), "Names of the converted files, as the converter records them.")
     test: int = field(
         0,
-        "Number of first scenes that are scored instead of trained on, rounded up to whole videos or to all parts of a scene.",
+        "Number of scenes, from the first on, that are held out for evaluation; rounded up so that no video, "
+        "and no scene in several parts, is divided.",
         ge=0,
     )
     limit: int | None = field(None, "Maximum number of scenes from all sources.", gt=0)
@@ -67,7 +68,8 @@ class PublishedConfig(Frozen):
     )
     max_objects: int | None = field(
         None,
-        "Skip scenes with more objects (CLEVR6: 6). Counted by masks, or by the list of objects if there are none.",
+        "Skip scenes with more than this many objects (6 for CLEVR6). Objects are counted in the masks, or "
+        "in the list of objects if there are no masks.",
         ge=0,
     )
     crop: Crop = field(
@@ -82,11 +84,16 @@ class PublishedConfig(Frozen):
     per_shard: int = field(1000, "Scenes per shard.", gt=0)
     near: float | None = field(
         None,
-        "Nearest and farthest distance that cameras see, in world units, for nerf and clevr3d, whose files mostly lack it.",
+        "Nearest distance that cameras see (far: the farthest), in world units. For nerf and clevr3d, whose "
+        "files mostly lack it.",
         ge=0,
     )
     far: float | None = field(None, "See near.", gt=0)
-    videos: bool = field(False, "Write one sample per video with all planes. false: one sample per frame.")
+    videos: bool = field(
+        False,
+        "Write one sample per video, with masks, depth and all other annotations of its frames. false: one "
+        "sample per frame.",
+    )
 
 
 class WriteSummary(NamedTuple):

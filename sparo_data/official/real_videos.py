@@ -85,7 +85,9 @@ def youtube_vis(annotations: Path) -> Iterator[Video]:
         raise DataError(f"{annotations}: is not a file of YouTube-VIS ({type(error).__name__}: {error})") from None
     for number, names, side in videos:
         if not names or not all(is_safe_relative_path(name) for name in names):
-            raise DataError(f"{annotations}: video {number} has no frames, or the path of one leaves the folder")
+            raise DataError(
+                f"{annotations}: video {number} has no frames, or the path of a frame points outside of the folder"
+            )
         key = PurePosixPath(names[0]).parent.name or str(number)
         where, found = f"{annotations}: video {key}", objects.get(number, [])
         labels = _outlined(found, len(names), side, where) if "annotations" in tree else []
@@ -111,7 +113,7 @@ def _outlined(objects: list[dict[str, Any]], times: int, side: tuple[int, int], 
     for number, one in enumerate(objects):
         shapes = one.get("segmentations")
         if not isinstance(shapes, list) or len(shapes) != times:
-            raise DataError(f"{where}: object {number} has no outline for each of {times} frames")
+            raise DataError(f"{where}: object {number} does not have one segmentation for each of {times} frames")
         for t, shape in enumerate(shapes):
             if shape is None:  # not visible
                 continue

@@ -78,7 +78,9 @@ def _view(features: dict[str, Value], camera: str, where: str) -> PublishedView:
     depth = _depth(features, own, where) if f"{own}/depth_image" in features else None
     for plane in (label, depth):
         if plane is not None and plane.shape != (height, width):
-            raise DataError(f"{where}: a plane of {plane.shape} does not match the image of {(height, width)} pixels")
+            raise DataError(
+                f"{where}: a mask or depth image of {plane.shape} does not match the image of {(height, width)} pixels"
+            )
     scene_from_frame = _isometry(features, "pose", where)
     camera_from_frame = _isometry(features, f"{own}/extrinsics", where)
     matrix = _table(features, f"{own}/intrinsics/K", 9, where).reshape(3, 3)

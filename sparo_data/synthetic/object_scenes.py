@@ -216,12 +216,13 @@ class ObjectSetConfig(Frozen):
     test: int = field(500, "Scenes of each evaluation set.", gt=0)
     max_objects: int = field(
         6,
-        "Maximum number of objects per scene. The minimum is three if that is allowed (rooms: one to three).",
+        "Maximum number of objects per scene. The minimum is three, or the maximum if that is lower; rooms "
+        "always have one to three.",
         gt=0,
         le=10,
     )
     per_shard: int = field(1000, "Scenes per shard.", gt=0)
-    antialias: int = field(1, "Rays per pixel along each side.", ge=1, le=8)
+    antialias: int = field(1, "Rays along each side of a pixel: N gives N x N rays per pixel.", ge=1, le=8)
 
 
 def render_objects(

@@ -57,9 +57,11 @@ class SceneQuestionsConfig(Frozen):
     seed: int = field(0, "Random seed of all scenes.")
     size: int = field(64, "Image side in pixels.", ge=16)
     questions: int = field(
-        300, "Questions of each set. ARO counts pairs of attributes with at least 25 questions only.", ge=120
+        300,
+        "Number of questions in each set. ARO's score counts only pairs of attributes with at least 25 questions.",
+        ge=120,
     )
-    antialias: int = field(2, "Rays per pixel along each side.", ge=1)
+    antialias: int = field(2, "Rays along each side of a pixel: N gives N x N rays per pixel.", ge=1)
 
 
 def render_questions(

@@ -76,7 +76,7 @@ class TetrominoesConfig(Frozen):
     seed: int = field(0, "Random seed of all images.")
     train: int = field(60_000, "Images for training.", gt=0)
     test: int = field(320, "Images with masks for evaluation.", gt=0)
-    left_half: bool = field(False, "Place training pieces in the left half only.")
+    left_half: bool = field(False, "In training images, place the pieces in the left half only.")
 
 
 def make_tetrominoes(

@@ -34,7 +34,9 @@ class TissueConfig(Frozen):
     """Options. Equal configs give equal bytes."""
 
     seed: int = field(0, "Random seed of all tiles.")
-    patients: int = field(40, "Patients, each with another stain. A fifth of them is in the split test.", ge=5)
+    patients: int = field(
+        40, "Number of patients, each with a different stain. A fifth of them are in the test split.", ge=5
+    )
     tiles: int = field(50, "Tiles per patient.", gt=0)
     size: int = field(48, "Width and height of a tile, in pixels.", ge=32)
 

@@ -32,13 +32,14 @@ class VideoSetConfig(Frozen):
     test: int = field(200, "Episodes for evaluation.", gt=0)
     max_objects: int = field(
         10,
-        "Maximum number of solids per episode for kinds a, b and c. The minimum is three if that is allowed.",
+        "Maximum number of solids per episode, for kinds a, b and c. The minimum is three, or the maximum if "
+        "that is lower.",
         gt=0,
         le=30,
     )
     size_scale: float = field(1.0, "Size of solids relative to CLEVR's.", gt=0, le=4)
     per_shard: int = field(200, "Episodes per shard.", gt=0)
-    antialias: int = field(1, "Rays per pixel along each side.", ge=1, le=8)
+    antialias: int = field(1, "Rays along each side of a pixel: N gives N x N rays per pixel.", ge=1, le=8)
 
 
 def render_videos(

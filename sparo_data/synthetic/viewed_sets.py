@@ -40,7 +40,7 @@ class MultiViewSetConfig(Frozen):
         None, "Maximum number of objects per episode. Default: 4 or 5, depending on the kind.", gt=0, le=10
     )
     per_shard: int = field(50, "Episodes per shard.", gt=0)
-    antialias: int = field(1, "Rays per pixel along each side.", ge=1, le=8)
+    antialias: int = field(1, "Rays along each side of a pixel: N gives N x N rays per pixel.", ge=1, le=8)
     samples: int = field(
         0, "Samples per pixel of Blender's Cycles. 0: render with the built-in ray tracer.", ge=0, le=65536
     )

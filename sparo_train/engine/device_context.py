@@ -144,8 +144,8 @@ class DeviceConfig(Frozen):
     )
     tf32: bool = field(
         False,
-        "Compute fp32 products and convolutions of NVIDIA GPUs in TF32 (10 bits of mantissa). Faster; with `precision: "
-        "bf16`, mainly the loss.",
+        "Compute fp32 matrix products and convolutions on NVIDIA GPUs in TF32 (10 bits of mantissa), which "
+        "is faster. With `precision: bf16`, this concerns mainly the loss.",
     )
     expandable_segments: bool = resumable_field(
         True,

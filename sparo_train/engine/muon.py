@@ -42,9 +42,9 @@ class MuonConfig(AdamWConfig):
     ns_steps: int = field(5, "Newton-Schulz iterations that orthogonalize an update.", ge=1, lt=100)
     adamw_patterns: tuple[str, ...] = field(
         _ADAMW,
-        "Name patterns of matrices that AdamW updates instead of Muon. AdamW also updates matrices that the "
-        "model lists itself, and all parameters that are not matrices (biases, norms, logit_scale, patch "
-        "convolutions).",
+        "Name patterns of matrices that AdamW updates instead of Muon. AdamW always updates matrices that "
+        "the model's class names, and all parameters that are not matrices (biases, norms, logit_scale, "
+        "patch convolutions).",
     )
 
     def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
@@ -59,8 +59,8 @@ class MuonConfig(AdamWConfig):
         matrices = [group for group in groups if group["role"] == _MATRIX]
         if not matrices:
             raise ConfigError(
-                "optim.kind=muon: Muon has nothing to train, because each trained parameter is not a matrix, or is left "
-                "to AdamW by optim.adamw_patterns or by the model. Set optim.kind=adamw."
+                "optim.kind=muon: Muon has nothing to train, because every trained parameter either is not a matrix or "
+                "is left to AdamW by optim.adamw_patterns or by the model. Set optim.kind=adamw."
             )
         muon = torch.optim.Muon(
             matrices,

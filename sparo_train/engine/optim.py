@@ -96,7 +96,9 @@ class OptimConfig(Frozen):
 
     kind: str = field(..., "Entry of sparo.optimizers.")
     lr: float = field(5e-4, "Peak learning rate.", gt=0)
-    weight_decay: float = field(0.2, "Decoupled weight decay. The method decides which parameters have it.", ge=0)
+    weight_decay: float = field(
+        0.2, "Decoupled weight decay. The objective decides to which parameters it applies.", ge=0
+    )
     weight_decay_end: float | None = field(
         None,
         "Weight decay at the end of training. The decay moves from weight_decay to this value along a cosine, "
@@ -143,7 +145,8 @@ class OptimConfig(Frozen):
     )
     layer_decay: float | None = field(
         None,
-        "Layer-wise learning rate decay (BEiT): factor between a layer of a tower and the layer after it. Default: none.",
+        "Layer-wise learning rate decay (BEiT): the learning rate of a layer of a tower is that of the layer "
+        "after it times this factor. Default: none.",
         gt=0,
         le=1,
         examples=[0.75],
@@ -292,7 +295,10 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
     if all(p.ndim == 0 for p in named.values()):
         raise ConfigError(f"objective: only {', '.join(named)} would be trained. Freeze less.")
     if config.layer_decay is not None and not apart.layer_ids:
-        raise ConfigError(f"optim.layer_decay={config.layer_decay}: this method defines no layers. Use optim.groups.")
+        raise ConfigError(
+            f"optim.layer_decay={config.layer_decay}: this objective defines no layers. Remove it, and use "
+            "optim.groups."
+        )
     layer_ids = {} if config.layer_decay is None else apart.layer_ids
     param_groups: dict[tuple[int, int, int, bool, bool], list[nn.Parameter]] = {}
     for name, number in group_numbers(config.groups, list(named)).items():

@@ -31,7 +31,10 @@ class RankedEngineConfig(DeviceConfig):
 
     timeout: float = resumable_field(600.0, "Seconds after which a rank that does not respond ends the run.", gt=0)
     join_timeout: float = resumable_field(
-        300.0, "Seconds to wait at the start for ranks that have not started. Their numbers are in the error.", gt=0
+        300.0,
+        "Seconds to wait at the start until all ranks have joined. After that, the run ends with an error "
+        "that names the missing ranks.",
+        gt=0,
     )
     bind_cores: bool = resumable_field(
         True,

@@ -110,8 +110,8 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
         raise ValueError(
-            "timm_model_kwargs: each value must be a number, a word, true or false, and image_size must be a whole "
-            "number. Correct the value that is not."
+            "timm_model_kwargs: a value must be a number, a word, true or false, and image_size must be a whole "
+            "number. Correct the value of another type."
         )
     return sizes_of(vision["timm_model_name"], vision.get("image_size"), kwargs)
 

@@ -42,7 +42,8 @@ class VitConfig(Frozen):
 
     arch: str | None = field(
         None,
-        "Sizes by the backbone's official name: vit_tiny, vit_small, vit_base, vit_large, vit_huge2, vit_giant2 or vit_7b.",
+        "Official name of the backbone, which sets its sizes: vit_tiny, vit_small, vit_base, vit_large, "
+        "vit_huge2, vit_giant2 or vit_7b.",
     )
     timm_model_name: str | None = field(
         None,
@@ -67,18 +68,26 @@ class VitConfig(Frozen):
     layer_scale: float | None = field(
         None, "Initial factor of each residual branch, learned per channel. Default: no factor.", examples=[1e-5], gt=0
     )
-    ffn_layer: Literal["mlp", "swiglu"] = field("mlp", "MLP of a block, or the gated one of large models.")
+    ffn_layer: Literal["mlp", "swiglu"] = field(
+        "mlp", "MLP of each block: the standard one, or the gated one of large models."
+    )
     positions: Literal["learned", "rope"] = field(
         "learned", "Learned position embeddings, or DINOv3's rotary ones, which have no parameters."
     )
     rope_base: float = field(100.0, "Base of the rotary periods.", gt=1)
     norm_eps: float = field(1e-6, "Epsilon of the layer norms.", gt=0, lt=1)
     pre_norm: bool = field(
-        False, "Norm the tokens before the first block, after patches without bias, as in CLIP's image towers."
+        False,
+        "Apply a norm to the tokens before the first block, and use a patch embedding without bias, as in "
+        "CLIP's image towers.",
     )
     quick_gelu: bool = field(False, "Use OpenAI's approximation of GELU, as in CLIP's original models.")
     interpolate_offset: float = field(
-        0.1, "Patches that are added to the grid size when learned positions are interpolated.", ge=0, lt=1
+        0.1,
+        "Number that is added to the size of the patch grid when learned positions are interpolated, such as "
+        "0.1 in DINO.",
+        ge=0,
+        lt=1,
     )
     interpolate_antialias: bool = field(False, "Use antialiasing when learned positions are interpolated.")
     weight_init: Literal["official", "xavier"] = field(
@@ -133,7 +142,8 @@ class VitConfig(Frozen):
                 raise ValueError(f"{key}={getattr(self, key)}: does not apply with timm_model_name. Remove it.")
         if self.readout.reads_cls and self.readout.kind != "cls":
             raise ValueError(
-                f"readout.kind={self.readout.kind}: reads a class token. Use cls, which is the pooling of timm's model."
+                f"readout.kind={self.readout.kind}: needs a class token, which this timm model does not have. Use "
+                "readout.kind=cls, which stands for the model's own pooling."
             )
         if self.readout.placement.replaced:
             raise ValueError(

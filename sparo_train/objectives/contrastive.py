@@ -88,7 +88,9 @@ class ContrastiveLoss(Frozen):
     @model_validator(mode="after")
     def _check_exchange(self) -> Self:
         if self.exchange == "ring" and self.tiled is None:
-            raise ValueError(f"loss.exchange=ring: loss.kind={self.kind} has no tiled form. Set loss.exchange=gather.")
+            raise ValueError(
+                f"loss.exchange=ring: loss.kind={self.kind} cannot be computed in tiles. Set loss.exchange=gather."
+            )
         return self
 
 

@@ -48,22 +48,27 @@ class GramConfig(Frozen):
     weight: float = field(2.0, "Weight of the loss.", gt=0)
     crop_size: int | None = field(
         None,
-        "Side of the global crops that the earlier teacher receives, without changes of colour. Above objective.model.image_size, its "
-        "patches are smoothed to the student's grid. Default: objective.model.image_size.",
+        "Side of the global crops that the earlier teacher receives, which have no changes of colour. If it "
+        "is larger than objective.model.image_size, the teacher's patch features are smoothed and reduced to "
+        "the student's grid. Default: objective.model.image_size.",
         gt=0,
         le=16384,
         examples=[448],
     )
     first_step: int = field(
         0,
-        "Steps before the loss begins; the teacher is copied after the last of them. 0: copy the initial weights of start_from.",
+        "Number of steps before the loss is used. After the last of them, the teacher is copied; the copy is "
+        "the earlier teacher. 0: the loss is used from the start, with the weights of start_from.",
         ge=0,
     )
     update_steps: int | None = field(
-        None, "Copy the teacher again after this many further steps. Default: never.", gt=0, examples=[10000]
+        None,
+        "Replace the earlier teacher by a new copy of the teacher every this many further steps. Default: never.",
+        gt=0,
+        examples=[10000],
     )
     max_updates: int | None = field(
-        None, "Most further copies of the teacher. Default: any number.", gt=0, examples=[3]
+        None, "Maximum number of these further copies. Default: no limit.", gt=0, examples=[3]
     )
 
     @model_validator(mode="after")
@@ -106,7 +111,9 @@ class DinoObjectiveConfig(Frozen):
     warmup_teacher_temp_epochs: int = field(0, "Epochs of linear warm-up of the teacher's temperature.", ge=0)
     freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
     centering: Literal["mean", "sinkhorn_knopp"] = field(
-        "mean", "Subtract the moving mean of the teacher's outputs, or normalise prototypes over the global batch."
+        "mean",
+        "What keeps the teacher's outputs from collapsing: subtracting their moving mean, or normalising "
+        "prototypes over the global batch.",
     )
     ibot: IbotConfig | None = field(None, "Loss on masked patches. Default: none.")
     koleo: float = field(
@@ -208,8 +215,8 @@ def check_recipe(run: Any) -> None:
         raise ValueError(f"objective.model.bands={objective.model.bands}: {given}. Set {remedy}.")
     if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
         raise ValueError(
-            "objective.gram.first_step=0: anchors to random weights. Set start_from (on the command line: init=) to a trained run or "
-            "backbone, or a later first step."
+            "objective.gram.first_step=0: the loss would hold the model to random weights. Set start_from (on the "
+            "command line: init=) to a trained run or backbone, or raise objective.gram.first_step."
         )
     coupling = {
         "head.use_bn": objective.head.use_bn,

@@ -72,5 +72,8 @@ def check_recipe(run: Any) -> None:
     model = run.objective.model
     if model.batch_norm and (run.engine.grad_checkpointing or run.micro_batch_size is not None):
         key = "engine.grad_checkpointing" if run.engine.grad_checkpointing else "micro_batch_size"
-        raise ValueError(f"{key}: the batch norms of {model.timm_model_name} need the whole batch, once. Remove it.")
+        raise ValueError(
+            f"{key}: cannot be used with {model.timm_model_name}, whose batch norms need the whole batch exactly once "
+            f"per step. Remove {key}."
+        )
     refuse_pair_keys(run, "objective.crops")

@@ -46,7 +46,7 @@ def build_objective(config: RunConfig, weights: Mapping[str, Tensor] | None = No
         matches = [p for name, p in objective.named_parameters(remove_duplicate=False) if fnmatchcase(name, pattern)]
         if not matches:
             names = [name for name, _ in objective.named_parameters()]
-            raise ConfigError(f"freeze: {pattern} matches no parameter; names are as {names[0]}, {names[-1]}")
+            raise ConfigError(f"freeze: {pattern} matches no parameter; names look like {names[0]} and {names[-1]}")
         for p in matches:
             p.requires_grad_(False)
     return objective

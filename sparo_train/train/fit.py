@@ -74,10 +74,12 @@ MakeEvaluate = Callable[[Run, Display], Evaluate | None]
 def refuse_initial_weights(config: Any, start: StartConfig | None, objective: Objective) -> None:
     """Initialise from the seed only. Raises `ConfigError` if the recipe names weights, which only `sparo.fit` and `sparo train` load."""
     if start is not None and not start.optimizer:
-        raise ConfigError("start_from: needs callbacks.initial_weights. Call sparo.fit.")
+        raise ConfigError("start_from: needs callbacks.initial_weights, which sparo.fit sets. Call sparo.fit.")
     for key in ("vision", "text"):
         if getattr(getattr(getattr(config, "model", None), key, None), "init_from", None) is not None:
-            raise ConfigError(f"objective.model.{key}.init_from: needs callbacks.initial_weights. Call sparo.fit.")
+            raise ConfigError(
+                f"objective.model.{key}.init_from: needs callbacks.initial_weights, which sparo.fit sets. Call sparo.fit."
+            )
     objective.on_weights_loaded()
 
 

@@ -41,7 +41,7 @@ class CheckpointConfig(Frozen):
     keep_every: int = field(0, "Also keep every checkpoint whose step is a multiple of this. 0: none.", ge=0)
     background: bool = field(True, "Continue training while a checkpoint is written.")
     fall_back: bool = field(
-        False, "If the newest checkpoint is damaged, resume from the one before instead of failing."
+        False, "If the newest checkpoint is damaged, resume from the previous one. false: end with an error."
     )
 
 
@@ -64,8 +64,8 @@ class LogConfig(Frozen):
     )
     pictures: int = field(
         6,
-        "Number of samples that every evaluation draws to RUN/pictures and tensorboard, from the first task that "
-        "has pictures: at most 3 videos, or one scene. 0: none.",
+        "Number of samples whose pictures every evaluation saves to RUN/pictures and tensorboard, from "
+        "the first task that has pictures: at most 3 videos, or one scene. 0: none.",
         ge=0,
         le=256,
     )
@@ -78,7 +78,9 @@ class EvalJobConfig(Frozen):
 
     cluster: str = field(..., "Cluster name, as in `sparo launch --cluster`.", examples=["slurm"])
     tasks: dict[str, TaskConfig] = field(..., "Tasks by name; each is an entry of sparo.tasks.", min_length=1)
-    options: tuple[str, ...] = field((), '`--key value` options of the cluster: [--gpus-per-node, "1"].')
+    options: tuple[str, ...] = field(
+        (), 'Options of the cluster, as a list of `--key` and value: [--gpus-per-node, "1"].'
+    )
 
 
 class EvalConfig(Frozen):
@@ -87,8 +89,9 @@ class EvalConfig(Frozen):
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     max_share: float | None = field(
         None,
-        "Skip evaluations of every_steps that would take more than this share of the time since the process started. The first one and "
-        "that of the last step always run. Default: no evaluation is skipped.",
+        "Skip an evaluation of every_steps if it would take the time of evaluations above this share of the "
+        "time since the process started. The first evaluation and the one of the last step always run. "
+        "Default: no evaluation is skipped.",
         gt=0,
         lt=1,
         examples=[0.05],
@@ -173,7 +176,7 @@ class RunConfig(Frozen):
     )
     start_from: Annotated[StartConfig | None, BeforeValidator(_as_block)] = resumable_field(
         None,
-        "Initial weights: a checkpoint, or a block. Default: random initialization.",
+        "Initial weights: a checkpoint, or a block of keys (start_from.*). Default: random initialization.",
         examples=[{"checkpoint": "runs/clip"}],
     )
     freeze: tuple[str, ...] = field(
@@ -181,8 +184,9 @@ class RunConfig(Frozen):
     )
     auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
         "off",
-        "Choose keys that the recipe does not set from the data and the initial weights, with a size for this machine (here), for CPUs or "
-        "for a GPU. sparo train --print shows the choices.",
+        "Choose values of the keys that the recipe does not set, from the data and the initial weights, for "
+        "the hardware that is named: this machine (here), CPUs, or a GPU. sparo train --print shows the "
+        "choices.",
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="Training method: an entry of sparo.methods."

@@ -116,7 +116,7 @@ def test_a_loss_is_gathered_and_averaged_over_both_directions(place, monkeypatch
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("objective.loss.exchange=ring", r"loss\.exchange=ring: loss\.kind=decoupled has no tiled form"),
+        ("objective.loss.exchange=ring", r"loss\.exchange=ring: loss\.kind=decoupled cannot be computed in tiles"),
         ("objective.model.init_logit_bias=-10", r"init_logit_bias: is not used by loss\.kind=decoupled"),
         ("objective.loss.kind=decuopled", r"objective\.loss\.kind: 'decuopled'; did you mean 'decoupled'"),
         (

@@ -75,7 +75,7 @@ def test_hostile_files_end_in_an_error_or_in_bad_samples(kind, tmp_path):
         ({"mds": "{F}/mds/zstd"}, "is compressed with zstd"),
         ({"mds": "{F}/mds"}, "The folder has data sets in plain, raw, zstd"),
         ({"mds": "{F}/litdata/plain"}, "expected a list shards"),
-        ({"litdata": "{F}/mds/plain"}, "expected samples of Python objects"),
+        ({"litdata": "{F}/mds/plain"}, "expected samples that are Python objects"),
         (
             {"litdata": "{F}/litdata/plain", "image_keys": ["picture"]},
             "no column for the image, got the columns image, cap",
@@ -144,7 +144,7 @@ def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
     one, two = (write_table(tmp_path / name) or str(tmp_path / name / "t.csv") for name in "ab")
     for places in ((one, two), (one, str(FORMATS / "mds/plain"))):
         done = sparo("data", "check", *places)
-        assert done.returncode == 2 and "expected one data set" in done.stderr
+        assert done.returncode == 2 and "cannot be combined. Name one data set" in done.stderr
     several = datasets.DatasetDict(
         {
             name: datasets.Dataset.from_list(rows()[:n]).cast_column("image", datasets.Image())
@@ -167,15 +167,15 @@ def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
     done = sparo("data", "convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--skip-missing")
     assert done.returncode == 2 and "--skip-missing: applies to folders and tables" in done.stderr
     for arguments, says in (
-        (("data", "check", one, "--split", "test"), "table has no split, got 'test'"),
+        (("data", "check", one, "--split", "test"), "split does not apply to data of kind table, got 'test'"),
         (("data", "convert", one, str(tmp_path / "o"), "--split", "test"), "--split: applies to Hugging Face"),
         (("data", "convert", one, str(tmp_path / "o"), "--as", "coco", "--to", "parquet"), "--to: applies to"),
     ):
         done = sparo(*arguments)
         assert done.returncode == 2 and says in done.stderr, done.stderr
-    with pytest.raises(ConfigError, match="m_1: is also the name of part 1 of m"):
+    with pytest.raises(ConfigError, match="m_1: is the name of part 1 of m, too"):
         resolve(DataConfig, {"sources": {"m": {"shards": "a::b", "weight": "1::2"}, "m_1": {"shards": "c"}}}, "x")
-    with pytest.raises(ConfigError, match="several weights apply to shards: A::B only"):
+    with pytest.raises(ConfigError, match="several weights are for several lists"):
         resolve(DataConfig, {"sources": {"m": {"parquet": "a::b", "weight": "1::2"}}}, "x")
 
 

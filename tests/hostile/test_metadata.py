@@ -119,10 +119,11 @@ def test_faces_need_names_of_every_attribute(tmp_path):
     (root / "classnames.txt").write_text("\n".join(names))
     task = AttributesTaskConfig(root=str(root))
     with pytest.raises(
-        DataError, match=r"has no line of age in its class names or templates, such as age:…, got race, gender"
+        DataError,
+        match=r"its class names or templates need a line for each of age, such as age:…, got lines for race, gender",
     ):
         Suite({"a": task}).check()
-    with pytest.raises(ConfigError, match=r"metadata: lacks race_binary, got age, gender, race\. Name"):
+    with pytest.raises(ConfigError, match=r"metadata: lacks race_binary, got age, gender, race\. List the names"):
         Suite({"a": task.model_copy(update={"metadata": ("age", "gender", "race")})}).check()
 
 

@@ -134,7 +134,7 @@ def test_an_odd_number_of_rows_is_refused(root, tmp_path):
     shutil.copytree(root / "mmvp_vlm", tmp_path / "mmvp_vlm")
     path = tmp_path / "mmvp_vlm/Questions.csv"
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
-    with pytest.raises(DataError, match=r"has 11 rows, but a question consists of 2"):
+    with pytest.raises(DataError, match=r"must be a multiple of 2, the rows of a question, got 11"):
         questions_of(tasks_of("mmvp_vlm", tmp_path))
 
 
@@ -168,7 +168,7 @@ CHOICE = {"images": ["{i}"], "captions": ["{o}"]}
         ([{"i": "0.png", "o": ["a", "b"], "r": 1.5}], {"answer": "{r}"}, r"\{r\} must be a whole number, got 1\.5"),
         ([{"i": "0.png", "o": ["a", "b"], "b": [0, 0, float("nan"), 2]}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
         ([{"i": "0.png", "o": ["a", "b"], "b": "1e9,0,2,2"}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
-        ([{"i": "0.png", "o": ["a", "b"], "s": "val"}], {"split": "s"}, r"column 's' has no 'test', got val\. Set the key split"),
+        ([{"i": "0.png", "o": ["a", "b"], "s": "val"}], {"split": "s"}, r"column 's' has no row with 'test', got val\. Set the task's key split"),
     ],
 )  # fmt: skip
 def test_odd_questions_are_refused_before_anything_is_encoded(rows, columns, match, tmp_path):
@@ -218,7 +218,7 @@ def test_many_images_are_matched_without_all_assignments(tmp_path):
     own(tmp_path / "own", [pair, *rows, pair], CHOICE)
     (result,) = Suite({"own": matched}).run(made.BagOfWords()).values()
     assert set(result.metrics) == {"group", "text", "image"} and result.n == 3
-    with pytest.raises(DataError, match=r"columns\.answer applies to task choice only"):
+    with pytest.raises(DataError, match=r"columns\.answer applies to task `choice` only"):
         answered = own(
             tmp_path / "own", [{"i": ["0.png", "1.png"], "o": ["a", "b"], "r": 1}], {**CHOICE, "answer": "{r}"}
         )
@@ -255,7 +255,10 @@ def test_parquet_cells_with_one_image_of_a_list_or_a_path_are_read(tmp_path):
     made.parquet(folder / "rows.parquet", [{"i": [one], "o": ["a", "b"]}, {"i": [one, one], "o": ["c", "d"]}])
     source, _ = questions_of(task)
     assert source.read(0)[1].size == (12, 10)
-    with pytest.raises(DataError, match=r"row 2: column i has 2 images\. Store one image per column"):
+    with pytest.raises(
+        DataError,
+        match=r"row 2: column i must contain one image per row, got 2 images\. Store each image of a row in a separate column",
+    ):
         source.read(1)
     made.parquet(folder / "rows.parquet", [{"i": {"bytes": None, "path": "2.png"}, "o": ["a", "b"]}])
     assert questions_of(task)[0].read(0)[1].size == (12, 10)

@@ -76,7 +76,7 @@ def test_a_signed_meta_that_lacks_something_is_named(shards, tmp_path):
     for field in FIELDS:
         for value in (None, "x", 3.5):
             sign(newest, lambda meta, f=field, v=value: meta.pop(f) if v is None else meta.update({f: v}))
-            with pytest.raises(CheckpointError, match=rf"meta\.json: {field} is missing or has another type"):
+            with pytest.raises(CheckpointError, match=rf"meta\.json: {field} is missing or has the wrong type"):
                 store.read_run_meta(newest)
             (newest / "meta.json").write_text(whole)
     sign(newest, lambda meta: meta.pop("cursor"))

@@ -129,7 +129,8 @@ def test_a_size_that_no_step_reaches_is_refused(shards, tmp_path):
     late = _run(_tree(shards, tmp_path, steps=6), "objective.image_sizes=[[0, 32], [0.9, 64]]")
     for begin in (train, dry_run):
         with pytest.raises(
-            ConfigError, match=r"no step would use the size with share 0.9, because the last of 6 steps"
+            ConfigError,
+            match=r"the size that begins at share 0.9 of the run would never be used, because the last of 6 steps",
         ):
             begin(late)
     assert not late.folder.exists() and dry_run(late.model_copy(update={"steps": 10})).steps == 10

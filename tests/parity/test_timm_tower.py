@@ -180,7 +180,11 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
             SPARO,
             "timm_model_name=vit_smal_patch16_224: .*vit_small_patch16_224",
         ),
-        ({"timm_model_name": "resnet18"}, SPARO, "resnet18: timm cannot build it|a readout cannot use this model"),
+        (
+            {"timm_model_name": "resnet18"},
+            SPARO,
+            "resnet18: timm cannot build it|a readout cannot use this model",
+        ),
         (
             {"timm_model_name": "vit_small_patch16_224", "width": 100},
             SPARO,
@@ -217,7 +221,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"patch_size": [8, 8]}},
             SPARO,
-            "each value must be a number, a word",
+            "a value must be a number, a word",
         ),
         ({"timm_model_name": "cait_xxs24_224"}, SPARO, "a readout cannot use this model"),
         ({"timm_model_name": "x"}, SPARO, "known: .* and [0-9]+ more"),

@@ -101,7 +101,7 @@ def best_and_worst_are_drawn(run_folder, tmp_path):
             "several checkpoints need --task and a .png file",
         ),
         ((run_folder, run_folder, *line, "--out", "b"), "several checkpoints need --task and a .png file"),
-        ((run_folder, *line, "--uncertain", "--out", "page"), "--uncertain: applies to images in a .png file"),
+        ((run_folder, *line, "--uncertain", "--out", "page"), "--uncertain: applies to images (not videos)"),
     ):
         done = sparo("slots", "panels", *words, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -325,7 +325,7 @@ def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
 
     refused = {
-        "data: positions of objects": "data.hflip=0.5",
+        "data: images must not be cropped or mirrored": "data.hflip=0.5",
         "needs a mask per slot": f"eval.tasks={{m: {{task: masks, root: {tmp_path}/c/masks}}}}",
     }
     for told, override in refused.items():

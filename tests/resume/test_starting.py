@@ -136,7 +136,7 @@ def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, ca
     shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint of its own does not look for it
     train(_run(tree, *slow, start))
     other = ["objective.model.readout={kind: token}", "objective.model.text.heads=4", f"start_from={tmp_path}/first"]
-    with pytest.raises(CheckpointError, match="its attention has 2 heads, but the run's has 4"):
+    with pytest.raises(CheckpointError, match="its attention has 2 heads, but that of the run has 4"):
         train(_run(tree, "name=heads", *other))
     # larger images: positions are interpolated; a backbone of DINO begins both of its nets
     large = [*slow[:2], "name=large", "objective.model.readout={kind: token}", "objective.model.vision.image_size=64"]
@@ -278,7 +278,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
             "objective.model.quick_gelu=true",
             "trained without OpenAI's approximation of GELU. Set objective.model.quick_gelu=false",
         ),
-        ("objective.model.vision.head_width=8", "its attention has 2 heads, but the run's has 4"),
+        ("objective.model.vision.head_width=8", "its attention has 2 heads, but that of the run has 4"),
     ):
         with pytest.raises(CheckpointError, match=why):
             train(_run(tree, "name=unlike", init, change))

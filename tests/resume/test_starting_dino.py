@@ -90,7 +90,7 @@ def test_another_size_patch_and_number_of_registers(recipe, tmp_path):
     backbone(tmp_path / "reg.pth", **wide, registers=4, layer_scale=1e-5)
     with pytest.raises(
         CheckpointError,
-        match=r"is another model than objective\.model\. Set objective\.model\.registers=4 objective\.model\.layer_scale=1.0e-05",
+        match=r"contains a different model than objective\.model describes\. Set objective\.model\.registers=4 objective\.model\.layer_scale=1.0e-05",
     ):
         train(recipe(CLS, *WIDE, "name=reg", f"start_from={tmp_path}/reg.pth"))
     keys = ("objective.model.registers=4", "objective.model.layer_scale=1.0e-05")
@@ -122,7 +122,7 @@ def test_backbones_of_timm_transformers_and_clip(recipe, tmp_path):
     )  # fmt: skip
     processor.save_pretrained(tmp_path / "dinov2")
     train(recipe(CLS, *WIDE, *keys, dinov2[1], "name=hf", f"start_from=hf:{tmp_path}/dinov2"))
-    with pytest.raises(CheckpointError, match=r"is a folder of transformers\. Write hf:"):
+    with pytest.raises(CheckpointError, match=r"is a model folder of Hugging Face transformers\. Write hf:"):
         train(recipe(CLS, *WIDE, *keys, dinov2[1], "name=plain", f"start_from={tmp_path}/dinov2"))
 
     cfg = open_clip.get_model_config("ViT-B-32")
@@ -164,7 +164,9 @@ def test_gram_anchoring_begins_with_the_initial_weights(recipe, tmp_path):
     for name, value in taken(tmp_path / "high").items():
         assert torch.allclose(weights[f"earlier.{name}"], value, atol=1e-6), name
     assert weights["earlier.pos_embed"].shape == (1, 65, 32)
-    with pytest.raises(ConfigError, match=r"objective\.gram\.first_step=0: anchors to random weights"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.gram\.first_step=0: the loss would hold the model to random weights"
+    ):
         recipe("name=random", "objective.gram={}")
     with pytest.raises(ConfigError, match=r"objective\.gram\.first_step=7: the run has only 1 steps"):
         train(recipe("name=late", "objective.gram={first_step: 7}"))

@@ -110,7 +110,7 @@ def test_languages_are_sets_whose_images_are_encoded_once(root, tmp_path):
         ("dci", "dci/densely_captioned_images/annotations/0.json", '{"image": "a"}', r"0\.json: lacks 'short_caption'"),
         ("docci", "docci/docci_descriptions.jsonlines", '{"split": "test"}', r"line 1: lacks 'description'"),
         ("docci", "docci/docci_descriptions.jsonlines", "{}", r"has no line of split test"),
-        ("sharegpt4v_1k", "sharegpt4v_1k/share-captioner_coco_lcs_sam_1246k_1107.json", "[3]", r"entry 0: is not one of ShareGPT4V"),
+        ("sharegpt4v_1k", "sharegpt4v_1k/share-captioner_coco_lcs_sam_1246k_1107.json", "[3]", r"entry 0: does not have the form of ShareGPT4V"),
         ("crossmodal3600/de", "crossmodal3600/captions.jsonl", "[]", r"line 1"),
         ("crossmodal3600/de", "crossmodal3600/captions.jsonl", '{"image/key": "../../x", "de": {"caption": ["a"]}}', r"is not the name of an image"),
     ],

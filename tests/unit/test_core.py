@@ -125,8 +125,8 @@ def sign(path, change):
         (lambda p: (p / "model.safetensors").write_bytes(b"x"), r"model\.safetensors: expected \d+ bytes, got 1"),
         (lambda p: (p / "meta.json").write_text("{"), r"meta\.json: not readable"),
         (lambda p: (p / "meta.json").write_text('{"format": 99}'), "format: this version reads 2 and 3, got 99"),
-        (lambda p: sign(p, lambda meta: meta.pop("files")), "files is missing or has another type, got NoneType"),
-        (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or has another type, got list"),
+        (lambda p: sign(p, lambda meta: meta.pop("files")), "files is missing or has the wrong type, got NoneType"),
+        (lambda p: sign(p, lambda meta: meta.update(files=[])), "files is missing or has the wrong type, got list"),
         (
             lambda p: sign(p, lambda meta: meta.update(files={"../x": {}})),
             "invalid entry for '../x' in `files`",

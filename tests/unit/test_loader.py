@@ -371,7 +371,7 @@ def test_only_looks_in_a_row_count(monkeypatch):
 
 def test_a_folder_too_long_for_sockets_is_named(monkeypatch):
     monkeypatch.setattr("sparo_train.data.read.workers.get_temp_dir", lambda: "/tmp/" + "x" * 100)
-    with pytest.raises(ConfigError, match=r"TMPDIR: is too long .*, got /tmp/xxx.*shorter folder"):
+    with pytest.raises(ConfigError, match=r"TMPDIR: is too long .*, got /tmp/xxx.*shorter path"):
         next(WorkerItems(_Numbers(), 1, lambda rows: rows, [[0]]))
 
 

@@ -84,7 +84,7 @@ def test_what_is_missing_is_said_with_the_remedy(tmp_path, monkeypatch, images):
         load_run("own_images")
     with pytest.raises(ConfigError, match=r"data=image: no such file or folder; did you mean 'images'"):
         chosen("image")
-    with pytest.raises(ConfigError, match=r"auto: objective\.kind=clip has no keys that follow from the data"):
+    with pytest.raises(ConfigError, match=r"auto: objective\.kind=clip has no keys that can be chosen from the data"):
         load_run("own_pairs", ["auto=here"])
     with pytest.raises(ConfigError, match=r"auto: expected off, here, cpu or gpu, got tpu"):
         chosen(images, "auto=tpu")

@@ -117,7 +117,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path_factory, rows):
     [
         ("[]", "record.json"),
         ('{"sweep": "s"}', "is not a record of a sweep: machines"),
-        ('{"schema_version": 9, "sweep": "s", "machines": [], "figure": null, "rows": []}', "has version 9"),
+        ('{"schema_version": 9, "sweep": "s", "machines": [], "figure": null, "rows": []}', "has format version 9"),
         ("{", "record.json"),
     ],
 )
@@ -126,7 +126,7 @@ def test_another_file_is_no_record(tmp_path, text, message):
     with pytest.raises(DataError, match=message):
         read_record(tmp_path / "record.json")
     done = sparo("eval", "sweep", "record.json", "--figure", "x.png", "--baseline", "a", cwd=tmp_path)
-    assert done.returncode == 2 and "a record can be drawn only" in done.stderr
+    assert done.returncode == 2 and "is a record of a sweep, from which only figures can be drawn" in done.stderr
     done = sparo("eval", "sweep", "record.json", "--figure", "x.png", cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 

@@ -58,7 +58,7 @@ def test_missing_arrays_and_wrong_lengths_are_reported(tmp_path):
     for members, told in (
         (
             [("0.video.npy", video), ("1.video.npy", video), ("0.segmentations.npy", masks)],
-            "segmentations have no video",
+            "has segmentations but no video",
         ),
         ([("0.video.npy", video), ("0.video.npy.gz", gzip.compress(video))], "two arrays have this name"),
         ([("0.video.npy", huge.getvalue())], "integers that takes at most 4 GB"),

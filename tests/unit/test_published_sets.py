@@ -53,7 +53,7 @@ def test_multi_object_datasets(tmp_path, name):
         assert first["id"] == 1 and first["shape"] == at and first["x"] == pytest.approx(stored["x"][0][at])
         assert len(first["color"]) == 3
     other = next(n for n in SETS if SETS[n].side != SETS[name].side)
-    with pytest.raises(DataError, match="Is it another set"):
+    with pytest.raises(DataError, match="Check whether the files belong to another set"):
         read(path, other)
     tfrecords(tmp_path / "n.tfrecords", [{"video": ([b"x"], "byte")}])
     with pytest.raises(DataError, match="has no field 'image' that contains bytes"):
@@ -144,12 +144,15 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
     assert read(path, "coco")[0].image.mean() == 200
     for change, told in (
         ({"segmentation": {"counts": "o" * 99, "size": [10, 12]}}, "longer than any image"),
-        ({"segmentation": 3}, "has no outline"),
-        ({"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]}, "has no outline"),  # ends pycocotools with its process
+        ({"segmentation": 3}, "has no usable segmentation"),
+        (
+            {"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]},
+            "has no usable segmentation",
+        ),  # ends pycocotools with its process
         ({"segmentation": [[1.0, 1e300, 6.0, 1.0, 6.0, 6.0]]}, "is outside the image"),  # takes it all memory
         ({"segmentation": {"counts": [100, 21], "size": [10, 12]}}, "do not match the image"),
         ({"segmentation": {"counts": [130, -10], "size": [10, 12]}}, "do not match the image"),
-        ({"segmentation": {"counts": "\u00ff0", "size": [10, 12]}}, "has no outline"),
+        ({"segmentation": {"counts": "\u00ff0", "size": [10, 12]}}, "has no usable segmentation"),
         ({"category_id": "x"}, "category_id that is not a number"),
     ):
         path.write_text(json.dumps({**tree, "annotations": [{**rows[0], **change}]}))
@@ -227,7 +230,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
     assert json.loads((tmp_path / "out/converted.json").read_text())["files"] == ["c.tfrecords"]
     refused = {
         ("--as", "clever"): "did you mean 'clevr'",
-        ("--as", "objects_room"): "Is it another set",
+        ("--as", "objects_room"): "Check whether the files belong to another set",
         ("--crop", "middle"): "crop",
     }
     for change, told in refused.items():

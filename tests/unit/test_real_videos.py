@@ -161,7 +161,7 @@ def test_what_is_wrong_is_named(tmp_path):
     with pytest.raises(DataError, match=r"JPEGImages/480p/cow: has no \*.jpg"):
         list(davis(path))
     path = write_youtube(tmp_path / "y", videos=[{"id": 1, "height": 2, "width": 2, "file_names": ["../x.jpg"]}])
-    with pytest.raises(DataError, match=r"video 1 has no frames, or the path of one leaves the folder"):
+    with pytest.raises(DataError, match=r"video 1 has no frames, or the path of a frame points outside of the folder"):
         list(youtube_vis(path))
     short = {"video_id": 1, "category_id": 5, "segmentations": [{"size": list(SIDE), "counts": [3]}] * 3}
     with pytest.raises(DataError, match=r"video cat: object 0, frame 0: run lengths do not match the image"):

@@ -71,7 +71,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         ("cameras/camera_1/color_image", [], "color_image needs one encoded picture, got 0"),
         ("cameras/camera_1/depth_image", [b"no"], "depth_image cannot be decoded as a PNG"),
         ("cameras/camera_1/depth_image", "color", "four bytes per pixel"),
-        ("cameras/camera_1/instance_image", "wide", "a plane of .* does not match the image of"),
+        ("cameras/camera_1/instance_image", "wide", "a mask or depth image of .* does not match the image of"),
         ("cameras/camera_1/instance_image", "color", "masks are stored as colours"),
         ("cameras", None, "has no cameras"),
     ],

@@ -110,7 +110,10 @@ def draw_panels(
             "Remove --image, or name another model or task."
         )
     if uncertain and (isinstance(task, VideoMasksTaskConfig) or not out.suffix):
-        raise ConfigError("--uncertain: applies to images in a .png file. Remove it, or name other images.")
+        raise ConfigError(
+            "--uncertain: applies to images (not videos) that are drawn to a .png file. Remove it, or name other "
+            "images."
+        )
     if not out.suffix:
         if task is None or task_name is None or images:
             raise ConfigError(f"--out {out}: a page needs a task (--task). For your own images, name a .png file.")

@@ -281,8 +281,8 @@ def _refuse_fields(meta: Mapping[str, Any], fields: Mapping[str, type | tuple[ty
     for key, kinds in fields.items():
         if not isinstance(meta.get(key), kinds) or isinstance(meta[key], bool):
             raise CheckpointError(
-                f"{path}/meta.json: {key} is missing or has another type, got {type(meta.get(key)).__name__}. "
-                f"Remove {path} to resume from the checkpoint before it."
+                f"{path}/meta.json: {key} is missing or has the wrong type, got {type(meta.get(key)).__name__}. Remove "
+                f"{path} to resume from the checkpoint before it."
             )
 
 

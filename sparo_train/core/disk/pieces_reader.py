@@ -168,7 +168,7 @@ class PiecesReader:
             shape = stored.get_shape()
             if math.prod(shape) != own_end - own_begin:
                 raise SafetensorError(
-                    f"{pieces.stored_name!r} has the shape {shape}, not {own_end - own_begin} elements"
+                    f"{pieces.stored_name!r} should have {own_end - own_begin} elements, got the shape {shape}"
                 )
             if not shape:
                 return file.get_tensor(pieces.stored_name).reshape(1)
@@ -194,7 +194,7 @@ def _load_index(path: Path, files: Mapping[str, Sequence[Path]]) -> dict[str, li
         for part, paths in files.items():
             names, shapes = described[part]["files"], described[part]["shapes"]
             if sorted(names) != sorted(p.name for p in paths):
-                raise ValueError(f"it lists other files of {part}")
+                raise ValueError(f"the files that it lists for {part} differ from those of the checkpoint")
             begins, sizes = tables[part]
             if begins.shape != (len(shapes), len(names)):
                 raise ValueError(f"its table of {part} has the shape {begins.shape}")

@@ -45,7 +45,10 @@ def check_bands(bands: Sequence[int] | None, how: PixelRange, decode: str = "fas
         bands_text = f"bands names {named} bands" if named else "bands is not set"
         raise ValueError(f"pixel_range: has {len(ranges)} ranges, but {bands_text}. Give one range, or one per band.")
     if bands is not None and decode == "exact":
-        raise ValueError("decode=exact: Pillow does not resize chosen bands. Set decode=fast, or remove bands.")
+        raise ValueError(
+            "decode=exact: resizes with Pillow, which does not support selected bands. Set decode=fast, or remove "
+            "bands."
+        )
     if bands is not None and scaled:
         raise ValueError(
             "scaled_decoding=true: applies to JPEG files in red, green and blue only. Remove it, or bands."

@@ -118,8 +118,10 @@ class CropsConfig(Frozen):
     )
     tile: int | None = field(
         None,
-        "For large images, such as slides and aerial images: side of a square region, in pixels of the file, from which all crops of a "
-        "sample are drawn. Its position is random in every visit. A side shorter than this is used whole. Default: the whole image.",
+        "For large images, such as slides and aerial images: side, in pixels of the file, of the square "
+        "region from which all crops of a sample are drawn. Its position is random each time the image is "
+        "read. If the image is narrower or lower, the region has its full width or height. Default: the "
+        "whole image.",
         gt=0,
         examples=[512],
     )

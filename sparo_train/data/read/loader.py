@@ -233,8 +233,9 @@ class Pipeline:
         before = len(given) // self.plan.streams
         if len(given) % self.plan.streams or not before or n % before:
             raise DataError(
-                f"batch_size={self.batch_size}: the checkpoint has positions in the data for {len(given)} rows, because samples were "
-                f"skipped. Use a multiple of {len(given)} as batch_size."
+                f"batch_size={self.batch_size}: cannot resume with this size. Because samples were skipped, the "
+                f"checkpoint has a separate position in the data for each of {len(given)} rows of a batch. Use a multiple "
+                f"of {len(given)}."
             )
         # If a batch has more rows than before, each row is divided: its next samples go to the new rows in turn.
         groups = [given[i : i + before] for i in range(0, len(given), before)]

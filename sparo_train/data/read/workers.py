@@ -127,7 +127,8 @@ def _refuse_long_folder() -> None:
     folder = get_temp_dir()
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         raise ConfigError(
-            f"TMPDIR: is too long for the sockets of loader workers, got {folder}. Set TMPDIR to a shorter folder, as in /tmp."
+            f"TMPDIR: is too long a path for the sockets of loader workers, got {folder}. Set TMPDIR to a shorter "
+            "path, such as /tmp."
         )
 
 

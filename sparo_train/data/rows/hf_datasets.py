@@ -25,7 +25,9 @@ class HfDatasetConfig(RowsConfig):
         examples=["nlphuji/flickr30k"],
     )
     split: str = field("train", "Split. For a name on the hub, also a slice, such as train[:10%].")
-    config_name: str | None = field(None, "Configuration of a data set on the hub that has several.", examples=["en"])
+    config_name: str | None = field(
+        None, "Name of the configuration, for data sets on the hub that have several.", examples=["en"]
+    )
     revision: str | None = field(None, "Commit or tag of a data set on the hub.", examples=["v1.0"])
 
 
@@ -85,7 +87,8 @@ def _open_dataset(config: HfDatasetConfig, key: str, _write_index: bool) -> list
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{key or 'datasets'}: Hugging Face data sets need datasets. pip install -e '.[datasets]' in sparo's checkout"
+            f"{key or 'datasets'}: data sets of Hugging Face need the package datasets. pip install -e '.[datasets]' "
+            "in sparo's checkout"
         ) from None
     dataset = _load(config, key)
     columns = choose_columns(dataset.column_names, config, f"{dotted(key, 'dataset')}: {config.dataset}")

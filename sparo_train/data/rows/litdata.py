@@ -88,13 +88,15 @@ class LitDataFile(PackedFile, Group):
         length = int.from_bytes(data[-12:-8], "little")
         begin = len(data) - 12 - length
         if data[-8:] != _FOOTER or begin < 0:
-            raise DataError(f"{self.url}: has neither samples nor a table. Copy the data set again.")
+            raise DataError(
+                f"{self.url}: contains neither samples of LitData nor a Parquet table. Copy the data set again."
+            )
         try:
             found = pa.ipc.open_file(pa.py_buffer(data).slice(begin, length)).read_all()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.url}: its table is damaged ({error}). Copy the data set again.") from None
         if len(found) != len(self) or not self._wanted <= set(found.column_names):
-            raise DataError(f"{self.url}: its table differs from index.json. Copy the data set again.")
+            raise DataError(f"{self.url}: its Parquet table does not match index.json. Copy the data set again.")
         return found.select(sorted(self._wanted))
 
 
@@ -104,7 +106,8 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
     settings = index.get("config")
     if not isinstance(settings, dict) or settings.get("item_loader") not in (None, "PyTreeLoader"):
         raise DataError(
-            f"{config.litdata}/index.json: expected samples of Python objects, got {settings and settings.get('item_loader')}."
+            f"{config.litdata}/index.json: expected samples that are Python objects, got "
+            f"item_loader={settings and settings.get('item_loader')}."
         )
     refuse_compression(config.litdata, settings.get("compression"), "litdata.optimize")
     if settings.get("encryption"):

@@ -103,7 +103,7 @@ class PackedFile(RangeStorage):
         for name, encoding, fixed in self._fields:
             size = next(sizes) if fixed is None else fixed
             if at + size > len(data):
-                raise ValueError("a field ends after its sample")
+                raise ValueError("a field extends beyond the end of its sample")
             if name in self._wanted:
                 row[name] = self.decoders[encoding](data[at : at + size])
             at += size
@@ -118,7 +118,7 @@ def decode_picture(data: bytes) -> bytes:
     width, height, length = struct.unpack_from("<3I", data)
     mode = data[12 : 12 + length].decode("ascii")
     if mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I", "F"):
-        raise ValueError(f"a picture of mode {mode}")
+        raise ValueError(f"a picture of mode {mode}, which is not supported")
     return encode_picture(Image.frombytes(mode, (width, height), data[12 + length :]))
 
 
@@ -151,7 +151,7 @@ def read_index(folder: str, key: str, writer: str) -> dict[str, Any]:
         raise DataError(f"{url}: is not JSON. Copy the data set again.") from None
     if not isinstance(index, dict):
         raise DataError(
-            f"{url}: expected an object, got a {type(index).__name__}. Name the folder that {writer} wrote."
+            f"{url}: expected a JSON object, got a {type(index).__name__}. Name the folder that {writer} wrote."
         )
     return index
 

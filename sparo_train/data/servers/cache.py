@@ -57,7 +57,8 @@ class SampleCache:
         place = os.path.expandvars(config.path)
         if "$" in place:
             raise ConfigError(
-                f"data.cache.path: a variable of {config.path} is not set on this node. Set it, or write the folder."
+                f"data.cache.path: {config.path} contains an environment variable that is not set on this node. Set it, "
+                "or write the path without variables."
             )
         self._root, self._limit = Path(place).expanduser(), int(config.gb * 1e9)
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()

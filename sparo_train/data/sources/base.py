@@ -77,7 +77,10 @@ class SourceConfig(Frozen):
 
     kind: Any = field(..., "Entry of sparo.sources.")  # each entry has a Literal with one name
     weight: float = field(
-        1.0, "Passes over this source per epoch. For shards: A::B, also one for each part, as in 1::2.", ge=0, le=1e6
+        1.0,
+        "Number of passes over this source per epoch. If shards has parts, A::B, also one number per part, 1::2.",
+        ge=0,
+        le=1e6,
     )
     image_keys: tuple[str, ...] = field(
         ("jpg", "jpeg", "png", "webp"), "File extensions of images. The first one that a sample has is used."
@@ -89,8 +92,7 @@ class SourceConfig(Frozen):
     )
     captions: dict[str, float] | None = field(
         None,
-        "Several caption keys with their probabilities, instead of caption_key. Keys that a sample lacks pass their "
-        "probability to the others.",
+        "Several caption keys with their probabilities, instead of caption_key. Keys that a sample lacks pass their probability to the others.",
         min_length=1,
         examples=[{"txt": 0.5, "json:long": 0.5}],
     )
@@ -151,8 +153,8 @@ class DataConfig(Frozen):
     prefetch: int = resumable_field(4, "Batches that each worker prepares ahead.", ge=1, le=1024)
     streams: int | None = field(
         None,
-        "Number of streams of the data plan. Must divide batch_size. With fewer streams than loader workers, over all ranks, several "
-        "workers read the samples of a stream in turn. Default: 16 to 512, depending on batch_size.",
+        "Number of streams into which the samples of an epoch are divided. Must divide batch_size. If all ranks together have more loader workers "
+        "than there are streams, several workers take turns with the samples of a stream. Default: 16 to 512, depending on batch_size.",
         gt=0,
     )
     chunk: int = field(
@@ -163,7 +165,7 @@ class DataConfig(Frozen):
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
     cache: CacheConfig | None = resumable_field(
-        None, "Cache of samples from servers on each node's disk. Default: none."
+        None, "Cache, on each node's disk, of samples that are read from servers. Default: none."
     )
     crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
         (0.9, 1.0), "Range of the share of the image area that a random crop covers."
@@ -185,8 +187,8 @@ class DataConfig(Frozen):
     )
     bands: Bands | None = field(
         None,
-        "Numbers, from 1, of the bands that are read from each image, such as those of a multispectral TIFF; objective.model.bands must be "
-        "their number. Default: the image in red, green and blue.",
+        "Bands to read from each image, such as a multispectral TIFF, numbered from 1. objective.model.bands "
+        "must be the length of this list. Default: red, green and blue.",
         examples=[[1, 2, 3, 4]],
     )
     trim_text: bool = field(
@@ -216,13 +218,15 @@ class DataConfig(Frozen):
                 sources[name] = block
                 continue
             if not isinstance(block.get("shards"), str):
-                raise ValueError(f"sources.{name}.weight: several weights apply to shards: A::B only, got {weight}")
+                raise ValueError(
+                    f"sources.{name}.weight: several weights are for several lists, shards: A::B, got {weight}"
+                )
             parts, weights = block["shards"].split("::"), list(map(_number, weight.split("::")))
             if len(parts) != len(weights):
                 raise ValueError(f"sources.{name}.weight: {len(weights)} weights for {len(parts)} lists of shards")
             for i, pair in enumerate(zip(parts, weights, strict=True)):
                 if f"{name}_{i}" in values["sources"]:
-                    raise ValueError(f"sources.{name}_{i}: is also the name of part {i} of {name}. Rename it.")
+                    raise ValueError(f"sources.{name}_{i}: is the name of part {i} of {name}, too. Rename it.")
                 sources[f"{name}_{i}"] = {**block, "shards": pair[0], "weight": pair[1]}
         return {**values, "sources": sources}
 

@@ -28,7 +28,9 @@ def source_block(places: Sequence[str]) -> dict[str, Any]:
         return {kind: first}
     if kind not in ("shards", "parquet") or any(other != kind for other, _ in others):
         kinds = ", ".join(f"{place} ({next(iter(_block(place)))})" for place in places[:4])
-        raise ConfigError(f"{kinds}: expected one data set, or shards or Parquet files only. Give one at a time.")
+        raise ConfigError(
+            f"{kinds}: cannot be combined. Name one data set, or several places with shards only or Parquet files only."
+        )
     return {kind: (first, *(place for _, place in others))}
 
 
@@ -82,6 +84,8 @@ def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
         if value is None or (key == "all_columns" and key not in config.model_fields):
             continue
         if key not in config.model_fields:
-            raise ConfigError(f"{places[0]}: {next(iter(block))} has no {key}, got {value!r}. Remove it.")
+            raise ConfigError(
+                f"{places[0]}: {key} does not apply to data of kind {next(iter(block))}, got {value!r}. Remove it."
+            )
         block[key] = value
     return config(**block)

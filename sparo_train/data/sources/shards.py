@@ -40,7 +40,8 @@ class ShardsConfig(SourceConfig):
     shards: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
     index: str | None = resumable_field(
         None,
-        "File with the indexes of all shards, from sparo data index --merge. Without it, each start asks for the size of each shard.",
+        "File with the indexes of all shards, from sparo data index --merge. Without it, the size of each "
+        "shard is requested at every start.",
         examples=["data/index.safetensors"],
     )
 

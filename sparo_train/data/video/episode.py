@@ -25,7 +25,8 @@ class FramesConfig(Frozen):
     count: int = field(6, "Number of frames of a clip, T.", gt=0, le=10_000)
     stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
         (1, 1),
-        "Smallest and largest distance between the frames of a clip. Drawn per clip, limited by the length of the episode.",
+        "Smallest and largest distance between consecutive frames of a clip. It is drawn for each clip, and "
+        "limited by the length of the episode.",
     )
     starts: Literal["any", "tiles"] = field(
         "any",

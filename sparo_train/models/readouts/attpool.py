@@ -30,7 +30,7 @@ class AttPoolReadOut(TwinReadOut):
     slots: int = field(64, "Number of queries, L, each with its own head.", gt=0)
     slot_width: int = field(64, "Width of a slot and of a head, V.", gt=0)
     cross_attention: Literal["multi_head", "separate_head"] = field(
-        "multi_head", "multi_head: a matrix mixes the heads. separate_head: it does not."
+        "multi_head", "multi_head: an output projection mixes the heads. separate_head: the heads stay separate."
     )
     slot_layer_norm: bool = field(False, "Normalize each slot on its own instead of the whole encoding.")
     slot_projection: bool = field(False, "Project each slot on its own instead of the whole encoding.")

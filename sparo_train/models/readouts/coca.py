@@ -26,7 +26,7 @@ class CocaReadOut(TwinReadOut):
         gt=0,
     )
     heads: int = field(8, "Attention heads. Must divide embed_dim.", gt=0)
-    text: bool = field(False, "Also pool texts this way. Default: EOS token, as in CoCa.")
+    text: bool = field(False, "Also pool texts by learned queries. false: use the EOS token, as in CoCa.")
 
     @property
     def placement(self) -> Placement:

@@ -25,7 +25,9 @@ class EfficientReadOut(TwinReadOut):
     kind: Literal["ep"] = field("ep", "Entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token not attended, which shapes do not show"
     slots: int = field(32, "Number of learned queries.", gt=0)
-    slot_width: int = field(24, "Width of a query's output (published: width / slots).", gt=0)
+    slot_width: int = field(
+        24, "Width of a query's output. The published form has the width of the tower divided by slots.", gt=0
+    )
     attend_cls: bool = field(False, "Let queries attend to the image's class token, too.")
     normalize: bool = field(False, "Scale every slot to one norm (Eq. 2 of the SPARO paper).")
 

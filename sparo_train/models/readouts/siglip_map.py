@@ -27,7 +27,7 @@ class MapReadOut(TwinReadOut):
     head_width: int = field(64, "Width of an attention head. Must divide a tower's width.", gt=0)
     mlp_ratio: float = field(4.0, "Width of the MLP relative to the tower's width.", gt=0)
     attend_cls: bool = field(True, "Let the query attend to the image's class token, too.")
-    text: bool = field(False, "Also pool texts this way. Default: EOS token.")
+    text: bool = field(False, "Also pool texts by attention. false: use the EOS token.")
 
     @property
     def placement(self) -> Placement:

@@ -94,7 +94,7 @@ def _refuse_other_model(theirs: VitConfig, config: VitConfig, block: str) -> Non
         changes["norm_eps"] = theirs.norm_eps
     if changes:
         words = " ".join(f"{block}.{key}={value_text(value)}" for key, value in changes.items())
-        raise CheckpointError(f"is another model than {block}. Set {words}.")
+        raise CheckpointError(f"contains a different model than {block} describes. Set {words}.")
 
 
 def _differs(key: str, one: Any, other: Any) -> bool:
