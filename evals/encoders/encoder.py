@@ -208,7 +208,7 @@ class Encoder(ABC):
             try:
                 rows.append(np.asarray(self.transform(self._opened(picture))))
             except BadSampleError as bad:
-                raise DataError(f"image {number}: cannot be encoded by {self.label} ({bad.full_message()})") from None
+                raise DataError(f"image {number}: cannot be encoded by {self.label}: {bad.full_message()}") from None
         return rows
 
     def _opened(self, picture: Image.Image | np.ndarray | str | Path) -> Any:

@@ -114,7 +114,7 @@ def pixels_of(encoder: Encoder, image: Image.Image) -> np.ndarray:
     try:
         return np.asarray(encoder.transform(image))
     except BadSampleError as bad:
-        raise DataError(f"{encoder.label}: cannot read this image ({bad.full_message()})") from None
+        raise DataError(f"{encoder.label}: cannot read this image: {bad.full_message()}") from None
 
 
 def _maps(attention: Tensor, prefix: int) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,10 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["eval", "{root}/sets", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
         (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "Give a file with tasks to --data"),
-        (["eval", "{root}/runs/cli", "{root}/shards"], "--data: {root}/shards has no run folder with eval.tasks"),
+        (
+            ["eval", "{root}/runs/cli", "{root}/shards"],
+            "--data: is missing, and {root}/shards has no run folder with eval.tasks",
+        ),
         (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
         (
             ["train", "{root}/recipe.yaml", "out={root}/recipe.yaml"],

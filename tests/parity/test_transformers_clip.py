@@ -55,6 +55,6 @@ def test_models_that_transformers_does_not_have_are_refused(tmp_path):
     timm = {"timm_model_name": "vit_tiny_patch16_224", "image_size": 32}
     tower = {key: timm.get(key) for key in timm}
     config = ClipObjectiveConfig.model_validate({"model": {"embed_dim": 24, "vision": tower}})
-    with pytest.raises(ConfigError, match="no image tower of timm"):
+    with pytest.raises(ConfigError, match="the image tower is a timm model"):
         export_weights(TrainedWeights("tiny", config, {}, 0, 8, 1e-3), tmp_path / "b", None, "transformers")
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -164,7 +164,7 @@ def test_a_share_of_a_task_with_two_sets_is_encoded_of_both_before_it_waits(sour
     task = KnnTaskConfig(task="knn", k=(1,), train=str(source.root), test=str(source.root), limit=599, workers=0)
     first, second = (Scoring("t", Counting(), FeatureStore(tmp_path), ALONE, (own, 2)) for own in (0, 1))
     other = task.model_copy(update={"test": str(copied(source, tmp_path / "copy"))})
-    with pytest.raises(PartsMissingError, match="other shares of"):
+    with pytest.raises(PartsMissingError, match="have not encoded all of"):
         run_knn(first, other)
     assert first.encoder.images == 2 * (599 - 256)
     assert run_knn(second, other).metrics["acc1_k1"] > 0.5 and second.encoder.images == 2 * 256

@@ -356,7 +356,7 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
         open_labelled(LinearTaskConfig.model_validate({**linear_keys, "columns": {**columns, "group": "patient"}}))
     limited = KnnTaskConfig.model_validate({**keys, "limit": 6, "columns": {**columns, "group": "patient"}})
     assert open_labelled(limited)[0].groups == [f"p{i}" for i in range(6)]  # a limit keeps groups
-    with pytest.raises(DataError, match=r"column 'patient' has no 'train', got p0, p1"):
+    with pytest.raises(DataError, match=r"column 'patient' has no row with 'train', got p0, p1"):
         open_labelled(KnnTaskConfig.model_validate({**keys, "columns": {**columns, "split": "patient"}}))
     (tmp_path / "labels.csv").write_text("file;diagnosis\n0.jpg;a\n1.jpg;b")  # as spreadsheets write it
     assert len(open_labelled(KnnTaskConfig.model_validate({**keys, "columns": columns}))[0]) == 2

@@ -263,7 +263,7 @@ def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
         assert encoder.transform_with_resize(16) == MappedPixels(8, 16, True, pixel_range)
     with pytest.raises(DataError, match=r"real\.tif: pixel range .*data.pixel_range"):
         next(read_batches(FileSet(tmp_path, ["real.tif"], [0], "label"), encoder.transform, [[0]], 0))
-    with pytest.raises(DataError, match="image 0: cannot be encoded by pixels:8, got pixel range"):
+    with pytest.raises(DataError, match="image 0: cannot be encoded by pixels:8: pixel range"):
         encoder.images([Image.open(tmp_path / "real.tif")])
 
 
@@ -289,7 +289,7 @@ def test_arrays_of_every_dtype_are_converted_or_refused():
         (COLOURS[..., :2], r"shape \(40, 60, 2\)"),
         (COLOURS[:0], "shape"),
     ):
-        with pytest.raises(DataError, match=f"image 1: cannot be encoded by pixels:8, got .*{reason}"):
+        with pytest.raises(DataError, match=f"image 1: cannot be encoded by pixels:8: .*{reason}"):
             encoder.images([COLOURS, values])
 
 

@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path, monkeypa
     with pytest.raises(ConfigError, match=r"data\.cache\.path: .*/file cannot be written"):
         SampleCache(CacheConfig(path=str(tmp_path / "file"), gb=1))
     monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
-    with pytest.raises(ConfigError, match=r"data\.cache\.path: a variable of \$NO_SUCH_VARIABLE/x is not set"):
+    with pytest.raises(ConfigError, match=r"data\.cache\.path: \$NO_SUCH_VARIABLE/x contains an environment variable"):
         SampleCache(CacheConfig(path="$NO_SUCH_VARIABLE/x", gb=1))
     monkeypatch.setenv("NODE_DISK", str(tmp_path))
     SampleCache(CacheConfig(path="$NODE_DISK/x", gb=1))
