@@ -6,10 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from sparo_train.core.errors import ConfigError, DataError
@@ -26,6 +23,7 @@ from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, questi
 from ..suite.scoring import labels_of
 from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from ..tasks import zeroshot
+from ..tasks.clusters import clusters_of
 from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
 from .probe_tasks import Linear, Neighbours, ProbeTask
 from .question_inputs import Questions
@@ -264,23 +262,14 @@ def groups_of(material: Material) -> list[str]:
         ]
     else:
         captions = [pair.caption for pair in material.caption_pairs]
-    place = {caption: i for i, caption in enumerate(sorted(set(captions)))}
-    # Captions and images are the nodes of a bipartite graph; its connected components are the groups.
-    nodes = len(place) + len(material.features)
-    ends = np.array(
-        [
-            (place[caption], len(place) + int(image))
-            for caption, images in zip(captions, images_of(material), strict=True)
-            for image in images
-        ]
-    ).T
-    links = coo_array((np.ones(ends.shape[1], np.int8), tuple(ends)), shape=(nodes, nodes))
-    _, member = connected_components(links, directed=False)
-    name = dict[int, str]()
-    # In sorted order, so that a group's name does not depend on the order of its questions.
-    for caption, i in place.items():
-        name.setdefault(int(member[i]), caption)
-    return [name[int(member[place[caption]])] for caption in captions]
+    shown = [(("caption", caption), *images) for caption, images in zip(captions, images_of(material), strict=True)]
+    found = clusters_of(shown)
+    member = range(len(captions)) if found is None else found.tolist()
+    # The smallest caption, so that a group's name does not depend on the order of its questions.
+    name: dict[int, str] = {}
+    for cluster, caption in zip(member, captions, strict=True):
+        name[cluster] = min(caption, name.get(cluster, caption))
+    return [name[cluster] for cluster in member]
 
 
 def halves(name: str, material: Material, seed: int) -> Tensor:
