@@ -72,7 +72,7 @@ def convert(
         str | None,
         typer.Option(
             "--as",
-            help="Published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, "
+            help="Published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, objects_room_background, "
             "multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb, nerf, clevr3d, sunds.",
         ),
     ] = None,

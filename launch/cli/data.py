@@ -29,6 +29,7 @@ class ObjectKind(StrEnum):  # of sparo_data/synthetic/object_scenes.py, which is
     clevr = "clevr"
     clevrtex = "clevrtex"
     rooms = "rooms"
+    rooms_background = "rooms_background"
 
 
 app = typer.Typer(no_args_is_help=True, help="Create, convert, check, index and benchmark shards.")
@@ -91,7 +92,11 @@ def tetrominoes(
 @app.command()
 def objects(
     kind: Annotated[
-        ObjectKind, typer.Argument(help="Kind of scene: clevr (solids), clevrtex (solids with patterns) or rooms.")
+        ObjectKind,
+        typer.Argument(
+            help="Kind of scene. clevr: solids; clevrtex: solids with patterns; rooms: colored rooms; rooms_background: the "
+            "same, with labels for floor, sky and walls."
+        ),
     ],
     folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/KIND.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Scenes for training.")] = 20_000,
@@ -111,7 +116,7 @@ def objects(
 
     folder = folder or Path("data") / kind.value
     options = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
-    options |= max_objects_option(max_objects, kind.value, kind is not ObjectKind.rooms, "has one to three")
+    options |= max_objects_option(max_objects, kind.value, not kind.value.startswith("rooms"), "has one to three")
     make_object_set(folder, processes, kind=kind.value, **options)
     print_ready(folder)
 

@@ -44,6 +44,7 @@ SETS = {
     "clevr_with_masks": MultiObjectSet((240, 320)),
     "tetrominoes": MultiObjectSet((35, 35)),
     "objects_room": MultiObjectSet((64, 64), background=4),  # floor, sky and two walls
+    "objects_room_background": MultiObjectSet((64, 64), background=0),  # the four have labels, too
     "multi_dsprites": MultiObjectSet((64, 64), entities_last=True),
 }
 

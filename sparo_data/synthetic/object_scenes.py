@@ -3,7 +3,8 @@
 `clevr` follows the rules of CLEVR's generator (Johnson et al. 2017): three to ten solids, two sizes, two materials,
 eight colours, separated by a margin in space and in every direction, none hidden. `clevrtex` has patterns on solids and
 ground (after Karazija et al. 2021). `rooms` are coloured rooms with one to three objects, seen from anywhere inside
-(after Burgess et al. 2019), and `ROOM_TESTS` are their tests out of distribution. Attributes have CLEVR's names, so
+(after Burgess et al. 2019), and `ROOM_TESTS` are their tests out of distribution. `rooms_background` are rooms whose
+floor, sky and walls have labels, too, for scores that count the background's segments. Attributes have CLEVR's names, so
 `task: objects` and set prediction support all of them.
 """
 
@@ -26,7 +27,7 @@ from ..tracer.solids import PATTERNS, Texture
 from ..writer import Fields, encode_image, write_manifest, write_shard, write_wds_layout
 from .scenes import COLORS
 
-Kind = Literal["clevr", "clevrtex", "rooms"]
+Kind = Literal["clevr", "clevrtex", "rooms", "rooms_background"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ROOM_TESTS = ("empty_room", "six_objects", "identical_color")
 
@@ -73,13 +74,18 @@ class ObjectScene(NamedTuple):
     walls: tuple[Body, ...] = ()
 
     def render(self, size: int, antialias: int = 1) -> Frame:
-        """Render the scene. Mask value i + 1 is solid i; walls, ground and sky are 0."""
+        """Render the scene. Mask value i + 1 is solid i; walls, ground and sky are 0, or, in rooms_background, the values after the solids."""
         bodies = [*(s.body() for s in self.solids), *self.walls]
         frame = render(bodies, self.camera, size, antialias, self.stage)
         count = len(self.solids)
-        return frame._replace(
-            mask=np.where(frame.mask > count, 0, frame.mask).astype(np.uint8), amodal=frame.amodal[:count]
-        )
+        mask = np.where(frame.mask > count, 0, frame.mask)
+        if self.kind == "rooms_background":
+            # Ground, sky, then each wall.
+            ground = np.where(np.isinf(frame.depth), count + 2, count + 1)
+            mask = np.where(
+                frame.mask > count, frame.mask.astype(int) + 2, np.where(frame.mask == 0, ground, frame.mask)
+            )
+        return frame._replace(mask=mask.astype(np.uint8), amodal=frame.amodal[:count])
 
     def graph(self, frame: Frame) -> dict[str, Any]:
         """Return the scene as plain data: `objects` with CLEVR's words, positions in the world, and pixels in the image."""
@@ -124,9 +130,9 @@ def object_scene(
     # Occlusion is only known after rendering: if an object is hidden, sample the whole scene again, like CLEVR's
     # generator.
     while True:
-        scene = _room(rng, test) if kind == "rooms" else _table(rng, kind, max_objects)
+        scene = _table(rng, kind, max_objects) if kind in ("clevr", "clevrtex") else _room(rng, kind, test)
         frame = scene.render(size, antialias)
-        visible_pixels = np.bincount(frame.mask.ravel(), minlength=len(scene.solids) + 1)[1:]
+        visible_pixels = np.bincount(frame.mask.ravel(), minlength=len(scene.solids) + 1)[1 : len(scene.solids) + 1]
         if (visible_pixels >= max(1, _MIN_VISIBLE_SHARE * size * size)).all():
             return RenderedScene(scene, frame)
 
@@ -185,7 +191,7 @@ def _place_solids(
             return tuple(arrangement)
 
 
-def _room(rng: np.random.Generator, test: str) -> ObjectScene:
+def _room(rng: np.random.Generator, kind: Kind, test: str) -> ObjectScene:
     count = {"empty_room": 0, "six_objects": 6, "identical_color": int(rng.integers(4, 7))}.get(
         test, int(rng.integers(1, 4))
     )
@@ -201,14 +207,16 @@ def _room(rng: np.random.Generator, test: str) -> ObjectScene:
     far, top = _WALL + 6.0, 2.2 - 2 * _WALL  # four walls of height 2.2, with the camera inside
     walls = [Body("cube", wall, False, _WALL, (x * far, y * far, top)) for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1))]  # type: ignore[arg-type]
     arrangement = _place_solids(rng, solids, camera, 2.4)
-    return ObjectScene("rooms", arrangement, camera, Stage(floor, sky), tuple(walls))  # type: ignore[arg-type]
+    return ObjectScene(kind, arrangement, camera, Stage(floor, sky), tuple(walls))  # type: ignore[arg-type]
 
 
 class ObjectSetConfig(Frozen):
     """Options of rendering. Equal configs give equal bytes."""
 
     kind: Kind = field(
-        "clevr", "clevr: solids on grey; clevrtex: solids with patterns; rooms: coloured rooms with few objects."
+        "clevr",
+        "clevr: solids on grey; clevrtex: solids with patterns; rooms: coloured rooms with few objects; "
+        "rooms_background: the same, with labels for floor, sky and walls.",
     )
     seed: int = field(0, "Random seed of all scenes.")
     size: int = field(64, "Image side in pixels.", ge=16, le=4096)
@@ -238,7 +246,7 @@ def render_objects(
         DataError: `root` contains scenes of another config.
     """
     write_manifest(root, config, "objects.json")
-    tests = ("", *(ROOM_TESTS if config.kind == "rooms" else ()))
+    tests = ("", *(ROOM_TESTS if config.kind.startswith("rooms") else ()))
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
     jobs += [(_test_set, (root, config, test)) for test in tests]

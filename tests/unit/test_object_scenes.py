@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evals.tasks.objects.segmentation import image_scores
 from sparo_data.synthetic.object_scenes import ROOM_TESTS, ObjectSetConfig, object_scene, render_objects
 from sparo_data.synthetic.tetrominoes import TetrominoesConfig, make_tetrominoes
 from sparo_data.tracer.render import project
@@ -44,6 +45,21 @@ def test_rooms_have_walls_that_are_no_objects():
             assert len(scene.solids) in fits and frame.mask.max() == len(scene.solids) == len(frame.amodal)
             assert len(scene.walls) == 4 and (frame.mask == 0).any()
             assert test != "identical_color" or len({s.color for s in scene.solids}) == 1
+
+
+def test_segments_of_the_background_have_labels_after_those_of_objects():
+    for test in ("", *ROOM_TESTS):
+        scene, frame = object_scene("rooms_background", 1, "test", 0, 32, test=test)
+        count, sky = len(scene.solids), np.isinf(frame.depth)
+        assert frame.mask.min() > 0 and (frame.mask[sky] == count + 2).all() and frame.mask.max() <= count + 6
+        assert len(set(np.unique(frame.mask[frame.mask > count]).tolist())) > 1 and (frame.mask == count + 1).any()
+        assert [solid["visible"] for solid in scene.graph(frame)["objects"]] == [
+            int((frame.mask == i + 1).sum()) for i in range(count)
+        ]
+        # So that the ARI over all pixels compares segments, also in a room without objects.
+        merged = np.where(frame.mask > count, count + 1, frame.mask)
+        own, blind = (image_scores(frame.mask, predicted)["ari"] for predicted in (frame.mask, merged))
+        assert own == 1 and blind < 0.9
 
 
 def test_patterns_are_functions_of_the_point():
