@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..sets.base import Fact
 from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig
-from ..tasks.result import Result, wilson
+from ..tasks import questions
+from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info
 from .task import Task
 
@@ -26,13 +27,16 @@ class Answers(NamedTuple):
         correct: by metric, bool (m,), one per item; the first metric is the headline.
         chance: value of random guessing, by metric.
         keys: names of the m items; None: those of the images.
-        kinds: kind of each item; each named kind gets its own metric, `METRIC/KIND`.
+        kinds: kind of each item; if there are several, each gets its own metric, `METRIC/KIND`.
+        images: name of the image of each item. Answers about one image are not independent, and intervals take that
+            into account. Default: independent.
     """
 
     correct: Mapping[str, Tensor]
     chance: Mapping[str, float]
     keys: Sequence[str] | None = None
     kinds: Sequence[str] | None = None
+    images: Sequence[str] | None = None
 
 
 def answers_task(
@@ -66,22 +70,12 @@ def answers_task(
 
 def result_of(answers: Answers, task: str) -> Result:
     """Return the scores, intervals and predictions of answers."""
-    headline = next(iter(answers.correct))
-    metrics: dict[str, float] = {}
-    intervals: dict[str, tuple[float, float]] = {}
-    kinds = np.asarray(answers.kinds if answers.kinds is not None else [""] * len(answers.correct[headline]))
-    for name, correct in answers.correct.items():
-        rows = correct.numpy().astype(bool)
-        for kind in ("", *dict.fromkeys(kinds[kinds != ""].tolist())):
-            here = rows[kinds == kind] if kind else rows
-            metric = f"{name}/{kind}" if kind else name
-            metrics[metric] = float(here.mean())
-            intervals[metric] = wilson(metrics[metric], len(here))
-    # `sparo eval compare` pairs samples by `right`.
-    predictions = {name: correct.numpy() for name, correct in answers.correct.items()}
-    predictions["right"] = predictions[headline]
-    chance = {f"chance_{name}": value for name, value in answers.chance.items() if name != headline}
-    return Result(
-        task, len(kinds), headline, metrics, answers.chance[headline], intervals, chance, {}, predictions,
-        tuple(answers.keys or ()),
-    )  # fmt: skip
+    n = len(next(iter(answers.correct.values())))
+    scored = questions.Answers(
+        {name: correct.bool() for name, correct in answers.correct.items()},
+        {name: torch.full((n,), value, dtype=torch.float64) for name, value in answers.chance.items()},
+        answers.kinds or [""] * n,
+        answers.keys or (),
+        images=[[image] for image in answers.images or ()],
+    )
+    return questions.score(task, scored)._replace(n=n)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from evals.report.compare import compare
 from evals.slots.margins import interval
 from evals.slots.selection_report import gain
+from evals.suite import answers
 from evals.tasks import pairs, questions
 from evals.tasks.clusters import clusters_of, difference_test, mean_error, share_interval
 from evals.tasks.questions import Answers
@@ -144,3 +145,17 @@ def test_comparisons_allow_for_shared_images(tmp_path):
     assert alone.p is not None and shared.p is not None and shared.p > alone.p
     # As if every image had one question.
     assert shared.interval == pytest.approx(compared("images", 5, ()).interval, abs=0.03)
+
+
+def test_answers_of_plugins_may_share_an_image():
+    right = torch.tensor([True, True, False, False, True, True])
+    made = answers.Answers({"acc": right, "other": ~right}, {"acc": 0.5, "other": 0.25}, kinds=["x"] * 3 + ["y"] * 3)
+    plain, joint = (answers.result_of(of, "longer") for of in (made, made._replace(images=list("aabbcc"))))
+    assert plain.n == joint.n == 6 and plain.keys == () and plain.chance == pytest.approx(0.5)
+    assert plain.options["chance_other"] == pytest.approx(0.25)
+    assert plain.metrics == joint.metrics and plain.metrics["acc/x"] == pytest.approx(2 / 3)
+    assert plain.intervals["acc"] == wilson(2 / 3, 6) and joint.predictions["cluster"].tolist() == [0, 0, 1, 1, 2, 2]
+    low, high = joint.intervals["acc"]
+    # Three images with two equal answers each.
+    assert (low, high) == pytest.approx(share_interval(right.numpy(), np.zeros(6), np.repeat(range(3), 2)))
+    assert low < plain.intervals["acc"][0] and high > plain.intervals["acc"][1]
