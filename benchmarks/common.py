@@ -49,7 +49,7 @@ def interleave(ours: Callable[[], float], theirs: Callable[[], float], rounds: i
 
 
 def training_step(engine: LocalEngine, data: dict[str, torch.Tensor], progress: Progress) -> Callable[[], None]:
-    """Run forward, backward and optimizer step of a prepared engine, and wait for the device."""
+    """Return a function that runs forward, backward and optimizer step of a prepared engine, and waits for the device."""
 
     def run() -> None:
         engine.backward(engine.forward(data, progress, last=True).total, last=True)

@@ -26,7 +26,7 @@ from sparo_train.models.clip_model import Clip
 
 
 def sugar_crepe_rows(quick: bool, device: str) -> list[dict[str, Any]]:
-    """Return pairs with the published numbers of images and pairs: five captions per image, as in COCO, each with a changed copy."""
+    """Return the table rows of SugarCrepe, with the published numbers of images and pairs: five captions per image, and a wrong caption in each pair."""
     from clip_benchmark.datasets.builder import image_captions_collate_fn
     from clip_benchmark.datasets.sugar_crepe import SugarCrepe
     from clip_benchmark.metrics import image_caption_selection

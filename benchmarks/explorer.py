@@ -3,8 +3,8 @@
     python benchmarks/explorer.py [--quick] [--json FILE]
 
 128 slots, 500 images, and tasks of every kind that such a model has: zero-shot with 100 classes, retrieval among 500
-captions, and 7,500 pairs. Each row is compared with the time that we aimed at. A click is measured from the press of
-Space until all scores are in the table and laid out; the row has the 95th percentile of each round of 50 clicks. Needs
+captions, and 7,500 pairs. Each row is compared with the value that we aimed at. Switching a slot is measured from the press
+of Space until all scores are in the table and laid out; the row has the 95th percentile of each round of 50 clicks. Needs
 chromium and playwright.
 """
 
@@ -54,7 +54,7 @@ def jpegs() -> Iterator[bytes]:
 
 
 def prepared(folder: Path) -> None:
-    """Return a run of a few steps with 128 slots, and its sets."""
+    """Train a run of a few steps with 128 slots, and write its sets."""
     noise_shards(folder / "shards", 256)
     images = list(jpegs())
     rows = [(f"{i:05d}", {"jpg": data, "cls": str(i % CLASSES).encode()}) for i, data in enumerate(images)]
@@ -111,7 +111,7 @@ def sized(answer: Any) -> dict[str, int]:
 
 
 def measured(address: str, rounds: int) -> dict[str, list[float]]:
-    """Return for each round: 95th percentile of 50 clicks, first paint, time until the page is complete (seconds), and the size of page and arrays (MB)."""
+    """Return for each round: 95th percentile of 50 clicks, first paint, time until slots and images are listed (seconds), and size of page and arrays (MB)."""
     from playwright.sync_api import sync_playwright
 
     found: dict[str, list[float]] = {name: [] for name in ("switch", "paint", "there", "page", "arrays")}

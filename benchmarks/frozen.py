@@ -65,7 +65,7 @@ def step(
 
 
 def kept_steps(batch: int, folder: Path, count: int) -> Callable[[], None]:
-    """Run `count` training steps on cached tokens, including reading."""
+    """Return a function that runs `count` training steps on cached tokens, including reading."""
     noise_shards(folder / "shards", 16 * batch)
     tower = {"freeze": "blocks"}
     tree = {
@@ -105,7 +105,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         kept = kept_steps(batch, Path(folder), several)
         pairs = interleave(lambda: several * batch / seconds(kept), lambda: batch / seconds(plain), rounds)
-        name = f"kept tokens, reading included, batch {batch}"
+        name = f"cached tokens, reading included, batch {batch}"
         rows.append(row(name, pairs, None if given.quick else 20.0, "samples/s", more_is_better=True))
     for case in CASES:
         times = 1 if given.quick else case.times

@@ -4,9 +4,9 @@
 
 The bank is fp16 noise on disk, k = 200. Peak memory is what the search adds, including pages of the map. The official
 evaluation computes all similarities of a hundredth of the queries with the whole bank at once, a top-k, and a one-hot
-vote for each of four k. It needs the bank in memory, so both sides are compared on a part: 2,000 queries and 200,000
-normalised rows, each side in a separate process. On a GPU, the queries are on the device, the blocks of the bank are
-copied to it, and memory is the peak of the allocator.
+vote for each of four k. It needs the bank in memory, so both sides are compared on a part: time with 500 queries and
+200,000 rows, memory with 2,000 queries and 200,000 normalised rows, each side in a separate process. On a GPU, the
+queries are on the device, the blocks of the bank are copied to it, and memory is the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def voted(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor, chunk:
 
 
 def _added(mine: bool, device: str) -> float:
-    """Return the MiB that 2,000 queries and 200,000 rows of 384 numbers add to the process; runs in a separate process."""
+    """Return the MiB that a search of 2,000 queries in 200,000 rows of 384 numbers needs in addition to both; runs in a separate process."""
     g = torch.Generator().manual_seed(0)
     queries, bank = (F.normalize(torch.randn(n, 384, generator=g), dim=1).to(device) for n in (2000, 200000))
     answers, labels = (torch.randint(0, CLASSES, (n,), generator=g).to(device) for n in (2000, 200000))

@@ -72,7 +72,7 @@ def run(form: str, image: Tensor, text: Tensor, scale: Tensor) -> None:
 
 
 def measure(form: str, d: int, device: str) -> None:
-    """Return bytes above the features, and seconds; runs in a separate process."""
+    """Print the MiB above the features, and the seconds; runs in a separate process."""
     scale = torch.tensor(20.0, device=device, requires_grad=True)
     run(form, *features(8, 4, device=device), scale)  # kernels are loaded before the baseline is taken
     image, text = features(d, device=device)

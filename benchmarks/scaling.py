@@ -41,7 +41,7 @@ GB = 1e9
 
 
 class Model(NamedTuple):
-    """Parameters; bytes stored for backward per pair, with and without checkpointed blocks; width of an encoding."""
+    """Parameters; bytes stored for backward per pair, without and with checkpointed blocks; width of an encoding."""
 
     name: str
     sizes: Sizes
@@ -142,7 +142,7 @@ class _OneOf(Ring):
 
 
 def loss(ranks: int, local: int, width: int) -> dict[str, float]:
-    """Run one rank's share of the real loss on `ranks` ranks; return the peak MiB above its features, and those of a gather."""
+    """Run one rank's share of the real loss on `ranks` ranks; return the peak MiB above its features, and the MiB of gathered features."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor(20.0, requires_grad=True)
 

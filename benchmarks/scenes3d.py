@@ -7,9 +7,9 @@ relu`, the colour is not computed where the density is 0 (three quarters of the 
 everywhere. The literal form of NeRF is the paper's loop over slots, in which each slot embeds points and directions again.
 SlotMixer has OSRT's size; its literal form is the computation of stelzner/osrt with the same weights. Colours of both forms
 agree to 1e-5, which is checked. Memory is the peak above the start, in a separate process whose malloc returns every
-block above 1 MB when it is freed: otherwise fragments change the resident size of one and the same step from 600 to
-1,000 MB. The last row renders a view of 128 x 128 pixels with six slots, with 64 and 256 points per ray, and compares its
-memory with 1.5 GB.
+block above 1 MB when it is freed: otherwise the resident size of the same step varies between 600 and 1,000 MB, because of
+fragments. The last two rows render a view of 128 x 128 pixels with six slots, with 64 and 256 points per ray, and compare
+its memory with 1.5 GB.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from sparo_train.core.contracts import Progress
 
 
 def attention(kv: str) -> Callable[[], float]:
-    """Return the seconds of forward and backward at B 4, N 4096, K 11, D 128, three iterations."""
+    """Return a function that measures the seconds of forward and backward at B 4, N 4096, K 11, D 128, three iterations."""
     torch.manual_seed(0)
     module = SlotAttention(
         SlotAttentionConfig.model_validate({"preset": "sa2020", "slots": 11, "width": 128, "kv": kv}), 128
@@ -43,7 +43,7 @@ def attention(kv: str) -> Callable[[], float]:
 
 
 def set_step(preset: str) -> Callable[[], float]:
-    """Return the seconds of a training step of set prediction: 8 images of 128 pixels, the paper's encoder, N 1024, K 11."""
+    """Return a function that measures the seconds of a training step of set prediction: 8 images of 128 pixels, the paper's encoder, N 1024, K 11."""
     torch.manual_seed(0)
     model = {"image_size": 128, "encoder": {"strides": (1, 2, 2, 1)}, "grouping": {"preset": preset, "slots": 11}}
     objective = SetPrediction(SetPredictionConfig.model_validate({"model": model}))
@@ -64,7 +64,7 @@ def set_step(preset: str) -> Callable[[], float]:
 
 
 def kept(unrolled: bool) -> Callable[[], float]:
-    """Return the megabytes that one iteration of SA-ME stores for its backward pass, at B 8, N 1024, K 11."""
+    """Return a function that measures the megabytes that one iteration of SA-ME stores for its backward pass, at B 8, N 1024, K 11."""
 
     def measure() -> float:
         cost = torch.rand(8, 11, 1024, requires_grad=True)
@@ -85,7 +85,7 @@ def kept(unrolled: bool) -> Callable[[], float]:
 
 
 def masks() -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the seconds for all scores of 1,000 masks of 128 pixels, and for scikit-learn's ARI alone."""
+    """Return two functions that measure the seconds for all scores of 1,000 masks of 128 pixels, and for scikit-learn's ARI alone."""
     rng = np.random.default_rng(0)
     true = np.kron(rng.integers(0, 11, (1000, 16, 16)), np.ones((8, 8), np.int64))
     predicted = np.where(rng.random(true.shape) < 0.1, 0, true)
@@ -101,7 +101,7 @@ def masks() -> tuple[Callable[[], float], Callable[[], float]]:
 
 
 def readers(folder: Path, count: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the CLEVR records per second, from files with masks: ours, and those of tfrecord, which reads every pixel in a loop."""
+    """Return two functions that measure the CLEVR records per second, from files with masks: ours, and those of tfrecord, which reads every pixel in a loop."""
     rng = np.random.default_rng(0)
     stored = {"image": ([bytes([v]) for v in rng.integers(0, 256, 240 * 320 * 3)], "byte"),
               "mask": ([bytes([v]) for v in rng.integers(0, 2, 11 * 240 * 320) * 255], "byte"), "x": ([0.5] * 11, "float")}  # fmt: skip

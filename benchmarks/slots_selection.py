@@ -1,4 +1,4 @@
-"""Scores and selection of slots: zero-shot scores of all slots compared with a masked pass per slot, greedy selection, and masks.
+"""Scores and selection of slots: zero-shot score of each slot, compared with a masked pass per slot, greedy selection, and masks.
 
     python benchmarks/slots_selection.py [--quick] [--json FILE]
 

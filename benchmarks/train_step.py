@@ -90,7 +90,7 @@ def their_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], N
 
 
 def stepping(wire: Connection, make: Callable[..., Callable[[], None]], arguments: tuple[Any, ...]) -> None:
-    """Run one side: for each message, take a step, and return its seconds of wall time and of all its threads."""
+    """Run one side: for each message, take a step, and return its seconds of wall time, and of processor time of all threads."""
     step = make(*arguments)
     step()
     while wire.recv():

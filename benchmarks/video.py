@@ -72,7 +72,7 @@ def released(module: ParallelBinder, tokens: Tensor) -> Tensor:
 
 
 def step(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], float]:
-    """Return the seconds of forward and backward."""
+    """Return a function that measures the seconds of forward and backward."""
 
     def run() -> float:
         return seconds(lambda: (call(tokens).square().mean().backward(), synchronised(tokens)))
@@ -86,7 +86,7 @@ def synchronised(tokens: Tensor) -> None:
 
 
 def peak(name: str, times: int, device: str) -> Callable[[], float]:
-    """Return the peak growth of memory in forward and backward, in MB; runs in a new process."""
+    """Return a function that measures the peak growth of memory in forward and backward, in MB; runs in a new process."""
 
     def run() -> float:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -118,7 +118,7 @@ def savi(device: str) -> RecurrentSlots:
 
 
 def corrector(kv: str, device: str) -> Callable[[], float]:
-    """Return the seconds of forward and backward of SAVi's corrector (K 11, D 128) over six frames of 64 x 64 tokens."""
+    """Return a function that measures the seconds of forward and backward of SAVi's corrector (K 11, D 128) over six frames of 64 x 64 tokens."""
     torch.manual_seed(0)
     given = {"preset": "savi", "slots": K, "width": 128, "slot_init": "learned", "kv": kv}
     module = SlotAttention(SlotAttentionConfig.model_validate(given), 32).to(device)
@@ -127,7 +127,7 @@ def corrector(kv: str, device: str) -> Callable[[], float]:
 
 
 def stream(device: str, count: int, anew: str) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the seconds per new frame of `count` videos after six frames: with a stream, and with the last six frames computed again."""
+    """Return two functions that measure the seconds per new frame of `count` videos after six frames: with a stream, and the last six frames again."""
     module = binder(device).requires_grad_(False)
     tokens = torch.randn(count, 12, N, D, device=device)
     going = BinderStream(module, 6)
@@ -183,7 +183,7 @@ def probed_clips(count: int, slots: int, objects: int, width: int = 192) -> list
 
 
 def assignments() -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return the seconds to assign 4 objects to 7 slots in 100 clips: as the probe does, and by trying all 840 orders, as in the paper."""
+    """Return two functions that measure the seconds to assign 4 objects to 7 slots in 100 clips: like the probe, and by trying 840 orders, as in the paper."""
     clips, weights = probed_clips(100, 7, 4), np.random.default_rng(1).normal(size=(193, 3))
     orders = np.array(list(itertools.permutations(range(7), 4)))
 

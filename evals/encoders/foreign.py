@@ -213,7 +213,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         model = timm.create_model(name, pretrained=not weights, num_classes=0)
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: {label}@FILE."
+            f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: timm:{name}@FILE."
         ) from None
     if weights:
         load_into(model, _without_head(timm_state(weights, label), model), weights)

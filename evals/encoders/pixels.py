@@ -128,7 +128,10 @@ class LibraryPixels:
     def labels(self, image: Image.Image) -> np.ndarray:
         """Return a label image of the same part. Raises `ConfigError` if the steps are not a resize and a centre crop."""
         if self._resize is None:
-            raise ConfigError(f"linear_segmentation: masks cannot be transformed like the images, got {self}")
+            raise ConfigError(
+                f"linear_segmentation: masks can follow only a bicubic resize and a center crop, got the transform {self}. "
+                "Score another model."
+            )
         size, resize = self._resize
         return eval_pixels(image, size, resize, Image.Resampling.NEAREST)
 

@@ -61,9 +61,8 @@ def present_questions(root: Path, items: Sequence[Item], where: object) -> Quest
     exists = {ref.name: (root / ref.name).is_file() for item in items for ref in item.images}
     kept = [item for item in items if all(exists[ref.name] for ref in item.images)]
     if items and not kept:
-        raise DataError(
-            f"{root}: every question lacks an image file, for example {next(iter(exists))}. Fetch the images."
-        )
+        missing = next(name for name, found in exists.items() if not found)
+        raise DataError(f"{root}: every question lacks an image file, for example {missing}. Fetch the images.")
     question_set = QuestionSet(root, kept, where)
     question_set.skipped = len(items) - len(kept)
     return question_set
@@ -176,10 +175,11 @@ def embedded_image(path: Path, row: int, column: str) -> bytes:
                 if value is None and isinstance(name, str) and is_safe_relative_path(name):
                     return read_bytes(path.parent / name, DataError)
             if not isinstance(value, bytes):
-                kind = f"{len(value)} images" if isinstance(value, list) else "no image"
+                kind, remedy = "no image", "Remove the row, or name another column."
+                if isinstance(value, list) and value:
+                    kind, remedy = f"{len(value)} images", "Store each image of a row in a separate column."
                 raise DataError(
-                    f"{path}: row {row + 1}: column {column} must contain one image per row, got {kind}. Store each image of "
-                    "a row in a separate column."
+                    f"{path}: row {row + 1}: column {column} must contain one image per row, got {kind}. {remedy}"
                 )
             return value
         first += count

@@ -39,7 +39,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     if columns.test_share is not None and split not in ("train", "test"):
         raise ConfigError(
             f"columns.test_share: creates the splits train and test only, but the task reads the split {split!r}. "
-            "Name one of both."
+            "Set the split of the task to train or test."
         )
     root = Path(config.root)
     if kind == "questions":
@@ -74,8 +74,8 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     if not images and columns.split is not None:
         values = dict.fromkeys(row.value(str(columns.split)) for row in rows)
         raise DataError(
-            f"{path}: column {columns.split!r} has no row with {split!r}, got {', '.join(list(values)[:6])}. Call the "
-            "splits in the table train and test."
+            f"{path}: column {columns.split!r} has no row with {split!r}, got {', '.join(list(values)[:6])}. Rename "
+            "the splits in the table to train and test, or set the split of the task to one of these."
         )
     # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]

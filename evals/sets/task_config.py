@@ -17,8 +17,8 @@ class TableColumns(Frozen):
     file: str = field(
         ...,
         "Path of the table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. Questions "
-        "may also be in .parquet with embedded images, or in several files that a glob matches; the column "
-        "file_stem then has the name of a row's file.",
+        "may also be in .parquet with embedded images, or in files that a glob matches. If there are several, the column "
+        "file_stem has the name of a row's file, without its extension.",
         examples=["table.csv"],
     )
     images: tuple[str, ...] = field(

@@ -212,8 +212,8 @@ def pairs_of(name: str, each: Material) -> Pairs:
         return _as_pairs(each.units, each.features, each.texts, caption_pairs, each.average, each.data)
     if not isinstance(each, Pairs):
         raise ConfigError(
-            f"--task {name}: masks of slots are trained on captions, which this task does not have. Name a task of "
-            "kind pairs, choice, matching or paraphrases."
+            f"--task {name}: masks of slots are trained on pairs of a right and a wrong caption, which this task does "
+            "not have. Name a task of kind pairs, matching or paraphrases, or of kind choice with several captions per image."
         )
     return each
 
@@ -228,7 +228,8 @@ def _probe_inputs(
 ) -> tuple[Units, Features, Tensor, Features, Tensor, str]:
     if units.rest:
         raise ConfigError(
-            "--units heads: heads are selected on tasks of kind zeroshot or pairs only. Name such a task."
+            "--units heads: heads cannot be selected on tasks of kind knn or probe. Name a task of kind zeroshot, pairs, "
+            "choice, matching or paraphrases."
         )
     bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
     assert bank is not None and test is not None

@@ -40,7 +40,8 @@ class DatasetEntry(Frozen):
     source: str = field("", "Where to get the files.")
     options: dict[str, Any] = field({}, "Keys of the task that are used if the files are not in the wds layout.")
     or_options: dict[str, Any] = field(
-        {}, "Keys of the task that are used in place of `options` if only the files that they name exist."
+        {},
+        "Keys of the task that replace `options` if their table (columns.file) exists and that of `options` does not.",
     )
     settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
     languages: tuple[str, ...] = field(
@@ -51,7 +52,7 @@ class DatasetEntry(Frozen):
     questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
     chance: float | None = field(None, "Score of guessing.")
-    licence: str = field("none stated", "Terms of the images.")
+    licence: str = field("none stated", "License of the images.")
     name: str = field("", "Key of the entry in its file.")
 
 

@@ -105,10 +105,10 @@ def tasks_for(
     refuse_absent(checkpoint)
     available_tasks = _available_tasks(checkpoint, data)
     if not only and not available_tasks:
+        problem = f" {data}: has no tasks" if data else f": missing, and {checkpoint} has no run with eval.tasks"
         raise ConfigError(
-            f"--data: is missing, and {checkpoint} has no run folder with eval.tasks. Give --data the recipe or the "
-            "config.yaml of its run or a YAML file with `tasks:`, or give --tasks names that `sparo eval --list` "
-            "shows."
+            f"--data{problem}. Give --data the recipe or the config.yaml of its run or a YAML file with `tasks:`, or "
+            "give --tasks names that `sparo eval --list` shows."
         )
     if not only:
         return available_tasks

@@ -36,8 +36,8 @@ class LossTaskConfig(TaskConfig):
     task: Literal["validation_loss"] = field("validation_loss", "Entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
         ...,
-        "Held-out samples: shards, written like data.sources.NAME.shards, or the path of a data set in "
-        "another format of data.sources.",
+        "Held-out samples, in any format of data.sources: shards, as in data.sources.NAME.shards, or the path of "
+        "the data set.",
         examples=["data/movi_small/clips/test"],
     )
     frames: int | None = field(

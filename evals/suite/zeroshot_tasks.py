@@ -56,7 +56,8 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     def _check_groups(self) -> ZeroshotTaskConfig:
         if self.headline.endswith("_worst_group") and self.group_by is None:
             raise ValueError(
-                f"headline={self.headline}: needs group_by. Set it to the entry of metadata with the group of an image."
+                f"headline={self.headline}: needs group_by. Set it to the entry of metadata (with layout=table: to the "
+                "column) that has the group of an image."
             )
         if self.language is not None and self.group_by is not None:
             raise ValueError("language: cannot be combined with group_by. Remove one of them.")

@@ -140,7 +140,7 @@ class Result(NamedTuple):
             notes.append(f"the interval of {self.headline} resamples the {count} groups of the test images")
         if count := self.counts.get("clusters"):
             notes.append(
-                f"questions share images; the intervals are those of {count} independent clusters of {self.n} questions"
+                f"questions share images; for the intervals, the {self.n} questions are grouped into {count} independent clusters"
             )
         if (count := self.counts.get("classes_without_positive")) and self.task == "probe":
             notes.append(f"{count} class(es) have no positive among the test images and are not in the mean")

@@ -31,7 +31,7 @@ def convert(
         typer.Argument(
             metavar="SOURCE",
             help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, "
-            "LitData or Energon. With --to, also shards; with --as, the published files of that set.",
+            "LitData or Energon. With --to parquet, also shards; with --as, the published files of that set.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],
@@ -39,8 +39,8 @@ def convert(
         int,
         typer.Option(
             min=0,
-            help="Number of images (with --as: scenes) to hold out for evaluation. Images are chosen at random; for "
-            "scenes, the first ones are held out.",
+            help="Number of images to hold out for evaluation, chosen by a hash of their content. With --as: number of "
+            "scenes (with --videos: of videos), from the first on.",
         ),
     ] = 0,
     image_column: Annotated[
@@ -73,7 +73,7 @@ def convert(
         typer.Option(
             "--as",
             help="Published set with masks, objects or cameras: clevr_with_masks, tetrominoes, objects_room, objects_room_background, "
-            "multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb, nerf, clevr3d, sunds.",
+            "multi_dsprites, clevr, clevrtex, coco, movi, npy, lmdb, davis, youtube_vis, nerf, clevr3d, sunds.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --as: maximum number of scenes.")] = None,

@@ -94,7 +94,7 @@ def objects(
     kind: Annotated[
         ObjectKind,
         typer.Argument(
-            help="Kind of scene. clevr: solids; clevrtex: solids with patterns; rooms: colored rooms; rooms_background: the "
+            help="Kind of scene. clevr: solids; clevrtex: solids with patterns; rooms: coloured rooms; rooms_background: the "
             "same, with labels for floor, sky and walls."
         ),
     ],

@@ -92,8 +92,8 @@ def score(
     part: Annotated[
         str | None,
         typer.Option(
-            help="Encode only share I of N, written as I/N, or as slurm to take I and N from the job array. Scores "
-            "are computed once all shares exist."
+            help="Encode only one of N equal shares of the images: I/N, or the word slurm, which takes I and N from the "
+            "job array. Scores are computed once all shares exist."
         ),
     ] = None,
     results: Annotated[

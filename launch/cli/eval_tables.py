@@ -21,12 +21,13 @@ Results = Annotated[list[str], typer.Argument(help="Run folders, or folders or f
 Mean = Annotated[
     bool,
     typer.Option(
-        "--mean", help="Over seeds, show the mean with its 95 % interval (Student's t) instead of median and range."
+        "--mean",
+        help="For several seeds, show the mean with its 95 % interval (Student's t) instead of median and range.",
     ),
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(help="Over seeds, show differences to this row with 95 % intervals (Welch's t)."),
+    typer.Option(help="Show the differences to this row, between means over seeds, with 95 % intervals (Welch's t)."),
 ]
 
 

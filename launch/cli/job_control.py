@@ -30,7 +30,7 @@ def status(
     ] = None,
     failed: Failed = False,
     running: Annotated[bool, typer.Option("--running", help="Only runs that are running.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show the table again until no job is left.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the table until no job is left.")] = False,
     interval: Annotated[float, typer.Option(min=1.0, help="With --watch: seconds between two queries.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -123,7 +123,7 @@ def show(
             min=-1,
             max=1,
             help="Show an example of a slot only if the cosine similarity of the slot's image vector and text vector "
-            "is at least this.",
+            "is above this.",
         ),
     ] = 0.75,
     min_share: Annotated[
@@ -131,8 +131,9 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="Show an image as an example of a slot only if a single word of its caption gets at least this share "
-            "of the slot's attention to the caption.",
+            help="Show an image as an example of a slot only if a single word of its caption gets more than this share "
+            "of the slot's attention to the caption. Of slots with the same word, only the one with the highest "
+            "cosine similarity is shown.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),

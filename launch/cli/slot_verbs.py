@@ -34,7 +34,7 @@ Kind = Annotated[
         "heads (attention heads of an open_clip ViT).",
     ),
 ]
-Parts = Annotated[int | None, typer.Option(min=2, help="With --units parts: number of equal parts.")]
+Parts = Annotated[int | None, typer.Option(min=2, help="With --units parts: number of equal parts of an encoding.")]
 Layers = Annotated[
     int, typer.Option("--head-layers", min=1, help="With --units heads: number of last blocks whose heads are used.")
 ]
@@ -99,7 +99,8 @@ def score(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks that are scored, written as in `sparo eval --tasks`. Default: all of the recipe that have classes, captions or questions."
+            help="Tasks that are scored, written as in `sparo eval --tasks`. Default: all tasks of the run, or of --data, of "
+            "kind zeroshot, pairs, choice, matching, paraphrases or knn."
         ),
     ] = None,
     sort: Annotated[
@@ -133,7 +134,8 @@ def select(
     report_tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks on which the selection is scored. Default: all of the recipe that have classes, captions or questions."
+            help="Tasks on which the selection is scored. Default: all tasks of the run, or of --data, of kind zeroshot, "
+            "pairs, choice, matching, paraphrases or knn."
         ),
     ] = None,
     method: Annotated[
@@ -195,7 +197,10 @@ def mask(
         str, typer.Option(help="Task whose examples train the mask. Its kind must be `pairs`.")
     ] = "sugar_crepe",
     report_tasks: Annotated[
-        str | None, typer.Option(help="Tasks of kind zeroshot on which the mask is scored. Default: all of the recipe.")
+        str | None,
+        typer.Option(
+            help="Tasks of kind zeroshot on which the mask is scored. Default: all tasks of this kind of the run, or of --data."
+        ),
     ] = None,
     granularity: Annotated[
         str, typer.Option(help="unit: one weight per slot or part; dimension: one weight per dimension of an encoding.")

@@ -70,9 +70,9 @@ def movi_like(
     kind: Annotated[
         VideoKind,
         typer.Option(
-            help="Kind of video. small: three large solids, for training on two cores; a: CLEVR's solids; b: like a, "
-            "in any colour; c: like b, with patterns; d: like c, with many objects; e: like d, with a moving "
-            "camera."
+            help="Kind of video. small: three large solids, for training on two cores; a: CLEVR's solids; b: solids "
+            "and ground in any colour; c: like a, with patterns on solids and ground; d: like c, with many objects; "
+            "e: like d, with a moving camera."
         ),
     ] = VideoKind.small,
     train: Train = None,

@@ -88,8 +88,8 @@ class Pictures:
             raise DataError(f"{name}: {bad.full_message()}") from None
         if max(image.size) > _MAX_ASPECT_RATIO * min(image.size):
             raise ConfigError(
-                f"{name}: is too long for its width, got {image.width} x {image.height} pixels. Crop its longer side "
-                "first."
+                f"{name}: one side may be at most {_MAX_ASPECT_RATIO} times as long as the other, got {image.width} x "
+                f"{image.height} pixels. Crop the longer side first."
             )
         with self._adding:
             if len(self._own) >= MAX_ADDED_IMAGES:

@@ -51,7 +51,7 @@ class ClusterConfig(Frozen):
     )
     max_hours: float | None = field(
         None,
-        "Maximum number of hours that a job may run, summed over its start and all restarts. Default: no limit.",
+        "Hours of a job, summed over its start and all restarts, after which it is not started again. Default: no limit.",
         gt=0,
     )
     gpu_hour_cost: float | None = field(

@@ -47,7 +47,7 @@ class SweepFigure(Frozen):
     log_x: bool = field(False, "Logarithmic x axis, with base 2.")
     relative_to: str = field(
         "",
-        "Reference series: every value is divided by its mean at the same x, as in relative losses. Default: none.",
+        "Reference series: every value is divided by the mean of this series at the same x, as in relative losses. Default: none.",
     )
 
 

@@ -26,7 +26,7 @@ class BroadcastConfig(Frozen):
     )
     fourier_bands: int = field(
         0,
-        "Number of octaves of Fourier features of positions, which are added to the coordinates. With them, "
+        "Number of octaves of Fourier features of positions, used in addition to the coordinates. With them, "
         "edges become sharp earlier in training (Tancik et al. 2020).",
         ge=0,
         le=16,

@@ -140,7 +140,7 @@ class SlotAttentionConfig(Frozen):
     ln_eps: float = field(1e-5, "Epsilon of every LayerNorm.", gt=0)
     softmax_over: Literal["slots", "slots_heads", "keys"] = field(
         "slots",
-        "Axis of the softmax. slots: slots compete for each token; slots and heads: both compete together; "
+        "Axis of the softmax. slots: slots compete for each token; slots_heads: slots and heads compete together; "
         "keys: over tokens, as in a Transformer, without competition.",
     )
     renorm: Literal["entry", "sum", "layer", "none"] = field(
@@ -188,8 +188,8 @@ class SlotAttentionConfig(Frozen):
     )
     kv: Literal["auto", "plain", "folded"] = field(
         "auto",
-        "How keys and values are computed. folded: their weights are applied to slots instead of tokens, "
-        "with the same result; auto: folded if heads=1 and qk_norm=false.",
+        "How keys and values are computed. plain: for every token; folded: their weights are applied to slots "
+        "instead, with the same result; auto: folded if heads=1 and qk_norm=false, without transport.",
     )
 
     transport: TransportConfig | None = field(

@@ -27,7 +27,9 @@ class SlotAttentionReadOut(TwinReadOut):
     slot_width: int = field(64, "Width of a slot, V, and of queries, keys and values.", gt=0)
     iterations: int = field(3, "Number of iterations, which share their weights.", gt=0, le=100)
     mlp_width: int = field(128, "Hidden units of the residual MLP after each update. 0: no MLP.", ge=0)
-    replace_last_block: bool = field(True, "Replace the last transformer block, as sparo does.")
+    replace_last_block: bool = field(
+        True, "Replace the last Transformer block by the readout, as readout.kind=sparo does."
+    )
     attend_cls: bool = field(True, "Let slots read the image's class token, too.")
     normalize: bool = field(True, "Scale every slot to the same norm (Eq. 2 of the SPARO paper).")
 

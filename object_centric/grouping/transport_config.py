@@ -42,7 +42,8 @@ class TransportConfig(Frozen):
         0.0,
         "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, for plans that "
         "differ from the plan of the initial costs. Exchanging tokens between similar slots is penalized "
-        "less. A network computes the similarity; it is trained only with second_order=true. 0: no penalty.",
+        "less. A network computes the similarity. It can be trained only with second_order=true, which is "
+        "therefore required. 0: no penalty.",
         ge=0,
     )
     exact: Literal["none", "sum", "straight_through", "sliced"] = field(

@@ -20,7 +20,7 @@ class MeshFile(Frozen):
     iterations: int = field(3, "Number of iterations of slot attention.", gt=0)
     entropy_steps: int = field(4, "Steps that minimize the plan's entropy. 0: SA-Sinkhorn.", ge=0)
     entropy_rate: float = field(
-        8.0, "Step size of the steps of entropy_steps, if the file contains no learned one.", gt=0
+        8.0, "Step size of the entropy minimization, if the file contains no learned one.", gt=0
     )
     sinkhorn_steps: int = field(5, "Iterations of Sinkhorn's algorithm.", gt=0)
 

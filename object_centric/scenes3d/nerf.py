@@ -32,7 +32,12 @@ class NerfConfig(Frozen):
         "Two corners in world units. Points are sampled where a ray is inside the box, between near and far.",
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
-    reach: float = field(10.0, "Largest coordinate of a point: half the period of its slowest sine.", gt=0)
+    reach: float = field(
+        10.0,
+        "Largest absolute coordinate, in world units, that the encoding of points distinguishes: half the period "
+        "of its slowest sine.",
+        gt=0,
+    )
     fourier_bands: int = field(
         8,
         "Number of pairs of a sine and a cosine for each coordinate. Each pair has half the period of the one before.",

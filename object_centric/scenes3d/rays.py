@@ -173,8 +173,8 @@ class RayEmbeddingConfig(Frozen):
     )
     fourier_start: int = field(
         0,
-        "First octave of the Fourier features of origins. Negative for large scenes, because origins are in "
-        "world units.",
+        "First octave of the Fourier features of ray origins. Use a negative value for large scenes, because "
+        "origins are in world units.",
         ge=-20,
         le=20,
     )

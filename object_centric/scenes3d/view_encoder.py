@@ -59,24 +59,24 @@ class ViewEncoderConfig(Frozen):
     )
     fourier_start: int = field(
         0,
-        "First octave of the Fourier features of origins. Negative for large scenes, because origins are in "
-        "world units.",
+        "First octave of the Fourier features of ray origins. Use a negative value for large scenes, because "
+        "origins are in world units.",
         ge=-20,
         le=20,
     )
     pos_embed_size: int | None = field(
         None,
         "Side of the grid of learned position embeddings; at least the side of a view's grid of features. As "
-        "in SRT, one embedding per position is added, one for the first view, and one for all other views. "
-        "Default: no embeddings.",
+        "in SRT, each feature gets the embedding of its position, and one that tells the first view from the "
+        "others. Default: no embeddings.",
         gt=0,
         le=4096,
         examples=[16],
     )
     points: RayPointsConfig | None = field(
         None,
-        "Points along the ray through a feature's center, which an MLP embeds and adds to the feature. "
-        "Convolutions then see colours only (PETR). Default: none.",
+        "Points along the ray through a feature's center. An MLP embeds them, and the result is added to the "
+        "feature. Convolutions then see colours only (PETR). Default: none.",
         examples=[{"near": 4.0, "far": 16.0}],
     )
     transformer: TransformerConfig | None = field(

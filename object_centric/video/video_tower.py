@@ -94,7 +94,8 @@ class HintConfig(Frozen):
 
     of: Literal["boxes", "centres", "masks"] = field(
         "boxes",
-        "Annotation of each object in the first frame from which its slot starts: boxes (top, left, bottom, right in 0..1), centres (of boxes), or masks.",
+        "Annotation in the first frame from which the slot of an object is initialized: boxes (top, left, bottom, "
+        "right in 0..1), centres (of boxes), or masks.",
     )
     hidden: int = field(256, "Hidden units of the MLP from hints to slots.", gt=0)
     encoder: ConvNetConfig = field(

@@ -55,11 +55,13 @@ class PublishedConfig(Frozen):
     """Options of the conversion of a published set."""
 
     source: str = field(..., "Name of the published format, such as clevr3d.")
-    files: tuple[str, ...] = field((), "Names of the converted files, as the converter records them.")
+    files: tuple[str, ...] = field(
+        (), "Names of the source files that were read, as `sparo data convert` records them."
+    )
     test: int = field(
         0,
-        "Number of scenes, from the first on, that are held out for evaluation; rounded up so that no video, "
-        "and no scene in several parts, is divided.",
+        "Number of samples (scenes, images or frames; with videos=true: videos), from the first on, that are held "
+        "out for evaluation; rounded up so that no video and no scene is divided.",
         ge=0,
     )
     limit: int | None = field(None, "Maximum number of scenes from all sources.", gt=0)
@@ -91,8 +93,8 @@ class PublishedConfig(Frozen):
     far: float | None = field(None, "See near.", gt=0)
     videos: bool = field(
         False,
-        "Write one sample per video, with masks, depth and all other annotations of its frames. false: one "
-        "sample per frame.",
+        "Write one sample per video, with all annotations that its files have, such as masks, depth and flow. "
+        "false: one sample per frame.",
     )
 
 

@@ -224,8 +224,8 @@ class ObjectSetConfig(Frozen):
     test: int = field(500, "Scenes of each evaluation set.", gt=0)
     max_objects: int = field(
         6,
-        "Maximum number of objects per scene. The minimum is three, or the maximum if that is lower; rooms "
-        "always have one to three.",
+        "Maximum number of objects per scene. The minimum is three, or the maximum if that is lower. Not used "
+        "for rooms, which have one to three objects (other numbers in the tests out of distribution).",
         gt=0,
         le=10,
     )

@@ -43,7 +43,7 @@ class MuonConfig(AdamWConfig):
     adamw_patterns: tuple[str, ...] = field(
         _ADAMW,
         "Name patterns of matrices that AdamW updates instead of Muon. AdamW always updates matrices that "
-        "the model's class names, and all parameters that are not matrices (biases, norms, logit_scale, "
+        "a module of the model lists in adamw_only_parameters, and all parameters that are not matrices (biases, norms, logit_scale, "
         "patch convolutions).",
     )
 

@@ -50,7 +50,7 @@ class SparoReadOut(TwinReadOut):
     )
     grp_size: int = field(1, "Number of slots that share one key projection (Appendix A). Must divide slots.", gt=0)
     share_kv: bool = field(True, "Use keys as values, as in the paper.")
-    replace_last_block: bool = field(True, "Replace the last transformer block, as in the paper.")
+    replace_last_block: bool = field(True, "Replace the last Transformer block by the readout, as in the SPARO paper.")
     norm_first: bool = field(
         True, "Apply the tower's last norm to all tokens before the readout. false: read the output of the blocks."
     )

@@ -142,7 +142,7 @@ class VitConfig(Frozen):
                 raise ValueError(f"{key}={getattr(self, key)}: does not apply with timm_model_name. Remove it.")
         if self.readout.reads_cls and self.readout.kind != "cls":
             raise ValueError(
-                f"readout.kind={self.readout.kind}: needs a class token, which this timm model does not have. Use "
+                f"readout.kind={self.readout.kind}: reads a class token, which is not supported with timm_model_name. Use "
                 "readout.kind=cls, which stands for the model's own pooling."
             )
         if self.readout.placement.replaced:

@@ -139,7 +139,9 @@ class ClipObjectiveConfig(Frozen):
             self.model.vision,
         )
         if shares[0] or shares != sorted(set(shares)):
-            raise ValueError(f"image_sizes: shares of the run must start with 0 and increase, got {shares}")
+            raise ValueError(
+                f"image_sizes: sizes are listed by the share of training at which they begin; these shares must start with 0 and increase, got {shares}"
+            )
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(
                 f"image_sizes: each size must be a multiple of patch_size={v.patch_size} and at most "

@@ -49,8 +49,8 @@ class GramConfig(Frozen):
     crop_size: int | None = field(
         None,
         "Side of the global crops that the earlier teacher receives, which have no changes of colour. If it "
-        "is larger than objective.model.image_size, the teacher's patch features are smoothed and reduced to "
-        "the student's grid. Default: objective.model.image_size.",
+        "is larger than objective.model.image_size, its patch features are resized (bicubic) to the student's "
+        "grid. Default: objective.model.image_size.",
         gt=0,
         le=16384,
         examples=[448],
@@ -63,12 +63,13 @@ class GramConfig(Frozen):
     )
     update_steps: int | None = field(
         None,
-        "Replace the earlier teacher by a new copy of the teacher every this many further steps. Default: never.",
+        "After first_step: number of steps between two new copies of the teacher, each of which replaces the "
+        "earlier teacher. Default: the first copy is kept.",
         gt=0,
         examples=[10000],
     )
     max_updates: int | None = field(
-        None, "Maximum number of these further copies. Default: no limit.", gt=0, examples=[3]
+        None, "Maximum number of copies that update_steps makes. Default: no limit.", gt=0, examples=[3]
     )
 
     @model_validator(mode="after")
@@ -112,8 +113,8 @@ class DinoObjectiveConfig(Frozen):
     freeze_last_layer: int = field(1, "Epochs at the start in which the prototypes are not updated.", ge=0)
     centering: Literal["mean", "sinkhorn_knopp"] = field(
         "mean",
-        "What keeps the teacher's outputs from collapsing: subtracting their moving mean, or normalising "
-        "prototypes over the global batch.",
+        "How the teacher's outputs are kept from collapsing. mean: subtract their moving mean; sinkhorn_knopp: "
+        "normalise them so that all prototypes have the same share of the global batch.",
     )
     ibot: IbotConfig | None = field(None, "Loss on masked patches. Default: none.")
     koleo: float = field(

@@ -89,8 +89,8 @@ class EvalConfig(Frozen):
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     max_share: float | None = field(
         None,
-        "Skip an evaluation of every_steps if it would take the time of evaluations above this share of the "
-        "time since the process started. The first evaluation and the one of the last step always run. "
+        "Skip an evaluation of every_steps if all evaluations together would then take more than this share of "
+        "the time since the process started. The first evaluation and that of the last step always run. "
         "Default: no evaluation is skipped.",
         gt=0,
         lt=1,
@@ -184,9 +184,9 @@ class RunConfig(Frozen):
     )
     auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
         "off",
-        "Choose values of the keys that the recipe does not set, from the data and the initial weights, for "
-        "the hardware that is named: this machine (here), CPUs, or a GPU. sparo train --print shows the "
-        "choices.",
+        "Choose sizes, length, learning rate and similar keys, unless the recipe sets them, from the data, the "
+        "initial weights and the hardware: this machine (here), CPUs (cpu) or a GPU (gpu). sparo train --print "
+        "shows the choices.",
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="Training method: an entry of sparo.methods."

@@ -93,7 +93,7 @@ def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
         (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "Give a file with tasks to --data"),
         (
             ["eval", "{root}/runs/cli", "{root}/shards"],
-            "--data: is missing, and {root}/shards has no run folder with eval.tasks",
+            "--data: missing, and {root}/shards has no run with eval.tasks",
         ),
         (["train", "{root}/recipe.yaml", "name=new", "eval.tasks.zero.root=none"], "none/test/nshards.txt: missing"),
         (

@@ -200,7 +200,7 @@ BAD = {
     "plot": (("select", "runs/s0", "--task", "zero", "--plot", "x.xyz"), "--plot x.xyz: expected a .png, .pdf or .svg file"),
     "slots": (("select", "runs/s0", "--task", "zero", "--slots", "7"), "--slots 7"),
     "a file that is not there": (("select", "runs/s0", "--task", "zero", "--slots", "no.json"), "no.json"),
-    "mask of classes": (("mask", "runs/s0", "--task", "zero"), "masks of slots are trained on captions"),
+    "mask of classes": (("mask", "runs/s0", "--task", "zero"), "masks of slots are trained on pairs of a right"),
     "mask of heads": (("mask", "runs/plain", "--task", "pairs", "--units", "heads", "--report-tasks", "zero"), "a mask has a weight for each value"),
     "per": (("mask", "runs/s0", "--task", "pairs", "--granularity", "slot"), "--granularity slot"),
     "clamp": (("mask", "runs/s0", "--task", "pairs", "--clamp", "mix"), "--clamp mix"),

@@ -75,7 +75,7 @@ def test_hostile_files_end_in_an_error_or_in_bad_samples(kind, tmp_path):
         ({"mds": "{F}/mds/zstd"}, "is compressed with zstd"),
         ({"mds": "{F}/mds"}, "The folder has data sets in plain, raw, zstd"),
         ({"mds": "{F}/litdata/plain"}, "expected a list shards"),
-        ({"litdata": "{F}/mds/plain"}, "expected samples that are Python objects"),
+        ({"litdata": "{F}/mds/plain"}, "litdata.optimize did not write it"),
         (
             {"litdata": "{F}/litdata/plain", "image_keys": ["picture"]},
             "no column for the image, got the columns image, cap",
@@ -175,7 +175,7 @@ def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
         assert done.returncode == 2 and says in done.stderr, done.stderr
     with pytest.raises(ConfigError, match="m_1: is the name of part 1 of m, too"):
         resolve(DataConfig, {"sources": {"m": {"shards": "a::b", "weight": "1::2"}, "m_1": {"shards": "c"}}}, "x")
-    with pytest.raises(ConfigError, match="several weights are for several lists"):
+    with pytest.raises(ConfigError, match="several weights need several lists"):
         resolve(DataConfig, {"sources": {"m": {"parquet": "a::b", "weight": "1::2"}}}, "x")
 
 

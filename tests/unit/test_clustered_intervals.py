@@ -100,7 +100,7 @@ def test_tasks_use_clusters_only_where_images_are_shared(average):
     alone, own, shared = scored(()), scored([(i,) for i in range(60)]), scored([(i // 3,) for i in range(60)])
     assert alone.intervals == own.intervals and "cluster" not in own.predictions
     assert shared.metrics == alone.metrics and shared.counts == {"clusters": 20}
-    assert "20 independent clusters of 60 questions" in " ".join(shared.remarks())
+    assert "the 60 questions are grouped into 20 independent clusters" in " ".join(shared.remarks())
     strata = np.asarray(kinds) if average == "macro" else np.zeros(60)
     assert shared.intervals["acc"] == share_interval(right.numpy(), strata, np.arange(60) // 3)
     b = np.asarray(kinds) == "b"

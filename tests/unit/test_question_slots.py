@@ -84,7 +84,7 @@ def test_masks_are_trained_on_right_and_wrong_captions(world):
         pairs = pairs_of(name, material(name, tasks[name], units, store))
         row, (trained,) = mask_row(name, pairs, {}, "unit", [MaskTraining(epochs=2)])
         assert trained.n == count and trained.mask.shape == (4,) and 0 <= row.pairs[0] <= 1
-    with pytest.raises(ConfigError, match=r"svo_probes: masks of slots are trained on captions"):
+    with pytest.raises(ConfigError, match=r"svo_probes: masks of slots are trained on pairs of a right"):
         pairs_of("svo_probes", material("svo_probes", tasks["svo_probes"], units, store))
 
 

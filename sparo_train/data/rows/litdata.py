@@ -89,14 +89,14 @@ class LitDataFile(PackedFile, Group):
         begin = len(data) - 12 - length
         if data[-8:] != _FOOTER or begin < 0:
             raise DataError(
-                f"{self.url}: contains neither samples of LitData nor a Parquet table. Copy the data set again."
+                f"{self.url}: contains neither samples of LitData nor an Arrow table. Copy the data set again."
             )
         try:
             found = pa.ipc.open_file(pa.py_buffer(data).slice(begin, length)).read_all()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.url}: its table is damaged ({error}). Copy the data set again.") from None
         if len(found) != len(self) or not self._wanted <= set(found.column_names):
-            raise DataError(f"{self.url}: its Parquet table does not match index.json. Copy the data set again.")
+            raise DataError(f"{self.url}: its Arrow table does not match index.json. Copy the data set again.")
         return found.select(sorted(self._wanted))
 
 
@@ -104,10 +104,14 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
     """Return the files of a LitData data set, as `index.json` lists them."""
     index = read_index(config.litdata, dotted(key, "litdata"), "litdata.optimize")
     settings = index.get("config")
-    if not isinstance(settings, dict) or settings.get("item_loader") not in (None, "PyTreeLoader"):
+    if not isinstance(settings, dict):
+        raise DataError(
+            f"{config.litdata}/index.json: has no block `config`, so litdata.optimize did not write it. Check the format of the data set."
+        )
+    if settings.get("item_loader") not in (None, "PyTreeLoader"):
         raise DataError(
             f"{config.litdata}/index.json: expected samples that are Python objects, got "
-            f"item_loader={settings and settings.get('item_loader')}."
+            f"item_loader={settings.get('item_loader')}. Write it again with litdata.optimize and the default item_loader."
         )
     refuse_compression(config.litdata, settings.get("compression"), "litdata.optimize")
     if settings.get("encryption"):

@@ -219,7 +219,7 @@ class DataConfig(Frozen):
                 continue
             if not isinstance(block.get("shards"), str):
                 raise ValueError(
-                    f"sources.{name}.weight: several weights are for several lists, shards: A::B, got {weight}"
+                    f"sources.{name}.weight: several weights need several lists of shards, as in shards: A::B, got {weight}"
                 )
             parts, weights = block["shards"].split("::"), list(map(_number, weight.split("::")))
             if len(parts) != len(weights):

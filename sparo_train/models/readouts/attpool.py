@@ -34,7 +34,7 @@ class AttPoolReadOut(TwinReadOut):
     )
     slot_layer_norm: bool = field(False, "Normalize each slot on its own instead of the whole encoding.")
     slot_projection: bool = field(False, "Project each slot on its own instead of the whole encoding.")
-    replace_last_block: bool = field(False, "Replace the last transformer block.")
+    replace_last_block: bool = field(False, "Replace the last Transformer block by the readout.")
     normalize: bool | None = field(
         None,
         "Scale every slot to the same norm (Eq. 2 of the SPARO paper). Default (null): yes, if slot_layer_norm and slot_projection are set.",
