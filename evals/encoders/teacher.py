@@ -25,7 +25,7 @@ _Key = tuple[str, int | None, int]
 class CheckpointTeacherConfig(Frozen):
     """A model from a checkpoint. Without patch tokens or a map of features, it teaches its encoding only."""
 
-    kind: Literal["checkpoint"] = field("checkpoint", "Entry of sparo.teachers.")
+    kind: Literal["checkpoint"] = field("checkpoint", "Kind of the teacher: an entry of sparo.teachers.")
     checkpoint: str = resumable_field(
         ...,
         "Any checkpoint that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, "

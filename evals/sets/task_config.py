@@ -105,7 +105,7 @@ class TableColumns(Frozen):
 class TaskConfig(Frozen):
     """Keys of every entry of `eval.tasks`, which names the entry of `sparo.tasks` that scores it."""
 
-    task: Any = field(..., "Entry of sparo.tasks.")  # each entry has a Literal with one name
+    task: Any = field(..., "Kind of the task: an entry of sparo.tasks.")  # each entry has a Literal with one name
 
 
 def _validate_layout(layout: str | None) -> str | None:

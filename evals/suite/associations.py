@@ -25,7 +25,7 @@ from .task import Task
 class AssociationsTaskConfig(SetTaskConfig):
     """Images that a word goes with, scored by the Jaccard index as in WinoGAViL. Ties lose."""
 
-    task: Literal["associations"] = field("associations", "Entry of sparo.tasks.")
+    task: Literal["associations"] = field("associations", "Kind of the task: an entry of sparo.tasks.")
     headline: Literal["jaccard", "jaccard/5-6", "jaccard/10-12"] = field(
         "jaccard",
         "Metric that tables show: over all questions, over those with 5 or 6 images, or over those with 10 "

@@ -29,7 +29,7 @@ from .task import Task
 class AttentiveTaskConfig(LabelledTaskConfig):
     """A readout of `sparo.readouts` and a linear layer on frozen tokens. The defaults are ours."""
 
-    task: Literal["attentive_probe"] = field("attentive_probe", "Entry of sparo.tasks.")
+    task: Literal["attentive_probe"] = field("attentive_probe", "Kind of the task: an entry of sparo.tasks.")
     head: Annotated[Any, FromRegistry(READOUTS, default="ep")] = Field(
         default_factory=lambda: READOUTS.get("ep")(), description="Readout of the tokens: an entry of sparo.readouts."
     )

@@ -33,7 +33,10 @@ class DatasetEntry(Frozen):
 
     group: str = field(..., "Name for this set and related sets, as in --tasks vtab.")
     task: str = field(..., "Task by which models are scored on the set: an entry of sparo.tasks.")
-    folder: str = field("", "Folder of the set below ROOT, if several sets share one. Default: its name.")
+    folder: str = field(
+        "",
+        "Name of the folder in ROOT with the files of the set, if several sets share a folder. Default: the name of the set.",
+    )
     files: str = field(
         "test/nshards.txt, test/0.tar …, classnames.txt", "Files that `sparo eval --list` expects in ROOT/NAME."
     )

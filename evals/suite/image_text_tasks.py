@@ -36,7 +36,7 @@ class CaptionedTaskConfig(SetTaskConfig):
 class RetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back."""
 
-    task: Literal["retrieval"] = field("retrieval", "Entry of sparo.tasks.")
+    task: Literal["retrieval"] = field("retrieval", "Kind of the task: an entry of sparo.tasks.")
     headline: str | None = field(
         None,
         "Metric that tables show. Default: mean_R@5.",
@@ -48,7 +48,7 @@ class RetrievalTaskConfig(CaptionedTaskConfig):
 class PairsTaskConfig(SetTaskConfig):
     """True against false captions; ties lose."""
 
-    task: Literal["pairs"] = field("pairs", "Entry of sparo.tasks.")
+    task: Literal["pairs"] = field("pairs", "Kind of the task: an entry of sparo.tasks.")
     average: Literal["macro", "micro"] = field(
         "macro",
         "Average over kinds (macro, as in Table B.1 of the SPARO paper) or over pairs (micro, as "
@@ -133,7 +133,9 @@ _IMAGES = 64  # images pooled at a time
 class ConditionedRetrievalTaskConfig(CaptionedTaskConfig):
     """Images to captions and back; each image is pooled by the caption."""
 
-    task: Literal["conditioned_retrieval"] = field("conditioned_retrieval", "Entry of sparo.tasks.")
+    task: Literal["conditioned_retrieval"] = field(
+        "conditioned_retrieval", "Kind of the task: an entry of sparo.tasks."
+    )
 
 
 def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> Result:

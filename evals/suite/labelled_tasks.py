@@ -31,7 +31,7 @@ class ProbeTaskConfig(SetTaskConfig):
     The SPARO paper gives lr and epochs, but neither batch size nor held-out share.
     """
 
-    task: Literal["probe"] = field("probe", "Entry of sparo.tasks.")
+    task: Literal["probe"] = field("probe", "Kind of the task: an entry of sparo.tasks.")
     train_split: str = field("train", "Split that the probe is trained on.")
     val_split: str | None = field(
         None, "Split on which the weight decay is selected, instead of val_proportion.", examples=["val"]
@@ -58,7 +58,7 @@ class KnnTaskConfig(LabelledTaskConfig):
 
     groups_may_overlap: ClassVar[bool] = True
 
-    task: Literal["knn"] = field("knn", "Entry of sparo.tasks.")
+    task: Literal["knn"] = field("knn", "Kind of the task: an entry of sparo.tasks.")
     k: Annotated[tuple[int, ...], between(1, 1 << 31)] = field(
         (10, 20, 100, 200),
         "Numbers of neighbours that vote. Numbers above the size of the training set are skipped.",

@@ -37,7 +37,7 @@ _BATCH = 256
 class LinearTaskConfig(LabelledTaskConfig):
     """DINO's linear probe on CLS of the last blocks (with SPARO: its encoding instead of the last one's)."""
 
-    task: Literal["linear"] = field("linear", "Entry of sparo.tasks.")
+    task: Literal["linear"] = field("linear", "Kind of the task: an entry of sparo.tasks.")
     n_last_blocks: int = field(4, "Number of last blocks whose CLS tokens are concatenated.", ge=1)
     avgpool: bool = field(
         False, "Also use the mean patch token of the last block (official for ViT-B, with n_last_blocks=1)."

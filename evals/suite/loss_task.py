@@ -33,7 +33,7 @@ from .task import Task
 class LossTaskConfig(TaskConfig):
     """Shards as in training; images are center-cropped and not mirrored, other random numbers are drawn as in training, from `seed`."""
 
-    task: Literal["validation_loss"] = field("validation_loss", "Entry of sparo.tasks.")
+    task: Literal["validation_loss"] = field("validation_loss", "Kind of the task: an entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
         ...,
         "Held-out samples, in any format of data.sources: shards, as in data.sources.NAME.shards, or the path of "

@@ -46,7 +46,7 @@ class MaskedTaskConfig(LabelledTaskConfig):
 class SegmentationTaskConfig(MaskedTaskConfig):
     """A linear layer from patch features to the class of each pixel."""
 
-    task: Literal["linear_segmentation"] = field("linear_segmentation", "Entry of sparo.tasks.")
+    task: Literal["linear_segmentation"] = field("linear_segmentation", "Kind of the task: an entry of sparo.tasks.")
     features: Literal["patches", "attention"] = field(
         "patches",
         "Input of the layer. patches: the last block's patch tokens; attention: each slot's attention to the patch.",
@@ -82,7 +82,7 @@ def run_segmentation(scoring: Scoring, task: SegmentationTaskConfig) -> Result:
 class KnnSegmentationTaskConfig(MaskedTaskConfig):
     """The class of every pixel by the nearest patches of training images, as in Hummingbird's evaluation (Balažević et al. 2023)."""
 
-    task: Literal["knn_segmentation"] = field("knn_segmentation", "Entry of sparo.tasks.")
+    task: Literal["knn_segmentation"] = field("knn_segmentation", "Kind of the task: an entry of sparo.tasks.")
     k: int = field(30, "Number of neighbours that vote.", gt=0)
     temperature: float = field(
         0.02, "Temperature of the softmax over the neighbours' cosines, which weights their votes.", gt=0

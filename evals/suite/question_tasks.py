@@ -42,7 +42,7 @@ class QuestionsTaskConfig(SetTaskConfig):
 class ChoiceTaskConfig(QuestionsTaskConfig):
     """One right caption of an image among several, or one right image of a caption."""
 
-    task: Literal["choice"] = field("choice", "Entry of sparo.tasks.")
+    task: Literal["choice"] = field("choice", "Kind of the task: an entry of sparo.tasks.")
     ties: forms.Ties = field(
         "lose",
         "What a tie counts as: lose (wrong), or first (the first of equally similar choices is taken, as by argmax).",
@@ -52,14 +52,14 @@ class ChoiceTaskConfig(QuestionsTaskConfig):
 class MatchingTaskConfig(QuestionsTaskConfig):
     """Several images with as many captions; caption i belongs to image i. Ties lose."""
 
-    task: Literal["matching"] = field("matching", "Entry of sparo.tasks.")
+    task: Literal["matching"] = field("matching", "Kind of the task: an entry of sparo.tasks.")
     headline: Literal["group", "text", "image", "group_match"] = field("group", "Metric that tables show.")
 
 
 class ParaphrasesTaskConfig(QuestionsTaskConfig):
     """An image with two right captions and a wrong one (SugarCrepe++). Ties lose."""
 
-    task: Literal["paraphrases"] = field("paraphrases", "Entry of sparo.tasks.")
+    task: Literal["paraphrases"] = field("paraphrases", "Kind of the task: an entry of sparo.tasks.")
 
 
 class Encoded(NamedTuple):

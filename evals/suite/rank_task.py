@@ -33,7 +33,7 @@ class RankTaskConfig(TaskConfig):
     changes of colour, as the global crops of DINO, without blur. RankMe (Garrido et al. 2023) uses one of the views.
     """
 
-    task: Literal["rank"] = field("rank", "Entry of sparo.tasks.")
+    task: Literal["rank"] = field("rank", "Kind of the task: an entry of sparo.tasks.")
     images: str = field(
         ...,
         "Where the images are: a folder, a glob or a URL of shards, or a folder with a folder per class.",

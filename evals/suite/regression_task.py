@@ -21,7 +21,7 @@ from .task import Task
 class RegressionTaskConfig(LabelledTaskConfig):
     """Ridge regression of the numbers in `columns.target` on the encodings, which are standardised."""
 
-    task: Literal["regression"] = field("regression", "Entry of sparo.tasks.")
+    task: Literal["regression"] = field("regression", "Kind of the task: an entry of sparo.tasks.")
     normalize: bool = field(False, "Scale encodings to norm one before standardising.")
     headline: Literal["r2", "mae", "rmse", "spearman"] = field("r2", "Metric that tables show.")
 

@@ -37,7 +37,9 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     the background (`ignore_background`, or a class with `background_threshold`).
     """
 
-    task: Literal["zeroshot_segmentation"] = field("zeroshot_segmentation", "Entry of sparo.tasks.")
+    task: Literal["zeroshot_segmentation"] = field(
+        "zeroshot_segmentation", "Kind of the task: an entry of sparo.tasks."
+    )
     features: Literal["patches", "attention"] = field(
         "patches",
         "Part of the image that is compared with texts. patches: the encoding of each patch; attention: each slot, whose "

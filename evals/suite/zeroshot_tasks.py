@@ -33,7 +33,7 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     sets, the SPARO paper's is accuracy.
     """
 
-    task: Literal["zeroshot"] = field("zeroshot", "Entry of sparo.tasks.")
+    task: Literal["zeroshot"] = field("zeroshot", "Kind of the task: an entry of sparo.tasks.")
     classes: int | None = field(None, "Expected number of classes. Default: not checked.", gt=1, examples=[1000])
     border_crop: bool = field(True, "Crop ObjectNet's red border of two pixels.")
     language: str | None = field(
@@ -80,7 +80,7 @@ class AttributesTaskConfig(MetadataTaskConfig):
     race, gender, age, and toxic, whose labels 14 to 17 are other than human and whose further ones are of crime.
     """
 
-    task: Literal["attributes"] = field("attributes", "Entry of sparo.tasks.")
+    task: Literal["attributes"] = field("attributes", "Kind of the task: an entry of sparo.tasks.")
     metadata: tuple[str, ...] = field(
         ("age", "gender", "race", "race_binary"),
         "Names of the values in each image's `.npy` member, in order.",

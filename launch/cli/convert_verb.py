@@ -31,7 +31,7 @@ def convert(
         typer.Argument(
             metavar="SOURCE",
             help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, "
-            "LitData or Energon. With --to parquet, also shards; with --as, the published files of that set.",
+            "LitData or Energon. Shards can be converted with --to parquet, the files of a published set with --as.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],

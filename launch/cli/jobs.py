@@ -166,7 +166,10 @@ def data(
 @app.command(context_settings=ALLOW_UNKNOWN_OPTIONS, epilog=_CLUSTER)
 def check(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="--OPTION VALUE", help="Options of the cluster, such as --nodes 2.")
+        list[str] | None,
+        typer.Argument(
+            metavar="--OPTION VALUE", help="Options that replace settings of the cluster, such as --nodes 2."
+        ),
     ] = None,
     on: ClusterName = "slurm",
     wait: Annotated[

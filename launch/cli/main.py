@@ -126,12 +126,17 @@ def papers(
     run: Annotated[
         bool, typer.Option("--run", help="Make the data, train, draw the figure, and test the paper's claims.")
     ] = False,
-    small: Annotated[bool, typer.Option("--small", help="With --run: the small version.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="With --run: the small version, for two CPU cores.")] = False,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="With --run: number of seeds. Default: 5 if small, otherwise the paper's.")
     ] = None,
     on: Annotated[
-        str, typer.Option("--cluster", "--on", help="With --run: cluster, as in `sparo launch train`.")
+        str,
+        typer.Option(
+            "--cluster",
+            "--on",
+            help="With --run: where the runs are trained, such as local or slurm; see `sparo launch train --help`.",
+        ),
     ] = "local",
     parallel: Annotated[
         int | None, typer.Option(min=1, help="With --run: runs at a time. Default: one on this machine.")

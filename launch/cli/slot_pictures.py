@@ -131,9 +131,9 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="Show an image as an example of a slot only if a single word of its caption gets more than this share "
-            "of the slot's attention to the caption. Of slots with the same word, only the one with the highest "
-            "cosine similarity is shown.",
+            help="Show an image as an example of a slot only if more than this share of the slot's attention to the caption "
+            "is on a single word. Of several slots that attend to the same word, only the one whose image vector and "
+            "text vector are most similar is shown.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),

@@ -99,8 +99,7 @@ def score(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks that are scored, written as in `sparo eval --tasks`. Default: all tasks of the run, or of --data, of "
-            "kind zeroshot, pairs, choice, matching, paraphrases or knn."
+            help="Tasks that are scored, as in `sparo eval --tasks`. Default: all zeroshot, knn, pairs and question tasks of the run or of --data."
         ),
     ] = None,
     sort: Annotated[
@@ -134,8 +133,7 @@ def select(
     report_tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks on which the selection is scored. Default: all tasks of the run, or of --data, of kind zeroshot, "
-            "pairs, choice, matching, paraphrases or knn."
+            help="Tasks on which the selection is scored. Default: all zeroshot, knn, pairs and question tasks of the run or of --data."
         ),
     ] = None,
     method: Annotated[
@@ -199,7 +197,7 @@ def mask(
     report_tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of kind zeroshot on which the mask is scored. Default: all tasks of this kind of the run, or of --data."
+            help="Tasks of kind zeroshot on which the mask is scored. Default: all such tasks of the run, or of the file given by --data."
         ),
     ] = None,
     granularity: Annotated[

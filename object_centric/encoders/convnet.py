@@ -15,7 +15,7 @@ from sparo_train.core.config import Frozen, between, field
 class ConvNetConfig(Frozen):
     """Convolutions with one kernel size."""
 
-    kind: Literal["conv"] = field("conv", "Entry of sparo.slot_encoders.")
+    kind: Literal["conv"] = field("conv", "Kind of the image encoder: an entry of sparo.slot_encoders.")
     channels: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
         (64, 64, 64, 64), "Channels of each layer.", min_length=1
     )
@@ -110,7 +110,7 @@ _BLOCKS = (3, 4, 6, 3)
 class ResNet34Config(Frozen):
     """ResNet-34 whose features have an eighth of the image's side and width 512."""
 
-    kind: Literal["resnet34"] = field("resnet34", "Entry of sparo.slot_encoders.")
+    kind: Literal["resnet34"] = field("resnet34", "Kind of the image encoder: an entry of sparo.slot_encoders.")
     root_width: int = field(64, "Channels of the stem and the first stage. Each further stage doubles them.", gt=0)
     groups: int = field(32, "Groups of every GroupNorm.", gt=0)
 

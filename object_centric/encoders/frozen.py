@@ -75,7 +75,7 @@ class FeatureCache:
 class FrozenConfig(Frozen):
     """Patch tokens after the last block and its norm, without CLS, for images in 0..1."""
 
-    kind: Literal["frozen"] = field("frozen", "Entry of sparo.slot_encoders.")
+    kind: Literal["frozen"] = field("frozen", "Kind of the image encoder: an entry of sparo.slot_encoders.")
     checkpoint: str = field(
         ...,
         "Backbone: a DINO run of this project, an official DINO file, timm:NAME@FILE, or anything with patches that "

@@ -14,7 +14,7 @@ from ..decoders.dvae import PATCH
 class TokensConfig(Frozen):
     """Embedded tokens of the discrete VAE, as in SLATE (Singh et al. 2022)."""
 
-    kind: Literal["tokens"] = field("tokens", "Entry of sparo.slot_encoders.")
+    kind: Literal["tokens"] = field("tokens", "Kind of the image encoder: an entry of sparo.slot_encoders.")
     width: int = field(192, "Width of embedded tokens. Must equal the decoder's.", gt=0)
 
     def side(self, image_size: int) -> int:

@@ -16,7 +16,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, with w
 class VitFeaturesConfig(Frozen):
     """timm's VisionTransformer with a class token, biases and LayerNorms with eps 1e-6, for images in 0..1."""
 
-    kind: Literal["vit"] = field("vit", "Entry of sparo.slot_encoders.")
+    kind: Literal["vit"] = field("vit", "Kind of the image encoder: an entry of sparo.slot_encoders.")
     width: int = field(384, "Token width.", gt=0)
     blocks: int = field(12, "Transformer blocks.", gt=0, le=256)
     heads: int = field(6, "Attention heads.", gt=0)

@@ -332,7 +332,7 @@ class SlotAttentionConfig(Frozen):
                 "pooled: its slots do not attend to tokens and are not sampled. Remove binder, transport, gru and slot_init."
             )
         if self.qk_norm or self.renorm != "entry":
-            raise ValueError("pooled: has no queries. Remove qk_norm and renorm.")
+            raise ValueError("pooled: does not compute attention. Remove qk_norm and renorm.")
 
     @property
     def qkv(self) -> int:

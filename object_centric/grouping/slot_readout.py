@@ -21,7 +21,7 @@ from .slot_config import SlotAttentionConfig
 class SlotAttentionReadOut(TwinReadOut):
     """Slot attention on both towers."""
 
-    kind: Literal["slot_attention"] = field("slot_attention", "Entry of sparo.readouts.")
+    kind: Literal["slot_attention"] = field("slot_attention", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "3 iterations, which shapes do not show"
     slots: int = field(64, "Number of slots, L.", gt=0)
     slot_width: int = field(64, "Width of a slot, V, and of queries, keys and values.", gt=0)

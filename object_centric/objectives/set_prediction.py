@@ -33,7 +33,7 @@ class SetModelConfig(SlotTowerConfig):
 class SetPredictionConfig(Frozen):
     """Prediction of an object from each slot, matched to the scene's objects (Locatello et al. 2020, Sec. 3.2)."""
 
-    kind: Literal["set_prediction"] = field("set_prediction", "Entry of sparo.methods.")
+    kind: Literal["set_prediction"] = field("set_prediction", "Training method: an entry of sparo.methods.")
     model: SetModelConfig = field(SetModelConfig(), "Encoder, grouping and head.")
     huber: float = field(1.0, "Difference up to which the Huber loss is quadratic.", gt=0)
     signed: bool = field(True, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")

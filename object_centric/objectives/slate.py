@@ -165,7 +165,7 @@ class SlateModel(nn.Module):
 class SlateConfig(Frozen):
     """SLATE: slots that condition a Transformer over tokens of a discrete VAE (Singh et al. 2022)."""
 
-    kind: Literal["slate"] = field("slate", "Entry of sparo.methods.")
+    kind: Literal["slate"] = field("slate", "Training method: an entry of sparo.methods.")
     model: SlateModelConfig = field(
         SlateModelConfig(), "The model: discrete VAE, tower (encoder and slot attention) and decoder."
     )

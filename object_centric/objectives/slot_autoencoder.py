@@ -91,7 +91,7 @@ class SlotModel(nn.Module):
 class SlotAutoencoderConfig(Frozen):
     """Slots that reconstruct an image's pixels or features (Locatello et al. 2020; Seitzer et al. 2023)."""
 
-    kind: Literal["slots"] = field("slots", "Entry of sparo.methods.")
+    kind: Literal["slots"] = field("slots", "Training method: an entry of sparo.methods.")
     model: SlotModelConfig = field(SlotModelConfig(), "Encoder, grouping and decoder.")
     loss: Literal["mean", "sum"] = field(
         "mean",

@@ -23,7 +23,7 @@ from .rays import Bounds, Rays, positional_encoding
 class NerfConfig(Frozen):
     """Fields of slots, of the static scene, and of the sky, summed along a ray."""
 
-    kind: Literal["nerf"] = field("nerf", "Entry of sparo.ray_decoders.")
+    kind: Literal["nerf"] = field("nerf", "Kind of the ray decoder: an entry of sparo.ray_decoders.")
     bins: int = field(64, "Points per ray.", gt=0, le=4096)
     near: float = field(0.5, "Distance at which rays begin, in world units.", ge=0)
     far: float = field(20.0, "Distance at which rays end.", gt=0)

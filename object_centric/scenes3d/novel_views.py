@@ -193,7 +193,7 @@ _BATCH_KEYS = ("shown", "shown_poses", "shown_lenses", "colours", "poses", "lens
 class NovelViewsConfig(Frozen):
     """Slots of several posed views that render other views (Singh et al. 2024; OSRT)."""
 
-    kind: Literal["novel_views"] = field("novel_views", "Entry of sparo.methods.")
+    kind: Literal["novel_views"] = field("novel_views", "Training method: an entry of sparo.methods.")
     model: SceneModelConfig = field(SceneModelConfig(), "Encoder of views, slots, and decoder of rays.")
     views: ViewsConfig = field(ViewsConfig(), "Context views, held-out views and rays of a sample.")
     frames: FramesConfig = field(

@@ -83,7 +83,7 @@ class RayDecoder(nn.Module, ABC):
 class RayBroadcastConfig(RayEmbeddingConfig):
     """An MLP of a ray and a slot."""
 
-    kind: Literal["broadcast"] = field("broadcast", "Entry of sparo.ray_decoders.")
+    kind: Literal["broadcast"] = field("broadcast", "Kind of the ray decoder: an entry of sparo.ray_decoders.")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
         (1536, 1536, 1536), "Hidden units of each layer (OSRT's).", min_length=1
     )

@@ -31,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotMixerConfig(RayEmbeddingConfig):
     """An allocation Transformer from rays to slots, a softmax over slots, and an MLP that decodes their mean."""
 
-    kind: Literal["slot_mixer"] = field("slot_mixer", "Entry of sparo.ray_decoders.")
+    kind: Literal["slot_mixer"] = field("slot_mixer", "Kind of the ray decoder: an entry of sparo.ray_decoders.")
     preset: str = field(
         "psb", "Named set of options. Options that a recipe names itself take precedence.", examples=["osrt"]
     )

@@ -27,7 +27,7 @@ from .cropped_set import CroppedTaskConfig, open_masks
 class ObjectsTaskConfig(SetTaskConfig):
     """Images whose `.json` has `objects` with position, size, material, shape and color."""
 
-    task: Literal["objects"] = field("objects", "Entry of sparo.tasks.")
+    task: Literal["objects"] = field("objects", "Kind of the task: an entry of sparo.tasks.")
     match: average_precision.Match = field(
         "nearest",
         "How a prediction finds its object. nearest: the nearest object; if a more confident prediction already "
@@ -63,7 +63,7 @@ OBJECTS = Task(
 class MasksTaskConfig(CroppedTaskConfig):
     """Images with `.mask.png`: object number per pixel."""
 
-    task: Literal["masks"] = field("masks", "Entry of sparo.tasks.")
+    task: Literal["masks"] = field("masks", "Kind of the task: an entry of sparo.tasks.")
     background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
     ignore: int | None = field(255, "Label of pixels that are excluded from scores. null: none.")
     headline: Literal["ari", "fg_ari", "fg_ari_savi", "fg_ari_videosaur", "miou", "mbo_i", "mbo_c"] = field(
@@ -139,7 +139,7 @@ MASKS = Task(
 class ReconstructionTaskConfig(CroppedTaskConfig):
     """Images with `.mask.png`, whose masks are ignored, so that one set serves both tasks."""
 
-    task: Literal["reconstruction"] = field("reconstruction", "Entry of sparo.tasks.")
+    task: Literal["reconstruction"] = field("reconstruction", "Kind of the task: an entry of sparo.tasks.")
 
 
 def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Result:

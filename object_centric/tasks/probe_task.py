@@ -55,13 +55,13 @@ class ObjectProbeConfig(TaskConfig):
 class SlotProbeTaskConfig(ObjectProbeConfig):
     """Episodes whose JSON contains their objects' positions (`sparo data movi-like`, MOVi's)."""
 
-    task: Literal["slot_probe"] = field("slot_probe", "Entry of sparo.tasks.")
+    task: Literal["slot_probe"] = field("slot_probe", "Kind of the task: an entry of sparo.tasks.")
 
 
 class SceneProbeTaskConfig(ObjectProbeConfig):
     """Scenes whose JSON contains their objects' positions (`sparo data scenes3d`)."""
 
-    task: Literal["scene_probe"] = field("scene_probe", "Entry of sparo.tasks.")
+    task: Literal["scene_probe"] = field("scene_probe", "Kind of the task: an entry of sparo.tasks.")
     num_context_views: int | None = field(
         None,
         "Compute slots from this many cameras, the first ones. Default: as many as in training.",

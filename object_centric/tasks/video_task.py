@@ -31,7 +31,7 @@ _FRAME_METRICS = ("psnr", "mse")  # scores that need no object
 class VideoMasksTaskConfig(TaskConfig):
     """Episodes in the layout of evaluation sets (`sparo data movi-like`, `sparo data convert --videos`)."""
 
-    task: Literal["video_masks"] = field("video_masks", "Entry of sparo.tasks.")
+    task: Literal["video_masks"] = field("video_masks", "Kind of the task: an entry of sparo.tasks.")
     root: str = field(..., "Folder of the data set.", examples=["data/movi_a/clips"])
     split: str = field("test", "Split that is scored.")
     frames: int | None = field(

@@ -30,7 +30,7 @@ from .video_task import window_incompatibility
 class ViewMasksTaskConfig(TaskConfig):
     """Scenes in the layout of evaluation sets (`sparo data scenes3d`)."""
 
-    task: Literal["view_masks"] = field("view_masks", "Entry of sparo.tasks.")
+    task: Literal["view_masks"] = field("view_masks", "Kind of the task: an entry of sparo.tasks.")
     root: str = field(..., "Folder of the data set.", examples=["data/scenes3d_simple/scenes"])
     split: str = field("test", "Split that is scored.")
     frames: int | None = field(

@@ -106,7 +106,7 @@ class VideoModel(nn.Module):
 class VideoAutoencoderConfig(Frozen):
     """Slots of videos that reconstruct every frame: SAVi, SAVi++, VideoSAUR, PSB."""
 
-    kind: Literal["video_slots"] = field("video_slots", "Entry of sparo.methods.")
+    kind: Literal["video_slots"] = field("video_slots", "Training method: an entry of sparo.methods.")
     model: VideoModelConfig = field(VideoModelConfig(), "Encoder, slots through time, and decoder.")
     frames: FramesConfig = field(FramesConfig(), "Which frames of an episode form a sample.")
     loss: Literal["mean", "sum"] = field(
@@ -241,7 +241,7 @@ METHOD = Method(
 class SlotContrastConfig(VideoAutoencoderConfig):
     """Slots of videos with the contrastive loss of SlotContrast."""
 
-    kind: Literal["slot_contrast"] = field("slot_contrast", "Entry of sparo.methods.")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["slot_contrast"] = field("slot_contrast", "Training method: an entry of sparo.methods.")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
     contrast: ContrastConfig = field(ContrastConfig(), "Contrastive loss that keeps slots with their objects.")
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
 class VideoSlateConfig(Frozen):
     """STEVE: SLATE on videos; with `grouping.preset: psb`, PSB with this decoder."""
 
-    kind: Literal["video_slate"] = field("video_slate", "Entry of sparo.methods.")
+    kind: Literal["video_slate"] = field("video_slate", "Training method: an entry of sparo.methods.")
     model: VideoSlateModelConfig = field(
         VideoSlateModelConfig(), "The model: discrete VAE, tower (encoder and slot attention) and decoder."
     )

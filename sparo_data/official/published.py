@@ -75,7 +75,7 @@ class PublishedConfig(Frozen):
         ge=0,
     )
     crop: Crop = field(
-        "none", "Crop of images of 240 x 320 pixels. clevr: rows 29:221, columns 64:256; center192: rows 24:216."
+        "none", "Crop of images of 240 x 320 pixels. Columns 64:256, and rows 29:221 (clevr) or 24:216 (center192)."
     )
     size: int | None = field(
         None,

@@ -29,7 +29,7 @@ _SYNC_BUFFERS = next(
 class DdpEngineConfig(RankedEngineConfig):
     """Like `local`, on every rank."""
 
-    kind: Literal["ddp"] = resumable_field("ddp", "Entry of sparo.engines.")
+    kind: Literal["ddp"] = resumable_field("ddp", "Kind of the engine: an entry of sparo.engines.")
     bucket_mb: int = resumable_field(25, "Gradient bucket size in MB.", gt=0)
 
 

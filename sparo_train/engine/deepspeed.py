@@ -29,7 +29,7 @@ class DeepSpeedEngineConfig(RankedEngineConfig):
 
     compile_by_default: ClassVar[bool] = False
 
-    kind: Literal["deepspeed"] = resumable_field("deepspeed", "Entry of sparo.engines.")
+    kind: Literal["deepspeed"] = resumable_field("deepspeed", "Kind of the engine: an entry of sparo.engines.")
     stage: Literal[1, 2, 3] = resumable_field(
         2, "ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3)."
     )

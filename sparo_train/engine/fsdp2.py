@@ -25,7 +25,7 @@ from .shard_slices import Span
 class Fsdp2EngineConfig(RankedEngineConfig):
     """Like `ddp`, with everything sharded."""
 
-    kind: Literal["fsdp2"] = resumable_field("fsdp2", "Entry of sparo.engines.")
+    kind: Literal["fsdp2"] = resumable_field("fsdp2", "Kind of the engine: an entry of sparo.engines.")
     reshard_after_forward: bool = resumable_field(
         True, "Free a block's gathered parameters between forward and backward. Less memory, one more all-gather."
     )

@@ -22,7 +22,7 @@ from .shard_slices import Span, load_tensors, pieces_of
 class LocalEngineConfig(DeviceConfig):
     """One process, one device."""
 
-    kind: Literal["local"] = resumable_field("local", "Entry of sparo.engines.")
+    kind: Literal["local"] = resumable_field("local", "Kind of the engine: an entry of sparo.engines.")
 
 
 class LocalEngine:

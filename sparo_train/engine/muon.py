@@ -37,7 +37,7 @@ class MuonConfig(AdamWConfig):
     engines: ClassVar[tuple[str, ...] | None] = ("local", "ddp", "fsdp2")
     skips_non_finite: ClassVar[bool] = False  # torch's Muon has no such switch
 
-    kind: Literal["muon"] = field("muon", "Entry of sparo.optimizers.")  # type: ignore[assignment]
+    kind: Literal["muon"] = field("muon", "Kind of the optimizer: an entry of sparo.optimizers.")  # type: ignore[assignment]
     momentum: float = field(0.95, "Nesterov momentum of the gradients of matrices.", ge=0, lt=1)
     ns_steps: int = field(5, "Newton-Schulz iterations that orthogonalize an update.", ge=1, lt=100)
     adamw_patterns: tuple[str, ...] = field(

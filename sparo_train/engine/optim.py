@@ -94,7 +94,7 @@ class OptimConfig(Frozen):
     # do. Otherwise the host waits for the device in every step to learn whether the gradient is finite.
     skips_non_finite: ClassVar[bool] = False
 
-    kind: str = field(..., "Entry of sparo.optimizers.")
+    kind: str = field(..., "Kind of the optimizer: an entry of sparo.optimizers.")
     lr: float = field(5e-4, "Peak learning rate.", gt=0)
     weight_decay: float = field(
         0.2, "Decoupled weight decay. The objective decides to which parameters it applies.", ge=0
@@ -217,7 +217,7 @@ class AdamWConfig(OptimConfig):
     state_names: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
     skips_non_finite: ClassVar[bool] = True
 
-    kind: Literal["adamw"] = field("adamw", "Entry of sparo.optimizers.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["adamw"] = field("adamw", "Kind of the optimizer: an entry of sparo.optimizers.")  # pyright: ignore[reportIncompatibleVariableOverride]
     betas: Annotated[tuple[float, float], between(0, 1 - 1e-9)] = field(
         (0.9, 0.98), "Decay rates of the first and second moment of the gradient."
     )

@@ -87,7 +87,7 @@ class Placement(NamedTuple):
 class ReadOutConfig(Frozen, ABC):
     """Entry of `sparo.readouts`: the recipe's `readout` block. Its `kind` is also the name of its modules in a state dict."""
 
-    kind: Any = field(..., "Entry of sparo.readouts.")  # each entry has a Literal with one name
+    kind: Any = field(..., "Kind of the readout: an entry of sparo.readouts.")  # each entry has a Literal with one name
     reads_cls: ClassVar[bool] = False  # reads only an image's class token, which must exist
     conditioned: ClassVar[bool] = False  # texts pool its image tokens, which needs a separate loss
     inference_note: ClassVar[str] = (

@@ -35,7 +35,7 @@ class SparoReadOut(TwinReadOut):
     Choices that the paper leaves open for DINO are keys, whose defaults are those of CLIP+SPARO.
     """
 
-    kind: Literal["sparo"] = field("sparo", "Entry of sparo.readouts.")
+    kind: Literal["sparo"] = field("sparo", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not show"
     cross_attention: ClassVar[str] = "separate_head"  # name in Table 6
     slots: int = field(64, "Number of slots, L: concepts that are attended to separately.", gt=0)

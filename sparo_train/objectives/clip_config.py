@@ -59,7 +59,7 @@ def as_cache_block(value: Any) -> Any:
 class ClipObjectiveConfig(Frozen):
     """CLIP: image and text towers, trained with a contrastive loss (Radford et al. 2021)."""
 
-    kind: Literal["clip"] = field("clip", "Entry of sparo.methods.")
+    kind: Literal["clip"] = field("clip", "Training method: an entry of sparo.methods.")
     loss: Annotated[ContrastiveLoss, FromRegistry(LOSSES, default="softmax")] = field(
         SoftmaxLoss(), "Loss between all images and texts of the global batch: an entry of sparo.losses."
     )

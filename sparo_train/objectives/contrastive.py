@@ -68,7 +68,7 @@ class ContrastiveLoss(Frozen):
     # correct). None: every rank always gathers all encodings and holds its rows of logits at once.
     tiled: ClassVar[type[torch.autograd.Function] | None] = None
 
-    kind: str = field(..., "Entry of sparo.losses.")
+    kind: str = field(..., "Kind of the loss: an entry of sparo.losses.")
     exchange: Exchange = field(
         "auto",
         "Exchange of encodings between ranks: gather (all_gather, fewest launches), ring (tiles passed from rank to rank, "
@@ -307,7 +307,7 @@ class SoftmaxLoss(ContrastiveLoss):
 
     tiled: ClassVar[type[torch.autograd.Function] | None] = _RingSoftmax
 
-    kind: Literal["softmax"] = field("softmax", "Entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["softmax"] = field("softmax", "Kind of the loss: an entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets)
@@ -320,7 +320,7 @@ class SigmoidLoss(ContrastiveLoss):
     uses_bias: ClassVar[bool] = True
     tiled: ClassVar[type[torch.autograd.Function] | None] = _RingSigmoid
 
-    kind: Literal["sigmoid"] = field("sigmoid", "Entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    kind: Literal["sigmoid"] = field("sigmoid", "Kind of the loss: an entry of sparo.losses.")  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # One value per logit: targets of 1 and -1 need no second matrix.

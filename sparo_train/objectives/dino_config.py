@@ -90,7 +90,7 @@ class GramConfig(Frozen):
 class DinoObjectiveConfig(Frozen):
     """Options of `main_dino.py` under their names; an epoch has `samples_per_epoch` (or the data's size) / batch size steps, rounded down."""
 
-    kind: Literal["dino"] = field("dino", "Entry of sparo.methods.")
+    kind: Literal["dino"] = field("dino", "Training method: an entry of sparo.methods.")
     model: VitConfig = field(VitConfig(), "Backbone of student and teacher.")
     head: DinoHeadConfig = field(DinoHeadConfig(), "Projection head on which the loss is computed.")
     crops: CropsConfig = field(CropsConfig(), "Augmented views of an image.")

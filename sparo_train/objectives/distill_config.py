@@ -36,7 +36,7 @@ class StudentCropsConfig(Frozen):
 class DistillObjectiveConfig(Frozen):
     """Distillation: a student learns the class token and the patches of a frozen teacher."""
 
-    kind: Literal["distill"] = field("distill", "Entry of sparo.methods.")
+    kind: Literal["distill"] = field("distill", "Training method: an entry of sparo.methods.")
     model: VitConfig = field(VitConfig(), "Backbone of the student.")
     teacher: Annotated[Any, FromRegistry(TEACHERS, default="checkpoint"), BeforeValidator(_as_teacher)] = field(
         ...,

@@ -228,7 +228,7 @@ BAD = {
     "heads=3 does not divide": {"heads": 3},
     "kv=folded": {"heads": 2, "kv": "folded"},
     "renorm=entry: applies to slots that compete": {"preset": "tf", "renorm": "entry"},
-    "pooled: has no queries": {"preset": "pooled", "slots": 16, "qk_norm": True},
+    "pooled: does not compute attention": {"preset": "pooled", "slots": 16, "qk_norm": True},
     "set out_proj or a gru": {"preset": "tf_inv", "qkv_width": 4},
     "qk_norm: needs projected keys": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: applies to gradient=last": {"straight_through": True},

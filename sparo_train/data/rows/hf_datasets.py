@@ -18,7 +18,7 @@ _PART = 1000
 class HfDatasetConfig(RowsConfig):
     """Images of a Hugging Face data set."""
 
-    kind: Literal["datasets"] = field("datasets", "Entry of sparo.sources.")
+    kind: Literal["datasets"] = field("datasets", "Format of the data: an entry of sparo.sources.")
     dataset: str = resumable_field(
         ...,
         "Folder of Dataset.save_to_disk or DatasetDict.save_to_disk, or a name on the hub (nlphuji/flickr30k).",

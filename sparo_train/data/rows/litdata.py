@@ -34,7 +34,7 @@ from .packed import (
 class LitDataConfig(RowsConfig):
     """A data set of LitData (litdata.optimize), without compression and encryption."""
 
-    kind: Literal["litdata"] = field("litdata", "Entry of sparo.sources.")
+    kind: Literal["litdata"] = field("litdata", "Format of the data: an entry of sparo.sources.")
     litdata: str = resumable_field(
         ..., "Folder or fsspec URL with index.json, as written by litdata.optimize.", examples=["data/litdata"]
     )

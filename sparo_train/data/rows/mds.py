@@ -28,7 +28,7 @@ from .packed import (
 class MdsConfig(RowsConfig):
     """A data set of MosaicML Streaming (MDS), without compression."""
 
-    kind: Literal["mds"] = field("mds", "Entry of sparo.sources.")
+    kind: Literal["mds"] = field("mds", "Format of the data: an entry of sparo.sources.")
     mds: str = resumable_field(
         ..., "Folder or fsspec URL with index.json, as written by streaming.MDSWriter.", examples=["data/mds"]
     )

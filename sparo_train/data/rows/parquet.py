@@ -21,7 +21,7 @@ _SPLIT = re.compile(r"(train|training|test|validation|valid|val|dev)[-_.]")  # o
 class ParquetConfig(RowsConfig):
     """Parquet files with a column of image files (bytes, or Hugging Face's struct of bytes and path)."""
 
-    kind: Literal["parquet"] = field("parquet", "Entry of sparo.sources.")
+    kind: Literal["parquet"] = field("parquet", "Format of the data: an entry of sparo.sources.")
     parquet: str | tuple[str, ...] = resumable_field(
         ..., "Folder, glob, brace range, fsspec URL, or a list of these.", examples=["data/{00000..00099}.parquet"]
     )

@@ -27,7 +27,7 @@ _PART = 1000
 class TableConfig(RowsConfig):
     """A table with one row per image and caption. Paths are relative to the table."""
 
-    kind: Literal["table"] = field("table", "Entry of sparo.sources.")
+    kind: Literal["table"] = field("table", "Format of the data: an entry of sparo.sources.")
     table: str = resumable_field(..., "File whose first line names the columns (.csv, .tsv).", examples=["photos.csv"])
     image_keys: tuple[str, ...] = field(
         (*IMAGE_COLUMNS, "url", "image_url"), "Columns of image paths or URLs. The first one that exists is used."

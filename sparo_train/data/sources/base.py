@@ -75,7 +75,7 @@ def close_storages() -> None:
 class SourceConfig(Frozen):
     """Keys of every source block, whatever its kind (`sparo.sources`)."""
 
-    kind: Any = field(..., "Entry of sparo.sources.")  # each entry has a Literal with one name
+    kind: Any = field(..., "Format of the data: an entry of sparo.sources.")  # each entry has a Literal with one name
     weight: float = field(
         1.0,
         "Number of passes over this source per epoch. If shards has parts, A::B, also one number per part, 1::2.",

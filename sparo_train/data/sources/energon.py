@@ -18,7 +18,7 @@ _MAX_BYTES = 1 << 26
 class EnergonConfig(SourceConfig):
     """A folder with webdataset shards and Megatron Energon's `.nv-meta`."""
 
-    kind: Literal["energon"] = field("energon", "Entry of sparo.sources.")
+    kind: Literal["energon"] = field("energon", "Format of the data: an entry of sparo.sources.")
     energon: str = resumable_field(..., "Folder or fsspec URL that contains .nv-meta.", examples=["data/webdataset"])
     split: str = field("train", "Split in .nv-meta/split.yaml.")
 

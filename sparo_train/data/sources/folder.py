@@ -54,7 +54,7 @@ class PictureFiles(NamedTuple):
 class FolderConfig(SourceConfig):
     """Images, in class folders or not, for objectives that read no captions."""
 
-    kind: Literal["folder"] = field("folder", "Entry of sparo.sources.")
+    kind: Literal["folder"] = field("folder", "Format of the data: an entry of sparo.sources.")
     folder: str = resumable_field(..., "Folder of images, or folder with one folder per class, as in imagenet/train.")
     has_captions: ClassVar[bool] = False
 

@@ -36,7 +36,7 @@ from .tar import ShardIndex, unpack
 class ShardsConfig(SourceConfig):
     """Webdataset tars, by a path or an fsspec URL (`cc3m/{00000..00331}.tar`, `s3://bucket/{000..999}.tar`)."""
 
-    kind: Literal["shards"] = field("shards", "Entry of sparo.sources.")
+    kind: Literal["shards"] = field("shards", "Format of the data: an entry of sparo.sources.")
     shards: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
     index: str | None = resumable_field(
         None,

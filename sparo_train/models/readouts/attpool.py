@@ -25,7 +25,7 @@ from ..separate_heads import SeparateHeads, optional_attention
 class AttPoolReadOut(TwinReadOut):
     """AttPool of the paper's Table 6, and its rows up to SPARO, on both towers."""
 
-    kind: Literal["attpool"] = field("attpool", "Entry of sparo.readouts.")
+    kind: Literal["attpool"] = field("attpool", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "norms as without readout.normalize, which shapes do not show"
     slots: int = field(64, "Number of queries, L, each with its own head.", gt=0)
     slot_width: int = field(64, "Width of a slot and of a head, V.", gt=0)

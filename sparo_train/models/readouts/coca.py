@@ -17,7 +17,7 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 class CocaReadOut(TwinReadOut):
     """open_clip's `attentional_pool` on the image tower, and optionally on the text tower. `embed_dim` must be a multiple of `heads`."""
 
-    kind: Literal["coca"] = field("coca", "Entry of sparo.readouts.")
+    kind: Literal["coca"] = field("coca", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not show"
     queries: int = field(
         1,

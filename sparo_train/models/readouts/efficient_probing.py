@@ -22,7 +22,7 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 class EfficientReadOut(TwinReadOut):
     """EP on every tower. As published, an encoding is one vector, so slots are not normalized individually."""
 
-    kind: Literal["ep"] = field("ep", "Entry of sparo.readouts.")
+    kind: Literal["ep"] = field("ep", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token not attended, which shapes do not show"
     slots: int = field(32, "Number of learned queries.", gt=0)
     slot_width: int = field(

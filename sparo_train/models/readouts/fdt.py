@@ -21,7 +21,7 @@ from ..readout import Placement, ReadOut, ReadOutPair, Slots, TwinReadOut
 class FdtReadOut(TwinReadOut):
     """FDT on both towers with one codebook."""
 
-    kind: Literal["fdt"] = field("fdt", "Entry of sparo.readouts.")
+    kind: Literal["fdt"] = field("fdt", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "scores over a temperature of 1000, which shapes do not show"
     codes: int = field(16384, "Number of codes in the codebook.", gt=0)
     width: int = field(512, "Width of a code and of an encoding.", gt=0)

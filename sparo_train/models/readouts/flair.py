@@ -24,7 +24,7 @@ class FlairReadOut(ReadOutConfig):
     `embed_dim` must be a multiple of `heads`.
     """
 
-    kind: Literal["flair"] = field("flair", "Entry of sparo.readouts.")
+    kind: Literal["flair"] = field("flair", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not show"
     reads_cls: ClassVar[bool] = True
     conditioned: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from ..readout import Placement, ReadOut, Slots, TwinReadOut
 class LinearBottleneckReadOut(TwinReadOut):
     """m -> M on both towers; the paper has 64 -> 512 and 512 -> 4096."""
 
-    kind: Literal["linear_bottleneck"] = field("linear_bottleneck", "Entry of sparo.readouts.")
+    kind: Literal["linear_bottleneck"] = field("linear_bottleneck", "Kind of the readout: an entry of sparo.readouts.")
     reads_cls: ClassVar[bool] = True
     bottleneck_dim: int = field(64, "Width m to which CLS and EOS tokens are projected.", gt=0)
     width: int = field(512, "Width M of an encoding.", gt=0)

@@ -13,20 +13,20 @@ from ..readout import NoReadOut, Placement, ReadOut, Slots, TwinReadOut
 class TokenReadOut(NoReadOut):
     """CLIP as published: the image's CLS token and the text's EOS token, each through a linear projection."""
 
-    kind: Literal["token"] = field("token", "Entry of sparo.readouts.")
+    kind: Literal["token"] = field("token", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "a mean over patches, gap, has the same shapes"
 
 
 class ClsReadOut(NoReadOut):
     """DINO as published: the CLS token after the last block and `norm`."""
 
-    kind: Literal["cls"] = field("cls", "Entry of sparo.readouts.")
+    kind: Literal["cls"] = field("cls", "Kind of the readout: an entry of sparo.readouts.")
 
 
 class GapReadOut(TwinReadOut):
     """CLIP+GAP of the paper: mean over all image tokens, including CLS, then norm and projection. Texts keep EOS."""
 
-    kind: Literal["gap"] = field("gap", "Entry of sparo.readouts.")
+    kind: Literal["gap"] = field("gap", "Kind of the readout: an entry of sparo.readouts.")
     patches_only: bool = field(False, "Exclude the class token from the mean (the paper's code includes it).")
 
     @property

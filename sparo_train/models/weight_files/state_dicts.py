@@ -109,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Tensor:
         kind, dtype, key, _device, _count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"persistent object {kind!r}")
+            raise pickle.UnpicklingError(f"contains an object of type {kind!r}, expected only tensors")
         if key not in self.storages:
             data = bytearray(self.archive.read(f"{self.root}/data/{key}"))
             self.storages[key] = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
