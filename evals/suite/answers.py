@@ -71,6 +71,10 @@ def answers_task(
 def result_of(answers: Answers, task: str) -> Result:
     """Return the scores, intervals and predictions of answers."""
     n = len(next(iter(answers.correct.values())))
+    for name in ("keys", "kinds", "images"):
+        given = getattr(answers, name)
+        if given is not None and len(given) != n:
+            raise ValueError(f"Answers.{name}: has {len(given)} entries for {n} answers. Give one for each answer.")
     scored = questions.Answers(
         {name: correct.bool() for name, correct in answers.correct.items()},
         {name: torch.full((n,), value, dtype=torch.float64) for name, value in answers.chance.items()},

@@ -29,6 +29,7 @@ from .scenes import COLORS
 
 Kind = Literal["clevr", "clevrtex", "rooms", "rooms_background"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_ROOMS = ("rooms", "rooms_background")
 ROOM_TESTS = ("empty_room", "six_objects", "identical_color")
 
 RADII = {"large": 0.7, "small": 0.35}
@@ -74,17 +75,16 @@ class ObjectScene(NamedTuple):
     walls: tuple[Body, ...] = ()
 
     def render(self, size: int, antialias: int = 1) -> Frame:
-        """Render the scene. Mask value i + 1 is solid i; walls, ground and sky are 0, or, in rooms_background, the values after the solids."""
+        """Render the scene. Mask value i + 1 is solid i. Ground, sky and walls are 0, or, in rooms_background, the values after the solids, in this order."""
         bodies = [*(s.body() for s in self.solids), *self.walls]
         frame = render(bodies, self.camera, size, antialias, self.stage)
         count = len(self.solids)
-        mask = np.where(frame.mask > count, 0, frame.mask)
+        mask = frame.mask.astype(int)
         if self.kind == "rooms_background":
-            # Ground, sky, then each wall.
-            ground = np.where(np.isinf(frame.depth), count + 2, count + 1)
-            mask = np.where(
-                frame.mask > count, frame.mask.astype(int) + 2, np.where(frame.mask == 0, ground, frame.mask)
-            )
+            sky = np.isinf(frame.depth)
+            mask = np.select([sky, mask == 0, mask > count], [count + 2, count + 1, mask + 2], mask)
+        else:
+            mask[mask > count] = 0
         return frame._replace(mask=mask.astype(np.uint8), amodal=frame.amodal[:count])
 
     def graph(self, frame: Frame) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def object_scene(
     # Occlusion is only known after rendering: if an object is hidden, sample the whole scene again, like CLEVR's
     # generator.
     while True:
-        scene = _table(rng, kind, max_objects) if kind in ("clevr", "clevrtex") else _room(rng, kind, test)
+        scene = _room(rng, kind, test) if kind in _ROOMS else _table(rng, kind, max_objects)
         frame = scene.render(size, antialias)
         visible_pixels = np.bincount(frame.mask.ravel(), minlength=len(scene.solids) + 1)[1 : len(scene.solids) + 1]
         if (visible_pixels >= max(1, _MIN_VISIBLE_SHARE * size * size)).all():
@@ -246,7 +246,7 @@ def render_objects(
         DataError: `root` contains scenes of another config.
     """
     write_manifest(root, config, "objects.json")
-    tests = ("", *(ROOM_TESTS if config.kind.startswith("rooms") else ()))
+    tests = ("", *(ROOM_TESTS if config.kind in _ROOMS else ()))
     shards = -(-config.train // config.per_shard)
     jobs: list[tuple[Callable[..., int], tuple[Any, ...]]] = [(_shard, (root, config, i)) for i in range(shards)]
     jobs += [(_test_set, (root, config, test)) for test in tests]

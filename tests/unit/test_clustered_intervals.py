@@ -159,3 +159,6 @@ def test_answers_of_plugins_may_share_an_image():
     # Three images with two equal answers each.
     assert (low, high) == pytest.approx(share_interval(right.numpy(), np.zeros(6), np.repeat(range(3), 2)))
     assert low < plain.intervals["acc"][0] and high > plain.intervals["acc"][1]
+    for name in ("keys", "kinds", "images"):
+        with pytest.raises(ValueError, match=rf"Answers\.{name}: has 5 entries for 6 answers"):
+            answers.result_of(made._replace(**{name: list("aabbc")}), "longer")
