@@ -111,6 +111,10 @@ def _lines(axis: Axes, record: SweepRecord, style: SweepFigure, score: str, mean
             )  # fmt: skip
     if style.log_x:
         axis.set_xscale("log", base=2)
+        # Matplotlib's labels of powers are math text, which `literal` disables.
+        ticks = sorted({float(row.x) for row in record.rows if isinstance(row.x, int | float) and row.runs})
+        axis.set_xticks(ticks, [f"{tick:,.10g}" for tick in ticks])
+        axis.minorticks_off()
     if divisors:
         axis.axhline(1, color="grey", linewidth=0.8)
 

@@ -148,6 +148,10 @@ def test_figures_have_a_line_or_a_color_per_series(tmp_path, monkeypatch):
     assert axis.get_ylabel().startswith("t/acc1, per cent\nmean, and its 95 %")
     axis = axes_of(monkeypatch, record(lines.model_copy(update={"relative_to": "A"}), **rows), tmp_path / "ratio.png")
     assert axis.lines[0].get_ydata() == pytest.approx([1, 1])
+    far = {f"a_{x}": ("A", x, LOW) for x in (256, 8192)} | {"a_512": ("A", 512, [])}
+    axis = axes_of(monkeypatch, record(lines.model_copy(update={"log_x": True}), **far), tmp_path / "log.png")
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["256", "8,192"]
+    assert axis.get_xscale() == "log"
     bars = SweepFigure(kind="bars", score="t/acc1", y_label="accuracy")
     named = {f"{n}_{x}": (n, x, v) for n, x, v in (("A", "one", HIGH), ("A", "two", LOW), ("B", "two", LOW))}
     axis = axes_of(monkeypatch, record(bars, **named), tmp_path / "bars.png", mean=False)
