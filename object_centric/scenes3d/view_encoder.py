@@ -67,8 +67,8 @@ class ViewEncoderConfig(Frozen):
     pos_embed_size: int | None = field(
         None,
         "Side of the grid of learned position embeddings; at least the side of a view's grid of features. As "
-        "in SRT, each feature gets the embedding of its position, and one that tells the first view from the "
-        "others. Default: no embeddings.",
+        "in SRT, each feature gets the embedding of its position, and one that distinguishes the first view from "
+        "the others. Default: no embeddings.",
         gt=0,
         le=4096,
         examples=[16],

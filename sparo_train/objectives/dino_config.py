@@ -63,8 +63,8 @@ class GramConfig(Frozen):
     )
     update_steps: int | None = field(
         None,
-        "After first_step: number of steps between two new copies of the teacher, each of which replaces the "
-        "earlier teacher. Default: the first copy is kept.",
+        "Steps between two copies of the teacher after first_step. Each copy replaces the earlier teacher. Default: "
+        "the first copy is kept.",
         gt=0,
         examples=[10000],
     )
