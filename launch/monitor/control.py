@@ -86,9 +86,13 @@ def _kind(folder: Path, job: str) -> str:
 
 
 def _step(folder: Path, job: str) -> str:
-    """Return the step of a run in an allocation, in which other runs may have steps, too; for others the job."""
+    """Return the step of a run's ranks, as `12.0`, or the job if no start was recorded.
+
+    Other runs may have steps in the same allocation. And SLURM refuses signals to a job, but not to its steps, as long
+    as it has not noticed that the job's nodes are ready (state CONFIGURING, observed for minutes with SLURM 22.05).
+    """
     starts = [line for line in Records(folder).starts(job) if line.get("step_id") is not None]
-    return f"{job}.{starts[-1]['step_id']}" if starts and _kind(folder, job) == "allocation" else job
+    return f"{job}.{starts[-1]['step_id']}" if starts else job
 
 
 def _refuse_lanes(runs: Sequence[Path], open_by_run: dict[Path, list[str]]) -> None:

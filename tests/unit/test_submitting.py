@@ -19,6 +19,7 @@ from launch.jobs.local_jobs import inherited, local_alive
 from launch.jobs.records import Records
 from launch.jobs.snapshot import take_snapshot
 from launch.jobs.submit import submit
+from launch.monitor import control
 from launch.monitor.control import cancel
 from launch.monitor.status import statuses
 from sparo_data.writer import write_shards
@@ -133,6 +134,17 @@ def test_a_local_launch_closes_its_pipe_and_a_cancelled_job_is_reported(shards, 
         cancel([folder])
     (status,) = statuses([folder])
     assert status.state == "CANCELLED" and "resubmit" in status.reason and status.rate is None
+
+
+def test_a_run_gets_signals_at_the_step_of_its_last_start(tmp_path):
+    starts = [
+        {"job": "12_0", "restart": 0, "time": 1.0, "step_id": "0"},
+        {"job": "12_0", "restart": 1, "time": 2.0, "step_id": "1"},
+    ]
+    starts.append({"job": "13", "restart": 0, "time": 3.0, "step_id": None})  # not under srun
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    assert [control._step(tmp_path, job) for job in ("12_0", "13", "14")] == ["12_0.1", "13", "14"]
 
 
 def test_an_older_heartbeat_is_ignored_for_a_new_job(tmp_path):
