@@ -124,7 +124,9 @@ def test_lists_and_seeds_make_one_array(lab):
     for folder in folders:
         lab.wait(120, lambda f=folder: lab.squeue(f) == "COMPLETED", folder.name)
     starts = [lab.starts(folder) for folder in folders]
-    assert [len(some) for some in starts] == [2, 1, 1, 2], starts
+    # A signal that SLURM delivers late also ends the second start.
+    assert [len(some) > 1 for some in starts] == [True, False, False, True], starts
+    assert all([end for *_, end in some] == ["SIGUSR2"] * (len(some) - 1) + ["finished"] for some in starts), starts
     lab.equal(folders[0], "one")
     rates = [metrics.read(f / "metrics.jsonl", "train")[-1]["lr"] for f in folders]
     assert rates[2] == pytest.approx(rates[0] / 2)
