@@ -19,14 +19,14 @@ from tests.helpers.samples import sample
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: trainings collect garbage often, and need not look through it each time."""
+    """Exclude imported objects from garbage collection, which runs often during training."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One for all of a session, fixtures of any scope included: what is measured once has to be found again."""
+    """Use one cache per test session, so that fixtures of every scope reuse what was measured once."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
     yield
@@ -35,7 +35,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _heard_interrupts() -> Iterator[None]:
-    """A shell without job control lets what it starts in the background ignore SIGINT, and its children inherit that."""
+    """Restore SIGINT: a shell without job control starts background processes with SIGINT ignored, and their children inherit that."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,12 +46,14 @@ def _heard_interrupts() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _threads() -> None:
     torch.set_num_threads(THREADS)
-    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # else a training takes as many as the machine has free
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(THREADS)
+    )  # otherwise a training uses every core that the machine has free
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """96 samples in four shards."""
+    """Write 96 samples in four shards."""
     write_shards(tmp_path / "shards", (sample(i) for i in range(96)), 24)
     return tmp_path / "shards"
 

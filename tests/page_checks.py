@@ -1,4 +1,4 @@
-"""What the explorer's page computes and what its server refuses, for a test that has it open."""
+"""Checks of an open explorer page: what it computes, and what its server refuses."""
 
 import base64
 import http.client
@@ -14,7 +14,7 @@ from evals.tasks import knn, pairs, retrieval, zeroshot
 
 
 def agree_with_the_tasks(page, seed):
-    """The page's arithmetic against `evals.tasks`, on encodings of ones and minus ones, so that there are ties of every kind."""
+    """Compare the page's arithmetic with `evals.tasks`, on encodings of ones and minus ones, which have ties of every kind."""
     rng = np.random.default_rng(seed)
     units, d, n, m, classes = 16, 4, 30, 40, 5
 
@@ -76,7 +76,7 @@ def agree_with_the_tasks(page, seed):
 
 
 def refuses(address, world):
-    """What no page of the explorer sends."""
+    """Send what no page of the explorer sends."""
     before = sorted(world.glob("*.json"))
     own = {"x-sparo": "explore"}
     with urllib.request.urlopen(f"{address}facts") as answer:

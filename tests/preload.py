@@ -1,4 +1,4 @@
-"""What the process that tests fork from has imported: all that a command could import, which would be paid for in each of hundreds."""
+"""Imports everything that a command could import, in the process that tests fork from, so that hundreds of commands need not do it."""
 
 import gc
 import importlib
@@ -16,13 +16,13 @@ import torch.utils.tensorboard
 
 import tests.helpers.ranks  # noqa: F401
 
-# What computes while it is imported must not start threads: a forked child would wait for those for ever. Each sets its own number.
+# Modules that compute during their import must not start threads, for which a forked child would wait forever. Each command sets its number of threads.
 torch.set_num_threads(1)
 for _name in ("sparo_train", "sparo_data", "evals", "object_centric", "launch"):
     for _module in pkgutil.walk_packages(importlib.import_module(_name).__path__, f"{_name}."):
         if not _module.name.endswith("__main__"):
-            with suppress(ImportError):  # of an extra that is not here
+            with suppress(ImportError):  # of an extra that is not installed
                 importlib.import_module(_module.name)
-# Every collection of a forked process would look through all of it, and copy its pages: half a second each time.
+# Otherwise each garbage collection of a forked process would scan all of these objects and copy their pages, which takes half a second.
 gc.collect()
 gc.freeze()

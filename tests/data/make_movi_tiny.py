@@ -26,7 +26,7 @@ CATEGORIES = (
     "Action Figures", "Bag", "Board Games", "Bottles and Cans and Cups", "Camera", "Car Seat", "Consumer Goods", "Hat", "Headphones",
     "Keyboard", "Legos", "Media Cases", "Mouse", "None", "Shoe", "Stuffed Toys", "Toys",
 )  # fmt: skip
-OWN = {  # features of an object, and what the two of a video have
+OWN = {  # features of an object; features that only two objects of a video have
     "a": (
         {
             "shape_label": kinds.ClassLabel(names=["cube", "cylinder", "sphere"]),
@@ -66,7 +66,7 @@ OWN["a without sizes"] = tuple(
 
 
 def described(variant):
-    """The features of a variant of MOVi at this size (kubric, challenges/movi)."""
+    """Return the features of a variant of MOVi at this size (kubric, challenges/movi)."""
     instance = {
         **dict.fromkeys(("mass", "friction", "restitution"), tf.float32),
         **{name: tensor(TIMES, 3) for name in ("positions", "velocities", "angular_velocities")},

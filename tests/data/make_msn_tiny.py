@@ -19,7 +19,7 @@ CAMERAS = ("camera_0", "camera_1", "camera_10")
 
 
 def described():
-    """Frames of MultiShapeNet (sunds/datasets/kubric/utils.py), categories left out."""
+    """Return the features of MultiShapeNet's frames (sunds/datasets/kubric/utils.py), without categories."""
     camera = sunds.specs.camera_spec(
         color_image=True, depth_image=True, instance_image=tfds.features.Image(shape=(HEIGHT, WIDTH, 1)),
         img_shape=(HEIGHT, WIDTH),
@@ -30,7 +30,7 @@ def described():
 
 
 def looking(eye):
-    """World to camera, OpenCV's axes: z ahead, y down."""
+    """Return the world-to-camera pose with OpenCV's axes: z points ahead, y down."""
     ahead = -np.asarray(eye) / np.linalg.norm(eye)
     right = np.cross(ahead, [0.0, 0.0, 1.0])
     right /= np.linalg.norm(right)
@@ -63,7 +63,7 @@ def scene(number):
 
 
 def rays(made):
-    """Origins and unit directions (H, W, 3) of every camera, by sunds' own geometry."""
+    """Return origins and unit directions (H, W, 3) of each camera's rays, computed by sunds."""
     found = {}
     frame = tf_geometry.Isometry(**made["pose"])
     for name, told in made["cameras"].items():

@@ -1,4 +1,4 @@
-"""Every command printed in a document is run; every recipe resolves; every link leads somewhere."""
+"""Run every command of the documentation, resolve every recipe, and check every link."""
 
 import fnmatch
 import os
@@ -48,7 +48,7 @@ RECIPES = sorted(
 SWEEPS = sorted((ROOT / "configs/sweeps").glob("*.yaml"))
 
 SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
-# Commands that are what CI itself does, or that other tests run: .ci/run installs and tests exactly so, tests/e2e runs the demo.
+# Commands that other tests or .ci/run execute: .ci/run installs and tests exactly like this, tests/e2e runs the demo.
 ELSEWHERE = [
     r"^python3 -m venv \.venv",
     r"^pip install -e \. && sparo demo$",
@@ -75,7 +75,7 @@ def blocks(language: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-# What a GPU machine, and a second one, would do is done by two processes here.
+# Replace what needs a GPU or a second machine by two processes of this machine.
 HERE = {
     "engine.device=cuda": "engine.device=cpu",
     "--nproc-per-node 8": "--nproc-per-node 1",
@@ -95,7 +95,7 @@ runs:
 
 
 def shortened(command: str) -> str:
-    """The same command at a size for tests: two training steps, a few scenes."""
+    """Return the same command at a size for tests: two training steps, a few scenes."""
     parts = []
     for there, here in HERE.items():
         command = command.replace(there, here)
@@ -104,7 +104,7 @@ def shortened(command: str) -> str:
             "--dry-run|--print", part
         ):
             part = re.sub(r" epochs=\S+", "", part) + " " + " ".join(SHORT)
-        if part.startswith("sparo launch train"):  # it runs behind the command
+        if part.startswith("sparo launch train"):  # it runs in the background
             part += " && sleep 1 && while sparo launch status | grep -Eq 'PENDING|RUNNING'; do sleep 1; done; sparo launch status"
         if part == "sparo data fashion-mnist":
             part += " --raw fashion"
@@ -120,7 +120,7 @@ def shortened(command: str) -> str:
             part += " --patients 5 --tiles 20 --size 32"
         if part == "sparo data scenes":
             part += " --train 140 --test 40"
-        if part.startswith("sparo slots explore"):  # until it says where it serves, and Ctrl-C
+        if part.startswith("sparo slots explore"):  # wait until it prints its address, then press Ctrl-C
             part = (
                 f"set -m; {part} --port 0 > at & until grep -q ^http at; do sleep 0.2; jobs %1 | grep -q Running; done; "
                 "kill -INT %1; wait %1"
@@ -132,7 +132,7 @@ def shortened(command: str) -> str:
 
 
 def write_photos(folder: Path) -> None:
-    """photos.csv and what it names, pictures of noise with a caption each, and the same as photos.parquet."""
+    """Write photos.csv and its images (noise, one caption each), and the same data as photos.parquet."""
     rng = np.random.default_rng(0)
     (folder / "photos").mkdir()
     lines = ["image,caption"]
@@ -145,7 +145,7 @@ def write_photos(folder: Path) -> None:
 
 
 def write_slides(folder: Path) -> None:
-    """slides/ with images of several kinds and labels.csv, scenes/ with images of four bands, small backbones of DINOv2, and the page's probe.yaml."""
+    """Write slides/ (images of several kinds and labels.csv), scenes/ (images of four bands), small DINOv2 backbones, and the page's probe.yaml."""
     slides, lines = folder / "slides", ["image,diagnosis,patient"]
     (slides / "a").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -170,13 +170,13 @@ def write_slides(folder: Path) -> None:
 
 @pytest.fixture
 def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
-    """A folder like a checkout, with a `sparo` on the path that is forked, not started, and an npm that delivers the small packages."""
+    """Make a folder like a checkout, a `sparo` on PATH that is forked instead of started, and an npm that delivers small packages."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "npm").write_text(
         f'#!/bin/sh\nwhile [ "$1" != --prefix ]; do shift; done\nmkdir -p "$2" && cp -r {modules} "$2/"\n'
     )
-    # What torchrun starts, `python -u -m launch.cli …`, is forked as well.
+    # Fork `python -u -m launch.cli …`, too, which torchrun starts.
     (tools / "python-forked").write_text(
         '#!/bin/sh\n[ "$1 $2 $3" = "-u -m launch.cli" ] && shift 3 && exec sparo "$@"\n'
     )
@@ -202,11 +202,11 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     server.kill()
 
 
-@pytest.mark.timeout(1500)  # some fifty commands, one after another
+@pytest.mark.timeout(1500)  # about fifty commands, one after another
 def test_every_printed_command_runs(sandbox):
     commands = [c for c in blocks("bash") if not any(re.match(p, c) for p in ELSEWHERE + SLOW)]
     assert len(commands) > 8
-    # The fake drawings are few: fewer than the recipe's batch per epoch is fine, its streams need 16.
+    # There are few fake images. An epoch may have fewer images than a batch, but the streams of the recipe need 16.
     for command in commands:
         done = subprocess.run(
             ["bash", "-ec", shortened(command)], cwd=sandbox, capture_output=True, text=True, timeout=280, check=False
@@ -249,12 +249,12 @@ def test_benchmark_commands_run(command, tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    image_folder(tmp_path / "data/images")  # the sizes of own_images follow from images
+    image_folder(tmp_path / "data/images")  # own_images derives its sizes from images
     config = load_run(path)
     if path.parent.name in ("slots", "video") and config.objective.model.encoder.kind == "frozen":
         weights = config.objective.model.encoder.checkpoint.partition("@")[2]
         with pytest.raises(CheckpointError, match=re.escape(weights)):
-            dry_run(config)  # whoever has not fetched them is told which
+            dry_run(config)  # a missing download is named in the error
         small = timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", num_classes=0)
         save_file(small.state_dict(), "tiny.safetensors")
         encoder = {"kind": "frozen", "checkpoint": "timm:vit_tiny_patch16_224@tiny.safetensors", "width": 192}
@@ -398,7 +398,7 @@ def test_the_papers_recipes_follow_table_c3(name, steps, batch, decay, warmup, t
 
 
 def test_dinos_recipes_are_the_official_defaults(tmp_path, monkeypatch):
-    """main_dino.py's, of which docs and headers speak; 2,502 steps of 512 are the official epoch."""
+    """Compare with the values of main_dino.py, which the documentation and recipe headers quote. An official epoch has 2,502 steps of 512 images."""
     monkeypatch.chdir(tmp_path)
     plain, sparo, boost = (load_run(recipe(f"dino/imagenet_vits16{name}.yaml")) for name in ("", "_sparo", "_boost"))
     assert dry_run(plain).steps == 250_200 and dry_run(boost).steps == 375_300
@@ -426,7 +426,7 @@ def test_links_and_pictures_exist():
 def test_python_files_that_pages_name_exist():
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     endings = tracked.split()
-    theirs = {"mine.py", "main_dino.py", "eval_knn.py"}  # a user's own, and DINO's
+    theirs = {"mine.py", "main_dino.py", "eval_knn.py"}  # the user's own files, and those of DINO
     for page in DOCUMENTS:
         names = set(re.findall(r"(?<![\w/.*-])((?:\w+/)*\w+\.py)\b", page.read_text(encoding="utf-8")))
         missing = {name for name in names - theirs if not any(f"/{path}".endswith(f"/{name}") for path in endings)}

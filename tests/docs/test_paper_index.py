@@ -1,4 +1,4 @@
-"""Every table and figure of the five papers is in the index, with a command that resolves; claims are complete and have records."""
+"""Check that the index has every table and figure of the five papers with a command that resolves, and that claims are complete and have records."""
 
 import re
 import shlex

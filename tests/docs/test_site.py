@@ -1,4 +1,4 @@
-"""The documentation is complete and true: generated pages, the paper index, the page of errors, and what nothing may miss."""
+"""Check the documentation against the code: generated pages, the paper index, the page of errors, and names that must be documented."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ PRODUCT = ("sparo", "sparo_train", "sparo_data", "evals", "object_centric", "lau
 
 
 def test_generated_pages_are_up_to_date():
-    """`python docs/generate.py` writes them."""
+    """Check that `python docs/generate.py` writes the committed pages."""
     for path, text in generated().items():
         assert (ROOT / "docs" / path).read_text(encoding="utf-8") == text, path
 

@@ -1,4 +1,4 @@
-"""Two small runs and a set for every task, for the tests that score them."""
+"""Fixtures: two small runs, and a data set for every task to score them on."""
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ from tests.unit.test_sets import sugar_crepe
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Two runs that differ by their seed, with sets for every task in a folder called small."""
+    """Train two runs that differ by their seed, and write sets for every task in a folder called small."""
     root = tmp_path_factory.mktemp("eval")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tasks = eval_sets(root / "small")
@@ -44,7 +44,7 @@ def scored(world):
 
 @pytest.fixture(scope="session")
 def others(world):
-    """Encoders of other kinds: DINO with slots, CLIP without."""
+    """Train encoders of other kinds: DINO with slots, CLIP without."""
     write_shards(world / "more", (sample(i) for i in range(96)), 24)
     for split, n in (("train", 40), ("test", 30)):
         rows = [(f"{i:03d}", {"jpg": jpeg(i % 12), "cls": str(i % 4).encode()}) for i in range(n)]

@@ -1,4 +1,4 @@
-"""The verbs, as a user types them."""
+"""Tests of the commands, as a user types them."""
 
 import json
 import shlex
@@ -28,7 +28,7 @@ from tests.helpers.samples import eval_sets, sample
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of twelve steps with its evaluation sets, made through the command line."""
+    """Make a run of twelve steps and its evaluation sets by the command line."""
     root = tmp_path_factory.mktemp("cli")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root / "runs", eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
@@ -47,7 +47,7 @@ def test_training_evaluates_as_it_goes(trained):
     assert [p.name for p in evals] == ["step-00000006.json", "step-00000012.json"]
     content = json.loads(evals[-1].read_text())
     assert content["results"]["zero"]["n"] == 12 and len(content["results"]["pairs"]["interval"]) == 2
-    # what training scored is found by those who read results; of the last step with its predictions
+    # Commands that read results find those of the training; results of the last step have predictions.
     table = sparo("eval", "table", "runs/cli", "--format", "csv", cwd=trained).stdout
     assert f"{content['results']['zero']['metrics']['acc1']}" in table
     done = sparo("eval", "compare", "runs/cli", "runs/cli", cwd=trained)
@@ -117,7 +117,7 @@ def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message
 
 
 def test_a_run_goes_by_the_folder_that_is_typed(trained, tmp_path):
-    """Runs of one name in two folders are two rows; one that was scored by its whole path, too, is one checkpoint."""
+    """Runs with the same name in two folders are two rows. A run that was also scored by its absolute path is one row."""
     for place in ("a", "b"):
         shutil.copytree(trained / "runs/cli", tmp_path / place / "cli")
     done = sparo("eval", "table", "a/cli", "b/cli/", "--format", "csv", cwd=tmp_path)
@@ -129,7 +129,7 @@ def test_a_run_goes_by_the_folder_that_is_typed(trained, tmp_path):
 
 
 def test_training_survives_results_that_cannot_be_written(trained, tmp_path):
-    """Tables lack them; metrics.jsonl and the step's own file have them."""
+    """Such scores are missing in tables, but metrics.jsonl and the file of the step contain them."""
     (tmp_path / "cli/evals/results.jsonl").mkdir(parents=True)
     done = sparo("train", str(trained / "recipe.yaml"), "name=cli", f"out={tmp_path}", cwd=trained)
     assert done.returncode == 0 and "results.jsonl: could not be written" in done.stderr, done.stderr
@@ -137,7 +137,7 @@ def test_training_survives_results_that_cannot_be_written(trained, tmp_path):
 
 
 def test_a_refused_start_leaves_the_run_as_it_was(trained, tmp_path):
-    """Its config.yaml is what `sparo eval` scores by, and eval.tasks may change from start to start."""
+    """`sparo eval` scores by the run's config.yaml, and eval.tasks may differ between starts."""
     run = trained / "runs/cli"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     write_shards(tmp_path / "other", (sample(i) for i in range(50, 150)), 24)
@@ -210,7 +210,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     eval_sets(tmp_path)
     task = {"zero": ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "zero"))}
     names = (tmp_path / "zero/classnames.txt").read_text().splitlines()
-    for again in (names[0], f"  {names[0].upper()} "):  # one text for CLIP's tokenizer
+    for again in (names[0], f"  {names[0].upper()} "):  # equal texts for CLIP's tokenizer
         (tmp_path / "zero/classnames.txt").write_text("\n".join([*names[:-1], again]) + "\n")
         remarks = Suite(task).run(encoder)["zero"].remarks()
         assert any("1 class(es) have the same name as an earlier class" in remark for remark in remarks)
@@ -218,7 +218,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     seen = []
     with pytest.raises(DataError, match=r"has label 2, but there are 2 classes"):
         Suite(task, FeatureStore(on_progress=lambda *done: seen.append(done))).run(encoder)
-    assert not seen  # said before the batch that holds it is encoded
+    assert not seen  # reported before the batch with this sample is encoded
     (tmp_path / "zero/classnames.txt").unlink()
     with pytest.raises(DataError, match=r"classnames\.txt: missing"):
         Suite(task).run(encoder)
@@ -261,7 +261,7 @@ def test_evaluations_are_neither_lost_nor_repeated(trained, tmp_path):
     assert train_until(6) == [3, 6]
     log = tmp_path / "tiny/metrics.jsonl"
     log.write_text("".join(line + "\n" for line in log.read_text().splitlines() if '"eval", "step": 6' not in line))
-    assert steps() == [3]  # as if killed between the checkpoint and the evaluation of step 6
+    assert steps() == [3]  # as if the process was killed between the checkpoint and the evaluation of step 6
     assert train_until(None) == [3, 6, 9, 12]
     assert train_until(None) == [3, 6, 9, 12] and done[-1].reason == "finished"
 
@@ -275,10 +275,12 @@ def test_the_quick_demo_writes_the_whole_page(tmp_path):
     assert 2 <= page.count('<section class="slot">') <= 4 and "mean_R@5" in page.partition("<details>")[2]
     assert "Quick run." in page and '<mark class="w' in page
     first = page.partition('<table class="scores">')[2].partition("</table>")[0]
-    assert first.count("<tr>") == 7 and first.count('class="interval"') == 12  # six rows, both models with an interval
+    assert (
+        first.count("<tr>") == 7 and first.count('class="interval"') == 12
+    )  # six rows and a header; both models have an interval
     assert (tmp_path / "demo/demo.png").stat().st_size > 10_000
     assert "<pre>sparo slots explore " in page
-    # what the page says to type next
+    # the commands that the page suggests
     own = page.partition('<pre class="own">')[2].partition("</pre>")[0].replace("&#39;", "'").splitlines()
     assert len(own) == 3
     for line in own:

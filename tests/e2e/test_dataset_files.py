@@ -1,4 +1,4 @@
-"""Evaluation sets that a YAML file adds: Winoground as it is published, and a set of one's own."""
+"""Test evaluation sets that a YAML file adds: Winoground as published, and a user's own set."""
 
 import json
 
@@ -211,4 +211,4 @@ def test_a_bad_dataset_file_is_refused_by_name(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"data set mine: options: .*\n.*columns\.wrong_captions: unknown key"):
         catalogue.tasks("mine", tmp_path)
     (entry,) = [entry for entry in catalogue.datasets() if entry.name == "mine"]
-    assert catalogue.check_presence(entry, tmp_path).state == "odd"  # the others are listed all the same
+    assert catalogue.check_presence(entry, tmp_path).state == "odd"  # the other sets are listed nevertheless

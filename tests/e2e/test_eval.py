@@ -1,4 +1,4 @@
-"""`sparo eval` on a run of our own trainer: every task, stored results, tables, comparisons, shares, other programs."""
+"""Test `sparo eval` on a run of our trainer: every task, stored results, tables, comparisons, shares, and other programs."""
 
 import csv
 import io
@@ -94,7 +94,7 @@ def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):
     assert line["n"] == 21 and line["counts"]["order_only"] == 6 and line["options"]["data"] == "not published data"
     table = sparo("eval", "table", "sc", "--layout", "B.1", "--paper", "CC15M", "--format", "markdown", cwd=root)
     assert "Replace Object" in table.stdout and "paper: CC15M C+SPARO" in table.stdout and "73.0" in table.stdout
-    # 21 pairs of ours must not stand beside the paper's as if they were SugarCrepe.
+    # A score of 21 pairs of ours must not be shown as the paper's SugarCrepe.
     odd = "sugar_crepe: not the listed data: the JSON files are not the published ones (SHA-256)"
     assert "†" in done.stdout and "the JSON files are not the published ones" in done.stderr and line["note"] in odd
     ours, printed = (next(row for row in table.stdout.splitlines() if name in row) for name in ("| runs/s0", "| paper"))
@@ -181,11 +181,11 @@ def test_slots_are_chosen_by_number(scored):
     for chosen in ("0-3", "1,3", "3"):
         done = sparo(*words, "--slots", chosen, "--json", f"slots-{chosen}.json", cwd=root)
         assert done.returncode == 0, done.stderr
-        assert f"slots {chosen} of the images" in done.stdout  # never as if it were the whole encoding
+        assert f"slots {chosen} of the images" in done.stdout  # must not look like a score of the whole encoding
     assert json.loads((root / "slots-1,3.json").read_text())["slots"] == [1, 3]
     found = {c: json.loads((root / f"slots-{c}.json").read_text())["results"]["s0/zero"] for c in ("0-3", "1,3", "3")}
     whole = next(r for r in read_records([root / "results"]) if r.checkpoint == "runs/s0" and r.task == "zero")
-    assert found["0-3"]["metrics"] == whole.result.metrics  # all four of them
+    assert found["0-3"]["metrics"] == whole.result.metrics  # all four slots
     assert {r.checkpoint for r in read_records([root / "chosen"])} == {
         "runs/s0 (slots 0-3)", "runs/s0 (slots 1,3)", "runs/s0 (slots 3)",
     }  # fmt: skip
@@ -268,7 +268,7 @@ GOLDEN = {
 
 
 def test_the_numbers_of_a_small_trained_run_stay(scored):
-    """Of run s0, with two samples of slack: processors round differently."""
+    """Compare the scores of run s0 with stored ones. Two samples may differ, because processors round differently."""
     root, _ = scored
     lines = [json.loads(line) for line in (root / "results/results.jsonl").read_text().splitlines()]
     found = {line["name"]: (line["metrics"], line["n"]) for line in lines if line["checkpoint"] == "runs/s0"}
@@ -284,7 +284,7 @@ def test_a_full_disk_is_an_error_after_the_scores(scored, tmp_path):
     words = ["eval", "pixels:8", "--tasks", "knn", "--data", "tasks.yaml", "--results", str(tmp_path / "results")]
     (tmp_path / "results").mkdir()
     (tmp_path / "results/results.jsonl").write_text("\n" * 1000)
-    # A limit on the size of files, 1,024 bytes, takes a part of the line and then no more of it, as a full disk does.
+    # A limit of 1,024 bytes per file accepts a part of the line and then nothing more, like a full disk.
     command = shlex.join([sys.executable, "-m", "launch.cli", *words, "--features", str(tmp_path / "f")])
     done = subprocess.run(["bash", "-c", f"ulimit -f 1; exec {command}"], cwd=root, capture_output=True, text=True)
     assert done.returncode == 2 and "acc1" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`sparo slots explore` in a real browser: what a person clicks and types, and that scores are those of `sparo eval --slots`."""
+"""Test `sparo slots explore` in a real browser: clicks and keys, and whether scores equal those of `sparo eval --slots`."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ def browser():
 
 
 def shown(page):
-    """Task to (all, chosen, change) as the table has them."""
+    """Return task: (all, chosen, change) from the table."""
     rows = page.evaluate(
         "[...document.querySelectorAll('#scores tbody tr')].map(r => [r.dataset.task, ...[...r.querySelectorAll('.value')].map(v => v.textContent)])"
     )
@@ -60,7 +60,7 @@ def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
         assert set(tasks) == set(TASKS.split(","))
         headline = {name: r["headline"] for name, r in whole.items()}
         on = {0, 1, 2, 3}
-        # Arrows walk, Space switches: 0 off; 0 off and 2 off; 2 on and 0 off …
+        # Arrows move the focus, Space switches a slot: 0 off; 0 and 2 off; 2 on and 0 off …
         for keys, now in (
             ((" ",), {1, 2, 3}),
             (("ArrowRight", "ArrowRight", " "), {1, 3}),
@@ -113,7 +113,7 @@ def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
 
 
 def switches_back_and_forth(page):
-    """Undo and redo by keyboard and button; the bar shows the change against all slots."""
+    """Undo and redo work by keyboard and by button; the bar shows the change relative to all slots."""
     before, bar = shown(page), page.inner_text("#score-bar")
     assert page.locator("#undo").is_disabled() and " to " not in bar
     press(page, "#slots [data-slot='1']", "Space")
@@ -137,7 +137,7 @@ def switches_back_and_forth(page):
 
 
 def takes_the_tour(page):
-    """It starts at the first visit only, marks what it explains, and ends."""
+    """The tour starts at the first visit only, marks what it explains, and can be ended."""
     for number in (1, 2, 3, 4):
         assert page.inner_text("#tour-title") == f"Tour, {number} of 4"
         assert page.locator(".tour-target").count() == 1
@@ -146,7 +146,7 @@ def takes_the_tour(page):
 
 
 def adds_an_image(page, tmp_path):
-    """A file that is no picture, then one with a caption that would be a script, then captions for it."""
+    """Upload a file that is no image, then an image whose caption contains a script, then captions for it."""
     page.set_input_files("#own-image", tmp_path / "no.jpg")
     page.click("#own button")
     page.wait_for_selector("#error:visible")
@@ -166,9 +166,9 @@ def adds_an_image(page, tmp_path):
 
 
 def saves_from_two_tabs(seen, address, world):
-    """Neither loses what the other saved, and both ways out do what they say."""
+    """Two users who save at the same time lose nothing, and both buttons of the dialog work."""
     page = seen.page
-    other = seen.tab()  # two tabs, of which both save
+    other = seen.tab()  # two tabs, both of which save
     seen.go(address, other)
     press(other, "#slots [data-slot='1']", "Space", "Control+s")
     says(other, "#status", "Saved")
@@ -199,11 +199,11 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         seen = Watched(browser, address, accept_downloads=True)
         page = seen.page
         assert page.locator("#images [role=option]").count() == 12 and page.locator("#slots canvas").count() == 4
-        says(page, "#picture-words", "“a thing 0”")  # loads after the first paint
+        says(page, "#picture-words", "“a thing 0”")  # is loaded after the first paint
         takes_the_tour(page)
         switches_back_and_forth(page)
         caption = page.inner_text("#large-caption")
-        page.locator("#slots [data-slot='3']").hover()  # shown while the pointer is on it
+        page.locator("#slots [data-slot='3']").hover()  # shown while the mouse is over it
         says(page, "#large-title", "Slot 3: at most")
         page.locator("#title").hover()
         says(page, "#large-title", "Slot 1: at most")
@@ -243,7 +243,7 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         adds_an_image(page, tmp_path)
         press(page, "#slots [data-slot='0']", "Space")
         before = shown(page)
-        page.reload()  # nothing was saved, nothing is lost
+        page.reload()  # nothing was saved and nothing is lost
         page.wait_for_selector("body[data-ready=yes]")
         assert page.locator("#tour").is_hidden()
         assert shown(page) == before and "Unsaved changes" in page.inner_text("#status")
@@ -256,7 +256,7 @@ def test_what_a_person_does_with_it(world, browser, tmp_path):
         assert before["ret"][1] == f"{100 * found['ret']['metrics'][found['ret']['headline']]:.1f}"
         done = sparo("slots", "select", "runs/s0", "--task", "zero", "--report-tasks", "zero", "--slots", "by_hand.json", "--out", "again_by_hand.json",
                      "--data", "tasks.yaml", "--features", "store", "--same-data", cwd=world)  # fmt: skip
-        assert "same data" in done.stdout  # its scores were in sight when it was made
+        assert "same data" in done.stdout  # the page showed this score when the selection was saved
 
         saves_from_two_tabs(seen, address, world)
 
@@ -281,7 +281,7 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
             row = shown(page)[name]
             assert (row[0], row[3]) == tuple(f"{100 * of['metrics'][r['headline']]:.1f}" for of in (r, theirs[name]))
         assert page.locator("#sides input:checked").get_attribute("value") == "1"
-        press(page, "#slots [data-slot='1']", "Space")  # of the second alone
+        press(page, "#slots [data-slot='1']", "Space")  # switches a slot of the second model only
         assert shown(page)["ret"][1] == shown(page)["ret"][0]
         page.keyboard.press("Control+s")
         says(page, "#status", "Saved to two_")
@@ -295,13 +295,13 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
         got.value.save_as(tmp_path / "one.html")
         before = shown(page)
         seen.fine()
-        plain = seen.tab()  # a model without slots is seen as equal parts, and shows no attention
+        plain = seen.tab()  # a model without slots is divided into equal parts and has no attention
         seen.go(address, plain)
         plain.fill("#compare-with", "runs/plain")
         plain.press("#compare-with", "Enter")
         says(plain, "#picture-words", "have no attention")
     whole = Watched(browser, (tmp_path / "one.html").as_uri(), accept_downloads=True, offline=True)
-    page = whole.page  # the server is gone
+    page = whole.page  # the server has stopped
     assert (
         shown(page) == before and page.locator("#own").is_hidden() and page.locator("#slots canvas").first.is_visible()
     )
@@ -339,7 +339,7 @@ def test_behind_a_proxy_with_own_pictures(world, browser, tmp_path):
     with explorer("runs/s0", *words, cwd=world) as address:
         assert "?token=" in address
         query, prefix = urlsplit(address).query, "/user/me/proxy/8765/"
-        # A hub keeps the browser's Host; a tunnel replaces it by that of this machine, so it differs from Origin.
+        # JupyterHub keeps the browser's Host. A tunnel replaces it by the address of this machine, so it differs from Origin.
         for host in (None, urlsplit(address).netloc):
             with proxy(address, prefix, host) as port:
                 seen = Watched(browser, f"http://hub.localhost:{port}{prefix}?{query}")
@@ -388,7 +388,7 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
         (world / "late.json").write_text(json.dumps({**saved, "names": {"3": "a colleague's"}}))
         page.keyboard.press("Control+s")
         page.wait_for_selector("#error:visible")
-        page.locator("#sides input").nth(1).check()  # the answer is for the first, whatever is in sight
+        page.locator("#sides input").nth(1).check()  # the answer belongs to the first model, whichever is displayed
         assert page.evaluate("document.activeElement.type") == "radio"
         page.click("#error button:has-text('Write over it')")
         says(page, "#status", "Saved to late.json: 2 of 4")
@@ -396,7 +396,7 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
             json.loads((world / "late.json").read_text())["chosen"] == [2, 3]
             and len(list(world.glob("late_*.json"))) == 0
         )
-        assert page.locator("#slots [aria-selected=true]").count() == 4  # the second's own
+        assert page.locator("#slots [aria-selected=true]").count() == 4  # slots of the second model
         page.locator("#sides input").first.check()
 
         (world / "late.json").write_text("{broken")
@@ -407,7 +407,7 @@ def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
         page.click("#error button:has-text('Write over it')")
         says(page, "#status", "Saved to late.json")
         seen.fine()
-    page.locator("#images [data-image='5']").click()  # the server is gone
+    page.locator("#images [data-image='5']").click()  # the server has stopped
     says(page, "#error-text", "The server does not answer")
     assert not page.inner_text("#picture-words")
 
@@ -416,15 +416,13 @@ def test_the_explorer_shows_a_model_without_text_tower(others, browser):
     with explorer(
         "runs/dino", "--data", "tasks.yaml", "--out", "dino_by_hand.json", "--limit", "20", cwd=others
     ) as address:
-        seen = Watched(browser, address, viewport={"width": 650, "height": 450})  # as 1,300 by 900 at 200 %
+        seen = Watched(browser, address, viewport={"width": 650, "height": 450})  # equals 1,300 by 900 pixels at 200 %
         page = seen.page
         assert set(shown(page)) == {"knn"} and page.locator("#slots canvas").first.is_visible()
         assert page.locator("#search-by option").nth(0).is_disabled() and page.input_value("#search-by") == "name"
         assert page.locator("#search-by option").nth(0).is_disabled() and page.locator("#captions").is_hidden()
         assert "20 of 30 images" in page.inner_text("#score-bar")
-        assert page.evaluate(
-            "document.documentElement.scrollWidth <= innerWidth"
-        )  # nothing has to be scrolled sideways
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # no horizontal scrolling
         seen.fine()
 
 

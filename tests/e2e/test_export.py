@@ -1,4 +1,4 @@
-"""Exports stand alone: a card, sums, modes, a clear word without the plug-in, and the hub (a stand-in of it, by its documented calls)."""
+"""Test that exports work alone: model card, checksums, modes, the error without the plug-in, and a stand-in of the hub with its documented calls."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ from tests.helpers.processes import sparo
 
 @pytest.fixture(scope="module")
 def run(world):
-    return world / "runs/s0"  # by name: other modules put runs of their own beside it
+    return world / "runs/s0"  # by name, because other modules add runs to this folder
 
 
 @pytest.fixture
@@ -71,7 +71,9 @@ def test_every_form_of_a_model_normalises_pixels_as_its_run_does(run, tmp_path):
     assert not torch.allclose(load_encoder(run).encode(pixels), wanted, atol=1e-3)
 
     raw = torch.load(tmp_path / "x.pt", weights_only=True)
-    torch.save({**raw, "sparo_config": raw["sparo_config"]["model"]}, tmp_path / "old.pt")  # as it once was written
+    torch.save(
+        {**raw, "sparo_config": raw["sparo_config"]["model"]}, tmp_path / "old.pt"
+    )  # as earlier versions wrote it
     torch.testing.assert_close(load_encoder(tmp_path / "old.pt").encode(pixels), load_encoder(run).encode(pixels))
     for told, says in (({"std": [0.1, 0.2]}, "mean and std of three"), ({"mean": ["a"] * 3}, "mean and std of three")):
         torch.save({**raw, "sparo_config": {**raw["sparo_config"], **told}}, tmp_path / "odd.pt")
@@ -126,7 +128,7 @@ def test_an_export_made_before_the_package_sparo_loads(export, tmp_path):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Creating a repository, asking how files go, LFS's batch, its uploads, and the commit."""
+    """Serve the hub's calls for creating a repository, choosing the upload method, LFS's batch and uploads, and the commit."""
 
     def do_GET(self):
         self._answer(404, {})
@@ -160,7 +162,7 @@ class _Hub(BaseHTTPRequestHandler):
                 if line["key"] == "lfsFile":
                     self.server.files[value["path"]] = self.server.stored[value["oid"]]  # type: ignore[attr-defined]
             self._answer(200, {"commitUrl": f"{host}/me/model/commit/1", "commitOid": "1", "pullRequestUrl": None})
-        else:  # the card's front matter is looked at
+        else:  # check the front matter of the card
             self._answer(200, {"errors": [], "warnings": []})
 
     def _body(self):
@@ -190,7 +192,7 @@ def hub():
 
 def _upload(hub, *arguments, token="hf_good"):
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
-    # in a process of its own: the library reads HF_… as it is imported
+    # In a separate process: the library reads the HF_ variables when it is imported.
     line = [sys.executable, "-m", "launch.cli", "export", *map(str, arguments)]
     return subprocess.run(line, env=os.environ | place, capture_output=True, text=True, check=False)
 
@@ -229,7 +231,7 @@ def test_a_refusal_of_the_hub_loses_nothing(export, hub, monkeypatch):
 
 
 def test_the_card_lists_scores_with_intervals_and_steps(run, tmp_path):
-    """Scores of other weights than those exported are told apart; what a limit or a choice of slots scored is none of the model's."""
+    """Scores of other weights than the exported ones are recognised. Scores with a limit or a choice of slots are not the model's."""
     result = Result("zeroshot", 40, "acc1", {"acc1": 0.5}, 0.25, intervals={"acc1": (0.35, 0.65)})
     copy = tmp_path / "run"
     shutil.copytree(run, copy)

@@ -1,4 +1,4 @@
-"""Our checkpoints in other programs and other forms, our results in other tables, our tasks in jobs of their own."""
+"""Test our checkpoints in other programs and formats, our results in other tables, and tasks that run as separate jobs."""
 
 import csv
 import json
@@ -56,7 +56,7 @@ def test_results_go_where_clip_benchmark_builds_its_tables(scored):
 
 
 def test_stock_programs_give_our_numbers_for_our_exports(scored):
-    """clip_benchmark's own command on a wds set, and a SugarCrepe script of the stock kind, through the plug-in runner."""
+    """Run clip_benchmark's own command on a wds set, and a usual SugarCrepe script, through the plug-in runner."""
     pytest.importorskip("clip_benchmark")
     root, _ = scored
     assert sparo("export", "runs/s0", "--out", "exported", cwd=root).returncode == 0
@@ -106,7 +106,7 @@ def test_a_run_its_export_and_its_sparo_clip_file_share_features(scored):
 
 
 def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
-    """`eval.job`: the weights of an evaluated step, scored beside the training; the same numbers as afterwards."""
+    """`eval.job`: a separate job scores the weights of an evaluated step during training, with the same results as afterwards."""
     tree = yaml.safe_load((world / "recipe.yaml").read_text())
     tasks = {name: tree["eval"]["tasks"][name] for name in ("zero", "ret")}
     tree |= {"name": "side", "out": str(tmp_path / "runs")}

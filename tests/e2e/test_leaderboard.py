@@ -1,4 +1,4 @@
-"""The leaderboard and the table as pages: sorted, filtered and explained in a browser, readable without scripts, safe for foreign names."""
+"""Test the leaderboard and the table as pages: sorted, filtered and explained in a browser, readable without scripts, safe for any names."""
 
 import re
 import shutil
@@ -44,7 +44,7 @@ def browser():
 
 @contextmanager
 def opened(browser, path, **options):
-    """Open a page; nothing may be wrong on it, for a script or for axe."""
+    """Open a page and check that it has no script errors and that axe reports nothing."""
     from axe_playwright_python.sync_playwright import Axe
 
     context, wrong = browser.new_context(**options), []

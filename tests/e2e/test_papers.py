@@ -1,4 +1,4 @@
-"""`sparo papers`: the index of tables and figures, whole and by words, and the claims."""
+"""Test `sparo papers`: the whole index, searches, and the claims."""
 
 import pytest
 

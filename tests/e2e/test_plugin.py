@@ -1,4 +1,4 @@
-"""A stranger's package of two files (tests/plugin/rotations) with its dist-info, in a folder on the path: no line of ours knows it."""
+"""Test a plug-in package of two files (tests/plugin/rotations) with its dist-info in a folder on the path. No line of sparo knows it."""
 
 import json
 import shutil
@@ -116,7 +116,7 @@ def test_it_trains_and_resumes_bit_identical_after_a_kill(place):
     assert code == 0 and "finished at step 12" in out, out
     assert losses(place / "cut") == losses(place / "whole") and len(losses(place / "whole")) == 12
     record = metrics.read(place / "whole/metrics.jsonl", "train")[-1]
-    assert {"loss", "accuracy", "tflops"} <= record.keys()  # the metrics name no loss: the total is it
+    assert {"loss", "accuracy", "tflops"} <= record.keys()  # the metrics contain no loss, so the total is logged
 
 
 def test_two_ranks_in_pieces_train_as_one_process(place):
@@ -144,7 +144,7 @@ def test_two_ranks_in_pieces_train_as_one_process(place):
 def test_it_is_counted_scored_and_exported(place):
     code, out = run(place, "train", "recipe.yaml", "--dry-run")
     assert code == 0 and "the objective has no footprint" in out and "backbone" in out, out
-    with Image.open(place / "whole/pictures/step-00000012.png") as drawn:  # by the task's own function
+    with Image.open(place / "whole/pictures/step-00000012.png") as drawn:  # drawn by the task's own function
         assert drawn.size == (32 * 6, 32)
     stored = json.loads((place / "whole/evals/step-00000012.json").read_text())["results"]["near"]
     code, out = run(place, "eval", "whole", "--features", str(place / "features"), "--json", str(place / "near.json"))
@@ -154,7 +154,7 @@ def test_it_is_counted_scored_and_exported(place):
     assert code == 0 and "queries.query" in load_file(place / "whole/export/rotations.safetensors"), out
     assert (
         "load_encoder" not in next((place / "whole/export").glob("*.md")).read_text()
-    )  # nobody said what loads this file
+    )  # no loader for this file was named
     code, out = run(place, "export", "whole", "--layout", "open_clip")
     assert code == 2 and "runs of objective rotations support rotations-backbone" in out
 
@@ -207,7 +207,7 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
     clip = {**tree, "objective": {"kind": "clip"}, "eval": {}}
     assert (
         type(resolve(RunConfig, clip, "r").objective).__module__ == "sparo_train.objectives.clip_config"
-    )  # ours stays
+    )  # our entry stays
     for change, message in (
         ({"objective": {"kind": "rotation"}}, r"objective\.kind: 'rotation'; did you mean 'rotations'"),
         ({"objective": {**tree["objective"], "modle": {}}}, r"objective\.modle: unknown key; did you mean 'model'"),
@@ -235,7 +235,7 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
     ):
         with pytest.raises(ConfigError, match=message):
             resolve(RunConfig, {**tree, **change}, "r")
-    # A part of every tower is no read-out, whatever a package calls its own.
+    # A module that all towers have is not a readout, even if a plug-in uses its name.
     assert (
         infer_readout({"visual.transformer.x": torch.zeros(1), "visual.conv1.weight": torch.zeros(1)}, "visual.", 0)
         is None

@@ -1,4 +1,4 @@
-"""A package that adds a loss and an optimizer (tests/plugin/losses_and_optimizers): no file of sparo knows them."""
+"""Test a package that adds a loss and an optimizer (tests/plugin/losses_and_optimizers). No file of sparo knows them."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_two_ranks_train_as_one_process_and_resume(place, engine):
     assert [code for code, _ in found] == [0, 0], found
     assert losses(place / name) == pytest.approx(losses(place / "whole"), rel=1e-3)
     last = place / name / "checkpoints/step-00000012"
-    # One process continues what two ranks wrote: the state goes by names.
+    # One process resumes what two ranks saved: the state is found by parameter names.
     more = [
         "train",
         "recipe.yaml",

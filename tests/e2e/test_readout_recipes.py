@@ -1,4 +1,4 @@
-"""Every row of `sparo.readouts` trains through the demo's recipe, is scored, and comes back from its export and from open_clip."""
+"""Train every entry of `sparo.readouts` with the demo's recipe, score it, and load its export, also with open_clip."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ SIGMOID = [
 ]
 
 
-@pytest.mark.parametrize("kind", sorted(set(READOUTS.names()) - {"cls"}))  # cls: DINO's name of token
+@pytest.mark.parametrize("kind", sorted(set(READOUTS.names()) - {"cls"}))  # cls: DINO's name for token
 def test_a_read_out_trains_through_the_demos_recipe(kind, shards, tmp_path):
     task = eval_sets(tmp_path / "sets")["ret"]
     words = [f"objective.model.readout={{kind: {kind}, {SIZES.get(kind, '')}}}", *(SIGMOID if kind == "flair" else [])]

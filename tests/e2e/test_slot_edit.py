@@ -1,4 +1,4 @@
-"""`sparo slots edit`, and the same edits live in the explorer."""
+"""Test `sparo slots edit`, and the same edits in the explorer."""
 
 import pytest
 import yaml
@@ -13,7 +13,7 @@ from tests.helpers.samples import jpeg
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A slot model with positions and scales, one without, and two images."""
+    """Write a slot model with positions and scales, one without, and two images."""
     root = tmp_path_factory.mktemp("edit")
     make_tetrominoes(root / "t", TetrominoesConfig(train=64, test=8))
     tasks = {"masks": {"task": "masks", "root": str(root / "t/masks")}}

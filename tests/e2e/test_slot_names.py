@@ -1,4 +1,4 @@
-"""`sparo slots name` and `search` from the command line."""
+"""Test `sparo slots name` and `search` on the command line."""
 
 import json
 
@@ -11,7 +11,7 @@ def test_names_are_written_and_names_of_the_user_stay(world):
     (world / "words.txt").write_text("thing\na thing 1\n1\n2\nabsent\n\n")
     done = sparo("slots", "name", "runs/s0", "--task", "ret", "--vocabulary", "words.txt", "--min-images", "2", "--out", "named.json",
                  "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
-    assert done.returncode == 2 and "none of 5 names" in done.stderr  # 12 images with one number each
+    assert done.returncode == 2 and "none of 5 names" in done.stderr  # each of the 12 images has a different number
     done = sparo("slots", "name", "runs/s0", "--task", "zero", "--template", "a {c}", "--min-images", "2", "--out", "named.json",
                  "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_names_are_written_and_names_of_the_user_stay(world):
     assert done.returncode == 0, done.stderr
     again = json.loads((world / "named.json").read_text())
     assert again["names"]["2"] == "mine" and again["chosen"] == [1, 2]
-    # A note of the user stays; a name that the command wrote earlier goes if it does not pass any more.
+    # A note of the user stays. A name that the command wrote earlier is removed if it does not pass any more.
     again["notes"] = {"2": "my own", "3": "Held-out AUC: old"}
     again["names"]["3"] = "old"
     (world / "named.json").write_text(json.dumps(again))

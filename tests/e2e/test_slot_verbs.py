@@ -1,4 +1,4 @@
-"""`sparo slots` on small runs: what is chosen is what `sparo eval --slots` scores, and bad input costs nothing."""
+"""Test `sparo slots` on small runs: `sparo eval --slots` scores the same selection, and invalid input loses nothing."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def scored(world, *words):
 
 @pytest.fixture(scope="module")
 def told_apart(world):
-    """A task of pairs whose true captions differ, in a YAML of its own with the zero-shot task."""
+    """Write a task of pairs whose true captions differ, in a YAML file with the zero-shot task."""
     pair = '{"kind": "%s", "caption": "a red square %d", "negative_caption": "a blue square %d"}'
     kinds = ("replace_att", "swap_att")
     rows = [(f"{i:03d}", {"jpg": jpeg(i), "json": (pair % (kinds[i % 2], i, i)).encode()}) for i in range(12)]
@@ -76,8 +76,8 @@ def test_a_choice_is_reported_as_eval_scores_it(told_apart):
     )
     again = ("select", "runs/s0", "--task", "zero", "--report-tasks", "zero", "--same-data", "--out", "own.json")
     done = slots(world, *again, "--slots", "chosen.json")
-    assert "same data" not in done.stdout  # it was made on the pairs
-    assert "by hand" in slots(world, *again, "--slots", "0,2").stdout  # nobody knows what it was made on
+    assert "same data" not in done.stdout  # the selection was made on the pairs
+    assert "by hand" in slots(world, *again, "--slots", "0,2").stdout  # the origin of such a selection is unknown
     done = slots(world, *again, "--k", "best")
     assert "same data" in done.stdout and "its gain is too high" in done.stderr
 
@@ -167,7 +167,7 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
     done = slots(others, "select", "runs/dino", "--task", "probe", "--method", "cover", code=2)
     assert "a linear layer is fitted" in done.stderr
     done = slots(others, "select", "runs/s0", "--task", "pairs", code=2)
-    assert "has 1 different image(s), too few to be split" in done.stderr  # all twelve have one true caption
+    assert "has 1 different image(s), too few to be split" in done.stderr  # all twelve have the same true caption
     done = slots(others, "select", "runs/dino", "--task", "knn", "--method", "forward", code=2)
     assert "a vote is not a sum over units" in done.stderr
     done = slots(others, "select", "runs/dino", "--task", "zero", code=2)

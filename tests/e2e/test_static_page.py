@@ -1,4 +1,4 @@
-"""`sparo slots explore --static`: the page with the model in the browser gives the results of Python."""
+"""Test `sparo slots explore --static`: the page with the model in the browser gives the results of Python."""
 
 import functools
 import http.server
@@ -39,7 +39,7 @@ def browser():
 
 @contextmanager
 def served(folder):
-    """A web server that knows nothing but files."""
+    """Serve files only, like an ordinary web server."""
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
     handler.log_message = lambda *_: None
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -90,7 +90,7 @@ def test_pixels_and_tokens_of_the_browser_are_those_of_python(browser, tmp_path)
             )
             for caption, (ids, words) in zip(CAPTIONS, found, strict=True):
                 expected = ClipTokenizer(length)(caption)
-                if "&" in caption:  # HTML entities are not repaired in the browser
+                if "&" in caption:  # HTML entities are not decoded in the browser
                     continue
                 assert ids == expected, caption
                 assert [tuple(word) for word in words] == decode_words(expected), caption
@@ -108,7 +108,7 @@ def expected(run, path, caption, captions):
 
 
 def agrees(browser, address, run, path):
-    """Add an image with a caption, search, and compare captions: what the page shows is what Python computes."""
+    """Add an image with a caption, search, and compare captions: the page shows what Python computes."""
     watched = Watched(browser, address)
     page = watched.page
     number = page.locator("#images [role=option]").count()

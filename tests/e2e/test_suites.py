@@ -1,4 +1,4 @@
-"""`sparo eval --suite`: the sets that exist, in one pass with an estimate, a line per set, the averages, and its errors."""
+"""Test `sparo eval --suite`: the sets that exist in one pass, with an estimate, a line per set, the averages, and its errors."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_a_killed_suite_encodes_nothing_twice(world):
     env = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     process = subprocess.Popen(command, cwd=world, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for line in process.stderr:
-        if line.startswith("vtab/pcam"):  # two sets are scored
+        if line.startswith("vtab/pcam"):  # two sets are scored by now
             break
     process.send_signal(signal.SIGKILL)
     process.wait()

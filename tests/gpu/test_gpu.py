@@ -1,4 +1,4 @@
-"""What only a GPU can show: `pytest -m gpu`."""
+"""Tests that only a GPU can decide: `pytest -m gpu`."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_it_trains_as_on_the_cpu(place, name):
 
 
 def object_centric(kind, root):
-    """A recipe of slots, on pictures, videos (rendered here) or posed scenes (rendered here)."""
+    """Return a recipe of slots for images, or for rendered videos or posed scenes."""
     if kind != "images":
         pytest.importorskip("pybullet", reason="videos and scenes are rendered with pybullet")
     if kind == "images":

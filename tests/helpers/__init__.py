@@ -1,1 +1,1 @@
-"""What several test modules use. Fixtures are in the conftest of their folder."""
+"""Helpers that several test modules use. Fixtures are in the conftest of their folder."""

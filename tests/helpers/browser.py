@@ -1,4 +1,4 @@
-"""Debian's chromium behind Playwright, and a running explorer for it."""
+"""Debian's chromium with Playwright, and a running explorer for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLAGS = [
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser; the test is skipped where there is none."""
+    """Yield a browser; skip the test if there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[test]'")
     if CHROMIUM is None:
         pytest.skip("needs Debian's chromium: apt-get install chromium")
@@ -45,7 +45,7 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def explorer(*words: str, cwd: Path, **environment: str) -> Iterator[str]:
-    """`sparo slots explore …` on a free port: the address that it prints. It has to end by Ctrl-C, with code 0."""
+    """Run `sparo slots explore …` on a free port and yield its address. It must end by Ctrl-C with code 0."""
     process = start_sparo("slots", "explore", *words, "--port", "0", "--features", "store", cwd=cwd, **environment)
     try:
         until = time.monotonic() + 200
@@ -67,7 +67,7 @@ def until(locator: Any) -> Any:
 
 
 class Watched:
-    """A page in a context of its own, and what must not happen on it: errors, and requests to another host."""
+    """A page in a separate context, and what must not happen on it: errors, and requests to another host."""
 
     def __init__(self, browser: Any, address: str, **options: Any):
         self.host, self.wrong = urlsplit(address).netloc, list[str]()
@@ -81,7 +81,7 @@ class Watched:
         page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
         page.on("request", lambda request: self._asked(request.url))
         page.on("console", lambda line: self._said(line))
-        page.on("dialog", lambda dialog: dialog.accept())  # leaving with unsaved changes
+        page.on("dialog", lambda dialog: dialog.accept())  # asked when a page with unsaved changes is left
         return page
 
     def go(self, address: str, page: Any = None) -> None:
@@ -94,7 +94,7 @@ class Watched:
             self.wrong.append(f"asked {url}")
 
     def _said(self, line: Any) -> None:
-        # A refusal is an answer that tests look for; everything else, broken policies among it, is not.
+        # Tests expect refusals. Everything else is an error, including a violated content policy.
         if (
             line.type in ("error", "warning")
             and "Failed to load resource: the server responded with a status of 4" not in line.text
@@ -102,7 +102,7 @@ class Watched:
             self.wrong.append(f"{line.type}: {line.text}")
 
     def fine(self) -> None:
-        """Nothing of it has happened, and axe finds nothing on any tab."""
+        """Assert that no error happened, and that axe finds nothing on any tab."""
         from axe_playwright_python.sync_playwright import Axe
 
         for page in self.context.pages:

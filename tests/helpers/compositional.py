@@ -1,4 +1,4 @@
-"""Compositional sets in their published formats, with made-up images and captions, and an encoder that reads words without their order."""
+"""Compositional sets in their published formats with made-up images and captions, and an encoder that ignores the order of words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOUNS, ADJECTIVES, RELATIONS = (
 
 
 class BagOfWords(Encoder, TextEncoder):
-    """Images by a hash of their pixels, texts by the sum of their words' vectors: the same words in another order are exact ties."""
+    """Encodes images by a hash of their pixels and texts by the sum of their words' vectors, so that captions with the same words are exact ties."""
 
     image_size, width, architecture, text_weights = 8, 16, "bag", "bag"  # type: ignore[assignment]
 
@@ -70,7 +70,7 @@ def caption(seed: int) -> str:
 
 
 def swapped(text: str) -> str:
-    """Return the caption with its nouns exchanged: the same words."""
+    """Return the caption with its nouns exchanged, so that its words are the same."""
     words = text.split()
     places = [i for i, word in enumerate(words) if word in NOUNS]
     words[places[0]], words[places[1]] = words[places[1]], words[places[0]]
@@ -185,7 +185,7 @@ def sugar_crepe_pp(root: Path) -> Path:
         for i in range(count):
             seed = 20 * place + i
             picture(folder / f"val2017/{seed % 11:012d}.jpg", seed % 11)
-            # A wrong caption that equals a right one can never be told apart.
+            # A wrong caption that equals the right one can never be distinguished from it.
             wrong = caption(seed) if i == 1 else caption(400 + seed)
             rows.append({
                 "id": i, "filename": f"{seed % 11:012d}.jpg", "caption": caption(seed), "caption2": caption(200 + seed),

@@ -1,4 +1,4 @@
-"""DataComp's evaluation folder, small: every set in the form in which it is downloaded, with made-up images and labels."""
+"""DataComp's evaluation folder, small: every set in its downloaded format, with made-up images and labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOXIC = [f"person {i}" for i in range(14)] + [f"animal {i}" for i in range(4)] +
 
 
 def write_datacomp(root: Path, n: int = 24) -> Path:
-    """Write all 40 sets below root: those of the hub in wds_…_test, retrieval and WinoGAViL as its CSV files."""
+    """Write all 40 sets below root: sets of the hub as wds_…_test, retrieval and WinoGAViL as CSV files."""
     hub = [name for name, _ in DATACOMP if name not in ("flickr30k", "mscoco_captions", "misc/winogavil")]
     for seed, name in enumerate(hub):
         write_labelled(root, name, seed, n)
@@ -61,7 +61,7 @@ def write_labelled(root: Path, name: str, seed: int, n: int) -> None:
     rng, classes = np.random.default_rng(seed), CLASSES.get(name, 7)
     samples = []
     for i in range(n):
-        # Not every class and not every group number occurs.
+        # Some classes and some group numbers do not occur.
         label = int(rng.integers(0, classes)) if classes < 5 or rng.random() < 0.8 else 0
         fields = {"png": png(rng), "cls": str(label).encode()}
         if width := METADATA.get(name):
@@ -108,7 +108,7 @@ def write_winogavil(folder: Path) -> None:
     rng, folder_images = np.random.default_rng(3), folder / "winogavil_images"
     names = [f"thing {i}" for i in range(16)]
     for i, name in enumerate(names):
-        picture(folder_images / f"{name}.jpg", 700 + (i % 12))  # some images are equal, so that there are ties
+        picture(folder_images / f"{name}.jpg", 700 + (i % 12))  # some images are equal, which makes ties
     with (folder / "winogavil_dataset.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["", "candidates", "cue", "associations", "num_candidates", "ID"])
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""A `sparo` for shell lines in tests: a small client of a server that has imported everything, and forks. A start costs no imports.
+"""A `sparo` for shell commands in tests: a small client of a server that has imported everything, and forks. It starts without importing.
 
 The command has the caller's streams, folder and environment; SIGINT and SIGTERM of the client go to it, and its exit code comes back.
 """
@@ -38,7 +38,7 @@ sys.exit(code)
 
 
 def install(tool: Path) -> Any:
-    """Write the command to `tool` and start its server; returns the server's process, whose end is the caller's to make."""
+    """Write the client to `tool` and start its server; returns the server's process, which the caller must end."""
     address = tool.with_name(f".{tool.name}")
     tool.write_text(_CLIENT.format(python=sys.executable, address=str(address)))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
@@ -52,7 +52,7 @@ def install(tool: Path) -> Any:
 
 
 def _serve(listening: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever answers a call is nobody's to wait for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that answer a call need not be waited for
     while True:
         line, _ = listening.accept()
         if not os.fork():
@@ -63,7 +63,7 @@ def _serve(listening: socket.socket) -> None:
 
 
 def _answer(line: socket.socket) -> None:
-    """In a process of its own: run one command, and tell its number and how it ended."""
+    """Run one command in a separate process, and report its process id and how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, streams, _, _ = socket.recv_fds(line, 4, 3)
     length, content = struct.unpack("<I", head)[0], b""
@@ -80,7 +80,7 @@ def _answer(line: socket.socket) -> None:
 
 def _run(streams: list[int], arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     code: Any = 1
-    # A shell gives a command the usual ones; what starts tests in the background ignores SIGINT.
+    # Restore the default handlers: processes that are started in the background ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

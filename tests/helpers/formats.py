@@ -45,7 +45,7 @@ def write_table(folder, separator=",", count=COUNT):
 
 
 def write(kind, folder):
-    """Write or copy a small set; returns its block in a recipe."""
+    """Write or copy a small set; return its block in a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows()), folder / "a.parquet", row_group_size=5)
@@ -59,7 +59,7 @@ def write(kind, folder):
         return {"table": str(folder / "t.csv")}
     shutil.copytree(FORMATS / kind, folder, dirs_exist_ok=True)
     for index in folder.rglob("*.idx"):
-        os.utime(index)  # a checkout has files in any order
+        os.utime(index)  # the order of modification times in a checkout is arbitrary
     return {kind: str(folder)} if kind == "energon" else {kind: str(folder / "plain")}
 
 

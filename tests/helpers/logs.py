@@ -1,4 +1,4 @@
-"""What sparo's packages log, as a list of texts."""
+"""The messages that sparo's packages log, as a list of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sparo …` in processes of its own, forked from one that has imported everything and run nothing: a start costs no imports.
+"""Runs `sparo …` in separate processes, forked from one that has imported everything: a start takes no time for imports.
 
 tests/docs starts the same commands as a user does.
 """
@@ -22,7 +22,7 @@ CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 class Started:
-    """A running `sparo …`, with what tests use of `subprocess.Popen`."""
+    """A running `sparo …`, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(
         self, arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path | None, program: str | None
@@ -53,15 +53,15 @@ class Started:
             os.kill(self._process.pid, number)
 
     def stdout_now(self) -> str:
-        """What it has written to stdout so far."""
+        """Return what it has written to stdout so far."""
         return self._out.read_text(errors="replace") if self._out.exists() else ""
 
     def stderr_now(self) -> str:
-        """What it has written to stderr so far."""
+        """Return what it has written to stderr so far."""
         return self._err.read_text(errors="replace") if self._err.exists() else ""
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """(stdout, stderr) after its end. Raises subprocess.TimeoutExpired."""
+        """Return (stdout, stderr) after its end. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("sparo", timeout or 0.0, stderr=self.stderr_now().encode())
@@ -80,7 +80,7 @@ def _run(
         os.chdir(cwd)
 
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "2")))
-    faulthandler.enable()  # tests send SIGABRT to one that hangs
+    faulthandler.enable()  # tests send SIGABRT to a process that hangs
     sys.argv = ["sparo", *arguments]
     if program is None:
         from launch.cli.main import main
@@ -90,12 +90,12 @@ def _run(
         exec(compile(program, "program", "exec"), {"__name__": "__main__"})
 
 
-# Of every process that computes; two at once with two threads each would wait for each other on two cores.
+# Threads of each process. Two processes with two threads each would wait for each other on two cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
 
 def start_sparo(*arguments: str, cwd: Path | None = None, program: str | None = None, **environment: str) -> Started:
-    """`sparo …` (or a program around it) in a process of its own."""
+    """Start `sparo …` (or a program that calls it) in a separate process."""
     env = {**os.environ, "OMP_NUM_THREADS": str(THREADS), **environment}
     return Started(arguments, env, cwd, program)
 

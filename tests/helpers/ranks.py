@@ -1,4 +1,4 @@
-"""Functions run on several gloo ranks, each in a process of its own."""
+"""Functions that run on several gloo ranks, each in a separate process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.helpers.processes import CONTEXT
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a free TCP port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120) -> list[Any]:
-    """`function(ranks, *arguments)` on every rank of a gloo group; returns the results by rank.
+    """Run `function(ranks, *arguments)` on every rank of a gloo group; return the results by rank.
 
     Raises:
         AssertionError: a rank failed or did not end; its traceback is repeated.
@@ -54,7 +54,7 @@ def _rank(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         ranks = Ranks(World(rank, size, rank), "gloo", 60)
         torch.save(function(ranks, *arguments), folder / f"result-{rank}")
-        ranks.all_reduce_max([0])  # nobody leaves before all are done
+        ranks.all_reduce_max([0])  # no rank ends before all have finished
         code = 0
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")

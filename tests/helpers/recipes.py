@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tiny_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe that takes a second: two-layer towers on 32-pixel images."""
+    """Return a recipe that takes a second: two-layer towers on 32-pixel images."""
     tree = {
         "name": "tiny",
         "out": str(out),
@@ -46,7 +46,7 @@ def tiny_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def dino_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """The same for DINO+SPARO: three blocks less one, on 32-pixel crops and 16-pixel ones, with drop path."""
+    """Return the same for DINO+SPARO: two blocks and the readout, on crops of 32 and 16 pixels, with drop path."""
     tree = tiny_recipe(shards, out, name="dino")
     tree["objective"] = {
         "kind": "dino",
@@ -79,7 +79,7 @@ def dino_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 
 def slots_recipe(shards: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """The same for a slot autoencoder with frames, on 16-pixel images."""
+    """Return the same for a slot autoencoder with frames, on 16-pixel images."""
     tree = tiny_recipe(shards, out, name="slots")
     tree["objective"] = {
         "kind": "slots",

@@ -40,7 +40,7 @@ def assert_bit_equal(a: Path, b: Path, step: int = 12) -> None:
 
 
 def kill_behind(process, folder: Path, step: int) -> None:
-    """`kill -9` once the run has logged this step, unless it ends before."""
+    """Send SIGKILL when the run has logged this step, unless it ends before."""
     while process.poll() is None:
         records = metrics.read(folder / "metrics.jsonl", "train")
         if records and records[-1]["step"] >= step:
@@ -55,7 +55,7 @@ def run(tree) -> RunConfig:
 
 
 def start_ranks(world_size, *arguments, program=None):
-    """`sparo …` once per rank, as torchrun would start it."""
+    """Start `sparo …` once per rank, as torchrun would."""
     common = {
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(world_size),
@@ -67,7 +67,7 @@ def start_ranks(world_size, *arguments, program=None):
 
 
 def finish(processes, seconds=120):
-    """(exit codes, stderr) by rank; fails where a rank hangs."""
+    """Return (exit codes, stderr) by rank; fail if a rank hangs."""
     found = []
     for process in processes:
         try:
@@ -81,7 +81,7 @@ def finish(processes, seconds=120):
 
 
 def goes_on_across_engines(recipe, folder):
-    """Two ranks by DDP to step 6, then by FSDP2 to step 12: the losses on the way."""
+    """Train two ranks with DDP to step 6 and with FSDP2 to step 12; return the losses."""
     for kind, stop in (("ddp", 6), ("fsdp2", 12)):
         engine = f"engine={{kind: {kind}, device: cpu, precision: fp32, timeout: 60}}"
         found = finish(start_ranks(2, "train", recipe, engine, f"stop_after_steps={stop}"))
@@ -98,7 +98,7 @@ def losses(folder):
 
 
 def wait_for_step(folder, step, processes):
-    """Until these processes have taken it: records of those before them do not count."""
+    """Wait until these processes have taken the step. Records of earlier processes do not count."""
     while all(p.poll() is None for p in processes):
         records, beat = metrics.read(folder / "metrics.jsonl", "train"), folder / "heartbeat.json"
         began = beat.exists() and json.loads(beat.read_text())["pid"] == processes[0].pid
@@ -108,7 +108,7 @@ def wait_for_step(folder, step, processes):
 
 
 def with_a_straight_run(root):
-    """A folder with shards, a two-rank recipe for ddp, and its uninterrupted run `straight`."""
+    """Write shards, a recipe for two ranks with ddp, and its uninterrupted run `straight`."""
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root, eval={"every_steps": 6, "tasks": eval_sets(root / "sets")})
     tree["engine"] = {"kind": "ddp", "device": "cpu", "precision": "fp32", "timeout": 60}

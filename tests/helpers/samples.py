@@ -1,4 +1,4 @@
-"""Images, captions and shards that tests make."""
+"""Images, captions and shards for tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sample(i: int) -> tuple[str, dict[str, bytes]]:
 
 
 def eval_sets(root: Path) -> dict[str, dict[str, str]]:
-    """A zero-shot, a retrieval and a pairs set of twelve images each; returns a recipe's `eval.tasks`."""
+    """Write a zero-shot, a retrieval and a pairs set of twelve images each; return the recipe's `eval.tasks`."""
     images = [jpeg(1000 + i) for i in range(12)]
     zero = [(f"{i:03d}", {"jpg": data, "cls": str(i % 3).encode()}) for i, data in enumerate(images)]
     write_wds_layout(

@@ -1,4 +1,4 @@
-"""A small backbone in a file, as a teacher of distillation."""
+"""A file with a small backbone, as a teacher of distillation."""
 
 import torch
 
@@ -7,7 +7,7 @@ from sparo_train.models.vit_config import VitConfig
 
 
 def write_teacher(path, **changes):
-    """Write a file with two blocks of the width of DINOv2-S, whose heads are therefore known; return the model."""
+    """Write a file with two blocks of DINOv2-S's width, so that the number of heads is known; return the model."""
     torch.manual_seed(1)
     keys = {
         "image_size": 32,
@@ -20,7 +20,7 @@ def write_teacher(path, **changes):
         **changes,
     }
     model = Vit(VitConfig.model_validate(keys)).eval()
-    with torch.no_grad():  # channels with other means and scales than those of a new network
+    with torch.no_grad():  # channels whose means and scales differ from those of a new network
         model.norm.weight.copy_(torch.linspace(0.5, 3, 384))
         model.norm.bias.copy_(torch.linspace(-2, 4, 384))
     torch.save(model.state_dict(), path)

@@ -1,4 +1,4 @@
-"""Input that means no good, or was unlucky: what it must end with."""
+"""Fixtures for hostile and damaged input, and what a command must end with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with good shards and a good recipe, which no case writes to."""
+    """Write a folder with valid shards and a valid recipe. Tests do not change it."""
     place = tmp_path_factory.mktemp("hostile")
     write_shards(place / "shards", (sample(i) for i in range(48)), 24)
     (place / "good.yaml").write_text(yaml.safe_dump(tiny_recipe(place / "shards", place / "runs", steps=3)))
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_ends(
     arguments: Sequence[str], code: int, says: Sequence[str], cwd: Path | None = None, seconds: float = 60, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """`sparo ARGUMENTS` ends with `code` within `seconds`, says each of `says` on stderr, and shows no traceback and no control character."""
+    """Assert that `sparo ARGUMENTS` ends with `code` within `seconds`, and that stderr contains `says`, but no traceback and no control character."""
     process = start_sparo(*arguments, cwd=cwd, **env)
     try:
         stdout, stderr = process.communicate(timeout=seconds)

@@ -1,4 +1,4 @@
-"""What ends a run saves it, and ends at once: errors in evaluations, killed workers, signals, terminals that are gone, disks."""
+"""Test that a run saves and ends at once after errors in evaluations, killed workers, signals, closed terminals and full disks."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def saved_step(folder):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A set of 480 images: enough that workers read it."""
+    """Write a set of 480 images, enough for several workers."""
     root = tmp_path_factory.mktemp("many")
     images = [jpeg(i) for i in range(16)]
     samples = [(f"{i:04d}", {"jpg": images[i % 16], "cls": str(i % 3).encode()}) for i in range(480)]
@@ -65,7 +65,9 @@ def test_an_evaluation_that_fails_ends_with_its_workers(many, home, tmp_path):
     assert_ends(["train", str(home / "good.yaml"), f"out={tmp_path}"], 0, [])
     assert_ends(["export", str(tmp_path / "tiny")], 0, [])
     weights = tmp_path / "tiny/export/open_clip_model.safetensors"
-    save_file({name: t * 1e30 for name, t in load_file(weights).items()}, weights)  # finite, and no encoding is
+    save_file(
+        {name: t * 1e30 for name, t in load_file(weights).items()}, weights
+    )  # finite weights whose encodings are not finite
     for features in ("none", str(tmp_path / "store")):
         words = ["eval", str(weights.parent), "--data", str(many / "t.yaml"), "--features", features]
         assert_ends(words, 2, ["is not finite"], seconds=60)
@@ -148,9 +150,7 @@ def test_a_closed_terminal_ends_a_run_saved(shards, tmp_path):
     )
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
     listening = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); from launch.cli.main import main; main()"
-    process = start_sparo(
-        "train", str(tmp_path / "r.yaml"), program=listening
-    )  # the tests may run under nohup themselves
+    process = start_sparo("train", str(tmp_path / "r.yaml"), program=listening)  # the tests may run under nohup, too
     until(lambda: len(metrics.read(tmp_path / "tiny/metrics.jsonl", "train")) > 3)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
@@ -232,7 +232,7 @@ def test_weights_that_nothing_can_be_computed_with_are_marked(shards, tmp_path):
 def test_a_run_that_skipped_most_of_its_steps_does_not_end_as_finished(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 3}, steps=6)
     tree["optim"] = {"lr": 1e30, "warmup_steps": 0}
-    for _ in range(2):  # the same line again says the same
+    for _ in range(2):  # repeating the command repeats the message
         with pytest.raises(
             TrainingError,
             match=r"step 6 of 6 is done, but .*5 of 6 steps were skipped as non-finite.*no earlier checkpoint exists",
@@ -310,7 +310,7 @@ def test_required_versions_are_above_known_vulnerabilities():
 
 
 def test_no_message_goes_through_markup():
-    """Words of others reach a terminal by `console` and `out` alone, which print strings as they are."""
+    """Text from outside reaches a terminal only through `console` and `out`, which print strings unchanged."""
     root = Path(__file__).parents[2]
     files = [p for top in ("launch", "evals", "sparo_data", "sparo_train") for p in (root / top).rglob("*.py")]
     wrong = [str(p) for p in files if re.search(r"from_markup|rich\.print|markup=True|Console\(", p.read_text())]
@@ -335,12 +335,12 @@ def test_processes_that_make_data_end_with_the_one_that_started_them(tmp_path):
 
 
 def test_a_ctrl_c_at_a_terminal_is_heard_once(tmp_path):
-    """A terminal sends it to all processes of a command; those that were started for it say nothing of their own."""
+    """A terminal sends SIGINT to all processes of a command; its child processes print nothing."""
     words = [sys.executable, "-m", "launch.cli", "data", "movi-like", "set", "--size", "32", "--train", "400"]
     process = subprocess.Popen(
         words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
     )
-    until(lambda: len(children(process.pid)) >= 3)  # two that work, and one that keeps count of what they share
+    until(lambda: len(children(process.pid)) >= 3)  # two workers, and the process that tracks shared memory
     os.killpg(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr, stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Checkpoints, data sets, results and records of others: what is not what it says is named, with code 2, and nothing is lost."""
+"""Test checkpoints, data sets, results and records from others: invalid ones are named, the exit code is 2, and nothing is lost."""
 
 import argparse
 import io
@@ -22,7 +22,7 @@ from tests.hostile.conftest import assert_ends
 
 @pytest.fixture(scope="module")
 def scored(home, tmp_path_factory):
-    """A trained run, its export, and sets to score them on."""
+    """Make a trained run, its export, and sets to score them on."""
     place = tmp_path_factory.mktemp("scored")
     assert_ends(["train", str(home / "good.yaml"), f"out={place}/runs"], 0, ["finished"])
     assert_ends(["export", str(place / "runs/tiny")], 0, [])

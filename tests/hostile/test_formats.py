@@ -1,4 +1,4 @@
-"""Damaged, hostile and misunderstood data sets of other libraries."""
+"""Damaged, hostile and misinterpreted data sets of other libraries."""
 
 import builtins
 import json
@@ -20,7 +20,7 @@ from tests.unit.test_remote import server  # noqa: F401  a fixture
 
 
 def target(kind, folder, number):
-    """The file that variant `number` of the hostile files damages."""
+    """Return the file that variant `number` of the hostile files damages."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".jpg", ".idx"))
     if kind in ("mds", "litdata"):
         files = [path for path in files if "/plain/" in str(path)]
@@ -66,7 +66,7 @@ def test_hostile_files_end_in_an_error_or_in_bad_samples(kind, tmp_path):
             assert str(folder) in str(error) or "data.sources" in str(error), error
         finally:
             close_storages()
-    assert good > 20  # of undamaged files beside the damaged one
+    assert good > 20  # files beside the damaged one are intact
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_values_that_are_no_caption_and_other_images(tmp_path):
     odd = [{**row, "label": i, "depth": {"bytes": b"\x89PNG", "path": None}} for i, row in enumerate(rows())]
     table = pa.Table.from_pylist(odd)
     with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
-        for part in (table.slice(0, 0), table):  # an empty row group, as some writers make them
+        for part in (table.slice(0, 0), table):  # an empty row group, which some writers produce
             writer.write_table(part)
     source = opened({"parquet": str(tmp_path / "a.parquet"), "caption_key": "label"})
     _, fields = source.storages[0].read(0)

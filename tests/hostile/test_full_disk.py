@@ -1,4 +1,4 @@
-"""What is written for people to keep, on a disk that takes no more: one line, code 2, and nothing half-written."""
+"""Test files that users keep when the disk is full: one line, exit code 2, and no partial file."""
 
 import errno
 import resource
@@ -26,7 +26,7 @@ NOISE = torch.randint(0, 256, (300, 300, 3), dtype=torch.uint8, generator=torch.
 
 @contextmanager
 def full(size=20_000):
-    """Let no file grow above `size` bytes, which writers see as errno 27 (EFBIG) where a full disk gives 28."""
+    """Let no file exceed `size` bytes. Writers get errno 27 (EFBIG) instead of 28 for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Images with numbers besides their class: unusual and damaged `.npy` members, groups in tables, and configurations that do not fit."""
+"""Images with further numbers besides their class: unusual and damaged `.npy` members, groups in tables, and wrong configurations."""
 
 import io
 
@@ -71,7 +71,7 @@ def test_more_numbers_than_names_and_negative_groups(tmp_path):
 
 def test_a_set_with_numbers_is_no_multilabel_set(tmp_path):
     write(tmp_path, [datacomp.npy([1, 2])] * 2)
-    assert WdsSet(tmp_path, "label").read(0)[2] == 0  # the class is read, whatever the numbers are
+    assert WdsSet(tmp_path, "label").read(0)[2] == 0  # the class is read for any such numbers
     assert WdsSet(tmp_path, "metadata").read(0)[2] == [0, 1, 2]
 
 
@@ -134,7 +134,7 @@ def test_scores_of_one_class_and_of_one_image():
     result = zeroshot.with_macro_f1(zeroshot.with_groups(result, ["a", "a"]))
     assert result.metrics["f1_macro"] == 1.0 and result.intervals["f1_macro"] == (1.0, 1.0)
     assert result.metrics["acc1_worst_group"] == 1.0 and "acc5_worst_group" not in result.metrics
-    # Ties lose, whatever their place; without a right image, the index is 0.
+    # A tie counts as wrong at every position. Without a right image, the index is 0.
     assert jaccard(torch.ones(1, 6), 2).tolist() == [0.0] and jaccard(torch.ones(1, 6), 0).tolist() == [0.0]
     assert jaccard(torch.tensor([[2.0, 1.0, 1.0]]), 2).tolist() == [1 / 3]
     assert jaccard(torch.tensor([[2.0, 1.0, 0.5]]), 2).tolist() == [1.0]

@@ -1,4 +1,4 @@
-"""Data that changed under a run, runs that lie elsewhere, and resumes around the end of an epoch."""
+"""Data that changed during a run, runs that were moved, and resumes near the end of an epoch."""
 
 import os
 import shutil
@@ -61,10 +61,10 @@ def test_recorded_hashes_see_what_the_index_does_not(shards, tmp_path):
     first = shards / "00000.tar"
     data, stat = bytearray(first.read_bytes()), first.stat()
     at = data.index(b"\xff\xd8") + 30
-    data[at] ^= 1  # in the first picture, where nobody samples
+    data[at] ^= 1  # in the first image, which the check does not sample
     first.write_bytes(bytes(data))
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    train(run({**tree, "stop_after_steps": 5}))  # by names, sizes, times and samples it is the same
+    train(run({**tree, "stop_after_steps": 5}))  # names, sizes, times and the sampled images are the same
     assert_ends(["data", "check", "--hash", str(shards)], 0, [])
     with pytest.raises(DataError, match=r"a\.content: "):
         train(run(tree))
@@ -76,7 +76,7 @@ def test_three_resumes_around_an_epochs_end_on_other_world_sizes_read_on(shards)
     config = run(tree)
 
     def read(size, steps, cursor):
-        """Global batches, and where they end, of `size` ranks."""
+        """Return the global batches of `size` ranks, and where each ends."""
         found, positions = [[] for _ in range(steps)], []
         for rank in range(size):
             batches = build_pipeline(config, World(rank, size)).start(cursor)
@@ -88,7 +88,7 @@ def test_three_resumes_around_an_epochs_end_on_other_world_sizes_read_on(shards)
         joined = [{key: torch.cat([part[key] for part in parts]) for key in ("image",)} for parts in found]
         return joined, Cursor.joined(positions)
 
-    whole, end = read(1, 24, None)  # eight steps are an epoch
+    whole, end = read(1, 24, None)  # eight steps make an epoch
     got, cursor = [], None
     for size, steps in (
         (2, 7),
@@ -96,7 +96,7 @@ def test_three_resumes_around_an_epochs_end_on_other_world_sizes_read_on(shards)
         (3, 1),
         (2, 7),
         (1, 8),
-    ):  # left before, on and behind an epoch's end, and on the next
+    ):  # stopped before, at and after the end of an epoch, and of the next one
         some, cursor = read(size, steps, cursor)
         got += some
     assert cursor == end and len(got) == 24
@@ -106,7 +106,7 @@ def test_three_resumes_around_an_epochs_end_on_other_world_sizes_read_on(shards)
 def test_three_resumes_around_an_epochs_end_have_the_same_bits(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, steps=15, checkpoint={"every_steps": 0, "every_minutes": 0})
     straight = train(run({**tree, "name": "straight"})).checkpoint
-    for stop in (11, 12, 13, 15):  # twelve steps are an epoch
+    for stop in (11, 12, 13, 15):  # twelve steps make an epoch
         last = train(run({**tree, "stop_after_steps": stop})).checkpoint
     for part in ("model", "optimizer"):
         theirs, ours = (load_file(place / f"{part}.safetensors") for place in (straight, last))

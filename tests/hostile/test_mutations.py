@@ -1,4 +1,4 @@
-"""Inputs that were valid before they were changed at random: recipes, shards, weight files, results and a server's answers.
+"""Inputs that were valid before random changes: recipes, shards, weight files, results and a server's answers.
 
 The ordinary run takes a few of each kind; `pytest -m stress tests/hostile/test_mutations.py` takes 200 of each.
 """
@@ -42,11 +42,11 @@ ODD = [
     None, True, -1, 0, 1e400, float("nan"), 10**30, "", "a\0b", "é" * 500, "../../x", "{a: 1}", [], {}, [[[]]], {"kind": "x"},
     {"x": {"y": None}}, "1e-3", "nan", "/dev/zero", "s3://", "data:,x", "${HOME}", -0.5, [1, 2, 3],
 ]  # fmt: skip
-MEMORY = 3 << 30  # bytes that one input may take beside what the process has
+MEMORY = 3 << 30  # bytes that one input may allocate in addition
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, taken out, repeated or put in; or the end cut off."""
+    """Change, remove, repeat or insert some bytes, or cut off the end."""
     content = bytearray(data)
     for _ in range(rng.choice((1, 1, 3, 20))):
         at, length = rng.randrange(len(content) or 1), rng.choice((1, 4, 64, 512))
@@ -65,7 +65,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def odd_tree(tree, rng: random.Random):
-    """A tree with one to three leaves, keys or blocks replaced, renamed, moved or gone."""
+    """Replace, rename, move or remove one to three leaves, keys or blocks of a tree."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice((1, 1, 2, 3))):
         if not tree:
@@ -86,7 +86,7 @@ def odd_tree(tree, rng: random.Random):
 
 @contextmanager
 def bounded(seconds: float = 30.0) -> Iterator[None]:
-    """Assert that an input ends well, or with an error that a person can solve, within a time and without filling the memory."""
+    """Assert that an input is accepted, or refused with an error that a user can solve, within a time and a limit of memory."""
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         yield
@@ -143,7 +143,7 @@ def test_weight_files(numbers, tmp_path):
         rng = random.Random(number)
         form = rng.choice(("safetensors", "pt", "state"))
         path = tmp_path / f"{number}.{'pt' if form == 'state' else form}"
-        if form == "state":  # a sound file of something else
+        if form == "state":  # a valid file with other content
             odd = dict(state)
             for name in rng.sample(sorted(odd), 3):
                 value = odd.pop(name)
@@ -188,7 +188,7 @@ def test_results(numbers, tmp_path):
 
 
 def _answers(answer: Callable[[bytes], bytes]) -> tuple[str, Callable[[], None]]:
-    """A server of bytes: what `answer` makes of each request. Returns its address, and what ends it."""
+    """Start a server whose reply to each request is `answer`. Yield its address, and stop it afterwards."""
     door = socket.create_server(("127.0.0.1", 0))
 
     def one(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Damaged and odd files of compositional sets: one error that names the file, never another kind of exception."""
+"""Damaged and unusual files of compositional sets: an error that names the file, never another exception."""
 
 import json
 import shutil
@@ -148,7 +148,7 @@ def test_frames_of_another_form_are_refused(root, tmp_path):
 
 
 def own(folder, rows, columns, **task):
-    """Return a task of rows in a JSON table with three images."""
+    """Return a task with three images whose rows are in a JSON table."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(3):
         made.picture(folder / f"{i}.png", i)

@@ -1,4 +1,4 @@
-"""Recipes: YAML that means two things, grows without end or is none; values that would fail late."""
+"""Recipes whose YAML is ambiguous, infinite or invalid, and values that would fail late."""
 
 import os
 

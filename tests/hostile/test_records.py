@@ -1,4 +1,4 @@
-"""Results, records and stored features that are torn, changed or of another kind: passed over or named, and never a score."""
+"""Results, records and stored features that are incomplete, changed or of another kind are ignored or reported, and never used as a score."""
 
 import json
 
@@ -86,7 +86,7 @@ LINES = [
 def test_an_invalid_line_of_results_is_skipped_or_named(line, tmp_path):
     append(tmp_path, "a", "t", result(), {})
     with (tmp_path / "results.jsonl").open("a") as stream:
-        stream.write(line)  # torn: no end of line
+        stream.write(line)  # incomplete: no end of line
     append(tmp_path, "b", "t", result(), {})
     shown = line.startswith('{"schema"')
     assert_ends(["eval", "table", str(tmp_path)], 2 if shown else 0, ["line 2 is not a result"] if shown else [])
@@ -162,7 +162,7 @@ def test_an_environment_that_is_none_is_named(name, value, home, tmp_path):
 
 
 def _encoded(ranks, place, root):
-    """On each rank: the encodings of a set by a store that cannot be written; how many there are, and what was said."""
+    """Return on each rank how many encodings a store that cannot be written gives, and its messages."""
     with logged() as said:
         found = FeatureStore(place).images(PixelEncoder(8), WdsSet(root, "label"), ranks=ranks)
     return float(found.in_memory().sum()), len(found), len(said)

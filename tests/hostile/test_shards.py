@@ -1,4 +1,4 @@
-"""Shards and samples of others: headers that lead nowhere, members that are no content, captions and images that stall or start programs."""
+"""Shards and samples with invalid headers, members that are not content, and captions and images that take forever or start programs."""
 
 import bz2
 import gzip
@@ -37,7 +37,7 @@ def member(name, content=b"", kind=tarfile.REGTYPE, form=tarfile.USTAR_FORMAT, *
 
 
 def with_size(header, field):
-    """A header whose size is this text, with a checksum that fits."""
+    """Return a tar header with this text as its size, and a valid checksum."""
     block = bytearray(header[:512])
     block[124:136] = field.ljust(12, b"\0")
     block[148:156] = b" " * 8
@@ -86,7 +86,7 @@ def test_a_tar_that_leads_nowhere_ends_and_is_counted(name, among, tmp_path):
     assert time.monotonic() - begin < 5
     read = [unpack_or_reason(data[index.offsets[i] : index.offsets[i + 1]]) for i in range(len(index))]
     known = [dict(sample(i)[1]) for i in (1, 2)] if among else []
-    assert read[: len(known) - 1] == known[: len(read)][: len(known) - 1]  # the last one may be where it breaks off
+    assert read[: len(known) - 1] == known[: len(read)][: len(known) - 1]  # the last one may be incomplete
     (tmp_path / "bad.tar").write_bytes(data)
     whole = index.intact and all(isinstance(found, dict) and {"jpg", "txt"} <= found.keys() for found in read)
     report = check_storage(
@@ -107,7 +107,7 @@ def unpack_or_reason(data):
 @settings(max_examples=2000, deadline=2000)
 @given(st.data())
 def test_no_bytes_make_the_tar_reader_hang_or_raise(data):
-    """Good archives with bytes replaced, cut and doubled, and blocks of any bytes."""
+    """Valid archives with replaced, missing and repeated bytes, and arbitrary bytes."""
     whole = bytearray(good(3) + member("é" * 120 + ".jpg", b"1", form=tarfile.PAX_FORMAT) + good(4) + END)
     for _ in range(data.draw(st.integers(0, 6))):
         at = data.draw(st.integers(0, min(len(whole), 6000) - 1))
@@ -153,7 +153,7 @@ def test_one_bad_sample_ends_no_training_and_is_counted_with_its_key(name, home,
     if "skipped a sample" not in log:
         assert name.startswith(
             ("a hard link", "a soft link", "a link", "a device")
-        )  # no content: there is no such sample
+        )  # without content, the sample does not exist
     counted = "skipped a sample" in log
     report = check_storage(open_shards([str(folder / "00002.tar")], False)[0], ShardsConfig(shards=str(folder)))
     assert len(report.bad) == counted and all(reason in log for _, reason in report.bad)
@@ -207,7 +207,7 @@ def test_a_pipe_for_a_shard_is_refused_and_not_waited_for(home, tmp_path):
 
 def test_an_index_that_cannot_be_written_is_an_error(shards, tmp_path):
     for shard in shards.glob("*.tar"):
-        (shards / f"{shard.name}.idx.npy").mkdir()  # nothing can be renamed onto a folder
+        (shards / f"{shard.name}.idx.npy").mkdir()  # a folder, which no file can replace by renaming
     assert_ends(["data", "index", str(shards)], 2, ["00000.tar.idx.npy: cannot be written"])
 
 
@@ -242,7 +242,7 @@ def test_a_compressed_tar_is_named_with_the_tool_that_unpacks_it(pack, tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_shard(tmp_path / "a.tar", (sample(i) for i in range(3)))
     (tmp_path / "b.tar").write_bytes(pack((tmp_path / "a.tar").read_bytes()))
-    for _ in range(2):  # the second time with an index that was kept
+    for _ in range(2):  # the second time with a stored index
         with pytest.raises(
             DataError, match=r"b\.tar: is compressed with (gzip|bzip2|xz), .*(gunzip|bunzip2|unxz) < FILE"
         ):

@@ -1,4 +1,4 @@
-"""Odd words, records and files that once ended with a traceback."""
+"""Unusual words, records and files that once ended with a traceback."""
 
 import gzip
 import json
@@ -111,14 +111,14 @@ def test_every_reader_warns_of_a_checkpoint_that_may_not_be_the_intended_one(sha
     said = "step-00000003: is incomplete; step-00000002 is read instead"
     with logged() as heard:
         load_encoder(config.folder)
-        load_encoder(checkpoints / "step-00000001")  # the one that was named is the one that is meant
+        load_encoder(checkpoints / "step-00000001")  # an explicitly named checkpoint is used
     assert len(heard) == 1 and heard[0].endswith(said)
     assert_ends(["export", str(config.folder)], 0, [said])
     sign(checkpoints / "step-00000002", lambda meta: meta.update(suspect=True))
     with logged() as heard:
         load_encoder(checkpoints / "step-00000002")
     assert "was written while training skipped steps" in heard[0]
-    # What a writer that was killed left is as incomplete; what replaced an equal step is not.
+    # What a killed writer left is incomplete. What replaced an equal step is complete.
     (checkpoints / ".tmp-old-step-00000009").mkdir()
     (checkpoints / ".tmp-x-step-00000004").mkdir()
     assert store.CheckpointStore(checkpoints).unfinished().name == ".tmp-x-step-00000004"

@@ -1,4 +1,4 @@
-"""Weights that are not finite, of another form, or for other pixels are refused in every evaluation."""
+"""Weights that are not finite, of another form, or for another image size are refused by every evaluation."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import read_dino
 from sparo_train.models.weight_files.weights import load_into
 
-SCORED = ("to_q", "to_k", "norm_slots", "norm_tokens")  # of which nothing but an attention's scores is made
+SCORED = ("to_q", "to_k", "norm_slots", "norm_tokens")  # parameters that only affect attention scores
 CONV = {"channels": [8, 8], "strides": [2, 1], "kernel": 3}
 SAYS = {
     "dvae": {"vocab": 20, "channels": 8},
@@ -40,7 +40,7 @@ def images_of(encoder, *views):
 
 def clips_of(encoder):
     video = torch.randint(0, 256, (1, 2, 4, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    video[:, :, 3] = torch.arange(16, dtype=torch.uint8)[:, None] // 6  # whose each pixel of the first frame is
+    video[:, :, 3] = torch.arange(16, dtype=torch.uint8)[:, None] // 6  # the position of each pixel in the first frame
     video = video if encoder.conditional else video[:, :, :3]
     return [encoder.clips(video), encoder.clip_slots(video)]
 
@@ -117,7 +117,7 @@ def test_a_nan_weight_shows_in_all_outputs_that_depend_on_it(name, row, looked_a
 
 
 def refuse_silence(encoder, looked_at):
-    """Each module in turn: the other way would be to believe that one NaN stands for all."""
+    """Put NaN in each module in turn, because a NaN in one place does not show that all are found."""
     sound = looked_at(encoder)
     assert all(table.isfinite().all() for table in sound)
     silent = []
@@ -134,14 +134,16 @@ def refuse_silence(encoder, looked_at):
         with torch.no_grad():
             for p, before in zip(own, held, strict=True):
                 p.copy_(before)
-    # torch's fused attention on a CPU takes scores that are NaN for masked ones: such weights are refused when they are
-    # loaded (tests/parity/test_averaging.py).
+    # On a CPU, torch's fused attention treats scores that are NaN as masked. Such weights are refused when they
+    # are loaded (tests/parity/test_averaging.py).
     assert all(any(part in name for part in SCORED) for name in silent), silent
 
 
 def test_a_transposed_matrix_is_refused():
     model = torch.nn.Linear(3, 2)
-    load_into(model, {"weight": torch.zeros(1, 2, 3), "bias": torch.zeros(2, 1)}, "x.pt")  # a one more is nothing
+    load_into(
+        model, {"weight": torch.zeros(1, 2, 3), "bias": torch.zeros(2, 1)}, "x.pt"
+    )  # a leading dimension of one is accepted
     with pytest.raises(CheckpointError, match=r"x.pt: .*weight: \(3, 2\) in the file, \(2, 3\) in the model"):
         load_into(model, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "x.pt")
 

@@ -1,1 +1,1 @@
-"""A null GPU: runs torch's CUDA code paths on a machine without a GPU. README.md says what it can show."""
+"""A null GPU: runs torch's CUDA code paths on a machine without a GPU. README.md lists what it can show."""

@@ -30,7 +30,7 @@ DECORATIONS = (
 
 
 class UnavailableError(RuntimeError):
-    """The null GPU cannot be built here; the message is the reason."""
+    """The null GPU cannot be built here; the message contains the reason."""
 
 
 def build(cache: Path | None = None) -> Path:
@@ -59,7 +59,7 @@ def build(cache: Path | None = None) -> Path:
         folder.mkdir()
         _compile(folder, torch, cuda)
         try:
-            folder.rename(out)  # complete or absent: several workers of pytest may build it at once
+            folder.rename(out)  # complete or absent, because several workers of pytest may build it at once
         except OSError:
             if not (out / "libcuda.so.1").exists():
                 raise

@@ -1,4 +1,4 @@
-"""Runs programs on the null GPU, each in its own process: it must never be loaded into pytest's."""
+"""Fixtures that run programs on the null GPU, each in a separate process: it must never be loaded into pytest's process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a subprocess on the null GPU; skips with the reason where it cannot be built."""
+    """Return the environment of a subprocess on the null GPU; skip with the reason if it cannot be built."""
     assert "NULLGPU" not in os.environ, "pytest itself must not run on the null GPU"
     try:
         return environment(
@@ -34,7 +34,7 @@ def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run_program(null_gpu: dict[str, str]) -> Callable[..., Any]:
-    """A function that runs a function of `programs.py` on the null GPU and returns its result."""
+    """Return a function that runs a function of `programs.py` on the null GPU and returns its result."""
 
     def run(name: str, *arguments: Any, reads: str = "zero") -> Any:
         command = [sys.executable, "-m", "tests.nullgpu.programs", name, json.dumps(arguments)]

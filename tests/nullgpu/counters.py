@@ -1,4 +1,4 @@
-"""What a process on the null GPU did: launches, copies, waits."""
+"""Counters of a process on the null GPU: launches, copies, waits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_counters() -> collections.Counter[str]:
 
 
 def kernel_launches() -> collections.Counter[str]:
-    """Return the launches since the last call by the kernel's name."""
+    """Return the launches since the last call by kernel name."""
     launches: collections.Counter[str] = collections.Counter()
     callback_type = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
 
@@ -45,7 +45,7 @@ def kernel_launches() -> collections.Counter[str]:
 
 @contextlib.contextmanager
 def count() -> Iterator[collections.Counter[str]]:
-    """Return a counter that contains what the block did, after its end."""
+    """Return a counter of the block. It is complete when the block has ended."""
     counter: collections.Counter[str] = collections.Counter()
     before = read_counters()
     yield counter

@@ -44,12 +44,12 @@ EAGER = {"device": "cuda", "precision": "bf16", "compile": False}
 
 
 def device() -> dict[str, Any]:
-    """Return what torch sees."""
+    """Return which devices torch finds."""
     return {"own": counters.on_null_gpu(), "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
 
 
 def nearest(queries: int, rows: int) -> dict[str, int]:
-    """Return what a search of k-NN does."""
+    """Return the counters of a k-NN search."""
     asked, bank = torch.randn(queries, 16, device="cuda"), torch.randn(rows, 16).half()
     with counters.count() as counter:
         knn.score(
@@ -126,7 +126,7 @@ def run_step(engine: Engine, objective: Objective, batch: dict[str, Any], micro_
 def steps(
     kinds: list[str], engine_options: dict[str, Any], optim: dict[str, Any], micro_batch_size: int
 ) -> dict[str, Any]:
-    """Return for each objective what its third step does: waits by line, counters, and the allocator's peak; or the error."""
+    """Return the counters of each objective's third step: waits by line, launches and copies, and the allocator's peak; or the error."""
     out: dict[str, Any] = {}
     for kind in kinds:
         with tempfile.TemporaryDirectory() as root:
@@ -215,7 +215,7 @@ def graph_breaks(kinds: list[str]) -> dict[str, Any]:
 
 
 def launches(world_size: int, engine_options: dict[str, Any], changes: list[str]) -> dict[str, Any]:
-    """Return the launches of a step of CLIP+SPARO on rank 0, and how many graphs exist after captions of one, two and all lengths."""
+    """Return the launches of a step of CLIP+SPARO on rank 0, and the number of graphs after captions of one, two and all lengths."""
     from torch._dynamo.utils import counters as dynamo
 
     with _many_ranks(world_size):
@@ -237,7 +237,7 @@ def launches(world_size: int, engine_options: dict[str, Any], changes: list[str]
 
 
 def ranks(world_size: int, engine_options: dict[str, Any], changes: list[str], pairs: int = 16) -> dict[str, Any]:
-    """Return what rank 0 of `world_size` ranks does in a step of CLIP+SPARO: collectives, counters, memory, and the estimates.
+    """Return the counters of rank 0 of `world_size` ranks in a step of CLIP+SPARO: collectives, launches, memory, and the estimates.
 
     Args:
         engine_options: the recipe's `engine` block.
@@ -271,12 +271,12 @@ def ranks(world_size: int, engine_options: dict[str, Any], changes: list[str], p
 
 @contextlib.contextmanager
 def _many_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a process group whose other ranks do not exist."""
+    """Act as rank 0 of a process group whose other ranks do not exist."""
     import torch.distributed as dist
     import torch.nn.parallel.distributed as ddp
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # It compares shapes with those of the other ranks, which do not exist.
+    # DDP compares shapes with those of the other ranks, which do not exist.
     ddp._verify_param_shape_across_processes = lambda *_: None  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     yield
@@ -343,7 +343,7 @@ def _crops(count: int) -> dict[str, torch.Tensor]:
 
 
 def train(kind: str, engine_options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Train with checkpoints, stop after half of the steps, resume; return the ends and the last records."""
+    """Train with checkpoints, stop after half of the steps, resume; return the exit codes and the last records."""
     from sparo_train.train.fit import fit
 
     with tempfile.TemporaryDirectory() as root:
@@ -422,5 +422,5 @@ def local_memory(pairs: int) -> dict[str, Any]:
 if __name__ == "__main__":
     assert counters.on_null_gpu(), "this program needs the null GPU: python -m tests.nullgpu.build python -m …"
     print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))), flush=True)
-    # As `sparo train` on several ranks: threads of process groups can abort an interpreter that is shutting down.
+    # As in `sparo train` on several ranks: threads of process groups can abort an interpreter that shuts down.
     os._exit(0)

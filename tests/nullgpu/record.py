@@ -1,4 +1,4 @@
-"""Records what the steps of test_steps.py launch and hold: `python -m tests.nullgpu.record`, after an intended change."""
+"""Record launches and memory of the steps of test_steps.py after an intended change: `python -m tests.nullgpu.record`."""
 
 import json
 import subprocess

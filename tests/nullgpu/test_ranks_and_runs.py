@@ -1,9 +1,9 @@
-"""Rank 0 of many, whole trainings, and memory against the estimates of `--dry-run`. Values and times mean nothing here."""
+"""Rank 0 of many, whole trainings, and memory compared with the estimates of `--dry-run`. Values and times mean nothing here."""
 
 import pytest
 
 pytestmark = pytest.mark.nullgpu
-# cuBLAS's workspaces on an H100, of the threads of forward and backward; no estimate contains them.
+# Workspaces of cuBLAS on an H100 for the threads of forward and backward. No estimate contains them.
 WORKSPACES = 2 * 32 * 2**20
 FEATURES = 16 * 64 * 64 * 4  # bytes of the encodings of 16 images: 64 slots of 64 values
 SMALL = [f"objective.model.{tower}.layers=3" for tower in ("vision", "text")]
@@ -16,10 +16,10 @@ def test_fsdp2_gathers_each_unit_twice_and_scatters_it_once(run_program):
         step["units"] + 1,
         step["number"],
         step["bytes"],
-    )  # units, and the parameters outside of them
+    )  # units, and parameters outside of units
     # The loss gathers the encodings of images and texts, and scatters their gradients.
     assert number["_reduce_scatter_base_"] == groups + 2
-    # In forward, and in backward again; the root's parameters stay.
+    # Gathered in forward, and again in backward. The parameters of the root stay gathered.
     assert number["_allgather_base_"] == 2 * groups - 1 + 2
     assert "allgather_" not in number
     sent = sizes["_allgather_base_"] + 64 * sizes["_reduce_scatter_base_"] - 2 * 2 * 64 * FEATURES
@@ -60,12 +60,12 @@ def test_compiled_steps_launch_less_and_other_lengths_compile_once(run_program, 
     )
     assert compiled["launch"] < 0.82 * eager["launch"]
     first, second, all_lengths = compiled["graphs"]
-    # Blocks and readouts of both towers; those of the text tower again for any length.
+    # Blocks and readouts of both towers. The text tower's are compiled again for variable lengths.
     assert (first, second, all_lengths) == (4, 6, 6) and eager["graphs"] == [0, 0, 0]
 
 
 def test_the_norms_of_sharded_gradients_take_few_launches(run_program):
-    """Three launches for each of 70 parameters, when each norm was computed alone."""
+    """Previously, each norm was computed separately: three launches for each of 70 parameters."""
     alone, sharded = (run_program("launches", 64, {"kind": kind}, SMALL, reads="stored") for kind in ("ddp", "fsdp2"))
     assert sharded["launch"] - alone["launch"] < 70
 
@@ -74,7 +74,7 @@ def test_hybrid_sharding_keeps_a_copy_per_group(run_program):
     whole = run_program("ranks", 64, {"kind": "fsdp2"}, GATHER)
     hybrid = run_program("ranks", 64, {"kind": "fsdp2", "shard_size": 8}, GATHER)
     assert hybrid["between"] - WORKSPACES == pytest.approx(8 * (whole["between"] - WORKSPACES), rel=0.1)
-    # Shards are averaged over the eight groups.
+    # Gradients of shards are averaged over the eight groups.
     assert hybrid["number"]["allreduce_"] == whole["number"]["allreduce_"] + whole["units"] + 1
 
 

@@ -1,4 +1,4 @@
-"""CUDA code without a GPU: that a step runs, what it waits for, and how much it launches. Values and times mean nothing here."""
+"""CUDA code without a GPU: whether a step runs, where it waits, and how many kernels it launches. Values and times mean nothing here."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,13 @@ KINDS = [
     "clip", "sigmoid", "flair", "dino", "dino_batch_norm", "dinov3", "distill", "images", "psb", "savi", "slot_contrast", "slate", "nerf",
     "nerf_relu", "slot_mixer",
 ]  # fmt: skip
-# Waits that are accepted, by file and number per step.
+# Accepted waits, by file and number per step.
 WAITS = {
-    # Colours are computed only at points with a density, and their number is a result of the device.
+    # Colours are computed only at points with a density, whose number is known on the device only.
     "nerf_relu": {"object_centric/scenes3d/radiance_field.py": 2},
 }
 BREAKS = {
-    "nerf_relu": ["Dynamic shape operator"],  # the same
+    "nerf_relu": ["Dynamic shape operator"],  # for the same reason
     "distill": ["Skip calling `torch.compiler.disable()`d function"],  # the teacher, which may be any model
 }
 EXPECTED = json.loads(Path(__file__).with_name("expected_steps.json").read_text())
@@ -81,7 +81,7 @@ def test_muon_waits_only_for_its_decision(run_program):
 
 
 def test_neighbours_are_searched_in_blocks_that_suit_a_gpu(run_program):
-    """2 blocks of queries times 4 of the bank; 32 times 32 with the CPU's blocks."""
+    """Expect 2 blocks of queries times 4 of the bank; with the CPU's blocks it would be 32 times 32."""
     assert run_program("nearest", 4096, 262144)["launch"] < 8 * 60
 
 

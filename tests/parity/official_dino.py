@@ -1,4 +1,4 @@
-"""DINO's update as the official code and paper state it, literally and slowly: the oracle of the DINO tests.
+"""DINO's update as the official code and the paper describe it, written with plain loops: the reference for the DINO tests.
 
 Backbone: timm's own ViT forward with the official interpolation of positions. Everything else is spelled out per crop,
 per pair and per parameter.
@@ -18,7 +18,7 @@ from sparo_train.models.vit_config import DROP_RANGE
 
 
 def schedule(base, final, epochs, per_epoch, warmup_epochs=0, start=0.0):
-    """One value per iteration, as an array."""
+    """Return one value per iteration as an array."""
     warm = np.linspace(start, base, warmup_epochs * per_epoch) if warmup_epochs else np.array([])
     left = np.arange(epochs * per_epoch - warmup_epochs * per_epoch)
     cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * left / len(left)))
@@ -26,7 +26,7 @@ def schedule(base, final, epochs, per_epoch, warmup_epochs=0, start=0.0):
 
 
 def teacher_temperatures(warm, final, warm_epochs, epochs):
-    """One value per epoch."""
+    """Return one value per epoch."""
     return np.concatenate([np.linspace(warm, final, warm_epochs), np.ones(epochs - warm_epochs) * final])
 
 
@@ -46,7 +46,7 @@ class Head(nn.Module):
 
 
 class Backbone(Vit):
-    """The same parameters, run by timm's blocks one after another on all tokens, drop path by floor(keep + u) / keep."""
+    """The same parameters in timm's blocks, applied one after another to all tokens, with drop path by floor(keep + u) / keep. / keep."""
 
     def plain(self, x, drop=None):
         pixels, (_, _, height, width) = x, x.shape
@@ -131,7 +131,7 @@ class Dino:
         return total / terms
 
     def step(self, iteration, large, small, drop):
-        """Crops (B, 2, 3, S, S) and (B, n, 3, s, s), normalised; returns the loss."""
+        """Update with crops (B, 2, 3, S, S) and (B, n, 3, s, s), normalised; return the loss."""
         epoch = iteration // self.per_epoch
         for number, group in enumerate(self.optimizer.param_groups):
             group["lr"] = self.lr[iteration]

@@ -1,4 +1,4 @@
-"""What tests of released slot models share: layers by names, as their authors' code computes them."""
+"""Helpers for tests of released slot models: layers by name, as their authors' code computes them."""
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -10,7 +10,7 @@ MEAN, STD = (torch.tensor(v).double().view(3, 1, 1) for v in ((0.485, 0.456, 0.4
 
 
 def drawn(shapes, seed=0):
-    """Random weights of fp32, held in fp64; norms near one, so that they are not noise alone."""
+    """Return random weights of fp32 precision in fp64, with norm weights near one, so that outputs are not only noise."""
     g = torch.Generator().manual_seed(seed)
     return {
         n: (torch.randn(s, generator=g) * 0.2 + (1.0 if "norm" in n and n.endswith("weight") else 0.0)).double()
@@ -44,7 +44,7 @@ def gru(w, name, x, h):
 
 
 def doubled(encoder):
-    """The encoder's model in fp64, where rounding hides nothing, and how slots and attention are asked of it."""
+    """The encoder's model in fp64, where rounding hides nothing, and functions that return its slots and attention."""
     model, noise = encoder.model.double(), encoder.noise.double()
     encoder.noise = noise
 
@@ -61,7 +61,7 @@ def scaled(pixels, signed=False):
 
 
 def said_of(encoder):
-    """What was taken for granted, without the line that says how to say otherwise."""
+    """Return the assumption in a message, without the advice on how to change it."""
     return encoder.assumed.partition(": does not contain ")[2].partition(";")[0]
 
 
@@ -89,7 +89,7 @@ def begun(encoder, w, mean, deviation):
 
 
 def slates_rounds(w, name, x, slots, rounds=3):
-    """SLATE's slot attention, which SPOT took over; with one head."""
+    """Apply SLATE's slot attention with one head, which SPOT uses, too."""
     x = ln(w, f"{name}.norm_inputs", x)
     k, v = lin(w, f"{name}.project_k", x) * SLOT**-0.5, lin(w, f"{name}.project_v", x)
     shares = x

@@ -1,4 +1,4 @@
-"""Micro-batches give the gradients of the whole batch."""
+"""Test that micro-batches give the gradients of the whole batch."""
 
 from itertools import pairwise
 
@@ -73,7 +73,7 @@ def engine_block(kind, **keys):
 
 
 def all_gradients(ranks, tree, engine, micro_batch_sizes):
-    """Gradients after the first batch, in fp64, for each micro-batch size."""
+    """Return the gradients after the first batch in fp64 for each micro-batch size."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     batch = next(build_pipeline(config, ranks.world).start()).batch
     found = []
@@ -89,7 +89,7 @@ def all_gradients(ranks, tree, engine, micro_batch_sizes):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_path, kind):
-    """World sizes 1, 2, 4 and accumulation 1, 2, 4, with augmentation and patch dropout; `logit_scale` included."""
+    """Compare world sizes 1, 2, 4 and accumulation 1, 2, 4, with augmentation and patch dropout, including `logit_scale`."""
     tree = tiny_recipe(shards, tmp_path, batch_size=16)
     tree["data"] = {**tree["data"], "workers": 0, "streams": 16}
     ((whole,),) = run_ranks(1, all_gradients, tree, engine_block("local"), [16])
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_pat
 
 
 def trained(ranks, tree, engine, micro_batch_size, folder, restart_at=None):
-    """Six steps on these ranks, saved; with another engine taking over from a checkpoint where `restart_at` says {step: engine}."""
+    """Train six steps on these ranks, and save. `restart_at` {step: engine} lets another engine resume from a checkpoint."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     batches = build_pipeline(config, ranks.world).start()
     keeper = store.CheckpointStore(folder)
@@ -142,7 +142,7 @@ def two_tree(shards, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Gradient norms and the model of six steps in one process."""
+    """Return gradient norms and the model after six steps in one process."""
     root = tmp_path_factory.mktemp("alone")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     (norms,) = run_ranks(1, trained, two_tree(root / "shards", root), engine_block("local"), 12, root / "run")
@@ -168,7 +168,7 @@ def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(
 ):
     tree, (norms, whole) = two_tree(shards, tmp_path), alone
     for found in run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "straight"):
-        for ours, theirs in zip(found, norms, strict=True):  # AdamW would not show a wrong scale
+        for ours, theirs in zip(found, norms, strict=True):  # after AdamW, a wrong scale would not be visible
             assert ours == pytest.approx(theirs, rel=1e-4)
     run_ranks(world_size, trained, tree, engine, micro_batch_size, tmp_path / "again", {3: engine})
     straight, again = (model_after(tmp_path / name) for name in ("straight", "again"))
@@ -187,7 +187,7 @@ def test_a_run_changes_engines_on_its_way(shards, tmp_path):
 
 
 def skips(ranks, tree, engine):
-    """Whether steps were applied, and how much this rank's pieces moved in the one whose gradient one rank made infinite."""
+    """Return whether steps were applied, and how much this rank's shards changed in the step in which one rank made the gradient infinite."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     objective, running = build_objective(config), build_engine(config.engine, config.optim, ranks)
     running.prepare(objective)
@@ -211,7 +211,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(shards, tmp
 
 
 class Noisy(CoupledObjective):
-    """Embeds through dropout, which draws from torch's own generator."""
+    """Embeds with dropout, which draws from torch's global generator."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2, ZERO_3, model_after
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Six steps with an average, each of them kept."""
+    """Train six steps with an average, and keep each checkpoint."""
     from sparo_data.writer import write_shards
     from tests.helpers.samples import sample
 
@@ -82,7 +82,7 @@ def test_the_mean_of_checkpoints_is_exported(run, tmp_path):
     broken["model.logit_scale"] = torch.tensor(torch.nan)
     with pytest.raises(CheckpointError, match=r"x: model.logit_scale: has values that are not finite"):
         refuse_non_finite(broken, "x")
-    # Also where it is loaded to be scored: a model can hide it (tests/hostile/test_weights.py).
+    # Also refused when it is loaded to be scored, because a model can hide it (tests/hostile/test_weights.py).
     held = load_file(path / "open_clip_model.safetensors")
     held["visual.transformer.resblocks.0.attn.in_proj_weight"][0, 0] = torch.nan
     save_file(held, path / "open_clip_model.safetensors")
@@ -117,14 +117,14 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
         found = model_after(straight)
         for name, value in alone.items():
             assert torch.allclose(value, found[name], rtol=1e-4, atol=2e-5), (engine, name)
-        if engine is not DDP:  # which keeps what the engine of one process keeps
+        if engine is not DDP:  # DDP saves the same as the engine of one process
             run_ranks(2, trained, tree, engine, 3, again, {3: engine})
             resumed = model_after(again)
             assert all(torch.equal(found[name], resumed[name]) for name in found), engine
 
 
 def test_what_is_frozen_stays_what_it_was(monkeypatch):
-    # With `applied` given, the path of a GPU, where the host does not read it.
+    # With `applied`, the code takes the path of a GPU, where the host does not read it.
     monkeypatch.setattr(ema, "_host_can_read", lambda applied: applied is None)
     average, model = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
     average.load_state_dict(model.state_dict())
@@ -140,7 +140,7 @@ def test_what_the_device_decides_is_what_the_host_does(applied, monkeypatch):
     torch.manual_seed(0)
     average, twin, model = (torch.nn.Linear(5, 4) for _ in range(3))
     twin.load_state_dict(average.state_dict())
-    # A fake device: what cannot be read on the host takes the path of a GPU.
+    # A fake device: what the host cannot read takes the path of a GPU.
     monkeypatch.setattr(ema, "_host_can_read", lambda applied: applied is None)
     update_ema(average, model, 0.7, torch.tensor(applied))
     center, mean = torch.randn(1, 6), torch.full((1, 6), torch.nan if not applied else 0.5)
@@ -168,6 +168,6 @@ def test_dinos_teacher_keeps_the_statistics_of_its_own_batches(monkeypatch):
     assert own[name].eq(1).all()
     for known in (True, False):
         monkeypatch.setattr(ema, "_host_can_read", lambda applied, known=known: known)
-        objective._center_sums[-1] = 1.0  # a teacher's row, whose mean the center follows
+        objective._center_sums[-1] = 1.0  # a row of the teacher, whose mean updates the center
         objective.after_step(Progress(0, 10, 0), torch.tensor(True))
         assert own[name].eq(1).all() and theirs[name].eq(2).all()

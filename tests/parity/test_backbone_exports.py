@@ -1,4 +1,4 @@
-"""Exports of DINO runs for timm, transformers and torch, loaded by these libraries alone."""
+"""Exports of DINO runs for timm, transformers and torch, loaded by these libraries only."""
 
 import io
 import subprocess
@@ -37,7 +37,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Make a run of a kind once, with weights that differ from those of a new network."""
+    """Return a function that makes a run of each kind once, with weights that differ from initial ones."""
     made = {}
 
     def run(kind, *words):
@@ -73,7 +73,7 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
     picture = Image.open(io.BytesIO(jpeg(3, (90, 70))))
     ready = encoder.normalised(encoder.stacked([encoder.transform(picture)]))
     theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)(picture)
-    assert (theirs - ready[0]).abs().max() < 0.05  # a level or two of 256, by rounding
+    assert (theirs - ready[0]).abs().max() < 0.05  # one or two of 256 levels, by rounding
     assert model.pretrained_cfg["mean"] == pytest.approx(tuple(encoder.mean.flatten().tolist()))
     transformers = pytest.importorskip("transformers")
     folder = export_run(run, None, "transformers")
@@ -81,7 +81,7 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
     assert not info["unexpected_keys"] and all("pooler" in name for name in info["missing_keys"])
     with torch.no_grad():
         assert torch.allclose(loaded.eval()(normalised).last_hidden_state[:, 0], expected, atol=1e-5)
-    again = load_encoder(f"hf:{folder}")  # evaluation reads the export, too
+    again = load_encoder(f"hf:{folder}")  # evaluation can read the export, too
     assert torch.allclose(again.encode(x), expected, atol=1e-5)
 
 

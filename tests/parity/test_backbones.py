@@ -1,4 +1,4 @@
-"""Backbones of DINOv2, DINOv3, timm, transformers and CLIP, read from files in their own formats, against their own features."""
+"""Backbones of DINOv2, DINOv3, timm, transformers and CLIP, read from files in their formats, compared with their own features."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def _seed():
 
 
 def randomized(model):
-    """Give every parameter a value that differs from zero and one, so that one that is lost changes the features."""
+    """Set every parameter to values other than zero and one, so that a lost parameter changes the features."""
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * (0.3 if p.dim() < 2 else 0.1) + (1 if p.dim() == 1 else 0))
@@ -67,7 +67,7 @@ def test_dinov2_in_timms_and_in_its_own_names(registers, gated):
     assert mine.config.registers == registers and mine.config.ffn_layer == ("swiglu" if gated else "mlp")
     own = {name: value.clone() for name, value in mine.state_dict().items()}
     own["mask_token"] = torch.randn(1, WIDTH)
-    if registers:  # the official files add a position to the class token
+    if registers:  # the official files have a position for the class token
         own["pos_embed"][:, :1] = torch.randn(1, 1, WIDTH)
         own["cls_token"] -= own["pos_embed"][:, :1]
     chunked = {f"backbone.{n.replace('blocks.1.', 'blocks.0.1.')}": t for n, t in own.items()}
@@ -90,7 +90,7 @@ def test_dinov3_rotates_as_timms_model_does_at_every_size(gated, bias):
     mine = ours(model.state_dict())
     assert mine.config.positions == "rope" and mine.config.norm_eps == 1e-5 and mine.config.registers == 4
     same(model.forward_features, mine, sizes=(48, 80))
-    # The official files: their own names, a mask in which the bias of keys is not a number, and a table of periods.
+    # The official files have other names, a mask in which the bias of keys is NaN, and a table of periods.
     own = {n.replace("register_tokens", "storage_tokens"): t.clone() for n, t in mine.state_dict().items()}
     for name in [n for n in own if n.endswith("qkv.bias")]:
         own[name][WIDTH : 2 * WIDTH] = math.nan

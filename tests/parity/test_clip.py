@@ -1,4 +1,4 @@
-"""Towers, parameter counts, exact cutting of captions, decay groups, the loss."""
+"""Towers, parameter counts, exact cutting of captions, groups of weight decay, the loss."""
 
 import open_clip
 import pytest
@@ -211,7 +211,7 @@ def test_learning_rate_is_open_clips():
 def test_half_life_counts_from_the_start_or_after_warm_up():
     told = {"lr": 4e-4, "warmup_steps": 10, "schedule": "half_life", "half_life": 100}
     locatello, dinosaur = AdamWConfig(**told), AdamWConfig(**told, half_life_start="warmup")
-    for step in (0, 4, 9, 10, 110, 1010):  # as Locatello's TF code and OCLF's schedulers have it
+    for step in (0, 4, 9, 10, 110, 1010):  # as in Locatello's TF code and OCLF's schedulers
         warm = min((step + 1) / 10, 1)
         assert learning_rate(locatello, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (step / 100))
         assert learning_rate(dinosaur, step, 2000) == pytest.approx(4e-4 * warm * 0.5 ** (max(step - 10, 0) / 100))
@@ -224,7 +224,7 @@ def test_rates_cool_down_at_the_end_or_from_the_start():
     found = [learning_rate(wsd, step, 10) for step in range(10)]
     assert found == pytest.approx([5e-4, *[1e-3] * 6, 7.75e-4, 5.5e-4, 3.25e-4])
     alone = AdamWConfig(lr=1e-3, schedule="cooldown", min_lr=1e-4)
-    # A branch of four steps from the constant part goes through the same rates.
+    # A branch of four steps from the constant part has the same rates.
     assert [learning_rate(alone, step, 4) for step in range(4)] == found[6:]
     root = AdamWConfig(lr=1.0, schedule="cooldown", cooldown_shape="sqrt")
     assert [learning_rate(root, step, 4) for step in range(4)] == pytest.approx([1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5])
@@ -259,7 +259,7 @@ def test_groups_have_rates_and_decay_of_their_own():
     at = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     named = {name: at[id(p)] for name, p in objective.named_parameters()}
     assert len(named) == len(at)
-    assert named["model.visual.conv1.weight"] == pytest.approx((0.25e-4, 0.1))  # the first group that fits
+    assert named["model.visual.conv1.weight"] == pytest.approx((0.25e-4, 0.1))  # the first group whose pattern matches
     assert named["model.visual.class_embedding"] == pytest.approx((3e-3, 0.0))
     assert named["model.logit_scale"] == pytest.approx((3e-3, 0.0))
     unwarmed = config.model_copy(update={"groups": (config.groups[1].model_copy(update={"schedule": "unwarmed"}),)})

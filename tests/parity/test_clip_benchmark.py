@@ -1,4 +1,4 @@
-"""Our task functions against clip-benchmark 1.6.2's own, on random features, to the last digit where the definitions agree."""
+"""Our task functions compared with those of clip-benchmark 1.6.2 on random features, exactly where the definitions agree."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from clip_benchmark.metrics import (  # noqa: E402
 
 
 class Features(nn.Module):
-    """A "model" whose images are their own features and whose texts are rows of a table."""
+    """A "model" that returns images unchanged as features, and rows of a table for texts."""
 
     def __init__(self, table):
         super().__init__()
@@ -33,7 +33,7 @@ class Features(nn.Module):
 
 
 class Numbers:
-    """A tokenizer to rows of the table."""
+    """Return the rows of the table as tokens."""
 
     def __init__(self, texts):
         self.row = {text: i for i, text in enumerate(texts)}
@@ -77,12 +77,12 @@ def test_mean_average_precision_of_several_labels():
     names = [f"thing {i}" for i in range(7)]
     table, images = random(7, 16, seed=1), random(200, 16, seed=2)
     labels = (random(200, 7, seed=3) > 1).long()
-    labels[:, 4] = 0  # a class without a positive
+    labels[:, 4] = 0  # a class without positives
     theirs = zeroshot_classification.evaluate(
         Features(table), batches(images, labels, names), Numbers(names), names, ["{c}"], "cpu", amp=False
     )
     ours = zeroshot.score_multilabel(images.split(64), zeroshot.classifier(table, 7), labels)
-    assert ours.value == pytest.approx(theirs["mean_average_precision"], abs=1e-7)  # they add up in fp32
+    assert ours.value == pytest.approx(theirs["mean_average_precision"], abs=1e-7)  # they sum in fp32
     assert ours.counts == {"classes_without_positive": 1}
 
 
@@ -123,7 +123,7 @@ def test_pairs_without_ties():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """clip-benchmark's probe asks for CUDA by name."""
+    """Replace `.cuda()`: clip-benchmark's probe asks for CUDA by name."""
     for kind in (torch.Tensor, nn.Module):
         monkeypatch.setattr(kind, "cuda", lambda self, *_: self)
 

@@ -1,4 +1,4 @@
-"""Compositional sets in their published files against literal restatements of the authors' scores, on an encoder with exact ties."""
+"""Compositional sets in their published files, compared with restatements of the authors' scores, on an encoder with exact ties."""
 
 import ast
 import csv
@@ -47,7 +47,7 @@ def similarity(root):
 
 
 def winoground_scores(rows):
-    """Return text, image and group as in Thrush et al. (2022), and GroupMatch, for [[s(i0,c0), s(i0,c1)], [s(i1,c0), s(i1,c1)]]."""
+    """Return text, image and group scores as in Thrush et al. (2022), and GroupMatch, for [[s(i0,c0), s(i0,c1)], [s(i1,c0), s(i1,c1)]]."""
     text = [a[0] > a[1] and b[1] > b[0] for a, b in rows]
     image = [a[0] > b[0] and b[1] > a[1] for a, b in rows]
     match = [a[0] + b[1] > a[1] + b[0] for a, b in rows]
@@ -171,7 +171,7 @@ def test_aro(root, scored, similarity):
     by_relation = defaultdict(list)
     for item, right in predictions("visual_genome_relation.json"):
         by_relation[item["relation_name"]].append(right)
-    kept = {name: np.mean(of) for name, of in by_relation.items() if name not in ("near", "by")}  # symmetric
+    kept = {name: np.mean(of) for name, of in by_relation.items() if name not in ("near", "by")}  # symmetric relations
     found = scored["aro/vg_relation"]
     assert found.value == pytest.approx(np.mean(list(kept.values())))
     assert {name: found.metrics[f"acc/{name}"] for name in kept} == pytest.approx(
@@ -246,7 +246,7 @@ def test_valse_whatsup_and_crepe(root, scored, similarity):
     assert found.options["chance_pair"] == pytest.approx(1 / 16) and found.options["chance_set"] == pytest.approx(
         1 / 256
     )
-    # The exchanged nouns are an exact tie, which the authors' argmax counts as right.
+    # Exchanged nouns are an exact tie, which the authors' argmax counts as right.
     assert scored["whatsup/coco_two"].metrics["acc"] >= 0.5
     folder, hits = root / "crepe", []
     for path in (folder / "prod_hard_negatives").glob("*/*.csv"):

@@ -1,4 +1,4 @@
-"""The exact losses against the formulas as printed, on one rank and on several."""
+"""The exact losses compared with the published formulas, on one rank and on several."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def features(b, d, seed=0, dtype=torch.float64):
 
 
 def plain(image, text, scale, bias, kind):
-    """The formulas as printed, over the whole batch."""
+    """Compute the published formulas over the whole batch."""
     z = scale * image @ text.T
     if kind == "softmax":
         return ((z.logsumexp(1) - z.diagonal()).mean() + (z.logsumexp(0) - z.diagonal()).mean()) / 2
@@ -100,7 +100,7 @@ def test_the_mean_over_ranks_is_the_global_batch(world_size, kind, exchange):
         (128, 1024, 4096, False, False),
         (512, 64, 4096, True, True),
         (512, 1024, 4096, True, False),
-        (2048, 1024, 512, True, False),  # its rows of logits are larger than the encodings
+        (2048, 1024, 512, True, False),  # rows of logits are larger than the encodings
         (64, 2, 512, False, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""DataComp's 40 tasks in the files that it downloads, against literal restatements of its scores, and its averages."""
+"""DataComp's 40 tasks in their downloaded files, compared with restatements of its scores and averages."""
 
 import csv
 import io
@@ -111,7 +111,7 @@ def test_winogavil(root, scored):
         images = [Image.open(folder / f"winogavil_images/{name}.jpg") for name in candidates]
         scores = np.array([encoder.similarity(image, prompt) for image in images])
         truth = np.isin(candidates, right)
-        # Ties are undefined in DataComp's argsort; here the right ones lose them.
+        # The order of ties in DataComp's argsort is undefined; here right images come last.
         chosen = np.lexsort((truth, -scores))[: truth.sum()]
         predicted = np.zeros_like(truth)
         predicted[chosen] = True
@@ -122,7 +122,7 @@ def test_winogavil(root, scored):
     assert result.value == pytest.approx(np.mean(found[10] + found[12]), abs=1e-12)
     assert result.metrics["jaccard/5-6"] == pytest.approx(np.mean(found[5] + found[6]), abs=1e-12)
     assert result.metrics["jaccard"] == pytest.approx(np.mean(np.concatenate([*found.values()])), abs=1e-12)
-    # The expected score of guessing, by drawing.
+    # Estimate the expected score of guessing by random draws.
     rng, drawn = np.random.default_rng(0), []
     for count, sizes in cards.items():
         for right in sizes if count >= 10 else ():
@@ -160,7 +160,7 @@ def test_retrieval_from_the_hubs_tables(root, scored):
     table = np.array([[encoder.similarity(image, text) for text, _ in texts] for image in images])
     assert scored["mscoco_captions"].n == len(rows) and len(texts) == 45
     owner = np.array([i for _, i in texts])
-    # Captions repeat, so a hit is where no image or text of another owner is as similar as the best right one, or earlier.
+    # Captions repeat: a hit needs a right image or text that is strictly more similar than every wrong one, or comes first among equals.
     text_hits = [owner[np.lexsort((np.arange(45), -row))[0]] == i for i, row in enumerate(table)]
     image_hits = [np.lexsort((np.arange(9), -column))[0] == i for column, i in zip(table.T, owner, strict=True)]
     mean = (np.mean(text_hits) + np.mean(image_hits)) / 2
@@ -180,7 +180,7 @@ def test_averages_are_datacomps(root, scored):
         "retrieval (3)": np.mean([values[name] for name in retrieval]), "average (38)": np.mean(list(values.values())),
     })  # fmt: skip
     assert len(vtab) == 13 and len(values) == 38 and len(suite_tasks("datacomp")) == 40
-    # Without one of them, the mean would be another number.
+    # Without one of the tasks, this would be another mean.
     fewer = grid([record for record in records if record.task != "mnist"], "datacomp")
     assert [column.label for column in fewer.columns] == ["ImageNet", "shifts (6)", "VTAB (13)", "retrieval (3)"]
     assert "mean of average" not in " ".join(column.task for column in fewer.columns)

@@ -1,4 +1,4 @@
-"""DINO against a literal restatement of the official update, and its pieces against theirs."""
+"""DINO compared with a restatement of the official update, as a whole and part by part."""
 
 import pytest
 import torch
@@ -225,7 +225,7 @@ def test_probe_features_and_attention_are_the_official_ones():
 
 
 class Told(nn.Module):
-    """In place of a block: keeps what it is told to scale its branches with."""
+    """Replaces a block, and records the scales of its branches."""
 
     def forward(self, x, scale, cls_only, rotary):
         self.scale = scale
@@ -237,7 +237,7 @@ def test_drop_path_drops_whole_samples_at_the_official_rates():
     assert torch.allclose(Vit(model.config).drop_rates, torch.tensor([0, 0, 0.25, 0.25, 0.5, 0.5]))
     x = torch.randn(1, 3, 32, 32)
     kept, dropped = torch.full((1, 6), DROP_RANGE - 1), torch.zeros(1, 6)
-    assert not torch.allclose(model(x, kept), model(x))  # what is kept is scaled up
+    assert not torch.allclose(model(x, kept), model(x))  # kept branches are scaled up
     assert not torch.allclose(model(x, dropped), model(x, kept))
     numbers = torch.randint(0, DROP_RANGE, (4000, 6), generator=torch.Generator().manual_seed(0))
     model.blocks = nn.ModuleList(Told() for _ in range(3))

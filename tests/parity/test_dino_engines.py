@@ -1,4 +1,4 @@
-"""DINO on several ranks, in micro-batches and under every engine: one process's gradients, centre and teacher."""
+"""DINO on several ranks, in micro-batches and with every engine: gradients, centre and teacher equal those of one process."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def tree_of(shards, tmp_path, *changes):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("bn", [False, True], ids=["", "bn"])
 def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_path, kind, bn):
-    """In fp64, with drop path and augmentation: both are drawn with the sample. Batch norm takes no micro-batches."""
+    """In fp64, with drop path and augmentation, which are drawn per sample. Batch norm does not allow micro-batches."""
     tree = tree_of(shards, tmp_path, f"objective.head.use_bn={str(bn).lower()}")
     ((whole,),) = run_ranks(1, all_gradients, tree, engine_block("local"), [12])
     assert "student.head.last_layer.weight_v" in whole and not any(name.startswith("teacher") for name in whole)

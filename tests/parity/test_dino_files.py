@@ -1,4 +1,4 @@
-"""Official DINO checkpoints read, ours written for the official loader, and what runs code refused."""
+"""Official DINO checkpoints are read, ours are written for the official loader, and files that run code are refused."""
 
 import argparse
 from functools import partial
@@ -28,7 +28,7 @@ def vit(**changes):
 
 
 def official_file(path, backbone, **extra):
-    """As main_dino.py writes it."""
+    """Write it as main_dino.py does."""
     head = official.Head(backbone.config.out_width, 32, 16, 8, True)
     state = {
         **{f"backbone.{n}": t for n, t in backbone.state_dict().items()},
@@ -114,7 +114,7 @@ def test_an_export_loads_officially_and_here_and_scores_alike(shards, tmp_path):
     done = sparo("export", str(config.folder))
     assert done.returncode == 0, done.stderr
     path = config.folder / "export/dino.pth"
-    state = torch.load(path, map_location="cpu")["teacher"]  # the official loader, under today's defaults
+    state = torch.load(path, map_location="cpu")["teacher"]  # the official loader, with today's defaults
     state = {n.replace("module.", "").replace("backbone.", ""): t for n, t in state.items()}
     norm = partial(nn.LayerNorm, eps=1e-6)
     model = VisionTransformer(

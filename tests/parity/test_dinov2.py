@@ -1,4 +1,4 @@
-"""DINOv2's and DINOv3's terms against a literal restatement, alone and together, on one and two ranks."""
+"""DINOv2's and DINOv3's terms compared with a restatement, alone and together, on one and two ranks."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from tests.helpers.recipes import dino_recipe
 from tests.helpers.runs import assert_bit_equal, run
 from tests.parity.test_dino import CLS, SPARO, batch, config
 
-GRID, MOST = 4, 8  # 32 pixels in patches of 8; half of 16
+GRID, MOST = 4, 8  # 32 pixels in patches of 8; half of 16 patches
 IBOT = {"ibot": {"mask_ratio": [0.1, 0.5]}}
 TERMS = [
     {"centering": "sinkhorn_knopp"},
@@ -38,7 +38,7 @@ _ids = ["sinkhorn", "koleo", "ibot", "ibot-head", "gram", "all"]
 def made(readout, terms):
     torch.manual_seed(0)
     objective = DinoObjective(config(readout, **terms)).double()
-    with torch.no_grad():  # a mask token of zeros would hide where it goes
+    with torch.no_grad():  # with a mask token of zeros, its position would not matter
         for net in (objective.student, objective.teacher):
             if hasattr(net.backbone, "mask_token"):
                 net.backbone.mask_token.copy_(torch.linspace(-1, 1, 24))
@@ -63,7 +63,7 @@ def data_for(terms, number):
 
 
 class Dinov2:
-    """Teacher, student, centres: the equations, one image and one patch after the other."""
+    """Teacher, student and centres: the equations for one image and one patch at a time."""
 
     def __init__(self, objective):
         self.config = objective.config
@@ -73,7 +73,7 @@ class Dinov2:
         self.pixels = objective.pixels
 
     def tokens(self, net, image, hidden=()):
-        """One image through one net: the encoding and the patches after the last norm."""
+        """Return the encoding of one image by one network, and its patches after the last norm."""
         vit = net.backbone
         x = vit.patch_embed.proj(image[None]).flatten(2).transpose(1, 2)
         rows = [vit.mask_token[0] if i in hidden else x[0, i] for i in range(x.shape[1])]
@@ -99,7 +99,7 @@ class Dinov2:
         return list((q * samples).T)
 
     def gram(self, ours, plain, size):
-        """The Gram loss, one pair of patches after the other."""
+        """Compute the Gram loss for one pair of patches at a time."""
         terms = []
         for v in range(2):
             for b in range(size):
@@ -284,7 +284,7 @@ def test_collapses_of_every_kind_are_told_apart():
     torch.manual_seed(0)
     limits, healthy = CollapseConfig(), torch.randn(64, 32)
     assert rankme(healthy) > 20 and 0.9 < spread(healthy) < 1.1
-    # One direction: RankMe is one, and no encoding differs in direction.
+    # All encodings have one direction: RankMe is one, and directions do not differ.
     line = torch.rand(64, 1) @ torch.randn(1, 32)
     assert rankme(line) == pytest.approx(1, abs=0.01) and spread(line) == pytest.approx(0, abs=1e-3)
     singular = torch.linalg.svdvals(healthy)

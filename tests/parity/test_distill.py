@@ -1,4 +1,4 @@
-"""Distillation from a frozen teacher: against a literal restatement, on ranks and engines, with and without cached tokens."""
+"""Distillation from a frozen teacher: compared with a restatement, on ranks and engines, with and without cached tokens."""
 
 import copy
 import math
@@ -55,7 +55,7 @@ def recipe(shards, tmp_path, teacher, *words):
 
 
 class Restated:
-    """The loss one token and one channel after the other."""
+    """Compute the loss for one token and one channel at a time."""
 
     def __init__(self, objective):
         self.student = copy.deepcopy(objective.student)
@@ -68,7 +68,7 @@ class Restated:
 
     @staticmethod
     def bilinear(tokens, x, y):
-        """Tokens (G * G, D) at a place in 0..1; outside of the outermost centres, the nearest ones."""
+        """Return the tokens (G * G, D) at positions in 0..1; outside of the outermost centres, the nearest ones."""
         grid = math.isqrt(len(tokens))
         column, row = (min(max(v * grid - 0.5, 0), grid - 1) for v in (x, y))
         left, top = min(int(column), grid - 2), min(int(row), grid - 2)
@@ -167,7 +167,7 @@ def test_the_whole_view_has_the_teachers_own_patches():
 
 
 def test_the_box_is_where_the_crop_was_taken(teacher):
-    """A ramp of brightness tells the places of pixels: the student's are those that the box promises."""
+    """A brightness ramp identifies positions of pixels: the student's pixels are those of the recorded box."""
     config = DistillObjectiveConfig.model_validate(
         {"teacher": str(teacher), "model": {"image_size": 24, "patch_size": 8, "readout": CLS}}
     )
@@ -179,7 +179,7 @@ def test_the_box_is_where_the_crop_was_taken(teacher):
     for _ in range(20):
         pixels, box = examples._crop(picture, rng)
         wanted = at_places(view.flatten(2).mT, torch.from_numpy(box)[None], 24)[0].T.unflatten(1, (24, 24))
-        assert (torch.from_numpy(pixels).permute(2, 0, 1) - wanted).abs().max() < 9  # levels per pixel of the view
+        assert (torch.from_numpy(pixels).permute(2, 0, 1) - wanted).abs().max() < 9  # grey levels per pixel of the view
         flips.add(bool(box[2] < 0))
     assert flips == {True, False}
 
@@ -242,7 +242,7 @@ def test_cached_tokens_are_those_of_the_teacher_and_resume_bit_identically(shard
 def test_a_student_is_scored_exported_and_continued(shards, tmp_path, teacher):
     config = recipe(shards, tmp_path, teacher, "name=first", "objective.model.readout={kind: cls}")
     train(config)
-    teacher.rename(tmp_path / "elsewhere.pth")  # whoever uses the student need not have the teacher
+    teacher.rename(tmp_path / "elsewhere.pth")  # the student can be used without the teacher
     encoder = load_encoder(str(config.folder))
     weights = store.read_part(config.folder / "checkpoints/step-00000012", "model")
     assert torch.equal(encoder.model.state_dict()["cls_token"], weights["student.backbone.cls_token"])
@@ -282,7 +282,7 @@ def test_teachers_without_patches_and_models_of_timm(shards, tmp_path):
     model = timm.create_model("resnet18", num_classes=0)
     torch.save(model.state_dict(), tmp_path / "resnet18.pth")
     place = f"timm:resnet18@{tmp_path}/resnet18.pth"
-    # The positions of its last map of features are its patches.
+    # The positions of a convnet's last feature map are its patches.
     sized = {"teacher": {"checkpoint": place, "image_size": 64}}
     found = DistillObjectiveConfig.model_validate(sized).teacher.build()(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
     black = (torch.zeros(1, 3, 64, 64) - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
@@ -297,7 +297,7 @@ def test_teachers_without_patches_and_models_of_timm(shards, tmp_path):
         build_objective(recipe(shards, tmp_path, "pixels:28"))
     only = ("objective.patch_weight=0", "name=pixels", "steps=3", "optim.warmup_steps=1")
     train(recipe(shards, tmp_path, "pixels:28", *only))
-    # The other way round: a convnet learns the patches of a ViT.
+    # The opposite: a convnet learns the patches of a ViT.
     write_teacher(tmp_path / "vit.pth")
     convnet = (
         "objective.model={timm_model_name: resnet18, image_size: 64}",
@@ -309,7 +309,7 @@ def test_teachers_without_patches_and_models_of_timm(shards, tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=1)
     torch.save(vit.state_dict(), tmp_path / "timm.pth")
     sized = ("objective.teacher.image_size=32", "name=sized", "steps=2", "optim.warmup_steps=1")
-    with pytest.raises(CheckpointError, match=r"depth|blocks"):  # the file has one block of twelve
+    with pytest.raises(CheckpointError, match=r"depth|blocks"):  # the file has one of twelve blocks
         train(recipe(shards, tmp_path, f"timm:vit_tiny_patch16_224@{tmp_path}/timm.pth", *sized))
 
 
@@ -378,5 +378,5 @@ def test_features_of_the_teacher_are_those_of_its_encoder(teacher):
     assert torch.allclose(found, torch.cat([tokens[:, :1], tokens[:, 5:]], 1), atol=1e-6) and not found.is_inference()
     assert (facts.grid, facts.width, facts.image_size) == (6, 384, 48) and facts.memory > 384 * 384 * 4
     head = torch.nn.Linear(384, 384)
-    F.mse_loss(head(found), found).backward()  # tensors of inference mode would be refused
+    F.mse_loss(head(found), found).backward()  # backward would fail with tensors of inference mode
     assert head.weight.grad is not None

@@ -1,4 +1,4 @@
-"""FLAIR's pooling and loss against torch's attention and the formula written out; scored by encodings, and as texts pool images."""
+"""FLAIR's pooling and loss compared with torch's attention and the written-out formula; scored by encodings, and as texts that pool images."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_text_pools_as_torchs_attention_with_a_zero_key():
     torch.testing.assert_close(unit, model.encode_image(image, True))
     assert patches.shape == (3, 4, 24)
     theirs = []
-    for text in texts:  # one text at a time, as the query of all images
+    for text in texts:  # one text at a time, as the query for all images
         q = pool.ln_q(text).expand(3, 1, -1)
         theirs.append(pool.attn(q, pool.ln_k(patches), pool.ln_v(patches), need_weights=False)[0][:, 0])
     torch.testing.assert_close(pool.conditioned(patches, texts), torch.stack(theirs, 1))
@@ -94,7 +94,9 @@ def test_ranks_and_micro_batches_end_as_one_process(shards, tmp_path, engine):
     run_ranks(2, _on_ranks, resolve(RunConfig, two, "x"))
     one, other = (store.read_part(tmp_path / f"{n}/checkpoints/step-00000003", "model") for n in ("one", "two"))
     for name, value in one.items():
-        if "in_proj_bias" not in name:  # a key's bias has no gradient but rounding, which AdamW makes a whole step of
+        if (
+            "in_proj_bias" not in name
+        ):  # the gradient of a key's bias is rounding only, which AdamW turns into a whole step
             torch.testing.assert_close(other[name], value, rtol=0, atol=1e-4, msg=name)
 
 

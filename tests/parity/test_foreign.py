@@ -1,4 +1,4 @@
-"""Models of other libraries give as encoders what they give by themselves."""
+"""Encoders from models of other libraries give the outputs of those libraries."""
 
 import io
 import json
@@ -95,7 +95,7 @@ def test_a_hugging_face_folder_with_missing_weights_is_refused(tmp_path, monkeyp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
-    model = transformers.ViTForImageClassification(config).eval()  # which has no pooler
+    model = transformers.ViTForImageClassification(config).eval()  # this model has no pooler
     model.save_pretrained(tmp_path / "m")
     square = {"size": {"height": 32, "width": 32}, "do_center_crop": False, "resample": 2}
     transformers.CLIPImageProcessor(**square).save_pretrained(tmp_path / "m")
@@ -152,7 +152,7 @@ def test_huggingface(tmp_path, monkeypatch):
     assert torch.allclose(encoder.encode(pixels), expected, atol=1e-6) and encoder.width == 32
     assert torch.allclose(
         encoder.normalised(pixels), own, atol=2 / 255 / 0.26
-    )  # of 255 levels, two: theirs may resize by another implementation
+    )  # two of 255 levels: their resizing may have another implementation
     for resample in (2, 3):  # ViT, DeiT, BEiT and SigLIP: the whole image to a square
         square = transformers.CLIPImageProcessor(
             size={"height": 32, "width": 32}, do_center_crop=False, resample=resample

@@ -1,4 +1,4 @@
-"""Models of others: pooled as their library documents it, steady, whole; CoCa's texts; BatchNorm and what follows a model."""
+"""Models of other libraries: pooling as documented there, unchanged between calls, complete; CoCa's texts; BatchNorm; and what may follow a model."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_hf_models_are_pooled_as_documented_and_encode_twice_alike(kind, tmp_pat
     assert result_facts(encoder, EvalOptions(), 0.0)["checkpoint"]["pooling"] == pooling
     x = encoder.normalised(images())
     with torch.no_grad():
-        if kind == "ViTMAE":  # a plain ViT with the same weights sees all patches
+        if kind == "ViTMAE":  # a plain ViT with these weights sees all patches
             plain = transformers.ViTModel(transformers.ViTConfig(**SIZES), add_pooling_layer=False).eval()
             lacking, _ = plain.load_state_dict(model.state_dict(), strict=False)
             assert not lacking
@@ -136,7 +136,7 @@ def test_cocas_texts_are_not_cut_before_their_class_token(tmp_path):
     open_clip.add_model_config(tmp_path)
     torch.manual_seed(0)
     model = open_clip.create_model("coca-tiny").eval()
-    torch.nn.init.normal_(model.text_decoder.text_projection)  # open_clip leaves it uninitialised
+    torch.nn.init.normal_(model.text_decoder.text_projection)  # open_clip does not initialise it
     torch.save(model.state_dict(), tmp_path / "coca.pt")
     encoder = load_encoder(f"open_clip:coca-tiny@{tmp_path / 'coca.pt'}")
     captions = ["a cat", "two small red squares beside a very large blue circle"]
@@ -162,7 +162,7 @@ def test_a_trained_tower_with_batch_norm_is_refused_and_a_frozen_one_stays_as_it
     objective = build_objective(resolve(RunConfig, tree, "x"))
     LocalEngine(LocalEngineConfig(device="cpu", precision="fp32"), AdamWConfig()).prepare(objective)
     trunk = objective.model.visual.trunk
-    assert not trunk.training  # from the first step on, without an evaluation before
+    assert not trunk.training  # from the first step on, also without an earlier evaluation
     before = {n: b.clone() for n, b in trunk.named_buffers()}
     objective.model.encode_image(torch.randn(2, 3, 64, 64))
     assert all(torch.equal(b, before[n]) for n, b in trunk.named_buffers())
@@ -189,7 +189,7 @@ def test_averages_and_cached_tokens_follow_buffers(known, monkeypatch):
 
 
 class Odd(Encoder):
-    """An encoder of 4 pixels a side that gives what it is told to."""
+    """An encoder of 4 x 4 pixels that returns given outputs."""
 
     architecture = "odd"
 

@@ -1,4 +1,4 @@
-"""Images that grow while a run goes on, and captions that visits draw: what a step sees is its own, through stops and on every engine."""
+"""Images that grow during a run, and captions that are drawn per visit: each step has its size and captions after stops and on every engine."""
 
 import json
 
@@ -28,7 +28,7 @@ from tests.parity.test_accumulate import DDP, FSDP2, ZERO_2
 
 @pytest.fixture
 def shards(tmp_path):
-    """96 samples of three captions each: a text, and a list of two in its JSON."""
+    """Write 96 samples of three captions each: a text, and a list of two in the JSON."""
     rows = (
         (key, {**row, "json": json.dumps({"tags": [f"tag {key}", f"word {key}"]}).encode()})
         for key, row in map(sample, range(96))
@@ -61,7 +61,7 @@ def test_a_smaller_image_has_the_positions_of_a_smaller_model():
     image = torch.randn(2, 3, 48, 48)
     torch.testing.assert_close(large.encode_image(image), small.encode_image(image))
     large.encode_image(image).sum().backward()
-    assert large.visual.positional_embedding.grad[1:].abs().sum(1).gt(0).all()  # all of the grid learns
+    assert large.visual.positional_embedding.grad[1:].abs().sum(1).gt(0).all()  # all positions are trained
 
 
 def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
@@ -81,7 +81,7 @@ def test_sizes_follow_the_steps_through_a_stop(shards, tmp_path):
     train(_run(tree, "name=broken"))
     losses = [[r["loss"] for r in metrics.read(tmp_path / f"{n}/metrics.jsonl", "train")] for n in ("whole", "broken")]
     assert losses[0] == losses[1] and len(losses[0]) == 12
-    # Other draws are another run: what is compared above is not one caption at every visit.
+    # Other draws make another run, so the runs above did not use one caption in every visit.
     train(_run(tree, "name=one_caption", "data.sources.a.captions=null"))
     assert metrics.read(tmp_path / "one_caption/metrics.jsonl", "train")[0]["loss"] != losses[0][0]
     whole, broken = (store.read_part(tmp_path / f"{n}/checkpoints/step-00000012", "model") for n in ("whole", "broken"))

@@ -1,4 +1,4 @@
-"""Muon beside AdamW: what each steps, the update written out, every engine, resume."""
+"""Muon together with AdamW: their parameters, the written-out update, every engine, resume."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def _objective():
 
 
 def _orthogonal(matrix):
-    """Five Newton-Schulz steps in double precision."""
+    """Compute five Newton-Schulz steps in double precision."""
     x = matrix.double() / matrix.double().norm()
     x = x.T if len(x) > x.shape[1] else x
     for _ in range(5):
@@ -52,9 +52,9 @@ def test_matrices_are_muons_and_the_rest_stays_with_adamw():
     optimizer.step()
     for name, p in objective.named_parameters():
         rate = 0.2 * max(p.shape) ** 0.5 * 2e-2 if name in muon else 2e-2
-        decay = 2e-2 * 0.2 if p.ndim > 1 else 0.0  # decoupled; `set_rates` wrote the second config's
+        decay = 2e-2 * 0.2 if p.ndim > 1 else 0.0  # decoupled; `set_rates` has set the rate of the second config
         moved = before[name].double() * (1 - decay) - p.detach().double()
-        # a first step: Nesterov's momentum of one gradient is the gradient, up to its length
+        # in the first step, Nesterov's momentum equals the gradient up to its length
         expected = _orthogonal(p.grad) * rate if name in muon else p.grad.double().sign() * rate
         assert float((moved - expected).norm()) < 0.03 * float(expected.norm()), name
 
@@ -64,7 +64,7 @@ def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
     objective = ClipObjective(ClipObjectiveConfig(model=tiny(kind).config))
     listed = {name for name in objective.param_groups().adamw_only if name in dict(objective.named_parameters())}
     assert listed
-    # not by the patterns: they stand in records of runs, and another package's read-out has none there
+    # without patterns: runs record them, and a plug-in's readout does not occur in them
     optimizer = build_optimizer(MuonConfig(adamw_patterns=()), objective)
     names = {id(p): name for name, p in objective.named_parameters()}
     muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
@@ -78,14 +78,14 @@ def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
         optimizer = build_optimizer(MuonConfig(), objective)
         maps = {f"{n}.weight" for n, m in objective.named_modules() if isinstance(m, torch.nn.Linear)}
         muon = {names[id(p)] for group in optimizer.inner[1].param_groups for p in group["params"]}
-        # Gates of a GRU are three maps in one, as attention's in_proj_weight is: what torch's Muon is given everywhere.
+        # The gates of a GRU are three matrices in one, like attention's in_proj_weight. torch's Muon usually gets both.
         assert not [n for n in muon - maps if not n.endswith(("weight_ih", "weight_hh"))], name
         assert any("initial_slots" in n for n in names.values() if n not in muon) or "learned" not in str(tree), name
 
 
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])
 def test_ranks_end_near_one_process_and_bit_equal_after_a_restart(shards, tmp_path, engine, apart):
-    """Torch computes an update in 16 bits, and over shards its sums are rounded once more: engines agree to a part of a step."""
+    """Torch computes an update in 16 bits, and sums over shards are rounded again, so engines agree up to a fraction of a step."""
     tree = override(two_tree(shards, tmp_path), ["optim={kind: muon, lr: 1e-3}"])
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
     run_ranks(2, trained, tree, engine, 3, tmp_path / "straight")

@@ -1,4 +1,4 @@
-"""`sparo export --layout onnx`: programs equal to the models, for all readouts and batch sizes, and the tokenizer's file."""
+"""`sparo export --layout onnx`: programs equal to the models for all readouts and batch sizes, and the tokenizer's file."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ CAPTIONS = [
 VISION = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 2, "head_width": 16}
 TEXT = {"width": 32, "layers": 2, "heads": 2, "context_length": 16}
 SPARO = {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 16}
-ORDINARY = ("token", "sparo", "flair")  # the others run with -m slow
+ORDINARY = ("token", "sparo", "flair")  # the other readouts run with -m slow
 
 
 def clip(readout: dict, folder, vision=None, **more):
@@ -104,7 +104,7 @@ def test_programs_of_clip_equal_the_model(kind, tmp_path):
         assert torch.allclose(text.attention, expected.attention, atol=1e-5)
         halves = load_encoder(f"onnx:{folder}?precision=fp16")
         assert halves.weights != exported.weights and halves.encode(pixels(3)).shape == (3, 32)
-    if kind == "flair":  # the third program scores images by patches that texts pool
+    if kind == "flair":  # the third program scores images whose patches are pooled by texts
         import onnxruntime
 
         run = {name: onnxruntime.InferenceSession(folder / f"{name}.onnx") for name in ("image", "text", "score")}
@@ -126,7 +126,7 @@ def test_weights_beyond_the_limit_of_one_file_are_stored_separately(tmp_path, mo
     check_attention(own, exported)
     for precision in ("fp16", "int8"):
         assert load_encoder(f"onnx:{folder}?precision={precision}").text(CAPTIONS).shape == (4, 32)
-    # The weights belong to the identity under which features are stored.
+    # The weights are a part of the identity under which features are stored.
     data, before = folder / "image.onnx.data", exported.weights
     data.write_bytes(data.read_bytes()[:-4] + b"\0\0\0\1")
     assert load_encoder(folder).weights != before
@@ -165,7 +165,7 @@ def test_programs_of_dino_equal_the_model(name, tmp_path):
     if "readout" in BACKBONES[name]:
         check_attention(own, exported)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8))
-    if bands == 3:  # the same preprocessing, too
+    if bands == 3:  # this also compares the preprocessing
         assert torch.allclose(exported.images([image]), own.images([image]), atol=1e-5)
     (sums,) = [line for line in (folder / "onnx.json").read_text().splitlines() if '"kind"' in line]
     assert '"dino"' in sums
@@ -190,7 +190,7 @@ def test_the_tokenizer_file_gives_the_same_ids(tokenizer, text):
     ours = ClipTokenizer(24)
     import ftfy
 
-    if "&" not in text and ftfy.fix_text(text) == text:  # which the file does not repair
+    if "&" not in text and ftfy.fix_text(text) == text:  # the tokenizer's file does not repair texts
         assert tokenizer.encode(text).ids == ours(text)
 
 

@@ -101,11 +101,11 @@ def test_architecture_is_read_off_the_weights(readout):
 
 
 def test_options_of_a_readout_that_shapes_do_not_determine_are_reported():
-    """A key that `infer` does not give has its default, and a file that was trained with another scores plausibly."""
+    """A key that `infer` does not return gets its default, and a file that was trained with another value would score plausibly."""
     silent = []
     for kind in TABLE.names():
         row = TABLE.get(kind)
-        # `text` is told by the text tower; of gap and cls there are no weights.
+        # The text tower determines `text`; gap and cls have no weights.
         guessed = set(row.model_fields) - {"kind", "text"} - _inferred(kind)
         silent += [kind] if guessed and not row.inference_note and kind not in ("gap", "cls") else []
     assert silent == []
@@ -123,8 +123,8 @@ def test_the_number_of_heads_is_known_for_our_models_and_required_for_others():
         assert infer_config(tiny.state_dict()).vision.head_width == tiny.config.vision.head_width == 32
         assert infer_config(tiny.state_dict()).text.heads == tiny.config.text.heads == 4
         huge = Clip(plugin.config_of("ViT-H-14"))
-        assert infer_config(huge.state_dict()).vision.head_width == 80  # as no other published width has
-        # Of a published width, but not of a published depth: its heads may be any.
+        assert infer_config(huge.state_dict()).vision.head_width == 80  # no other published width has 80
+        # A published width without a published depth does not determine the number of heads.
         odd = Clip(ClipConfig.model_validate({"vision": {"layers": 3, "head_width": 32}, "text": {"layers": 3}}))
     with pytest.raises(
         CheckpointError, match=r"number of heads is unknown, .* width 768 with 3 blocks .* width 512 with 3 blocks"

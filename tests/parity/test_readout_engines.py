@@ -1,4 +1,4 @@
-"""Every read-out on two ranks, in both methods: one process's gradients, whatever the towers share."""
+"""Every readout on two ranks, with CLIP and DINO, has the gradients of one process, whatever the towers share."""
 
 import torch
 
@@ -27,10 +27,10 @@ from tests.parity.test_clip import READOUTS
 
 
 def _trees(shards, out):
-    """A tiny recipe of each read-out, by method and name."""
+    """Return a tiny recipe of each readout, by method and name."""
     found = {}
     for name, readout in READOUTS.items():
-        if name in ("token", "gap-patches", "map-image", "sparo-keep"):  # no module of a kind that others do not have
+        if name in ("token", "gap-patches", "map-image", "sparo-keep"):  # they have no module of a new kind
             continue
         clip = tiny_recipe(shards, out, batch_size=8)
         clip["objective"]["model"] = {**clip["objective"]["model"], "embed_dim": 24, "readout": readout}
@@ -38,7 +38,13 @@ def _trees(shards, out):
             clip["objective"]["model"]["init_logit_bias"] = -4.0
             clip["objective"]["loss"] = {"kind": "sigmoid"}
         found["clip", name] = clip
-        if name in ("gap", "coca", "map", "attpool", "fdt"):  # one of each way in which a backbone holds them
+        if name in (
+            "gap",
+            "coca",
+            "map",
+            "attpool",
+            "fdt",
+        ):  # one example for each way in which a backbone contains a readout
             dino = dino_recipe(shards, out, batch_size=8)
             dino["objective"]["model"]["readout"] = readout
             found["dino", name] = dino
@@ -100,7 +106,7 @@ def test_an_average_follows_what_is_sharded_and_what_is_not(shards, tmp_path):
         one, *others = (model_after(tmp_path / engine / name) for engine in engines)
         assert any(n.startswith("average.") and not torch.equal(t, one["model" + n[7:]]) for n, t in one.items()), name
         for n, t in one.items():
-            # The gradient of a key's bias is rounding alone, which Adam takes for a direction.
+            # The gradient of a key's bias is rounding only, which Adam turns into a direction.
             near = 2e-3 if n.endswith("in_proj_bias") else 2e-5
             assert all(torch.allclose(t, other[n], rtol=1e-4, atol=near) for other in others), (name, n)
 

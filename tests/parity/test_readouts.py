@@ -1,4 +1,4 @@
-"""The rivals of SPARO: each equals its published form, and the rows of the paper's Table 6 have its numbers of parameters."""
+"""The readouts that SPARO is compared with: each equals its published form, and the rows of the paper's Table 6 have its parameter counts."""
 
 import math
 
@@ -22,7 +22,7 @@ from sparo_train.models.readouts.siglip_map import MapHead
 
 from .test_clip import READOUTS, tiny, tokens
 
-# cross-attention, slot-wise LayerNorm, slot-wise projection: millions of parameters as the paper prints them.
+# cross-attention, slot-wise LayerNorm, slot-wise projection: millions of parameters as printed in the paper
 TABLE_6 = [
     ("multi_head", False, False, 440.1),
     ("multi_head", False, True, 305.9),
@@ -51,7 +51,7 @@ def test_table_6_has_the_papers_numbers_of_parameters(cross_attention, norm, pro
         )
     count, less = (sum(p.numel() for p in m.parameters()) for m in (model, short))
     assert round(count / 1e6, 1) == millions or abs(count / 1e6 - millions) < 0.06
-    assert count - less == 7_087_872 + 3_152_384  # a block of 768 and one of 512
+    assert count - less == 7_087_872 + 3_152_384  # a block of width 768 and one of width 512
     assert model.config.readout.normalize is (norm and projection)
 
 
@@ -118,7 +118,7 @@ def test_map_is_timms_siglip_pooling():
     torch.testing.assert_close(found.flat(), siglip(image))
     pool = head.attn_pool
     query, both = torch.cat([pool.q.weight, pool.kv.weight]), torch.cat([pool.q.bias, pool.kv.bias])
-    _, maps = F.multi_head_attention_forward(  # torch's own also gives its maps
+    _, maps = F.multi_head_attention_forward(  # torch's function also returns the attention
         pool.latent.expand(1, 2, 32), x.transpose(0, 1), x.transpose(0, 1), 32, 4, query, both, None, None, False, 0.0,
         pool.proj.weight, pool.proj.bias,
     )  # fmt: skip
@@ -145,10 +145,10 @@ def test_fdt_is_the_repositorys_formula():
     scores = torch.stack([(module.q_map(x)[:, n] @ module.space_dict.T) / math.sqrt(12) for n in range(7)])
     scores = torch.cat(
         [scores * keep.T[..., None], torch.zeros(1, 2, 40)]
-    )  # the 77-token texts of the repository end in zeros
+    )  # texts of 77 tokens in the repository end with zeros
     weights = published_sparsemax(scores.max(dim=0).values / 0.3, dim=-1)
     torch.testing.assert_close(module(x, keep).flat(), weights @ module.space_dict)
-    assert 1 < int((weights[0] > 0).sum()) < 40  # neither one code nor all of them
+    assert 1 < int((weights[0] > 0).sum()) < 40  # several codes, but not all
 
 
 def test_towers_share_the_configured_parameters():
@@ -163,7 +163,7 @@ def test_towers_share_the_configured_parameters():
 
 
 def _published(values: torch.Tensor, weighting: str, representation: str) -> torch.Tensor:
-    """The repository's rule, written out."""
+    """Compute the rule of the paper's repository."""
     slots = values.shape[1]
     logits, rest = (values[..., :1], values[..., 1:]) if weighting.endswith("softmax") else (None, values)
     body = rest.exp().sqrt() if representation == "sqrtsem" else rest

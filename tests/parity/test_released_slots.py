@@ -1,4 +1,4 @@
-"""Released slot models: files with their authors' names and random weights, against what their code computes, written out."""
+"""Released slot models: files with their authors' names and random weights, compared with a written-out version of their code."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_videosaur_and_slotcontrast(tmp_path, video, learned, mlp):
     torch.save({"state_dict": told, "epoch": 3, "pytorch-lightning_version": "2.0"}, tmp_path / "v.ckpt")
     encoder = load_encoder(f"videosaur:{tmp_path}/v.ckpt?slots=5&image_size=32&heads=2")
     assert "does not contain iterations=3" in encoder.assumed and "slots" not in said_of(encoder)
-    x = features(vit, images(), final_norm=False)  # vit_block12: in front of the last norm
+    x = features(vit, images(), final_norm=False)  # vit_block12: before the last norm
     x = ln(w, "encoder.output_transform.layers.0", x)
     x = lin(w, "encoder.output_transform.layers.3", lin(w, "encoder.output_transform.layers.1", x).relu())
     c = "processor.corrector"
@@ -107,7 +107,7 @@ def test_videosaur_and_slotcontrast(tmp_path, video, learned, mlp):
             found.attention.flatten(2), shares, atol=1e-9
         )
         return
-    # The next frame, here the same picture: predicted by a block whose scores are multiplied by the root of a head's width.
+    # The next frame is the same image here. A block predicts it, whose scores are multiplied by the square root of a head's width.
     y = ln(w, f"{block}.norm1", slots)
     q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in lin(w, f"{block}.self_attn.qkv", y).chunk(3, -1))
     attended = ((q @ k.transpose(2, 3) * q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
@@ -126,7 +126,7 @@ def test_videosaur_and_slotcontrast(tmp_path, video, learned, mlp):
 
 @pytest.mark.parametrize("kind", ["dino", "dinov2", "registers"])
 def test_spot(tmp_path, kind):
-    v2, size = kind != "dino", 24 if kind != "dino" else 32  # DINOv2's places are learned for four patches a side
+    v2, size = kind != "dino", 24 if kind != "dino" else 32  # DINOv2's positions are learned for four patches per side
     vit = small_vit(**({"init_values": 1e-5} if v2 else {}), **({"reg_tokens": 2} if kind == "registers" else {}))
     w = drawn(
         {
@@ -153,12 +153,12 @@ def test_spot(tmp_path, kind):
     x = lin(w, "slot_attn.mlp.2", lin(w, "slot_attn.mlp.0", x).relu())
     first = begun(encoder, w, "slot_attn.slot_mu", "slot_attn.slot_log_sigma") if v2 else w["slot_attn.slots_init.weight"][None]  # fmt: skip
     slots, _ = slates_rounds(w, "slot_attn.slot_attention", x, first.expand(2, -1, -1))
-    # Places are interpolated in fp32 once, where the file is read.
+    # Positions are interpolated once in fp32, when the file is read.
     assert torch.allclose(doubled(encoder)(images(size=size)).slots, slots, atol=1e-5 if v2 else 1e-9)
 
 
 def spots_features(vit, held, pixels, kind):
-    """Patch tokens as DINO's and DINOv2's own code prepares them, here of three patches a side where four were learned."""
+    """Patch tokens as the code of DINO and DINOv2 prepares them, here with three patches per side instead of the learned four."""
     patches = vit.patch_embed.proj((scaled(pixels) - MEAN) / STD).flatten(2).transpose(1, 2)
     table = held["encoder.pos_embed"]
     if kind != "dino":
@@ -177,7 +177,7 @@ def spots_features(vit, held, pixels, kind):
 def test_derived_options_are_reported_with_their_values():
     unsaid = UnspecifiedOptions("spot:f", "slots=5", {"slots": 5}, SpotFile(slots=5))
     unsaid.set_inferred("heads", 12)
-    unsaid.set_inferred("slots", 7)  # that was asked for
+    unsaid.set_inferred("slots", 7)  # an explicit value
     assert str(unsaid) == (
         "spot:f: does not contain image_size=224, iterations=3, heads=12, final_norm=false, so these values are assumed; "
         "spot:f?slots=5&image_size=… changes them"
@@ -210,7 +210,7 @@ def test_vqvfm(tmp_path, own):
             **{f"aggregat.proj_{x}.weight": (SLOT, SLOT) for x in "qkv"},
             **gate("aggregat.rnn"),
             **linear("aggregat.ffn.0", SLOT, HIDDEN),
-            **linear("aggregat.ffn.3", HIDDEN, SLOT),  # dropout has a number, too
+            **linear("aggregat.ffn.3", HIDDEN, SLOT),  # dropout has an index in the names, too
         }
     )
     w |= {f"encode_backbone.1.{n}": v for n, v in vit.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Released models that draw: SLATE's and MESH's files, whole, against what their authors' code computes."""
+"""Released models that draw randomly, SLATE's and MESH's files, compared as a whole with their authors' code."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_slate_whole(tmp_path):
     for i in range(7):
         x = group_norm_relu(w, f"dvae.encoder.{i}", x, stride=4 if i == 0 else 1)
     logits = F.conv2d(x, w["dvae.encoder.7.weight"], w["dvae.encoder.7.bias"])
-    tokens = logits.argmax(1).flatten(1) + 1  # behind the one that begins
+    tokens = logits.argmax(1).flatten(1) + 1  # after the BOS token
     table, places = w["dictionary.dictionary.weight"], w["positional_encoder.pe"]
     embedded = table[tokens] + places[:, 1:]
     x = ln(w, "slot_attn.layer_norm", embedded)
@@ -72,7 +72,7 @@ def test_slate_whole(tmp_path):
     found = doubled(encoder)(pixels)
     assert torch.allclose(found.slots, slots, atol=1e-9)
     assert torch.allclose(found.attention.flatten(2), shares.transpose(1, 2), atol=1e-9)
-    said = torch.zeros(2, 1, dtype=torch.long)  # the token that begins
+    said = torch.zeros(2, 1, dtype=torch.long)  # the BOS token
     for _ in range(16):
         out = slates_decoder(w, table[said] + places[:, : said.shape[1]], lin(w, "slot_proj", slots))
         said = torch.cat([said, lin(w, "out", out)[:, -1:].argmax(-1) + 1], 1)

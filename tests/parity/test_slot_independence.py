@@ -1,4 +1,4 @@
-"""`objective.independence`: the penalties against plain loops, over micro-batches and on two ranks."""
+"""`objective.independence`: the penalties compared with plain loops, over micro-batches and on two ranks."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def encodings(b, slots, width, seed=0):
 @settings(max_examples=30, deadline=None)
 def test_dependence_is_the_loop_over_pairs(kind, b, slots, width, seed):
     values = encodings(b, slots, width, seed)
-    # Two values of one sign leave a slot without variance, whose quotient of rounding errors means nothing.
+    # With two values of equal sign, a slot has no variance, and the quotient of rounding errors is meaningless.
     if (values.std(0).norm(dim=-1) < 1e-3).any():
         return
     found = slot_dependence(values.flatten(1) / slots**0.5, slots, kind)
@@ -118,7 +118,7 @@ def test_the_penalty_is_added_with_its_weight_and_falls_under_training(kind, rea
         loss = model(batch(), Progress(0, 10, 0))
         loss.total.backward()
         optimizer.step()
-    # Attention of a fresh readout is nearly uniform, so its overlap falls slowly.
+    # The attention of a new readout is nearly uniform, so its overlap decreases slowly.
     assert float(loss.metrics["independence_loss"]) < float(penalty) - 1e-5
 
 

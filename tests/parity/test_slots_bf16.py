@@ -1,4 +1,4 @@
-"""Slot methods on two ranks: gradients of DDP and FSDP2 equal one process; FSDP2 with 16-bit weights is as near as autocast."""
+"""Slot methods on two ranks: gradients of DDP and FSDP2 equal one process; FSDP2 with 16-bit weights is as accurate as autocast."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ SCENES = {
 
 
 def trees(shards, root):
-    """A small recipe of each method."""
+    """Return a small recipe of each method."""
     found = {"slots": slots_recipe(shards, root)}
     found["slots_cnn"] = slots_recipe(shards, root)
     model = found["slots_cnn"]["objective"]["model"]
@@ -56,7 +56,7 @@ def trees(shards, root):
 
 
 def computed(ranks, tree, engine, micro_batch_size=4):
-    """Loss and gradients, in one row, of the first batch."""
+    """Return the loss and the gradients of the first batch as one vector."""
     config = resolve(RunConfig, {**tree, "engine": engine}, "x")
     batch = next(build_pipeline(config, ranks.world).start()).batch
     objective, running = build_objective(config), build_engine(config.engine, config.optim, ranks)
@@ -95,7 +95,7 @@ def test_ranks_compute_what_one_process_does_and_16_bits_are_as_near_as_autocast
     assert len(made) == 12
     for name, ((_, averaged), (loss, exact), (low, held), (other, cast)) in ranks[0].items():
         assert float((averaged - exact).norm()) < 1e-4 * float(exact.norm()), name
-        # Draws of tokens are a rank's own, so one process draws others.
+        # Each rank draws tokens from its own generator, so one process draws others.
         if name not in ("slate", "steve"):
             of_all = sum(by_name[name][1][0] for by_name in ranks) / 2
             assert of_all == pytest.approx(whole[name][0], rel=1e-4), name

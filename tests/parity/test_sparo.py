@@ -1,4 +1,4 @@
-"""The fast SPARO equals Appendix A, values and gradients, in every configuration."""
+"""The fast SPARO equals Appendix A, in values and gradients, in every configuration."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from sparo_train.models.sparo import Sparo
 def _module(dim=24, slots=8, width=6, head=5, grp=1, share=True, seed=0):
     torch.manual_seed(seed)
     module = Sparo(dim, slots, width, head, grp, share).double()
-    for p in module.parameters():  # biases too: their part in the identity must be seen
+    for p in module.parameters():  # biases too, because they contribute to the result
         torch.nn.init.normal_(p)
     return module
 
@@ -66,7 +66,7 @@ def test_gradients_flow_through_attention_maps(also_values):
 
 
 def test_equation_one_word_by_word():
-    """y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D)), slot by slot, with Appendix A's biases."""
+    """Compute y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D)) slot by slot, with Appendix A's biases. / sqrt(D)), slot by slot, with Appendix A's biases."""
     module = _module(slots=3)
     h = torch.randn(7, 24, dtype=torch.float64)
     for slot in range(3):

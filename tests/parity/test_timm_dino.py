@@ -1,4 +1,4 @@
-"""DINO with a backbone of timm: the library's own features, batch norm over ranks, starts, exports, and refusals."""
+"""DINO with a timm backbone: the library's features, batch norm over ranks, starts, exports, and refusals."""
 
 import io
 
@@ -44,7 +44,7 @@ def recipe(folder, name, *words, **readout):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Make a run once."""
+    """Return a function that makes each run once."""
     made = {}
 
     def run(name, **readout):
@@ -160,14 +160,14 @@ def test_a_run_resumes_bit_for_bit(runs, tmp_path):
     assert load_encoder(tmp_path / "dino").weights == whole
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])  # the ViT's positions are those of 160 pixels
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])  # the ViT's positions belong to 160 pixels
 def test_a_run_starts_from_timms_weights(tmp_path, name):
     torch.manual_seed(3)
     released = timm.create_model(name, num_classes=7)
     torch.save(released.state_dict(), tmp_path / "file.pth")
     pixels = [f"objective.{key}=[0.5, 0.5, 0.5]" for key in ("mean", "std")]
     still = ["optim.lr=1e-12", "optim.weight_decay=0", "optim.weight_decay_end=0", "objective.momentum_teacher=1.0"]
-    readout = SPARO if name == "test_resnet" else {}  # with a norm of its input, which no file has
+    readout = SPARO if name == "test_resnet" else {}  # with a norm of its input, which the file does not contain
     train(recipe(tmp_path, name, f"start_from=timm:{name}@{tmp_path / 'file.pth'}", *pixels, *still, **readout))
     started = load_encoder(tmp_path / "dino").model.model
     size = {"img_size": 64} if "vit" in name else {}

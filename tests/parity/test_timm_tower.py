@@ -1,4 +1,4 @@
-"""timm's vision transformers as CLIP's image tower: timm's own tokens, through our read-outs, out and in again through open_clip."""
+"""timm's vision transformers as CLIP's image tower: timm's tokens, our readouts, and export to and import from open_clip."""
 
 import open_clip
 import pytest
@@ -78,7 +78,7 @@ def test_the_class_token_and_the_mean_are_read_as_timm_pools():
         if pool == "token":
             theirs.load_state_dict(tower.trunk.state_dict())
             expected = theirs.eval()(image)
-        else:  # ours takes the class token into the mean, as the paper's code does, and norms behind it
+        else:  # our mean includes the class token, as in the paper's code, and the norm follows
             expected = tower.trunk.norm(tower.hidden(image).mean(1))
         torch.testing.assert_close(tower(image), expected @ tower.proj)
 
@@ -152,8 +152,8 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
     train(resolve(RunConfig, {**tree, "name": "small", "steps": 1, "optim": {}}, "x"))
     train(resolve(RunConfig, {**larger, "name": "large", "steps": 1, "optim": {"lr": 1e-30}}, "x"))
     shapes = [load_encoder(tmp_path / name).model.visual.trunk.pos_embed.shape[1] for name in ("small", "large")]
-    assert shapes == [17, 37]  # positions are interpolated there, too
-    # a file of a model of other sizes than its name's: what the recipe's kwargs say
+    assert shapes == [17, 37]  # positions are interpolated in this layout, too
+    # a file whose model has other sizes than its name implies: the recipe's kwargs give them
     narrow = timm.create_model(name, img_size=64, num_classes=3, **SMALL)
     save_file(narrow.state_dict(), tmp_path / "narrow.safetensors")
     vision = {"init_from": f"timm:{name}@{tmp_path}/narrow.safetensors", "timm_model_kwargs": SMALL}

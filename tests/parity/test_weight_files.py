@@ -1,4 +1,4 @@
-"""Weight files as others save them: wrappers' prefixes, several models, TorchScript archives, sparo-clip's names, DINOv2's names."""
+"""Weight files as other programs save them: prefixes of wrappers, several models, TorchScript archives, sparo-clip's names, DINOv2's names."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def saved(path, content):
 def test_wrappers_are_stripped_in_any_order_and_number(prefixes, inner):
     name = f"{inner}weight"
     assert strip_wrapper_prefixes("".join(prefixes) + name) == name
-    # Within a name `module` and `model` may be a model's own.
+    # Inside a name, `module` and `model` may belong to the model itself.
     assert strip_wrapper_prefixes("encoder.backbone.model.weight") == "encoder.backbone.model.weight"
     assert strip_wrapper_prefixes("visual._checkpoint_wrapped_module.conv1._orig_mod.weight") == "visual.conv1.weight"
 
@@ -124,7 +124,7 @@ def test_numbers_of_numpy_and_namespaces_are_plain_data_and_arrays_are_not(tmp_p
 
 
 class Holder(torch.nn.Module):
-    """A CLIP under OpenAI's flat names, with the three sizes that its archives hold."""
+    """Write a CLIP under OpenAI's flat names, with the three sizes that its archives contain."""
 
     def __init__(self, model):
         super().__init__()
@@ -172,7 +172,7 @@ def test_openais_weights_are_not_scored_with_the_other_gelu(archive, tmp_path):
         load_encoder(path, "ViT-S-32")
     with pytest.raises(ConfigError, match="OpenAI's approximation of GELU"):
         load_encoder(f"open_clip:ViT-S-32@{path}")
-    again = saved(tmp_path / "saved.pt", read_raw(path))  # by the command that torch's own message gives
+    again = saved(tmp_path / "saved.pt", read_raw(path))  # by the command that torch's error message names
     assert "QuickGELU" in load_encoder(again).assumed
 
 
@@ -203,7 +203,7 @@ def test_archives_that_hold_more_or_less_are_refused_with_the_command(archive, t
 
 
 def sparo_clip_names(state):
-    """Our LinearBotneck or FDT weights under the sparo-clip repository's names."""
+    """Write our LinearBotneck or FDT weights under the names of the sparo-clip repository."""
     theirs = {
         "visual.linear_bottleneck.bottleproj.": "vision_bottleproj.",
         "text.linear_bottleneck.bottleproj.": "text_bottleproj.",
@@ -242,7 +242,7 @@ def test_sparo_clips_other_readouts_load(readout, tmp_path):
 
 def test_heads_of_an_unusual_width_must_be_specified(tmp_path):
     file = tmp_path / "odd.safetensors"
-    for layers in (3, 2):  # 3: with a block more it would be ViT-Tiny, but a class token replaces none
+    for layers in (3, 2):  # 3: with one more block it would be ViT-Tiny, but a class token does not replace a block
         sizes = {"vision": {"head_width": 64, "layers": layers}, "text": {"heads": 2, "layers": layers}}
         model = tiny(**sizes, readout={"kind": "token"}) if layers == 3 else tiny(**sizes)
         save_file(model.state_dict(), file)
@@ -285,7 +285,7 @@ def test_dinov2s_own_names_are_read_as_timm_reads_them(name, registers, tmp_path
     official = {n: torch.randn_like(t) for n, t in model.state_dict().items()}
     if registers:
         official["register_tokens"] = official.pop("reg_token")
-        official["pos_embed"] = torch.randn(1, 17, 48)  # the class token has a position of its own
+        official["pos_embed"] = torch.randn(1, 17, 48)  # the class token has a position here
     official["mask_token"] = torch.zeros(1, 48)
     from timm.models.vision_transformer import checkpoint_filter_fn
 
@@ -295,7 +295,7 @@ def test_dinov2s_own_names_are_read_as_timm_reads_them(name, registers, tmp_path
         found = timm_state(str(saved(tmp_path / "x.pth", content)), "x")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[n], t) for n, t in expected.items())
-        # The class token and its position are separate in ours.
+        # The class token and its position are separate parameters in our model.
         own = load_encoder(saved(tmp_path / "plain.pth", content), "vit_tiny").model
         assert torch.equal(own.cls_token + own.pos_embed[:, :1], official["cls_token"] + official["pos_embed"][:, :1])
         assert own.config.registers == registers and own.config.layer_scale

@@ -1,4 +1,4 @@
-"""DeepSpeed's own folders: read as weights, refused where they are not whole or hold code."""
+"""DeepSpeed's own folders: read as weights, refused if they are incomplete or contain code."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ from tests.helpers.recipes import tiny_recipe
 
 
 def native(ranks, tree, folder):
-    """One step of plain DeepSpeed, and its own checkpoint."""
+    """Train one step with plain DeepSpeed, and save its checkpoint."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(ranks.rank))
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model = build_objective(resolve(RunConfig, tree, "x")).model
-    model.logit_scale.data = model.logit_scale.data.view(1)  # DeepSpeed 0.19 takes no 0-d parameters
+    model.logit_scale.data = model.logit_scale.data.view(1)  # DeepSpeed 0.19 does not accept 0-d parameters
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "steps_per_print": None}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -67,7 +67,7 @@ def test_a_zero_folder_of_another_world_size_is_refused(zero, tmp_path):
 
 
 def as_older_pythons_write(folder, kind, name):
-    """Every rank's optimizer file with a stage that is written as Pythons before 3.11.4 write an enum's member: getattr(kind, name)."""
+    """Rewrite every rank's optimizer file, with the stage as Pythons before 3.11.4 pickle a member of an enum: getattr(kind, name)."""
 
     class Member:
         def __reduce__(self):

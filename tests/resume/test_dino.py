@@ -1,4 +1,4 @@
-"""DINO runs killed, stopped and continued: student, teacher, centre and schedules to the bit."""
+"""DINO runs that are killed, stopped and resumed: student, teacher, centre and schedules are bit-identical."""
 
 import os
 import random

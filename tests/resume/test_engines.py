@@ -1,4 +1,4 @@
-"""Sharded engines and shared checkpoints on two ranks: killed, damaged, refused, and continued without a difference."""
+"""Sharded engines and shared checkpoints on two ranks: killed, damaged, refused, and resumed without a difference."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.helpers.runs import assert_bit_equal, finish, losses, start_ranks, wa
 FSDP2 = "engine={kind: fsdp2, device: cpu, precision: fp32, timeout: 60}"
 ZERO_2 = "engine={kind: deepspeed, stage: 2, device: cpu, precision: fp32, timeout: 60}"
 ZERO_3 = "engine={kind: deepspeed, stage: 3, device: cpu, precision: fp32, timeout: 60}"
-# A rank that dies, or whose disk refuses, at a place of the program: what happens there is `at`'s body.
+# A rank dies, or its disk fails, at one place of the program, given by the body of `at`.
 _AT = """
 import os, signal
 from launch.cli.main import main
@@ -31,7 +31,7 @@ main()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Shards, a two-rank recipe, and its uninterrupted run with ddp."""
+    """Write shards, a recipe for two ranks, and its uninterrupted run with ddp."""
     return with_a_straight_run(tmp_path_factory.mktemp("engines"))
 
 

@@ -1,4 +1,4 @@
-"""`task: validation_loss`: a run's own loss on held-out samples, while it trains and afterwards, by length of clips."""
+"""`task: validation_loss`: a run's loss on held-out samples, during training and afterwards, by length of clips."""
 
 import json
 
@@ -26,7 +26,7 @@ from tests.resume.test_videos import video_recipe
 
 
 def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
-    tree, _ = video_recipe(tmp_path, "savi")  # flow and depth are drawn, and crops and mirrors drawn in training
+    tree, _ = video_recipe(tmp_path, "savi")  # flow and depth are predicted, and training draws crops and mirrors
     tasks = {
         name: {"task": "validation_loss", "shards": str(tmp_path / "v/clips/test"), **more}
         for name, more in (("held", {}), ("longer", {"frames": 5}), ("few", {"limit": 2}))
@@ -37,15 +37,17 @@ def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
     found = lines[-1]
     encoder = load_encoder(str(config.folder))
     results = Suite({n: LossTaskConfig(**t) for n, t in tasks.items()}).run(encoder)
-    assert {n: r.metrics for n, r in results.items()} == {n: found[n] for n in tasks}  # afterwards as while it trained
+    assert {n: r.metrics for n, r in results.items()} == {
+        n: found[n] for n in tasks
+    }  # the same afterwards as during training
     held = results["held"]
     assert (held.n, results["few"].n, held.headline) == (5, 2, "loss") and held.interval[
         0
     ] < held.value < held.interval[1]
     assert results["longer"].options["frames"] == 5 and held.options["frames"] == 3
-    # Other tasks behind it score what they scored before: nothing is left in training mode, with its dropout.
+    # Tasks after it score the same as before: no module stays in training mode, where dropout would act.
     assert not any(module.training for module in encoder.model.modules())
-    # By hand: the objective on each sample alone, without crops and mirrors.
+    # Computed by hand: the objective on each sample alone, without crops and mirrors.
     objective = encoder.trained.objective.eval()
     data = config.data.model_copy(update={"crop_scale": (1.0, 1.0), "hflip": 0.0})
     examples = METHODS.get("video_slots").examples(config.objective, data)
@@ -58,12 +60,12 @@ def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
         with torch.no_grad():
             by_hand.append(float(objective(examples.stack([example]), Progress(3, 4, 0)).total))
     assert np.allclose(held.predictions["loss"], by_hand, rtol=1e-5)
-    # What a forward counts or draws is not the run's: training goes on behind an evaluation as without one.
+    # Counts and draws of an evaluation's forward are not the run's: training continues as without an evaluation.
     between = run({**tree, "steps": 4, "name": "between", "eval": {"every_steps": 2, "tasks": tasks}})
     without = run({**tree, "steps": 4, "name": "without"})
     assert train(between).reason == train(without).reason == "finished"
     assert_bit_equal(between.folder, without.folder, 4)
-    # Of other lengths no best is marked.
+    # Scores of clips of different lengths have no best one.
     records = [Record(n, "held", r, {}, "", tmp_path) for n, r in results.items() if n != "few"]
     assert "another loss, or other clips" in several_data(records)
 
@@ -104,7 +106,7 @@ def test_losses_of_whole_batches_and_of_teachers_are_refused_before_the_first_st
     tree, _ = video_recipe(tmp_path, "psb")
     config = run({**tree, "eval": {"tasks": {"held": task}}})
     check_tasks_compatible(build_objective(config), config, config.eval.tasks)
-    with pytest.raises(IncompatibleTaskError, match="has weights only"):  # as a job of its own would load it
+    with pytest.raises(IncompatibleTaskError, match="has weights only"):  # as a separate job would load it
         check_tasks_compatible(build_objective(config), config, config.eval.tasks, exported=True)
     encoder = load_encoder("pixels:16")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Read-outs on tokens that frozen towers gave once: the same numbers as on the fly, kept for every run, exact in resume and on ranks."""
+"""Readouts on cached tokens of frozen towers: the same numbers as without the cache, reused by every run, exact after a resume and on ranks."""
 
 import shutil
 
@@ -66,7 +66,7 @@ def test_cached_tokens_give_the_encodings_of_images_and_captions(shards, tmp_pat
     batch = next(pipeline.start()).batch
     assert set(batch) == {"image_tokens", "text", "text_tokens"}
     assert batch["image_tokens"].dtype == getattr(torch, {"fp32": "float32", "fp16": "float16"}[dtype])
-    # the plain way: the images of that batch, decoded and encoded
+    # without the cache: the images of that batch, decoded and encoded
     plain = _run({**tree, "objective": {**tree["objective"], "cache": None}})
     pixels = {}
     for storage in pipeline.sources[0].storages:
@@ -90,7 +90,7 @@ def test_a_run_on_cached_tokens_resumes_bit_identical(shards, tmp_path, capsys):
     train(_run(tree, "name=whole"))
     assert "computing the image tokens" in capsys.readouterr().err
     train(_run(tree, "name=broken", "stop_after_steps=2"))
-    assert "computing" not in capsys.readouterr().err  # of the same seed: the same random towers
+    assert "computing" not in capsys.readouterr().err  # the same seed, so the same random towers
     shutil.rmtree(tmp_path / "tokens")
     train(_run(tree, "name=broken"))
     assert "computing the text tokens" in capsys.readouterr().err
@@ -103,8 +103,10 @@ def test_a_run_on_cached_tokens_resumes_bit_identical(shards, tmp_path, capsys):
     assert len(moved) > 4
     train(_run(tree, "name=several", "+data.sources.a.captions={txt: 1.0}", "steps=1", "optim.warmup_steps=0"))
     said = capsys.readouterr().err
-    assert "computing the text tokens" in said and "image tokens" not in said  # pictures do not depend on captions
-    # a branch with its moments begins where the checkpoint's towers are
+    assert (
+        "computing the text tokens" in said and "image tokens" not in said
+    )  # tokens of images do not depend on captions
+    # a branch with the optimizer's moments starts from the towers of the checkpoint
     words = ["optim.schedule=cooldown", "optim.warmup_steps=0", "steps=2", "seed=1"]
     train(_run(tree, "name=branch", *words, f"start_from={{checkpoint: {tmp_path}/whole, optimizer: true}}"))
     assert "computing" not in capsys.readouterr().err
@@ -136,9 +138,7 @@ def test_a_frozen_dino_image_tower_with_a_trained_text_tower(shards, tmp_path, c
     ):
         train(_run(tree))
     tree["objective"] |= {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-    with pytest.raises(
-        CheckpointError, match=r"has no trunk.blocks.2.norm1.weight"
-    ):  # SPARO took its place in that run
+    with pytest.raises(CheckpointError, match=r"has no trunk.blocks.2.norm1.weight"):  # SPARO replaced it in that run
         train(_run(tree, keep))
     train(_run(tree))
     trained = _model(tmp_path / "tiny")
@@ -208,7 +208,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
         for n in range(3):
             again.read(digest_of(bytes([n])))
     assert kept.has("a")
-    path.write_bytes(content[:at])  # cut off while it is read: an error, and no bus error
+    path.write_bytes(content[:at])  # truncated while it is read: an error instead of a bus error
     with pytest.raises(DataError, match=r"a.safetensors: is damaged"):
         again.read(digest_of(bytes([2])))
     path.unlink()
@@ -216,7 +216,7 @@ def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
         again.read(digest_of(bytes([2])))
     assert np.array_equal(again.read(digest_of(b"other")), np.ones((1, 3)))
     tables = bytearray(content)
-    tables[content.index(np.array([0, 2, 3, 7]).tobytes()) + 8] = 1  # of `starts`
+    tables[content.index(np.array([0, 2, 3, 7]).tobytes()) + 8] = 1  # in the array `starts`
     for damaged in (bytes(content).replace(b'"F16"', b'"I16"'), bytes(tables), bytes(content[:-1])):
         path.write_bytes(damaged)
         assert not kept.has("a")

@@ -1,4 +1,4 @@
-"""Ranks as different programs start them: their world, the address where they meet, and how they end."""
+"""Ranks started by different programs: their world, the address where they meet, and how they end."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def _mpi_ranks(place, port, *words, size=2):
 
 
 def test_ranks_of_mpirun_save_on_request_and_stop_with_a_given_code(place):
-    with socket.socket() as taken:  # by another program, at the port that they were given
+    with socket.socket() as taken:  # another program uses the chosen port
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         words = ("name=mpi", "checkpoint.every_steps=0", "--exit-code-on-stop", "143")
@@ -112,7 +112,7 @@ def test_ranks_that_do_not_start_are_named(place):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A torchrun that writes down its arguments."""
+    """Write a torchrun that records its arguments."""
     path = tmp_path / "torchrun"
     path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments.txt\n')
     path.chmod(0o755)
@@ -141,7 +141,7 @@ def test_the_script_for_aws_batch_gives_torchrun_its_node(recorded):
     address = next(word.partition("=")[2] for word in main if word.startswith("--master-addr"))
     assert re.fullmatch(r"\d+\.\d+\.\d+\.\d+", address) and "--nproc-per-node=4" in main
     rules = json.loads(_block("json", "attempts"))["retryStrategy"]["evaluateOnExit"]
-    # Without the last rule, AWS Batch would retry whatever no rule matches.
+    # Without the last rule, AWS Batch would retry jobs that match no rule.
     assert {"onExitCode": "1", "action": "RETRY"} in rules and rules[-1] == {"onReason": "*", "action": "EXIT"}
 
 
@@ -151,7 +151,7 @@ def test_the_task_for_skypilot_gives_torchrun_its_node(recorded):
     arguments = recorded(task["run"], **node, SKYPILOT_NODE_RANK="1")
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--nproc-per-node=8"} <= set(arguments)
     assert arguments[-4:] == ["train", "cc3m_sparo", "engine.kind=ddp", "out=/runs"]
-    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}  # torchrun ends with 1, never with 75
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}  # torchrun exits with 1, never with 75
 
 
 def test_pods_of_a_pytorchjob_restart_after_the_code_that_they_are_given():

@@ -18,7 +18,7 @@ SAMPLES, BATCH = 200_000, 500
 
 
 def private_bytes(pid):
-    """Memory of a process and its workers that is not shared with another process."""
+    """Return the memory of a process and its workers that no other process shares."""
     total = 0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         try:

@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own: equal to one, killed, stopped, grown and shrunk, and never silent."""
+"""Two ranks in separate processes: equal to one, killed, stopped, continued with more or fewer ranks, and never silent."""
 
 import json
 import os
@@ -57,7 +57,7 @@ main()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Shards, a two-rank recipe, and its uninterrupted run."""
+    """Write shards, a recipe for two ranks, and its uninterrupted run."""
     return with_a_straight_run(tmp_path_factory.mktemp("ranks"))
 
 
@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, ra
     assert code == 3 and f"rank {1 - rank} of 2: " in stderr and "another rank died" in stderr, stderr
     found = finish(start_ranks(2, *line))
     assert [code for code, _ in found] == [0, 0], found
-    if micro == 4:  # a rank's whole batch
+    if micro == 4:  # the whole batch of a rank
         assert_bit_equal(folder, place / "straight")
     else:
         assert losses(folder) == pytest.approx(losses(place / "straight"), rel=1e-4)
@@ -144,7 +144,7 @@ def test_an_error_on_one_rank_stops_all_and_is_reported_once(place):
     assert [code for code, _ in found] == [2, 2], found
     assert "error: rank 1: x.tar: the disk is gone" in found[0][1] and "error:" not in found[1][1]
     kept = store.CheckpointStore(place / "trouble/checkpoints").latest()
-    assert (store.read_meta(kept)["step"] if kept else 0) == len(losses(place / "trouble"))  # nothing trained is lost
+    assert (store.read_meta(kept)["step"] if kept else 0) == len(losses(place / "trouble"))  # no saved step is lost
     found = finish(start_ranks(2, *line))
     assert [code for code, _ in found] == [0, 0], found
     assert_bit_equal(place / "trouble", place / "straight")
@@ -192,7 +192,7 @@ def test_a_slow_rank_shows_in_the_spread(place):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", ["{kind: ddp}", "{kind: fsdp2}", "{kind: deepspeed, stage: 2}"])
 def test_fifty_random_kills_lose_nothing(place, engine):
-    """A random rank dies at a random step, or while a checkpoint is being written; every start continues the run."""
+    """A random rank dies at a random step, or during a save. Every start continues the run."""
     tree = yaml.safe_load((place / "recipe.yaml").read_text())
     tree |= {"steps": 120, "eval": {"tasks": {}}, "checkpoint": {"every_steps": 2}}
     tree["engine"] = {"device": "cpu", "precision": "fp32", "timeout": 60, **yaml.safe_load(engine)}

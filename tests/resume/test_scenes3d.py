@@ -1,4 +1,4 @@
-"""Posed scenes made, checked, trained on, killed and continued to the bit, on two ranks, scored and probed; and published ones read."""
+"""Posed scenes: made, checked, trained on, killed and resumed bit-identically, on two ranks, scored and probed; and published ones are read."""
 
 import io
 import json
@@ -61,7 +61,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     done = sparo("train", str(recipe))
     assert done.returncode == 0 and "views psnr_held_out" in done.stderr and " dB" in done.stderr, done.stderr
     assert "cannot be drawn" not in done.stderr
-    with Image.open(max((folder / "pictures").iterdir())) as sheet:  # of the first scene, at every evaluation
+    with Image.open(max((folder / "pictures").iterdir())) as sheet:  # of the first scene, for every evaluation
         assert sheet.width > 5 * 64
     assert_bit_equal(folder, straight.folder)
     done = sparo("eval", str(folder), "--features", str(tmp_path / "store"), "--json", "v.json", cwd=tmp_path)
@@ -112,7 +112,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
 
 
 def dead_ends(folder):
-    """What is no way to look at a run of scenes, and what it says."""
+    """Check commands that do not apply to a run of scenes, and their messages."""
     return {
         ("slots", "panels", folder, "--task", "views"): "Use `sparo slots views` for scenes",
         ("slots", "show", folder, "--task", "views"): "sparo slots views",
@@ -121,7 +121,7 @@ def dead_ends(folder):
 
 
 def scenes_of_others_are_scored(folder, cwd):
-    """Without masks or depth: how near views are, and nothing of objects."""
+    """Without masks and depth, there are scores of views and none of objects."""
     for name in ("lego", "ship", "chair"):
         nerf_folder(cwd / "theirs" / name)
     done = sparo("data", "convert", "theirs", "theirs3d", "--as", "nerf", "--size", "16", "--test", "2", cwd=cwd)
@@ -141,7 +141,7 @@ def pictures_are_drawn(folder, cwd):
     done = sparo("slots", "views", str(folder), "--task", "views", "--scenes", "2", "--out", "page", cwd=cwd)
     assert done.returncode == 0, done.stderr
     page = (cwd / "page/report.html").read_text()
-    assert "psnr_held_out" in page and " dB" in page  # what the run scored at its end
+    assert "psnr_held_out" in page and " dB" in page  # scores of the run's last step
     with Image.open(cwd / "page/scene-0.png") as sheet, Image.open(cwd / "page/turntable-0.webp") as moving:
         assert sheet.width > 5 * 64 and moving.n_frames >= 12
     assert page.count("<img") == 4 and "scene-1.png" in page

@@ -1,4 +1,4 @@
-"""Slot models killed and continued to the bit, and on two ranks; then scored by their masks."""
+"""Slot models: killed and resumed bit-identically, and on two ranks; then scored by their masks."""
 
 import json
 import shutil
@@ -91,7 +91,7 @@ def best_and_worst_are_drawn(run_folder, tmp_path):
     assert done.returncode == 0, done.stderr
     best, worst = done.stdout.splitlines()[:2]
     assert best.startswith(f"best of 2: {run_folder}, fg_ari") and worst.startswith(f"worst of 2: {worse}, fg_ari")
-    with Image.open(tmp_path / "b.png") as sheet:  # image, true, best, worst
+    with Image.open(tmp_path / "b.png") as sheet:  # image, true masks, best, worst
         assert sheet.size == (4 * 36 + 4, 3 * 36 + 18)
     (worse / "evals/results.jsonl").unlink()
     for words, told in (
@@ -113,7 +113,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
     assert done.returncode == 0 and (tmp_path / "pictures/report.html").stat().st_size > 10_000, done.stderr
     done = sparo("slots", "panels", run_folder, "--task", "masks", "--images", "3", "--tile", "32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    with Image.open(tmp_path / "panels.png") as sheet:  # image, true, masks, decoded, three slots; three rows
+    with Image.open(tmp_path / "panels.png") as sheet:  # image, true masks, masks, decoded, three slots; three rows
         assert sheet.size == (7 * 36 + 4, 3 * 36 + 18)
         colours = {tuple(c) for c in np.asarray(sheet)[18:50, 40:72].reshape(-1, 3).tolist()}
         assert len(colours) == 4 and (110, 110, 110) in colours  # three pieces on grey
@@ -134,7 +134,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert not (tmp_path / "page").exists()  # what is refused leaves nothing
+    assert not (tmp_path / "page").exists()  # a refused command leaves no files
     done = sparo("slots", "panels", "pixels:8", "--image", "own.jpg", cwd=tmp_path)
     assert done.returncode == 2 and "has no reconstructions to draw" in done.stderr
     (tmp_path / "clip.yaml").write_text(json.dumps({"tasks": tasks}))
@@ -146,7 +146,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
     near = {"knn": {"task": "knn", "k": [5], **{split: str(tmp_path / "near" / split) for split in ("train", "test")}}}
     (tmp_path / "near.yaml").write_text(json.dumps({"tasks": near}))
     done = sparo("eval", run_folder, "--data", "near.yaml", "--slots", "0,2", "--features", "none", cwd=tmp_path)
-    assert done.returncode == 0 and "acc1_k5" in done.stdout, done.stderr  # their slots are encodings as others are
+    assert done.returncode == 0 and "acc1_k5" in done.stdout, done.stderr  # their slots are encodings like others
 
 
 def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
@@ -222,7 +222,7 @@ def test_features_of_a_dino_run_are_grouped_and_reconstructed(shards, tmp_path, 
     assert done.returncode == 2 and "encoder.cache: a randomly cropped or mirrored image" in done.stderr, done.stderr
     objectives = [build_objective(run({**tree, "seed": seed})) for seed in (1, 2)]
     first, second = (o.model.tower.project[0].weight for o in objectives)
-    assert not torch.equal(first, second)  # what the frozen run was seeded with is not this one's
+    assert not torch.equal(first, second)  # the frozen run's seed does not affect this run
     before, after = (
         run_weights(store.CheckpointStore(f / "checkpoints").latest()) for f in (tmp_path / "dino/dino", folder)
     )
@@ -264,7 +264,7 @@ def test_slate_reconstructs_tokens_resumes_and_is_scored(tmp_path, write_recipe)
     assert done.returncode == 0 and "d psnr" in done.stderr and " dB" in done.stderr, done.stderr
     assert_bit_equal(folder, straight.folder)
     assert {"cross_entropy", "tau", "slots_used"} <= metrics.read(folder / "metrics.jsonl", "train")[-1].keys()
-    # Draws of tokens are a rank's own, so two ranks are held against two.
+    # Each rank draws tokens from its own generator, so two ranks are compared with two.
     recipe = write_recipe({**tree, "out": str(tmp_path / "two"), "micro_batch_size": 2})
     found = goes_on_across_engines(recipe, tmp_path / "two/slots")
     whole = write_recipe({**tree, "out": str(tmp_path / "whole"), "micro_batch_size": 2})
@@ -280,7 +280,7 @@ def test_slate_reconstructs_tokens_resumes_and_is_scored(tmp_path, write_recipe)
     assert by_headline["psnr"]["options"]["drawn"] == "pixels" and 0 < by_headline["psnr"]["metrics"]["mse"] < 1
     line = ["slots", "panels", str(folder), "--task", "m", "--images", "2", "--tile", "32", "--out", "page"]
     done = sparo(*line, cwd=tmp_path)
-    with Image.open(tmp_path / "page/image-1.png") as sheet:  # image, true, masks, decoded, three slots
+    with Image.open(tmp_path / "page/image-1.png") as sheet:  # image, true masks, masks, decoded, three slots
         assert done.returncode == 0 and sheet.size == (7 * 36 + 4, 36 + 18), done.stderr
     page = (tmp_path / "page/report.html").read_text()
     assert page.count("<img") == 2 and "fg_ari" in page

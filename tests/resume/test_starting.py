@@ -1,4 +1,4 @@
-"""Where a run begins: another run's weights, its moments and place in the data, a tower from elsewhere; and what it leaves untrained."""
+"""How a run starts: from another run's weights, with its moments and position in the data, or a tower from elsewhere; and which parameters stay frozen."""
 
 import shlex
 import shutil
@@ -39,7 +39,7 @@ def _model(folder, step):
 
 
 def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
-    # An average's warm-up is of its first steps, which a branch has behind it.
+    # The warm-up of an average belongs to the first steps, which a branch has passed.
     tree = override(tiny_recipe(shards, tmp_path), ["objective.ema={decay: 0.99}"], RunConfig)
     train(_run(tree, "name=wsd", "optim.schedule=wsd", "optim.cooldown_steps=4"))
     train(_run(tree, "name=steady", "optim.schedule=constant", "steps=8"))
@@ -55,12 +55,12 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
         store.read_meta(tmp_path / f"{n}/checkpoints/step-{s:08d}")["cursor"] for n, s in (("wsd", 12), ("branch", 4))
     ]
     assert cursors[0] == cursors[1]
-    # Another optimizer's moments, an average that comes or goes, what is frozen: said with the key, and the name stays free.
+    # Moments of another optimizer, an average that was added or removed, frozen parts: the error names the key, and the run's name stays unused.
     from_steady = f"start_from={{checkpoint: {tmp_path}/steady, optimizer: true}}"
     for change in ("optim.kind=muon", "objective.ema=null", "freeze=[model.visual.*]"):
         with pytest.raises(CheckpointError, match=r"start_from.checkpoint=\S+steady: .*start_from.optimizer=false"):
             train(_run(tree, "name=other", *words, change, from_steady))
-    # And what no shape tells, which weights alone are asked as well.
+    # Differences that no shape reveals are also checked if only weights are loaded.
     for change, told in (
         ("objective.mean=[0.5, 0.5, 0.5]", "was trained with another normalization of pixels"),
         ("objective.model.quick_gelu=true", "OpenAI's approximation of GELU"),
@@ -107,7 +107,7 @@ def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, ca
         train(_run(tree, "name=second", keep, f"start_from={tmp_path}/gone"))
     assert not (tmp_path / "second/config.yaml").exists()
     start = f"start_from={{checkpoint: {tmp_path}/gone, allow_missing: [model.*.sparo.*], allow_unused: [model.visual.proj, '*.text_projection']}}"
-    # What would train from random weights, or keep them, is told: a new part that is frozen, nothing taken, a typing error.
+    # Parts that would stay random are reported: a new part that is frozen, nothing loaded, a typing error.
     nothing = "start_from={checkpoint: pixels:32, allow_missing: ['*'], allow_unused: ['*']}"
     typing = start.replace("model.*.sparo.*", "'model.*.sparo.*', model.typo.*")
     for words, told in (
@@ -133,12 +133,12 @@ def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, ca
     assert len(shared) > 40 and all(torch.allclose(first[n], second[n], rtol=0, atol=1e-20) for n in shared)
     assert "start_from: " in capsys.readouterr().err
     assert "start_from: " in (tmp_path / "second/log.txt").read_text()
-    shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint of its own does not look for it
+    shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint does not look for it
     train(_run(tree, *slow, start))
     other = ["objective.model.readout={kind: token}", "objective.model.text.heads=4", f"start_from={tmp_path}/first"]
     with pytest.raises(CheckpointError, match="its attention has 2 heads, but that of the run has 4"):
         train(_run(tree, "name=heads", *other))
-    # larger images: positions are interpolated; a backbone of DINO begins both of its nets
+    # larger images: positions are interpolated; a DINO backbone initialises both networks
     large = [*slow[:2], "name=large", "objective.model.readout={kind: token}", "objective.model.vision.image_size=64"]
     train(_run(tree, *large, f"start_from={tmp_path}/first", "steps=1", "optim.warmup_steps=0"))
     assert _model(tmp_path / "large", 1)["model.visual.positional_embedding"].shape == (17, 32)
@@ -160,7 +160,7 @@ def _small(**changes):
 
 
 def test_towers_of_other_libraries_give_their_own_encodings(tmp_path, shards):
-    """Weights of timm's and transformers' CLIP in our towers: the same function."""
+    """Weights of CLIP from timm and transformers in our towers compute the same function."""
     torch.manual_seed(0)
     image = torch.randn(2, 3, 32, 32)
     name = "vit_base_patch16_clip_224"
@@ -200,7 +200,7 @@ def test_towers_of_other_libraries_give_their_own_encodings(tmp_path, shards):
 
 
 def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
-    """Its folder, by name, as one types it: either tower with its projection, or both with the temperature."""
+    """A folder of transformers, named as a user types it: either tower with its projection, or both with the temperature."""
     folder = tmp_path / "hf"
     sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
     text = {"max_position_embeddings": 16, "vocab_size": 49408, "eos_token_id": 49407, "bos_token_id": 49406}
@@ -243,7 +243,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     ):
         begun(*wider, "objective.model.vision.freeze=true")
     assert "new are" not in begun(inits[0], "objective.model.vision.freeze=true")[1]
-    # A folder that lost its texts is still an image tower, and no text tower.
+    # A folder without a text tower is still an image tower.
     hf.vision_model.save_pretrained(tmp_path / "seen")
     shutil.copy(folder / "preprocessor_config.json", tmp_path / "seen")
     assert "new are proj" in begun(f"objective.model.vision.init_from=hf:{tmp_path}/seen")[1]
@@ -252,7 +252,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
 
 
 def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shards, capsys):
-    """LiT: the image tower of a file, frozen; `init` fits a read-out in place of the last block."""
+    """LiT: the image tower of a file is frozen; `init_from` fits a readout that replaces the last block."""
     donor = _small()
     donor.visual.positional_embedding.data.normal_()
     save_file(donor.state_dict(), tmp_path / "donor.safetensors")
@@ -388,7 +388,7 @@ def test_a_finished_run_names_the_words_that_train_on(shards, tmp_path):
     assert after["samples"] == 24 and before["cursor"] != after["cursor"]
     with pytest.raises(ConfigError, match=r"steps: 12 -> 8\n.*Give a shorter run another name="):
         train(_run(tree, "name=short", "steps=8"))
-    # A run whose newest checkpoint is incomplete is begun from an older one, and says so.
+    # A run whose newest checkpoint is incomplete serves with an older one, and a message reports this.
     (tmp_path / "short/checkpoints/step-00000013").mkdir()
     for number, start in enumerate(
         (str(tmp_path / "short"), {"checkpoint": str(tmp_path / "short"), "optimizer": True})
@@ -397,6 +397,6 @@ def test_a_finished_run_names_the_words_that_train_on(shards, tmp_path):
         train(config)
         log = (config.folder / "log.txt").read_text()
         assert "start_from: " in log and "step-00000013: is incomplete; step-00000012 is read instead" in log
-    # Another learning rate as well is another run, and is not told so.
+    # With another learning rate as well, it is an ordinary other run, and the message does not mention this.
     with pytest.raises(ConfigError, match="Use another name="):
         train(_run(tree, "name=short", "steps=15", "optim.lr=5"))

@@ -1,4 +1,4 @@
-"""Where a DINO run begins: backbones of other programs, another size, and trainings of the official code."""
+"""How a DINO run starts: backbones of other programs, another image size, and trainings of the official code."""
 
 import open_clip
 import pytest
@@ -40,13 +40,13 @@ def backbone(path, **changes):
 
 
 def taken(out, step=1):
-    """The teacher's backbone after a step that changes nothing."""
+    """Return the teacher's backbone after a step that changes nothing."""
     weights = store.read_part(out / f"checkpoints/step-{step:08d}", "model")
     own = "teacher.backbone."
     return {name.removeprefix(own): t for name, t in weights.items() if name.startswith(own)}
 
 
-# Three blocks of width 32 are of no published model, so the number of heads is not in the file: tests use 192 wide ones.
+# No published model has three blocks of width 32, so a file does not determine the number of heads. Tests use a width of 192.
 WIDE = ("objective.model.width=192", "objective.model.heads=3")
 wide = {"width": 192, "heads": 3}
 
@@ -81,7 +81,7 @@ def test_another_size_patch_and_number_of_registers(recipe, tmp_path):
     expected = resample_patch_embed(weights["patch_embed.proj.weight"], [8, 8])
     assert torch.allclose(found["patch_embed.proj.weight"], expected, atol=1e-6)
     assert any("resized patch embedding from 12 to 8 pixels" in text for text in messages)
-    # Positions at another size are what the backbone itself computes for an image of that size.
+    # Positions at another size are those that the backbone computes for an image of that size.
     weights = backbone(tmp_path / "large.pth", **wide, image_size=64)
     train(recipe(CLS, *WIDE, "name=resized", f"start_from={tmp_path}/large.pth"))
     model = Vit(VitConfig.model_validate({"image_size": 64, "patch_size": 8, "depth": 3, **wide}))
@@ -95,7 +95,9 @@ def test_another_size_patch_and_number_of_registers(recipe, tmp_path):
         train(recipe(CLS, *WIDE, "name=reg", f"start_from={tmp_path}/reg.pth"))
     keys = ("objective.model.registers=4", "objective.model.layer_scale=1.0e-05")
     train(recipe(CLS, *WIDE, *keys, "name=reg", f"start_from={tmp_path}/reg.pth"))
-    with pytest.raises(CheckpointError, match=r"Set objective\.model\.heads=3"):  # 64 channels per head, as published
+    with pytest.raises(
+        CheckpointError, match=r"Set objective\.model\.heads=3"
+    ):  # 64 channels per head, as in published models
         train(recipe(CLS, *WIDE, *keys, "objective.model.heads=4", "name=h", f"start_from={tmp_path}/reg.pth"))
     with pytest.raises(CheckpointError, match=r"Set objective\.model\.depth=3"):
         train(recipe(CLS, *WIDE, "objective.model.depth=2", "name=d", f"start_from={tmp_path}/large.pth"))
@@ -194,7 +196,7 @@ def test_a_run_continues_from_its_own_kind(recipe, tmp_path, keys):
 def test_heads_are_not_guessed_where_published_models_differ(tmp_path):
     names = {"cls_token": torch.zeros(1, 1, 1280), "pos_embed": torch.zeros(1, 5, 1280)}
     blocks = {f"blocks.{i}.norm1.weight": torch.zeros(1) for i in range(32)}
-    assert published_heads({**names, **blocks}) is None  # 16 in MAE and timm, 20 in DINOv3
+    assert published_heads({**names, **blocks}) is None  # 16 heads in MAE and timm, 20 in DINOv3
     assert published_heads({"cls_token": names["cls_token"], **blocks}) == 20
     clip = {"cls_token": torch.zeros(1, 1, 1664), "norm_pre.weight": torch.zeros(1), "pos_embed": torch.zeros(1)}
     assert published_heads(clip) is None

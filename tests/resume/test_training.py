@@ -1,4 +1,4 @@
-"""Training in processes of their own: killed, stopped, refused, poisoned; and continued bit-equal."""
+"""Training in separate processes: killed, stopped, refused, with damaged data; and resumed bit-identically."""
 
 import io
 import json
@@ -31,7 +31,7 @@ from tests.helpers.samples import sample
 
 @pytest.fixture
 def straight(shards, tmp_path):
-    """The same recipe, never interrupted."""
+    """The same recipe without interruption."""
     config = run(tiny_recipe(shards, tmp_path / "straight"))
     assert train(config).reason == "finished"
     return config.folder
@@ -58,7 +58,7 @@ def test_loader_workers_go_with_a_killed_run(shards, tmp_path, write_recipe):
     assert children
     process.kill()
     process.communicate()
-    end = time.monotonic() + 3  # torch's own watch takes five seconds, in which other ranks would wait
+    end = time.monotonic() + 3  # torch's own check takes five seconds, in which other ranks would wait
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -105,7 +105,7 @@ def test_another_recipe_in_the_same_folder_is_refused(straight, shards, tmp_path
     tree = tiny_recipe(shards, tmp_path / "straight")
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.002"):
         train(run({**tree, "optim": {**tree["optim"], "lr": 2e-3}}))
-    batch = 2 * tree["batch_size"]  # another plan: the data are not to blame
+    batch = 2 * tree["batch_size"]  # another plan, so the data are not the reason
     with pytest.raises(ConfigError, match=rf"batch_size: {tree['batch_size']} -> {batch}"):
         train(run({**tree, "batch_size": batch}))
 
@@ -162,8 +162,8 @@ def test_too_many_bad_samples_stop_the_run(tmp_path):
     with pytest.raises(DataError, match=r"(?s)were unusable, more than data\.max_bad_share=0\.01.*0\.tar: bad image"):
         train(run(tree))
     stopped = store.CheckpointStore(tmp_path / "runs" / "tiny" / "checkpoints").latest()
-    assert stopped is not None and store.read_meta(stopped)["step"] > 0  # what was trained is kept
-    tree["data"] = {**tree["data"], "max_bad_share": 0.2}  # the remedy that the message names
+    assert stopped is not None and store.read_meta(stopped)["step"] > 0  # the trained steps are saved
+    tree["data"] = {**tree["data"], "max_bad_share": 0.2}  # the advice of the message
     train(run(tree))
     last = metrics.read(tmp_path / "runs" / "tiny" / "metrics.jsonl", "train")[-1]
     assert last["bad_samples"]["bad image"] > 30

@@ -1,4 +1,4 @@
-"""Slot models of videos: two ranks as one process, resumed, scored and probed."""
+"""Slot models of videos: two ranks equal one process; resumed, scored and probed."""
 
 import json
 
@@ -18,7 +18,7 @@ from tests.helpers.runs import assert_bit_equal, goes_on_across_engines, kill_be
 
 
 def video_recipe(tmp_path, kind):
-    """A recipe of videos that are rendered here, and its two tasks."""
+    """Return a recipe of videos that are rendered here, and its two tasks."""
     render_videos(tmp_path / "v", VideoSetConfig(train=24, test=5, frames=6, size=16, per_shard=12, max_objects=2), 1)
     tasks = {
         name: {"task": "video_masks", "root": str(tmp_path / "v/clips"), **more}
@@ -28,7 +28,7 @@ def video_recipe(tmp_path, kind):
     savi = kind == "savi"
     grouping: dict = {"preset": "savi" if savi else "psb", "slots": 3, "width": 16, "iterations": 2}
     model = {k: v for k, v in tree["objective"]["model"].items() if k != "frame"} | {"grouping": grouping}
-    if savi:  # as SAVi++ has it: told the first frame's boxes, drawing flow and depth
+    if savi:  # like SAVi++: conditioned on the boxes of the first frame, predicts flow and depth
         grouping |= {"slot_init": "given", "qkv_width": 24}
         model |= {"predictor": {"mlp_width": 16}, "hint": {"hidden": 8}, "target": "flow_depth", "transformer": {}}
     objective = "slot_contrast" if kind == "slot_contrast" else "video_slots"
@@ -63,7 +63,7 @@ def test_video_slate_reconstructs_tokens_and_is_probed(tmp_path, write_recipe):
     )
     assert "video_fg_ari" in found["clips"] and "psnr" not in found["clips"]
     assert (folder / "pictures/step-00000004.webp").exists()
-    # A decoder of pixels for slots that stay as they are: masks of a model that has none of its own.
+    # A pixel decoder for frozen slots gives masks to a model that has none.
     start = {"checkpoint": str(folder), "allow_missing": ["model.decoder.*"]}
     start["allow_unused"] = [
         f"model.{n}*" for n in ("dvae.", "decoder.", "embed.", "head.", "project.", "bos", "pos_embed")
@@ -123,7 +123,7 @@ def test_videos_are_trained_on_resumed_and_scored(tmp_path, write_recipe):
     (tmp_path / "long.yaml").write_text(json.dumps({"tasks": {"l": {**tasks["c"], "frames": 7}}}))
     done = sparo("eval", str(folder), "--data", "long.yaml", "--features", "none", cwd=tmp_path)
     assert done.returncode == 2 and "has 6 frames, but 7 are scored. Set frames: 6 or less" in done.stderr
-    # One task that cannot be scored is no reason to lose the others, or their table.
+    # A task that cannot be scored does not prevent the other scores and the table.
     (storage,) = open_source("v", ShardsConfig(shards=str(tmp_path / "v/clips/test"))).storages
     (first, whole), (second, fields) = (storage.read(number) for number in range(2))
     cut = {name: data for name, data in fields.items() if not name.startswith("005.")}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A real SLURM on one machine, for tests and for trying things: munged, slurmctld and a slurmd per virtual node.
+"""A real SLURM on one machine, for tests and experiments: munged, slurmctld and a slurmd per virtual node.
 
     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
     eval "$(python tests/slurm/cluster.py start)"
@@ -114,7 +114,7 @@ class Cluster:
 
     @staticmethod
     def missing(accounting: bool = False) -> str | None:
-        """Why it cannot run here; None where it can."""
+        """Return why it cannot run here, or None."""
         needed = (*DAEMONS, "slurmdbd", "mariadbd") if accounting else DAEMONS
         absent = [name for name in needed if shutil.which(name, path=PATH) is None]
         if absent:
@@ -122,7 +122,7 @@ class Cluster:
         return None if os.geteuid() == 0 else "munged and slurmd need root"
 
     def start(self) -> None:
-        """Start what is not running yet, and wait until every node can take jobs."""
+        """Start what is not running yet, and wait until every node accepts jobs."""
         for name in ("etc", "run", "log", "state", "spool"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         self.root.chmod(0o755)
@@ -144,7 +144,7 @@ class Cluster:
         self.wait(60, lambda: [s in up for s in self._states()] == [True] * len(NODES), "nodes")
 
     def stop(self) -> None:
-        """Cancel what runs, stop every daemon, and forget all jobs."""
+        """Cancel all jobs, stop every daemon, and forget all jobs."""
         if self._alive("slurmctld"):
             self.says("scancel", "-f", "-u", "root")
             end = time.monotonic() + 8
@@ -166,12 +166,12 @@ class Cluster:
         self.wait(30, lambda: self.works("scontrol", "ping"), "slurmctld")
 
     def stop_controller(self) -> None:
-        """In order: its state is written."""
+        """Stop the daemons in order, so that their state is written."""
         self._signal("slurmctld", signal.SIGTERM)
         self._end("slurmctld")
 
     def start_node(self, node: str, without: Path | None = None) -> None:
-        """Start a node's daemon; `without`: a folder that its jobs find empty, as if a file system were not mounted."""
+        """Start a node's daemon. `without` names a folder that its jobs find empty, as if a file system were not mounted."""
         if not self._alive(f"slurmd.{node}"):
             (self.root / "spool" / node).mkdir(parents=True, exist_ok=True)
             if without is None:
@@ -180,18 +180,18 @@ class Cluster:
                 self.do("unshare", "-m", "sh", "-c", f"mount -t tmpfs none {without} && exec slurmd -N {node}")
 
     def kill_daemon(self, node: str) -> None:
-        """SIGKILL for a node's slurmd; what runs on the node goes on and nobody can reach it."""
+        """Kill the slurmd of a node. Its processes continue, and cannot be reached."""
         self._signal(f"slurmd.{node}", signal.SIGKILL)
         (self.root / f"run/slurmd.{node}.pid").unlink(missing_ok=True)
 
     def kill_node(self, node: str) -> None:
-        """A host is lost: its slurmd, the job steps and every task on it."""
+        """Kill a node: its slurmd, the job steps and every task."""
         self.kill_daemon(node)
         for pid in self._processes(node):
             _kill(pid)
 
     def freeze_node(self, node: str) -> list[int]:
-        """A host is cut off: its daemon is gone and its processes stand still; returns them, for `thaw`."""
+        """Disconnect a node: kill its daemon and suspend its processes; return these for `thaw`."""
         self.kill_daemon(node)
         pids = self._processes(node)
         for pid in pids:
@@ -200,21 +200,23 @@ class Cluster:
 
     @staticmethod
     def thaw(pids: list[int]) -> None:
-        """They go on where they stood."""
+        """Let the processes continue."""
         for pid in pids:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGCONT)
 
     def idle(self, seconds: float = 60) -> None:
-        """Wait until no job is there and every node can take one; a daemon that died is started again."""
+        """Wait until there are no jobs and every node accepts one; restart daemons that died."""
         for node in NODES:
             self.start_node(node)
         self.wait(seconds, lambda: not self.says("squeue", "-h", "-o", "%i")
                   and self.says("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * len(NODES), "idle nodes")  # fmt: skip
 
     def do(self, *command: str) -> None:
-        """Run a command of SLURM's; its output is shown only where it fails."""
-        with (self.root / "log/commands.log").open("a+") as log:  # a daemon keeps its stderr: never a pipe of ours
+        """Run a SLURM command; show its output only if it fails."""
+        with (self.root / "log/commands.log").open(
+            "a+"
+        ) as log:  # daemons keep their stderr open, so it must not be one of our pipes
             code = subprocess.run(command, env=self.env, cwd=self.root, stdin=subprocess.DEVNULL, stdout=log,
                                   stderr=log, check=False).returncode  # fmt: skip
             if code:
@@ -222,7 +224,7 @@ class Cluster:
                 raise SystemExit(f"{' '.join(command)}: ended with {code}\n" + "".join(log.readlines()[-10:]))
 
     def says(self, *command: str) -> str:
-        """What a command prints; empty where it fails or hangs."""
+        """Return the output of a command; empty if it fails or hangs."""
         try:
             done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=15, check=False)
         except subprocess.TimeoutExpired:
@@ -237,7 +239,7 @@ class Cluster:
 
     @staticmethod
     def wait(seconds: float, ready: Callable[[], bool], what: str) -> None:
-        """Until `ready()`; a SystemExit names what did not come."""
+        """Wait for `ready()`; a SystemExit names what was missing."""
         end = time.monotonic() + seconds
         while not ready():
             if time.monotonic() > end:
@@ -245,7 +247,7 @@ class Cluster:
             time.sleep(0.05)
 
     def _states(self) -> list[str]:
-        """Of the nodes."""
+        """Return the states of the nodes."""
         return self.says("sinfo", "-h", "-N", "-p", "main", "-o", "%t").split()
 
     def _configure(self) -> None:
@@ -293,7 +295,7 @@ class Cluster:
             self.do("sacctmgr", "-i", "add", "user", "root", "Account=lab")
 
     def _pid(self, name: str) -> int | None:
-        """The daemon's pid, where it runs and is that program."""
+        """Return the daemon's pid if it runs and belongs to that program."""
         try:
             pid = int((self.root / f"run/{name}.pid").read_text())
             return pid if Path(f"/proc/{pid}/comm").read_text().strip() == name.split(".")[0] else None
@@ -309,7 +311,7 @@ class Cluster:
             os.kill(pid, number)
 
     def _end(self, name: str) -> None:
-        """SIGTERM, and SIGKILL after ten seconds."""
+        """Send SIGTERM, and SIGKILL after ten seconds."""
         self._signal(name, signal.SIGTERM)
         end = time.monotonic() + 10
         while self._alive(name) and time.monotonic() < end:
@@ -317,7 +319,7 @@ class Cluster:
         self._signal(name, signal.SIGKILL)
 
     def _processes(self, node: str | None) -> list[int]:
-        """Job steps of this cluster and their tasks, on one node or on all."""
+        """Return the job steps of this cluster and their tasks, on one node or on all."""
         found: set[int] = set()
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""A real SLURM for the tests of this folder (tests/slurm/cluster.py); they skip, with the reason, where it cannot run."""
+"""Fixtures: a real SLURM for the tests of this folder (tests/slurm/cluster.py). Tests are skipped, with the reason, if it cannot run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.slurm.cluster import Cluster
 
 STEPS = 40
 ALONE = "engine={kind: local, device: cpu, precision: fp32}"  # one rank
-# In a job's process: every step takes SPARO_TEST_SLEEP seconds more, and rank SPARO_TEST_DIES kills itself at its fourth.
+# In the process of a job, every step takes SPARO_TEST_SLEEP seconds longer, and rank SPARO_TEST_DIES kills itself at its fourth step.
 _SLOW = """
 import importlib.machinery, os, signal, sys, time
 
@@ -55,7 +55,7 @@ sys.meta_path.insert(0, Finder)
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe of 40 steps, its uninterrupted runs on one and on two ranks, and a cluster's description."""
+    """Write a folder with a recipe of 40 steps, its uninterrupted runs on one and on two ranks, and a description of the cluster."""
     root = tmp_path_factory.mktemp("lab")
     write_shards(root / "shards", (sample(i) for i in range(96)), 24)
     tree = tiny_recipe(root / "shards", root, steps=STEPS, eval={"tasks": eval_sets(root / "sets")})
@@ -86,14 +86,14 @@ class Lab:
         self.root, self.cluster = root, cluster
 
     def sparo(self, *words: str, code: int = 0) -> str:
-        """`sparo …` in the lab's folder, with SLURM's commands; what it printed."""
+        """Run `sparo …` in the lab's folder, with SLURM's commands; return its output."""
         env = {name: self.cluster.env[name] for name in ("SLURM_CONF", "PATH")}
         done = sparo(*words, cwd=self.root, COLUMNS="200", **env)
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
     def launch(self, name: str, *words: str) -> Path:
-        """Train the recipe as a job; its folder."""
+        """Train the recipe as a job; return its folder."""
         self.sparo("launch", "train", "recipe.yaml", f"name={name}", "--cluster", "lab", *words)
         return self.root / name
 
@@ -104,7 +104,7 @@ class Lab:
         return self.status(folder)[0]["state"]
 
     def squeue(self, folder: Path, form: str = "%T") -> str:
-        """The newest job as squeue has it."""
+        """Return the state of the newest job from squeue."""
         record = Records(folder).last()
         assert record
         return self.cluster.says("squeue", "-h", "-r", "--states=all", "-j", record["jobs"][-1], "-o", form)
@@ -116,7 +116,7 @@ class Lab:
             time.sleep(0.1)
 
     def step(self, folder: Path, step: int, seconds: float = 90) -> None:
-        """Until a run has taken so many steps."""
+        """Wait until a run has taken `step` steps."""
         self.wait(
             seconds,
             lambda: any(r["step"] >= step for r in metrics.read(folder / "metrics.jsonl", "train")),
@@ -124,17 +124,17 @@ class Lab:
         )
 
     def end(self, folder: Path, seconds: float = 150, state: str = "COMPLETED") -> None:
-        """Until its job is over, as it should."""
+        """Wait until its job has ended in the expected state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait(seconds, lambda: set(self.squeue(folder).split()) <= set(over), f"{folder.name}: the end")
         assert set(self.squeue(folder).split()) == {state}, self._evidence()
 
     def equal(self, folder: Path, straight: str = "two") -> None:
-        """The same losses, parameters and moments as the run that was left alone."""
+        """Assert that losses, parameters and moments equal those of the uninterrupted run."""
         assert_bit_equal(folder, self.root / straight, STEPS)
 
     def starts(self, folder: Path) -> list[tuple[int, int, str]]:
-        """(restart, step, how it ended) of every start of the newest job."""
+        """Return (restart, step, how it ended) for every start of the newest job."""
         records = Records(folder)
         last = records.last()
         assert last
@@ -143,7 +143,7 @@ class Lab:
         return [(s["restart"], s["step"], ends.get(s["restart"], "")) for s in lines if "end" not in s]
 
     def _evidence(self) -> str:
-        """What there is to see, for a failed test."""
+        """Return information for the message of a failed test."""
         text = self.cluster.says("squeue", "--states=all") + "\n" + self.cluster.says("sinfo", "-N")
         for path in sorted((self.cluster.root / "log").glob("slurm*.log")):
             text += "\n".join([f"\n{path.name}", *path.read_text(errors="replace").splitlines()[-12:]])
@@ -174,7 +174,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def accounted(place: Path) -> Iterator[Lab]:
-    """With slurmdbd, so that sacct answers."""
+    """Start it with slurmdbd, so that sacct works."""
     for cluster in _running(True):
         yield Lab(place, cluster)
 
@@ -186,7 +186,7 @@ def lab(cluster: Cluster, place: Path) -> Lab:
 
 @pytest.fixture
 def whole(lab: Lab) -> Iterator[Lab]:
-    """Every node is up and idle before and after."""
+    """Wait until every node is idle, before and after a test."""
     lab.cluster.idle()
     yield lab
     for node in ("n1", "n2", "n3", "n4"):

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/clusters.md, in their order, on a real SLURM."""
+"""Run the commands of docs/guides/clusters.md in their order, on a real SLURM."""
 
 import json
 import re
@@ -23,12 +23,12 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     text = (ROOT / "docs/guides/clusters.md").read_text(encoding="utf-8")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("sparo ")]
-    assert len(lines) - len(commands) == 2 and len(commands) >= 10  # the two are what the fixture does
+    assert len(lines) - len(commands) == 2 and len(commands) >= 10  # the fixture executes the other two
     for command in commands:
         words = shlex.split(command)[1:]
         words += SHORT if "train" in words else []
         words += ["eval={}"] if "name=sweep" in words else []
-        words += ["--force"] if "resubmit" in words else []  # the run of two steps is finished by then
+        words += ["--force"] if "resubmit" in words else []  # the run of two steps has finished by then
         lab.sparo(*words, *(["--train", "140"] if words == ["data", "scenes"] else []))
         if words[1] in ("train", "data", "resubmit"):
             lab.wait(120, lambda: not cluster.says("squeue", "-h"), command)
@@ -41,7 +41,7 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
 
 
 def test_a_sweep_is_operated_as_on_its_page(whole, tmp_path, monkeypatch):
-    """Between the commands of docs/guides/operate_cluster.md, a node is lost."""
+    """Kill a node between the commands of docs/guides/operate_cluster.md."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     lab, cluster = Lab(tmp_path, whole.cluster), whole.cluster
     text = (ROOT / "docs/guides/operate_cluster.md").read_text(encoding="utf-8")

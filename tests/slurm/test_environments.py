@@ -10,7 +10,7 @@ from tests.slurm.conftest import Lab
 
 pytestmark = pytest.mark.slurm
 ENVIRONMENT = Path(sys.executable).parent
-# Each logs its arguments, and then does what the program would do with this machine as its container.
+# Each logs its arguments, and then does what the program would do if this machine were its container.
 STAND_INS = {
     "apptainer": f"""#!/bin/bash
 echo "apptainer $*" >> LOG
@@ -33,7 +33,7 @@ CONDA = f"""conda() {{ echo "conda $*" >> LOG; [ "$1 $2" = "activate sparo" ] &&
 
 @pytest.fixture
 def equipped(lab: Lab, tmp_path, monkeypatch):
-    """The lab's folder, with stand-ins in PATH and in the home folder."""
+    """Copy the lab's folder, with stand-ins in PATH and in the home folder."""
     log = tmp_path / "log.txt"
     for name, text in STAND_INS.items():
         (tmp_path / "bin").mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ def test_checkpoints_times_tasks_fan_out_and_merge(lab):
     own = json.loads((lab.root / "alone.json").read_text())["results"]
     assert all(merged[name]["metrics"] == own[name]["metrics"] for name in own) and "zero" in alone
     assert set(json.loads((lab.root / "two/evals/latest.json").read_text())["results"]) == {"zero", "pairs"}
-    (folder / "parts/00002.json").unlink()  # as after a failed element: the same line submits what is missing
+    (folder / "parts/00002.json").unlink()  # as after a failed element: the same command submits what is missing
     assert "1 element(s)" in lab.sparo(*words)
     lab.wait(60, lambda: (folder / "parts/00002.json").exists() and lab.state(folder) == "COMPLETED", "the missing one")
     again = lab.sparo(*words)
@@ -54,7 +54,7 @@ def test_shares_of_an_array_score_what_one_process_would(lab):
 
 
 def _scores(lines: Path) -> dict[str, dict[str, float]]:
-    """By task; the last two elements may both find everything there, and both score."""
+    """Return the jobs by task; the last two elements may both see that everything is done, and both score."""
     return {line["name"]: line["metrics"] for line in map(json.loads, lines.read_text().splitlines())}
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on clusters: daemons, nodes, the controller, refusals. The run ends as if nothing had, or says why not."""
+"""Faults of clusters: daemons, nodes, the controller, refusals. The run ends as if nothing had happened, or reports the reason."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(scope="module", autouse=True)
 def counted(accounted):
-    """A run on the cluster with accounting that loses a daemon, beside the other tests."""
+    """On the cluster with accounting, kill a daemon during a run, while the other tests continue."""
     folder = accounted.launch("counted", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.8", "--account", "lab")
     accounted.step(folder, 3)
     accounted.cluster.kill_daemon("n2")
@@ -39,7 +39,7 @@ def test_a_node_that_is_lost_is_replaced(whole):
 def test_a_daemon_killed_in_mid_job_costs_a_restart_and_nothing_else(whole):
     folder = whole.launch("deaf", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.8")
     whole.step(folder, 3)
-    whole.cluster.kill_daemon("n2")  # the rank there goes on; the controller gives the node up
+    whole.cluster.kill_daemon("n2")  # its rank continues; the controller gives the node up
     whole.wait(60, lambda: whole.squeue(folder, "%T %r") != "RUNNING None", "given up")
     assert whole.state(folder) != "FAILED"
     whole.end(folder, 120)
@@ -75,7 +75,7 @@ def test_what_comes_back_from_a_cut_off_node_writes_nothing(whole):
         whole.cluster.thaw(frozen)
     whole.end(folder, 120)
     whole.equal(folder, "one")
-    # The srun that came back cancels the step of its number, which is the successor's: that costs one more start.
+    # The returning srun cancels the step with its number, which belongs to its successor. This costs one more start.
     assert [start[0] for start in whole.starts(folder)] in ([0, 1], [0, 1, 2])
     errors = "".join(path.read_text() for path in (folder / "jobs").glob("*_0_log.err"))
     assert "was taken over by a later start" in errors and "was taken over" not in (folder / "log.txt").read_text()
@@ -120,7 +120,7 @@ def test_the_controller_away_for_a_while(whole):
     for name in ("orphaned", "late"):
         whole.end(whole.root / name)
         whole.equal(whole.root / name, "one")
-    assert len(list((whole.root / "late/jobs").glob("*.pkl"))) == 1  # nothing is left of the tries
+    assert len(list((whole.root / "late/jobs").glob("*.pkl"))) == 1  # the attempts leave no files
 
 
 def test_a_refused_launch_leaves_a_folder_that_can_be_launched(whole):
@@ -169,7 +169,7 @@ def test_a_daemon_killed_in_mid_job_with_accounting(accounted, counted, monkeypa
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, accounted.cluster.env[name])
     job = Records(counted).last()["jobs"][0]
-    assert slurm._accounting_states([job, "99"])[job].state == "COMPLETED"  # as if the controller had forgotten it
+    assert slurm._accounting_states([job, "99"])[job].state == "COMPLETED"  # as if the controller had forgotten the job
     said = accounted.sparo(
         "launch", "train", "recipe.yaml", "name=x", ALONE, "--cluster", "lab", "--account", "nobody", code=2
     )

@@ -1,4 +1,4 @@
-"""What an operator meets: nodes that cannot start a rank, two launches at once, checks, allocations, names in the queue."""
+"""Situations of an operator: nodes that cannot start a rank, two launches at once, checks, allocations, names in the queue."""
 
 import shlex
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture
 def unmounted(whole):
-    """n2 finds the lab's folder empty."""
+    """Return a cluster whose n2 finds the lab's folder empty."""
     whole.cluster.kill_daemon("n2")
     whole.cluster.start_node("n2", without=whole.root)
     whole.wait(30, lambda: "idle" in whole.cluster.says("sinfo", "-h", "-n", "n2", "-o", "%t"), "n2")
@@ -37,7 +37,7 @@ def test_a_node_that_cannot_see_the_folder_is_named_and_replaced(unmounted):
     unmounted.cluster.says("scontrol", "update", f"jobid={job}", "nodelist=")
     unmounted.end(folder)
     unmounted.equal(folder)
-    first = unmounted.launch("headless", "--nodelist", "n2", ALONE)  # SLURM itself cannot open the log there
+    first = unmounted.launch("headless", "--nodelist", "n2", ALONE)  # SLURM cannot open the log on this node
     unmounted.end(first, 30, "FAILED")
     reason = unmounted.status(first)[0]["reason"]
     assert "the first of its nodes (n2) could not write a log" in reason and "--exclude NODE" in reason
@@ -47,7 +47,7 @@ def test_a_node_that_cannot_see_the_folder_is_named_and_replaced(unmounted):
 
 def test_an_interpreter_that_does_not_start_is_shown(whole):
     folder = whole.launch("snake", "--python", "/nowhere/python", ALONE)
-    whole.end(folder, 40, "FAILED")  # without a restart: every node would have the same problem
+    whole.end(folder, 40, "FAILED")  # without a restart, because every node would have the same problem
     status = whole.status(folder)[0]
     assert "failed to import submitit: /nowhere/python: No such file" in status["reason"] and status["restarts"] == 0
     again = whole.sparo("launch", "cancel", str(folder))
@@ -63,7 +63,7 @@ def test_of_two_launches_at_once_one_is_accepted(whole):
     assert sum("there. Run `sparo launch cancel" in err for _, err in said) == 1
     folder = whole.root / "twice"
     assert len(Records(folder).submitted()) == 1
-    # A second submission that was recorded all the same, as by an older version, is named and cancelled with the first.
+    # A second submission that was recorded nevertheless, as by an older version, is named and cancelled with the first.
     whole.step(folder, 3)
     extra = whole.cluster.says("sbatch", "--parsable", "-p", "main", "--hold", "-o", "/dev/null", "--wrap", "true")
     Records(folder).add("submitted", {**Records(folder).last(), "jobs": [extra]})

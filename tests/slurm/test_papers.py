@@ -1,4 +1,4 @@
-"""`sparo papers ITEM --run --cluster SLURM` on a real SLURM: submits the runs, waits for them, and reports when it is repeated."""
+"""`sparo papers ITEM --run --cluster SLURM` on a real SLURM: submits the runs, waits for them, and reports them when it is repeated."""
 
 import pytest
 import yaml

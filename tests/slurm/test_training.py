@@ -1,4 +1,4 @@
-"""Training on a real SLURM: left alone, preempted, out of time, cancelled; always the same losses."""
+"""Training on a real SLURM: undisturbed, preempted, out of time, cancelled. The losses are always the same."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from sparo_train.core.disk import metrics
 from tests.slurm.conftest import ALONE, STEPS
 
 pytestmark = pytest.mark.slurm
-ASIDE = ("--nodes", "2", "--nodelist", "n3,n4")  # for long runs beside the other tests, which use n1 and n2
+ASIDE = ("--nodes", "2", "--nodelist", "n3,n4")  # for long runs in parallel with the other tests, which use n1 and n2
 HERE = ("--nodes", "2", "--nodelist", "n1,n2")
 
 
@@ -81,7 +81,9 @@ def test_one_torchrun_per_node_is_requeued_by_a_signal(lab):
 def test_a_signal_before_the_first_step_costs_a_restart(lab):
     folder = lab.launch("early", "--nodelist", "n1", ALONE)
     job = Records(folder).last()["jobs"][0]
-    lab.wait(30, (folder / f"jobs/.{job}-0.started").exists, "a rank")  # it listens, and imports torch now
+    lab.wait(
+        30, (folder / f"jobs/.{job}-0.started").exists, "a rank"
+    )  # handles signals already, and still imports torch
     lab.cluster.says("scancel", "--signal=USR2", job)
     lab.end(folder)
     lab.equal(folder, "one")
@@ -95,7 +97,7 @@ def test_a_cancelled_run_is_saved_and_resubmitted(lab):
     lab.end(folder, 30, "CANCELLED")
     assert lab.state(folder) == "CANCELLED"
     time.sleep(3)
-    assert lab.squeue(folder) == "CANCELLED"  # the batch script did not bring it back
+    assert lab.squeue(folder) == "CANCELLED"  # the batch script did not requeue it
     kept = store.CheckpointStore(folder / "checkpoints").latest()
     assert kept is not None and store.read_meta(kept)["step"] >= 5
     lab.sparo("launch", "resubmit", str(folder), "--time", "20")
@@ -118,7 +120,7 @@ def test_lists_and_seeds_make_one_array(lab):
     assert {s["state"] for s in lab.status(*folders)} <= {"PENDING", "RUNNING"}
     lab.wait(60, lambda: sum(s["state"] == "RUNNING" for s in lab.status(*folders)) == 2, "two at a time")
     assert "JobArrayTaskLimit" in lab.status(folders[3])[0]["reason"]
-    for number in (0, 3):  # one element is requeued alone; the last one has the number of the whole array
+    for number in (0, 3):  # a single element is requeued; the last one has the number of the whole array
         lab.step(folders[number], 3)
         lab.wait(60, lambda n=number: _stopped(lab, folders[n], jobs[n]), "the end of its first start")
     for folder in folders:
@@ -136,7 +138,7 @@ def test_lists_and_seeds_make_one_array(lab):
 
 
 def _stopped(lab, folder, job):
-    """Whether the signal has ended the first start; it is sent again, because SLURM may time out on a busy machine."""
+    """Return whether the signal has ended the first start. It is sent again, because SLURM may time out on a busy machine."""
     if lab.starts(folder)[0][2]:
         return True
     lab.cluster.says("scancel", "--signal=USR2", job)
@@ -146,14 +148,14 @@ def _stopped(lab, folder, job):
 
 def test_a_crash_loop_ends_with_the_reason(lab, loop):
     lab.end(loop, 90, "FAILED")
-    # srun may end rank 0 before it has noticed that rank 1 is gone; then nobody records the end of that start.
+    # srun may end rank 0 before it has noticed that rank 1 is gone; then no process records the end of that start.
     ends = [end.partition(":")[0] for *_, end in lab.starts(loop)]
     assert len(ends) == 2 and set(ends) <= {"LostRankError", ""}
     seen = lab.status(loop)[0]
     assert "2 starts in a row brought no checkpoint beyond step 0 (idle_restarts=1)" in seen["reason"]
     last = "another rank died" if any(ends) else "no rank could say why: killed, or out of memory"
     assert last in seen["reason"]
-    assert "rank 1: " in lab.sparo("launch", "logs", str(loop))  # the one that died without a word
+    assert "rank 1: " in lab.sparo("launch", "logs", str(loop))  # the killed rank, which printed nothing
 
 
 def test_the_time_limit_saves_requeues_and_resumes(lab, limited):
@@ -165,7 +167,7 @@ def test_the_time_limit_saves_requeues_and_resumes(lab, limited):
 
 
 def test_a_job_that_is_submitted_inside_another_has_its_own_resources(lab):
-    """The outer job's SLURM_MEM_PER_CPU, SLURM_NTASKS and ranks are no options of the inner one's sbatch."""
+    """SLURM_MEM_PER_CPU, SLURM_NTASKS and ranks of the outer job are not options of the inner job's sbatch."""
     words = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The same jobs as processes of this machine, by submitit's local executor: here, because they take as long as those."""
+"""The same jobs as processes of this machine, by submitit's local executor. They are in this folder because they take equally long."""
 
 import json
 import os
@@ -59,7 +59,9 @@ def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
         done.returncode == 0 and "nothing to cancel, its job" in done.stdout and "has ended (COMPLETED)" in done.stdout
     )
     said = sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
-    assert "finished at step 12" in said and "job-lr0.0005" in said and "job-lr0.001" not in said  # its own log alone
+    assert (
+        "finished at step 12" in said and "job-lr0.0005" in said and "job-lr0.001" not in said
+    )  # the log of one run only
     seen, newest = tmp_path / "seen.txt", log_files(folders[1], Records(folders[1]).last(), LogSource(None, 0))[-1]
     command = [sys.executable, "-m", "launch.cli", "launch", "logs", str(folders[1]), "--follow"]
     with seen.open("w") as stream, subprocess.Popen(command, stdout=stream, cwd=tmp_path) as following:

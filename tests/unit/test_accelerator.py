@@ -1,4 +1,4 @@
-"""Devices: names, errors, and what a machine with another accelerator than CUDA gets."""
+"""Devices: names, errors, and machines with another accelerator than CUDA."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machi
 
 @pytest.fixture
 def apple(monkeypatch):
-    """A machine on which torch finds an Apple GPU."""
+    """Replace torch's answers by those of a machine with an Apple GPU."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
 
@@ -52,7 +52,7 @@ def test_collectives_of_gpus_are_their_own_and_gloo_on_the_host():
 
 
 def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
-    assert accelerator.find_device("auto", "x") == torch.device("cpu")  # only if named
+    assert accelerator.find_device("auto", "x") == torch.device("cpu")  # only if it is named explicitly
     device = accelerator.find_device("mps", "x")
     assert device == torch.device("mps") and accelerator.collectives(device) == "gloo"
     assert not accelerator.is_streaming(device) and accelerator.take_peak_memory(device) is None
@@ -62,7 +62,7 @@ def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
         pass
     assert clock.take() > 0
     with pytest.raises(ConfigError, match=r"engine\.precision=bf16: mps has no bfloat16 .* Use engine\.precision=fp32"):
-        Device(DeviceConfig(device="mps"))  # this torch has no MPS, so no tensor can be created
+        Device(DeviceConfig(device="mps"))  # this torch has no MPS, so tensors cannot be created
     context = Device(DeviceConfig(device="mps", precision="fp32"))
     batch = {"image": torch.zeros(2)}
     assert context.device == device and context.prefetch_to_device(batch) is batch

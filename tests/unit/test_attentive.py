@@ -1,4 +1,4 @@
-"""Attentive probes: a head learns where to look on frozen tokens, which are computed once; what cannot be probed is refused."""
+"""Attentive probes: a head learns attention over frozen tokens, which are computed once; unsuitable encoders are refused."""
 
 import pytest
 import timm
@@ -36,7 +36,7 @@ def _config(block):
 
 
 def _hidden(n, seed):
-    """Twelve tokens of noise behind a class token; the label is written into one of them, at a random place and marked."""
+    """A class token and twelve tokens of noise. The label is written into one of the twelve at a random position, with a mark."""
     g = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randn(n, 13, 24, generator=g) * 0.5, torch.randint(0, 4, (n,), generator=g)
     where = torch.randint(1, 13, (n,), generator=g)
@@ -57,8 +57,8 @@ def test_a_head_that_attends_finds_the_token_that_matters(kind, lr):
     block = {"ep": BLOCKS["ep"], "sparo": BLOCKS["sparo"], "map": {"kind": "map", "head_width": 8}}[kind]
     result = _accuracy(block, lr=lr)
     assert result.value > 0.9 and result.n == 400 and result.chance == 0.25
-    assert _accuracy(block, lr=lr).metrics == result.metrics  # the same seed, the same probe
-    assert _accuracy({"kind": "token"}, 3).value < 0.4  # the class token has nothing of it
+    assert _accuracy(block, lr=lr).metrics == result.metrics  # the same seed gives the same probe
+    assert _accuracy({"kind": "token"}, 3).value < 0.4  # the class token does not contain the label
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -115,7 +115,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         calls = []
         encoder.tokens = lambda pixels, whole=encoder.tokens, calls=calls: calls.append(len(pixels)) or whole(pixels)
         again = run_attentive(scoring, task)
-        assert calls == [1] and again.metrics == result.metrics  # one image of zeros, for its shape
+        assert calls == [1] and again.metrics == result.metrics  # one image of zeros, which determines the shape
     with pytest.raises(ConfigError, match=r"head.kind=token: needs a class token, which this encoder lacks. Use gap"):
         build_head(_config({"kind": "token"}), 192, 0, False)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Functions with a backward of their own give the same gradients when backward is called inside an autocast block."""
+"""Autograd functions with a written backward give the same gradients when backward is called inside an autocast block."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def loss(kind):
 
 
 def radiance_field():
-    """The arguments of a NeRF's pass, as a decoder makes them."""
+    """Return arguments of a NeRF's forward, as a decoder makes them."""
     given = []
     with pytest.MonkeyPatch.context() as patch:
         field_at = field.evaluate_field

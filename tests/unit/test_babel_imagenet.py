@@ -1,4 +1,4 @@
-"""Babel-ImageNet: names and prompts of a language for the classes that have a name in it, against a plain restatement."""
+"""Babel-ImageNet: names and prompts of a language for the classes that have a name in it, compared with a restatement."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_only_classes_with_a_name_are_scored(root):
     encoder = BagOfWords()
     result = Suite({"z": task}).run(encoder)["z"]
     weights = []
-    for name in NAMES["DE"][1]:  # two blanks in the prompt are kept
+    for name in NAMES["DE"][1]:  # two spaces in the prompt are kept
         texts = [
             sum(map(vector, sorted(t.lower().split())), torch.zeros(16)) for t in (f"ein Bild von  {name} .", name)
         ]
@@ -58,7 +58,7 @@ def test_only_classes_with_a_name_are_scored(root):
         and result.chance == pytest.approx(1 / 3)
     )
     assert result.options["language"] == "de" and len(result.keys) == 6
-    # The images are those of ImageNet, whose encodings serve all languages.
+    # The images are those of ImageNet, so all languages share their encodings.
     plain = Suite({"z": task.model_copy(update={"language": None})}).run(encoder)["z"]
     assert plain.data == result.data and plain.n == 8
 

@@ -80,7 +80,7 @@ def test_bands_of_tiff_files_in_all_layouts(layout):
 def test_channels_of_other_formats():
     colours = np.random.default_rng(1).integers(0, 256, (30, 20, 4), dtype=np.uint8)
     rgba = encoded(cv2.cvtColor(colours, cv2.COLOR_RGBA2BGRA), ".png")
-    assert np.array_equal(read(rgba, (4, 1)), colours[..., [3, 0]])  # opacity is a band, and nothing is composited
+    assert np.array_equal(read(rgba, (4, 1)), colours[..., [3, 0]])  # opacity is a band; the image is not composited
     deep = VALUES[..., :3]
     assert np.array_equal(read(encoded(deep[..., ::-1], ".png"), (1, 3)), mapped(deep[..., [0, 2]]))
     assert np.array_equal(read(encoded(deep[..., 0], ".png"), (1,)), mapped(deep[..., :1]))
@@ -137,7 +137,7 @@ def test_gray_with_opacity_and_inverted_gray():
 
 def test_files_without_bands_are_refused(monkeypatch):
     for data in (
-        tiff(np.zeros((2, 3, 8, 8), np.uint16), imagej=True),  # a stack of several channels
+        tiff(np.zeros((2, 3, 8, 8), np.uint16), imagej=True),  # a stack of images with several channels
         tiff(np.zeros((8, 8), np.complex64)),
         tiff(VALUES, **CONTIGUOUS)[:90],
         b"II*\0",
@@ -181,7 +181,7 @@ def test_crops_of_any_number_of_bands(bands):
     one = multi_crop(plane, 32, crops, np.random.default_rng(3), plain_size=32)
     for key, view in views.items():
         assert all(np.array_equal(view[:, i], view[:, 0]) for i in range(bands)), key
-        # Only the contrast's mean of three channels differs: it is their luma, which is rounded.
+        # Only the contrast's mean over three channels differs, because it is their rounded luma.
         assert np.abs(view[:, 0].astype(int) - one[key][:, 0]).max() <= (1 if bands == 3 else 0), key
 
 
@@ -200,7 +200,7 @@ def test_encoders_read_bands_like_training_and_others_name_the_file(tmp_path):
     encoder.read_like(DataConfig.model_construct(pixel_range=(0.0, 10_000.0), bands=(5, 1, 2, 3)))
     pixels = next(read_batches(files, encoder.transform, [[0, 1]], 0)).pixels
     assert pixels.shape == (2, 4, 8, 8) and pixels.dtype == torch.uint8
-    (row,) = encoder.preprocessed([VALUES])  # the array as a library of the user reads it
+    (row,) = encoder.preprocessed([VALUES])  # the array as a user's library reads it
     assert np.array_equal(row.transpose(2, 0, 1), pixels[0])
     with pytest.raises(DataError, match="band 5 of 3"):
         encoder.preprocessed([VALUES[..., :3]])
@@ -218,7 +218,7 @@ def test_encoders_read_bands_like_training_and_others_name_the_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
-    """24 images of two land covers, which differ in the fourth band only."""
+    """Write 24 images of two land covers, which differ in the fourth band only."""
     folder = tmp_path_factory.mktemp("scenes")
     for i in range(24):
         cover = ("water", "forest")[i % 2]
@@ -276,7 +276,7 @@ def test_a_satellite_run_from_files_to_scores_and_exports(scenes, tmp_path):
     assert torch.allclose(exported.images([scenes / "water" / "0.tif"]), described.encoding, atol=1e-5)
     assert "for bands 1, 2, 3, 4 of an image" in (run / "export" / "onnx" / "README.md").read_text()
     output("export", str(run), "--layout", "dino", code=2)
-    # Continue with other bands: the embedding of patches is adapted.
+    # Continue with other bands: the patch embedding is adapted.
     more = output("train", "own_satellite", *words[:1], "data.bands=[4,1]", *words[2:3], "name=two", "auto=cpu", "steps=1",
                  f"init={run}/export/timm/model.safetensors", "objective.model.heads=4", "objective.model.readout={kind: cls}")  # fmt: skip
     assert "patch embedding from 4 to 2 bands" in more

@@ -1,4 +1,4 @@
-"""The shell lines around srun, refusals of sbatch, and starts that lead nowhere."""
+"""The shell commands around srun, refusals of sbatch, and starts without progress."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def test_names_in_paths_are_not_replaced_in_the_script():
 
 
 def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), own="0"):
-    """Whether the lines behind srun ask for a requeue."""
+    """Return whether the shell commands after srun request a requeue."""
     (tmp_path / "jobs").mkdir()
     (tmp_path / "scontrol").write_text(
         f'#!/bin/sh\n[ "$1" = show ] && echo "JobId=7 JobState={state} Reason=None Requeue=1 Restarts={restarts} BatchFlag=1"\n'
@@ -48,7 +48,7 @@ def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), ow
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": own}
     ended = subprocess.run(["bash", "-c", script], env=env, check=False).returncode
     requeued = (tmp_path / "requeued").exists()
-    assert ended == (0 if requeued else code)  # there it waits to be ended
+    assert ended == (0 if requeued else code)  # it waits for SLURM to end it
     assert not list((tmp_path / "jobs").iterdir())
     return requeued
 
@@ -64,13 +64,13 @@ def test_the_batch_script_requeues_what_may_go_on(tmp_path, code):
         (3, {}, False),
         (0, {}, False),
         (3, {"marks": ("started", "lost")}, True),
-        (1, {"marks": ()}, True),  # its node could not start it
+        (1, {"marks": ()}, True),  # the node could not start it
         (1, {"marks": (), "own": "3", "restarts": "3"}, False),
         (0, {"marks": ()}, False),
         (75, {"marks": ("started", "failed")}, False),  # a rank failed, and srun ended the others
         (137, {"marks": ("started", "failed", "lost")}, True),
         (75, {"state": "COMPLETING"}, False),
-        (75, {"restarts": "1"}, False),  # SLURM has started it elsewhere: we are what is left of the first start
+        (75, {"restarts": "1"}, False),  # SLURM has started the job elsewhere; this is the rest of the first start
     ],
 )
 def test_the_batch_script_looks_before_it_requeues(tmp_path, code, facts, again):
@@ -110,7 +110,7 @@ def test_restarts_and_hours_of_one_job_have_limits(tmp_path):
     assert "2.0 hours (max_hours=2) and came to step 4" in (_stuck_reason(records, now, RestartLimits(hours=2)) or "")
     assert _stuck_reason(records, now, RestartLimits(hours=2.5)) is None
     assert _stuck_reason(records, now, RestartLimits(restarts=2, first=2)) is None  # earlier launches in an allocation
-    # An evaluation has no checkpoints, so any start counts.
+    # An evaluation has no checkpoints, so all starts count.
     assert "4 starts in a row" in (_stuck_reason(records, now, RestartLimits(), has_checkpoints=False) or "")
 
 

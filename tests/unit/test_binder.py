@@ -1,4 +1,4 @@
-"""PSB: blocks against the released form written out query by query, causality, stills, and what its knobs refuse."""
+"""PSB: blocks compared with the released form written out query by query, causality, still images, and refused settings."""
 
 import math
 
@@ -19,7 +19,7 @@ def built(seed=0, **knobs):
     torch.manual_seed(seed)
     given = {"preset": "psb", "slots": K, "width": D, "iterations": 2, **knobs}
     module = ParallelBinder(SlotAttentionConfig.model_validate(given), IN).double()
-    for name, parameter in module.named_parameters():  # norms and biases that say something
+    for name, parameter in module.named_parameters():  # norms and biases that change the result
         parameter.data += (0.3 if "norm" in name or "bias" in name else 0.1) * torch.randn_like(parameter)
     return module, torch.randn(B, T, N, IN, dtype=torch.float64)
 
@@ -46,7 +46,7 @@ def seen(b, s, t):
 
 
 def plain(module, features):
-    """One time, slot, head and token at a time."""
+    """Compute one time, slot, head and token at a time."""
     c, slots = module.config, ln(module.norm, module.initial_slots).expand(B, T, -1, -1)
     own = None
     for block in module.blocks:
@@ -68,7 +68,7 @@ def plain(module, features):
                             bias = distances(block, s - t)[: c.heads]
                             logit[t] = (q[batch, t] * k[batch, s, n]).sum(-1).T * d**-0.5 + bias[:, None]
                     if not b.inverted:
-                        shares[:, :, :, s, n] = logit  # as they are: a slot chooses when it has seen all
+                        shares[:, :, :, s, n] = logit  # before the mask: a slot competes for all tokens
                     elif b.softmax_scope == "clip":
                         shares[:, :, :, s, n] = logit.flatten().softmax(0).view(T, c.heads, K)
                     else:
@@ -169,7 +169,7 @@ def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
 
 
 def test_its_size_is_the_released_ones():
-    """NVlabs/PSB at 192 with three blocks, less the causal masks that it keeps as parameters."""
+    """Count the parameters of NVlabs/PSB with width 192 and three blocks, without the causal masks that it stores as parameters."""
     given = {"preset": "psb", "slots": 11, "width": 192, "iterations": 3}
     module = ParallelBinder(SlotAttentionConfig.model_validate(given), 192)
     wide = 192
@@ -200,7 +200,7 @@ def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
     exact = module(features).slots
     with torch.autocast("cpu", torch.bfloat16):
         low, lower = (module(given).slots for given in (features, features.bfloat16()))
-    assert (lower - exact).abs().max() < 0.1  # what comes in halves already is standardised in fp32
+    assert (lower - exact).abs().max() < 0.1  # inputs in half precision are standardised in fp32
     low.float().square().sum().backward()
     assert 1e-4 < (low - exact).abs().max() < 0.1 and all(
         p.grad is None or p.grad.isfinite().all() for p in module.parameters()

@@ -1,4 +1,4 @@
-"""Intervals of answers about shared images: plain restatements, coverage of the truth, and what tasks and comparisons make of them."""
+"""Intervals for answers about shared images: restatements, coverage of the truth, and their use in tasks and comparisons."""
 
 import math
 
@@ -69,7 +69,7 @@ def test_repeated_answers_count_once():
     assert (low, high) == pytest.approx(wilson(0.6, 49))  # 50 clusters, one degree of freedom for the mean
     assert high - low > 1.9 * np.diff(wilson(0.6, 200))[0]
     assert share_interval(np.ones(8, bool), np.zeros(8), np.array([0, 0, 1, 1, 2, 2, 3, 3])) == wilson(1.0, 4)
-    # Answers that differ within each cluster only are not more certain than independent ones.
+    # Answers that only differ within clusters give no narrower interval than independent answers.
     assert share_interval(np.array([True, False] * 20), np.zeros(40), np.repeat(np.arange(20), 2)) == wilson(0.5, 40)
 
 
@@ -78,7 +78,7 @@ def test_intervals_of_clusters_contain_the_truth_as_often_as_they_say():
     covered, naive = [], []
     clusters = np.repeat(np.arange(80), 5)
     for _ in range(400):
-        difficulty = rng.beta(1, 1, 80)  # half of all answers are right, questions of one image are alike
+        difficulty = rng.beta(1, 1, 80)  # half of all answers are right, and questions about one image are similar
         right = rng.random(400) < difficulty[clusters]
         low, high = share_interval(right, np.zeros(400), clusters)
         covered.append(low < 0.5 < high)

@@ -1,4 +1,4 @@
-"""What a cluster is: its YAML, options over it, time limits."""
+"""Descriptions of clusters: the YAML file, options that override it, time limits."""
 
 import re
 from pathlib import Path
@@ -132,7 +132,7 @@ def test_an_allocation_has_the_nodes_and_gpus_of_its_shell(monkeypatch):
     assert allocated({"nodes": 1}, {**shell, "SLURM_GPUS_PER_NODE": "h100:8"}) == {"nodes": 1, "gpus_per_node": 8}
     with pytest.raises(ConfigError, match=r"--nodes 3: the allocation 7 has 2 node\(s\)"):
         allocated({"nodes": 3}, shell)
-    assert allocated({"nodes": "many"}, shell)["nodes"] == "many"  # which `load_cluster` refuses
+    assert allocated({"nodes": "many"}, shell)["nodes"] == "many"  # `load_cluster` refuses this value
     with pytest.raises(ConfigError, match="this shell is not in an allocation"):
         allocated({}, {})
 

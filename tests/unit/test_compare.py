@@ -1,4 +1,4 @@
-"""Comparisons and tables of results, against what can be computed by hand."""
+"""Comparisons and tables of results, compared with values computed by hand."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,10 @@ def test_a_macro_mean_is_compared_within_its_kinds(tmp_path):
         for m in ([1.0] * 90 + [-1.0] * 10, [1.0] * 100)
     ]
     found = compare(*two(tmp_path, *results))
-    assert found.difference == pytest.approx(0.5) and found.interval == (0.5, 0.5)  # all of y, none of x
+    assert found.difference == pytest.approx(0.5) and found.interval == (
+        0.5,
+        0.5,
+    )  # all answers of y and none of x are right
 
 
 def test_retrieval_is_compared_over_the_same_resampled_images(tmp_path):
@@ -86,7 +89,7 @@ def test_scores_that_images_have_of_their_own_are_compared_image_by_image(tmp_pa
     assert (found.only_first, found.only_second, found.n) == (10, 40, 50)
     assert found.interval[0] < expected < found.interval[1]
     found = compare(*two(tmp_path / "features", drawn(errors, False), drawn(better, False)))
-    assert found.difference < 0 and (found.only_first, found.only_second) == (10, 40)  # less error is better
+    assert found.difference < 0 and (found.only_first, found.only_second) == (10, 40)  # a smaller error is better
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,7 +141,7 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     first, second = two(tmp_path / "log", drawn([0.1, 0.1]), drawn([0.3, 0.3]))
     with pytest.raises(DataError, match="no task that both checkpoints share"):
         relative_change({"d": first}, {"d": second}, tmp_path / "c.png")
-    for headline in ("psnr_held_out", "other"):  # of views, and of two metrics
+    for headline in ("psnr_held_out", "other"):  # of views, and of a task with two metrics
         odd = second._replace(result=second.result._replace(headline=headline, metrics={headline: 0.5}))
         other = odd if headline == "psnr_held_out" else first
         with pytest.raises(DataError, match="no task that both checkpoints share"):
@@ -184,7 +187,7 @@ def test_other_data_labels_and_headlines_are_not_compared(tmp_path):
             compare(*two(tmp_path / key, *(one._replace(options={key: value}) for value in values)))
     assert (
         compare(*two(tmp_path / "6", one, one._replace(options={"trained_on": "a"}))).n == 3
-    )  # older results do not say
+    )  # unknown for older results
     records = two(tmp_path / "4", one, one)
     next((tmp_path / "4/b/predictions").iterdir()).unlink()
     with pytest.raises(DataError, match=r"has no predictions of b on t. Score it again"):
@@ -237,7 +240,7 @@ def test_a_column_of_several_sets_is_marked_and_has_no_best(tmp_path):
 
 
 def test_the_bootstrap_covers_what_it_should():
-    """Clusters of two equal answers: the interval is that of 200 clusters, not of 400 samples."""
+    """With clusters of two equal answers, the interval is that of 200 clusters, not of 400 samples."""
     rng = np.random.default_rng(0)
     p = (rng.random(200) < 0.5).astype(float)
     draws = bootstrap(np.stack([2 * p], 1), np.full((200, 1), 2.0))[:, 0]
@@ -254,7 +257,7 @@ def test_lines_survive_a_cut_and_the_newest_counts(tmp_path):
         stream.write('{"schema": 1, "checkp')
     (found,) = read_records([tmp_path])
     assert found.result.metrics == one.metrics and found.facts == {"x": 1}
-    append(tmp_path, "b", "t", one, {})  # behind the torn line, which costs itself alone
+    append(tmp_path, "b", "t", one, {})  # after the incomplete line, which is the only one lost
     assert [r.checkpoint for r in read_records([tmp_path])] == ["a", "b"]
     (tmp_path / "results.jsonl").write_text('no json\n{"schema": 1}\n')
     with pytest.raises(DataError, match=r"line 2 is not a result .*'checkpoint'"):
@@ -280,7 +283,7 @@ def test_every_printed_row_has_its_columns(tmp_path):
     with pytest.raises(ConfigError, match="--paper CC12M: layout 6 has no rows of this name"):
         layouts.grid(read_records([tmp_path]), "6", ["CC12M"])
     six = layouts.grid(read_records([tmp_path]), "6", ["all"])
-    assert "| runs/a_b | – | – | – | – | – | 66.7 (" in grid_text.markdown(six)  # no run lies there
+    assert "| runs/a_b | – | – | – | – | – | 66.7 (" in grid_text.markdown(six)  # there is no run at this path
     assert "| paper: CC15M C+AttPool | No | Multi-head | No | No | 440M | 31.2 |" in grid_text.markdown(six)
     assert "& \\multicolumn{5}{c}{} & \\multicolumn{1}{c}{ImageNet}" in grid_text.latex(six)
     assert (

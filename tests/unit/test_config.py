@@ -33,7 +33,7 @@ def test_one_way_to_give_the_length_replaces_the_others(tree):
         config = resolve(RunConfig, override(tree, [word], RunConfig), "recipe.yaml")
         lengths = {name: getattr(config, name) for name in RunConfig.alternatives}
         assert lengths == {**dict.fromkeys(lengths), key: int(value)}
-    # Two on one command line are a contradiction, and one that is taken away leaves none.
+    # Two lengths on one command line contradict each other, and removing one leaves none.
     for words in (["steps=5", "epochs=3"], ["steps=null"]):
         with pytest.raises(ConfigError, match="exactly one of steps, epochs, samples"):
             resolve(RunConfig, override(tree, words, RunConfig), "recipe.yaml")
@@ -49,14 +49,17 @@ def test_a_name_that_is_typed_wins_over_what_a_recipe_filled_in(shards, tmp_path
     found = model(dino, "objective.model.arch=vit_tiny")
     assert (found.width, found.depth, found.heads, found.image_size) == (192, 12, 3, 32)
     assert found.readout == model(dino).readout
-    for words in (["arch=vit_tiny", "depth=5"], ["depth=5", "arch=vit_tiny"]):  # beside it on one line, the key wins
+    for words in (
+        ["arch=vit_tiny", "depth=5"],
+        ["depth=5", "arch=vit_tiny"],
+    ):  # a key on the same command line takes precedence
         found = model(dino, *(f"objective.model.{word}" for word in words))
         assert (found.width, found.depth, found.heads) == (192, 5, 3)
     clip = tiny_recipe(shards, tmp_path)
     found = model(clip, "objective.model.backbone=ViT-S-16")
     assert (found.vision.width, found.vision.layers, found.text.width, found.text.heads) == (384, 12, 384, 6)
     assert (found.vision.image_size, found.text.context_length) == (32, model(clip).text.context_length)
-    # From files, keys win as before.
+    # In files, keys take precedence, as before.
     named = merge(clip, {"objective": {"model": {"backbone": "ViT-S-16"}}})
     assert model(named).vision.width == model(clip).vision.width
 
@@ -169,7 +172,7 @@ def test_a_recipe_without_a_name_takes_its_files(tree, tmp_path, write_recipe):
 
 
 def test_a_word_of_the_command_line_replaces_and_adds_only_with_a_plus(tree):
-    """The trap: a mapping that is merged trains on the recipe's own data, too, and says nothing."""
+    """Such a mapping is merged, so it would silently train on the recipe's own data, too."""
     own = {"mine": {"shards": "data/mine"}}
     assert override(tree, ["data.sources={mine: {shards: data/mine}}"], RunConfig)["data"]["sources"] == own
     refused = r"data\.sources has a and no 'mine'. Write \+data\.sources\.mine\.shards=data/mine to add it, "
@@ -188,12 +191,12 @@ def test_a_word_of_the_command_line_replaces_and_adds_only_with_a_plus(tree):
         override(tree, ["data.sources.b=null"], RunConfig)
     with pytest.raises(ConfigError, match=r"data\.sources: is empty; at least one entry is needed"):
         resolve(RunConfig, override(tree, ["data.sources.a=null"], RunConfig), "x")
-    # tasks alike; the first one is added to nothing, so there is nothing to mistake
+    # for tasks, too; the first element is not added to anything, so it is not ambiguous
     once = override(tree, ["eval.tasks.near={task: knn, root: x}"], RunConfig)
     with pytest.raises(ConfigError, match=r"eval\.tasks has near and no 'far'"):
         override(once, ["eval.tasks.far.task=knn"], RunConfig)
     assert override(once, ["eval.tasks.near.task=probe"], RunConfig)["eval"]["tasks"] == {"near": {"task": "probe"}}
-    # a block that is not a mapping of names is replaced, too, and its fields need no plus
+    # a block without names is replaced, too, and its fields need no plus
     assert override(tree, ["optim={lr: 1}", "optim.eps=1e-7"], RunConfig)["optim"] == {"lr": 1, "eps": 1e-7}
 
 
@@ -223,7 +226,7 @@ def test_a_key_of_another_block_is_found(tree):
         ConfigError, match=r"did you mean 'objective\.model\.vision\.width' or 'objective\.model\.text\.width'"
     ):
         resolve(RunConfig, override(tree, ["width=1"], RunConfig), "x")
-    with pytest.raises(ConfigError, match="unknown key"):  # whatever the blocks hold
+    with pytest.raises(ConfigError, match="unknown key"):  # for any content of the blocks
         resolve(RunConfig, {**tree, "objective": "x", "data": {"sources": 3}, "lr": 1}, "x")
 
 

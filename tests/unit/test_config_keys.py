@@ -1,4 +1,4 @@
-"""What is told of keys and recipes: the page, the terminal, names in place of files, completion."""
+"""Descriptions of keys and recipes: the page, the terminal, names instead of paths, completion."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_recipes_go_by_name(tmp_path, monkeypatch):
     assert load_run(find_recipe(Path("dino/scenes_tiny"))).objective.kind == "dino"
     own = tmp_path / "emoji_small"
     own.write_text("steps: 1\n")
-    assert find_recipe(Path("emoji_small")).resolve() == own  # a file of the user's goes first
+    assert find_recipe(Path("emoji_small")).resolve() == own  # a file of the user takes precedence
     for word, told in {
         "scenes_tiny": "2 recipes have this name. Write clip/scenes_tiny or dino/scenes_tiny",
         "scenes_tin": "did you mean 'scenes_tiny'",

@@ -1,4 +1,4 @@
-"""One's own folders and tables to shards and a test set; and what is wrong with them, said."""
+"""Conversion of own folders and tables to shards and a test set, and messages about their problems."""
 
 import os
 import shlex
@@ -37,7 +37,7 @@ def test_image_folders_and_tables_become_shards(tmp_path):
 
 
 def test_a_test_set_shares_no_image_with_training(tmp_path):
-    """Copies of an image go to one side together, with all of their captions, one per line."""
+    """Copies of an image are all in one split, with all of their captions, one per line."""
     lines = [f"{i}.jpg,words {i}" for i in range(20)] + [f"{i}.jpg,others {i}" for i in range(20)] + ["twin.jpg,twin"]
     for i in range(20):
         (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
@@ -58,7 +58,7 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
 
 
 def test_the_lines_that_convert_prints_are_what_one_types(tmp_path):
-    """With whatever the folder is called; a set of its own is a run of its own."""
+    """Output folders of any name; each data set has its own run."""
     (tmp_path / "in/c").mkdir(parents=True)
     for i in range(8):
         (tmp_path / "in/c" / f"{i}.jpg").write_bytes(jpeg(i))
@@ -71,12 +71,12 @@ def test_the_lines_that_convert_prints_are_what_one_types(tmp_path):
 
 
 def test_images_that_cannot_be_decoded_are_never_scored(tmp_path):
-    """They would end a training at its last step; those that are trained on are counted and skipped there."""
+    """Invalid test images would end a training at its last step. Those of the training set are counted and skipped."""
     for i in range(10):
         (tmp_path / "in/c").mkdir(parents=True, exist_ok=True)
         (tmp_path / "in/c" / f"{i}.jpg").write_bytes(jpeg(i) if i % 2 else jpeg(i)[:200] + bytes([i]))
     (tmp_path / "in/.cache").mkdir()
-    (tmp_path / "in/.cache/x.jpg").write_bytes(jpeg(11))  # what others keep beside it is no class
+    (tmp_path / "in/.cache/x.jpg").write_bytes(jpeg(11))  # files of other programs in the folder are not a class
     made = convert_folder(tmp_path / "in", tmp_path / "out", test=2)
     assert (made.train, made.test, made.broken) == (8, 2, 5) and len(
         list(WdsSet(tmp_path / "out/zeroshot", "label"))
@@ -168,12 +168,14 @@ def test_errors_in_a_table_are_reported(tmp_path, content, message):
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
         convert_csv(tmp_path / "t.csv", tmp_path / "out", "filepath", "title")
-    (tmp_path / "t.csv").write_bytes(b'filepath,title\na.jpg,"two\nlines"\na.jpg,the "other" one')  # no line end
+    (tmp_path / "t.csv").write_bytes(
+        b'filepath,title\na.jpg,"two\nlines"\na.jpg,the "other" one'
+    )  # no newline at the end
     convert_csv(tmp_path / "t.csv", tmp_path / "fine", "filepath", "title")
     (tmp_path / "late.csv").write_bytes(b"filepath,title\n" + b"a.jpg,x\n" * 3 + b"none.jpg,y\n")
     with pytest.raises(DataError, match=r"late\.csv, line 5"):
         convert_csv(tmp_path / "late.csv", tmp_path / "late", per_shard=2)
-    assert not list((tmp_path / "late").glob("*.tar"))  # nothing is in the way of the next try
+    assert not list((tmp_path / "late").glob("*.tar"))  # the next attempt can start
     with pytest.raises(ConfigError, match="--separator: expected one character"):
         convert_csv(tmp_path / "t.csv", tmp_path / "late", separator="ab")
     read = [ShardReader().read(str(tmp_path / "fine/00000.tar"), n)[1]["txt"] for n in range(2)]
@@ -202,4 +204,4 @@ def test_a_test_set_that_cannot_be_written_leaves_no_training_set_alone(tmp_path
     with monkeypatch.context() as patch, pytest.raises(DataError, match="no space left"):
         patch.setattr("sparo_data.captioned_sets.write_wds_layout", full)
         convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2)
-    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2).test == 2  # the same line goes on
+    assert convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2).test == 2  # the same command continues

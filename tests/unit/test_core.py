@@ -59,7 +59,7 @@ class Recipe(Frozen):
 
 
 def save(keeper, step, state, meta):
-    """As one rank saves."""
+    """Save as one rank."""
     return Saver(keeper, Ranks(World(), "gloo", 0.0), background=False).save(
         step, {part: {n: Piece.unsharded(t) for n, t in tensors.items()} for part, tensors in state.items()}, meta
     ) or keeper.folder(step)
@@ -111,7 +111,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
 
 
 def sign(path, change):
-    """Change a meta.json and give it a checksum that is right."""
+    """Change a meta.json, with a valid checksum."""
     meta = json.loads((path / "meta.json").read_text())
     meta.pop("checksum")
     change(meta)
@@ -178,7 +178,7 @@ def test_tensorboard_gets_nested_numbers(tmp_path):
 
 
 class _Recorded:
-    """Stands in for wandb: what is logged at which step."""
+    """A stand-in for wandb: records values by step."""
 
     def __init__(self):
         self.logged = []
@@ -192,7 +192,7 @@ class _Recorded:
 
 @pytest.mark.parametrize("method", ["clip", "dino", "slots"])
 def test_first_images_and_scores_stand_where_people_look(tmp_path, shards, monkeypatch, method):
-    """Eight images of the first batch with captions, and each evaluation as a table; a resumed run does not show them again."""
+    """Eight images of the first batch with captions, and each evaluation as a table; a resumed run does not log the images again."""
     recorded = _Recorded()
     fake = SimpleNamespace(
         init=lambda **_: recorded,
@@ -221,7 +221,7 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
     with logged() as said:
         log = metrics.MetricsLog(tmp_path, wandb="project")
         log.write("eval", 6, {"near|far": {"acc1": 0.5}})
-        log.samples(lambda: [][1])  # whatever goes wrong here ends no run
+        log.samples(lambda: [][1])  # errors here do not end a run
         log.write("train", 7, {"loss": 1.0})
         log.close()
     assert len(said) == 1 and "log.samples: cannot be shown (IndexError" in said[0]
@@ -264,13 +264,13 @@ def test_a_run_folder_refuses_another_recipe_and_a_second_process(tmp_path):
     assert in_another_process(tmp_path / "run") == "refused"
     worker = CONTEXT.get_context("fork").Process(
         target=time.sleep, args=(60,)
-    )  # as a loader worker, it has what we have open
+    )  # like a loader worker, it inherits open files
     worker.start()
     first.close()
     assert in_another_process(tmp_path / "run") == "opened"
     worker.kill()
     second = RunDir(tmp_path / "run")
-    second.open_for_training(Recipe(lr=7))  # of a start that ended before it trained, nothing is lost
+    second.open_for_training(Recipe(lr=7))  # the earlier start ended before training, so nothing is lost
     second.close()
     second.open_for_training(Recipe())
     second.close()
@@ -319,10 +319,10 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with pytest.raises(TrainingError, match="another process is training"):
-        RunDir(tmp_path).open_for_training(Recipe(), 0.1)  # another job waits its turn
+        RunDir(tmp_path).open_for_training(Recipe(), 0.1)  # a new job may wait for the lease
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     successor = RunDir(tmp_path)
-    successor.open_for_training(Recipe(), 0.1)  # the same one, started anew, does not
+    successor.open_for_training(Recipe(), 0.1)  # a restarted job of the same id does not wait
     before = (tmp_path / "metrics.jsonl").read_text()
     go_on.set()
     told = queue.get()

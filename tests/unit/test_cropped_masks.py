@@ -19,7 +19,7 @@ from tests.helpers.processes import sparo
 
 
 class OneImage(EvalSet):
-    """An image whose label map has the numbers of its pixels."""
+    """Return an image whose label map has the numbers of its pixels."""
 
     def __init__(self, width, height, key):
         self.image, self.key = Image.fromarray(numbered(width, height)), key
@@ -57,7 +57,7 @@ def test_a_crop_is_a_square_of_the_area_with_its_own_labels(width, height, area,
     side = image.width
     assert name == key and image.size == (side, side) and labels.shape == (side, side)
     assert side == min(width, height) or side**2 >= area * width * height - 2 * side
-    # Labels show the same pixels.
+    # Image and labels show the same pixels.
     assert np.array_equal(labels, numbers(image))
     again = cropped.read(0)
     assert np.array_equal(again[2], labels), "equal at every reading"

@@ -1,4 +1,4 @@
-"""Multi-crop: torchvision's distributions and PIL's pixels, the sample's own stream, any partition."""
+"""Multi-crop: torchvision's distributions and PIL's pixels, a generator per sample, any number of parts."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def apart(ours, theirs):
 
 
 class Fixed:
-    """Draws that are given, in order."""
+    """Returns given draws in order."""
 
     def __init__(self, *values, order=(0, 1, 2, 3)):
         self.values, self.order = list(values), order
@@ -75,7 +75,7 @@ def test_operations_come_in_random_order(image):
 
 
 def test_probabilities_are_those_of_the_recipe(image):
-    """Each operation alone, told by what it leaves of the image, in 2,000 draws; within four standard errors."""
+    """Recognise each operation by its effect on the image in 2,000 draws; frequencies within four standard errors."""
     off = {"hflip": 0.0, "jitter_prob": 0.0, "gray_prob": 0.0, "blur_probs": (0.0, 0.0, 0.0), "solarize_prob": 0.0}
     whole = {"global_crops_scale": (1.0, 1.0), "local_crops_scale": (1.0, 1.0)}
     square = image.resize((24, 24))
@@ -101,7 +101,7 @@ def test_sizes_and_draws(image):
     assert large.shape == (2, 3, 32, 32) and small.shape == (3, 3, 16, 16) and large.dtype == np.uint8
     again = multi_crop(image, 32, config, np.random.default_rng(5), plain_size=48)
     assert np.array_equal(large, again["global_crops"]) and not np.array_equal(large[0], large[1])
-    # Plain crops show the same regions, and without changes of colour they are the global crops.
+    # Plain crops show the same regions. Without changes of colour they equal the global crops.
     assert again["plain_crops"].shape == (2, 3, 48, 48)
     shrunk = again["plain_crops"].reshape(2, 3, 16, 3, 16, 3).mean((3, 5))
     assert (
@@ -140,11 +140,11 @@ def test_a_batch_does_not_depend_on_ranks_or_workers(shards):
 def test_orientation_and_stain_of_histology():
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (24, 24, 3), dtype=np.uint8)
-    # Without a change, the stain basis and back is the identity up to rounding.
+    # Without a change, converting to stains and back is the identity up to rounding.
     assert np.abs(stain(pixels, 0.0, rng).astype(int) - pixels).max() <= 1
     changed = stain(pixels, 0.05, np.random.default_rng(1)).astype(int)
     assert 0 < np.abs(changed - pixels).mean() < 40
-    # Literally, pixel by pixel: optical densities, amounts of the three stains, and back.
+    # Pixel by pixel: optical densities, amounts of the three stains, and back.
     draws = np.random.default_rng(1)
     scale, shift = draws.uniform(0.95, 1.05, 3), draws.uniform(-0.05, 0.05, 3)
     basis = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]])
@@ -164,7 +164,7 @@ def test_orientation_and_stain_of_histology():
 
 @pytest.mark.parametrize("decode", ["exact", "fast"])
 def test_all_crops_of_a_sample_come_from_one_tile_at_full_resolution(decode, tmp_path):
-    # The position of every pixel is its colour, so a crop shows where it comes from.
+    # Each pixel's colour is its position, so a crop shows its origin.
     rows, columns = np.mgrid[:250, :250].astype(np.uint8)
     slide = np.stack([rows, columns, np.zeros_like(rows)], axis=-1)
     Image.fromarray(slide).save(tmp_path / "slide.png")
@@ -185,6 +185,6 @@ def test_all_crops_of_a_sample_come_from_one_tile_at_full_resolution(decode, tmp
         assert np.array_equal(whole, slide[top : top + 40, left : left + 40].transpose(2, 0, 1))
         corners.add((int(top), int(left)))
     assert len(corners) == 12
-    # A side that is shorter than the tile is used whole.
+    # A side that is shorter than the tile is used as a whole.
     assert random_tile(Image.new("RGB", (30, 90)), 40, np.random.default_rng(0)).size == (30, 40)
     assert random_tile(slide[:20], 40, np.random.default_rng(0)).shape == (20, 40, 3)

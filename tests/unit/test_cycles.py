@@ -1,4 +1,4 @@
-"""Episodes whose colours Blender draws: what it is asked for, what it may do wrong, and (slow, bpy in an environment of its own) a frame of it."""
+"""Episodes whose colours Blender renders: its input, errors of Blender, and (slow, bpy in a separate environment) a real frame."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from sparo_data.tracer.solids import SHAPES
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.video.cameras import look_at
 
-# In the place of a Python with bpy: it draws camera and time as colours, or does what its name says.
+# Replaces a Python with bpy: draws camera and time as colours, or fails as its name says.
 _FAKE = """#!{python}
 import json, sys
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_a_set_of_an_older_version_is_continued(tmp_path):
     render_multi_view(tmp_path / "set", config, processes=1)
     told = tmp_path / "set/scenes3d.json"
     held = json.loads(told.read_text())
-    del held["samples"]  # it had no such key
+    del held["samples"]  # older versions had no such key
     told.write_text(json.dumps(held))
     (tmp_path / "set/train/00000.tar").unlink()
     render_multi_view(tmp_path / "set", config, processes=1)
@@ -94,7 +94,7 @@ def test_a_set_of_an_older_version_is_continued(tmp_path):
 
 @pytest.fixture(scope="session")
 def bpy_python(tmp_path_factory):
-    """SPARO_BLENDER, or an environment that is made for it."""
+    """Return SPARO_BLENDER, or create an environment."""
     if told := os.environ.get("SPARO_BLENDER"):
         return told
     place = tmp_path_factory.mktemp("blender")

@@ -1,4 +1,4 @@
-"""What engines refuse, and what they are said to cost."""
+"""What engines refuse, and their estimated costs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ SIZES = Sizes(parameters=1000, largest_unit=100, outside=200)
 
 
 class Teaching(Objective):
-    """Stands for an objective with an average of its student."""
+    """A stand-in for an objective with an average of its student."""
 
     def __init__(self):
         super().__init__()
@@ -89,14 +89,14 @@ def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
     found = ENGINES.get(keys["kind"]).costs(config(**keys), SIZES, ranks)
     assert (found.states, found.gathered, found.sent) == pytest.approx((states, gathered, sent))
     assert found.host == (4_000 if "cpu_offload" in keys else 0)
-    # What is frozen has neither gradients nor moments.
+    # Frozen parameters have neither gradients nor moments.
     half = ENGINES.get(keys["kind"]).costs(config(**keys), SIZES._replace(trained=500), ranks)
     assert half.gradients == found.gradients / 2 and half.optimizer == found.optimizer / 2
     assert half.weights == found.weights and (half.sent < found.sent or ranks == 1)
 
 
 def after_four_steps(kind, device, on_host):
-    """Weights, buffers and moments of a small objective behind four steps, the second of which is not finite."""
+    """Return weights, buffers and moments of a small objective after four steps, the second of which is not finite."""
     torch.manual_seed(0)
     tree = (tiny_recipe if kind == "clip" else dino_recipe)(Path("x"), Path("x"))
     tree["optim"] = {**tree["optim"], "clip_grad_norm": 0.5}
@@ -139,7 +139,7 @@ def test_a_step_that_the_device_decides_on_ends_as_one_that_the_host_does(kind, 
 def test_attention_is_chosen_by_key_and_checkpoint_and_never_by_time(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "sparo").mkdir()
-    (tmp_path / "sparo/attention.json").write_text("{}")  # where older versions kept what they had measured
+    (tmp_path / "sparo/attention.json").write_text("{}")  # older versions stored their measurements here
     batch = {"image": torch.zeros(4, 3, 32, 32, dtype=torch.uint8), "text": torch.ones(4, 16, dtype=torch.int64)}
     run = resolve(RunConfig, tiny_recipe(Path("x"), Path("x")), "x")
     for key, kernel in (("auto", "fused"), ("plain", "plain"), ("fused", "fused")):
@@ -147,7 +147,7 @@ def test_attention_is_chosen_by_key_and_checkpoint_and_never_by_time(monkeypatch
         engine.prepare(build_objective(run))
         engine.forward(batch, Progress(0, 10, 0), last=True)
         assert engine.device_context.kernel == kernel
-        warning = engine.device_context.restore_kernel("plain")  # as its checkpoint says
+        warning = engine.device_context.restore_kernel("plain")  # the kernel of the checkpoint
         assert engine.device_context.kernel == ("fused" if key == "fused" else "plain")
         assert (warning is not None) == (key == "fused")
     assert "trained with plain attention, got fused" in warning

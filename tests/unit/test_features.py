@@ -1,4 +1,4 @@
-"""The feature store: encoded once, never for something else, whole or absent."""
+"""The feature store: encodes once, never mixes up data, and stores parts completely or not at all."""
 
 import io
 import json
@@ -36,7 +36,7 @@ ALONE = Ranks(World(), "gloo", 0.0)
 
 
 class Counting(Encoder, TextEncoder):
-    """Mean colours through a matrix; counts what it is asked."""
+    """Multiplies mean colours by a matrix; counts encoded samples."""
 
     image_size, width, architecture, text_weights = 8, 4, "means", "tower"  # type: ignore[assignment]
 
@@ -57,7 +57,7 @@ class Counting(Encoder, TextEncoder):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """600 images: three parts."""
+    """Return 600 images: three parts."""
     root = tmp_path_factory.mktemp("set")
     write_shards(root, ((f"{i:04d}", {"jpg": jpeg(i % 40), "cls": str(i % 5).encode()}) for i in range(600)), 100)
     return open_images(str(root), "label", "test")
@@ -98,17 +98,19 @@ def test_features_depend_on_weights_transforms_precision_views_and_data(source, 
     other.precision = "bf16"
     assert encoded(other) == 600
     assert encoded(source=Limited(source, 100)) == 100
-    # A limit above the set's size is the set: not its first samples again and again, under the name of others.
+    # A limit above the size of the set means the whole set, instead of repeating its first samples under other names.
     beyond = Limited(source, 10_000)
     assert len(beyond) == 600 and [beyond.read(i)[0] for i in (0, 1, 599)] == [source.read(i)[0] for i in (0, 1, 599)]
     assert len({beyond.read(i)[0] for i in range(0, 600, 7)}) == 86
-    assert beyond.identity() != sha256(source.identity(), "limit 600")  # as older versions called the wrong ones
+    assert beyond.identity() != sha256(
+        source.identity(), "limit 600"
+    )  # older versions stored wrong ones under this identity
     moved = Counting()
     moved.mean = moved.mean + 0.1
     assert encoded(moved) == 600
     assert FeatureStore(tmp_path, "fp16").images(again := Counting(), source) is not None and again.images == 600
     shard = next(iter(s.url for s in source.source.storages))
-    os.utime(shard, ns=(1, 1))  # written again, for all we know
+    os.utime(shard, ns=(1, 1))  # a new modification time, as if it was written again
     assert encoded() == 600
 
 
@@ -213,7 +215,7 @@ def test_encodings_that_are_not_finite_name_their_image(source, tmp_path):
     with pytest.raises(DataError, match=r"the encoding of '0000' is not finite \(256 of 256"):
         FeatureStore(tmp_path).images(encoder, source)
     assert not list(tmp_path.glob("images/*/part-*"))
-    large = View("large", lambda pixels: pixels.float().mean((2, 3)) * 1e4)  # sound, and not in 16 bits
+    large = View("large", lambda pixels: pixels.float().mean((2, 3)) * 1e4)  # finite, but not in 16 bits
     with pytest.raises(DataError, match=r"is not finite .*--storage"):
         FeatureStore(tmp_path, "fp16").images(Counting(), source, view=large)
     measured = FeatureStore(tmp_path, "fp16").images(Counting(), source, view=large._replace(measured=True))
@@ -317,7 +319,7 @@ def test_masks_and_slots_have_a_home_in_the_store(tmp_path):
         assert found.in_memory().shape == (10, 3, 1) and found.width == 3
         assert torch.equal(found.rows(torch.tensor([7, 2])), found.in_memory()[[7, 2]])
     (table,) = (tmp_path / "store").rglob("part-*.facts.npz")
-    table.write_bytes(table.read_bytes()[:40])  # torn: the part is made again
+    table.write_bytes(table.read_bytes()[:40])  # incomplete: the part is computed again
     assert np.array_equal(store.images(Counting(), source, view=slots).facts[3], masks[3])
     write_wds_layout(tmp_path / "bad", [("0", {"jpg": jpeg(1), "mask.png": jpeg(2)})])
     with pytest.raises(DataError, match=r"sample 0: \.mask\.png: is not a PNG file"):

@@ -19,7 +19,7 @@ from tests.helpers.samples import jpeg
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of twelve images, and files that are none."""
+    """Write two classes of twelve images, and files that are not images."""
     for number in range(24):
         path = tmp_path / "images" / f"class{number % 2}" / "deep" / f"{number:03d}.JPG"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def test_every_image_is_there_once_with_its_class(folder):
     found = [part.read(i) for i in range(len(part))]
     assert len({key for key, _ in found}) == 24
     assert all(fields["cls"] == key[5].encode() and set(fields) == {"jpg", "cls"} for key, fields in found)
-    assert [key for key, _ in found] != sorted(key for key, _ in found)  # classes are mixed
+    assert [key for key, _ in found] != sorted(key for key, _ in found)  # the order mixes classes
     assert [open_folder(folder)[0].read(i)[0] for i in range(24)] == [key for key, _ in found]
 
 

@@ -1,4 +1,4 @@
-"""Probes on a table of labels: several labels, few shots, regression and segmentation, against scikit-learn and plain restatements."""
+"""Probes on a table of labels: several labels, few shots, regression and segmentation, compared with scikit-learn and restatements."""
 
 import csv
 import json
@@ -112,7 +112,7 @@ def test_findings_and_classes_of_a_table_are_probed(tissue):
     classes = run("probe", tissue, columns={"label": "{tissue}"}, epochs=1)
     assert set(classes.options["recall"]) <= {"fat", "gland", "lymphocytes", "stroma", "tumour"}
     assert any("trained for 2 steps only" in remark for remark in classes.remarks())
-    # The weight decay is selected on other patients than those that are trained on.
+    # The weight decay is selected on other patients than those of the training part.
     with pytest.raises(ConfigError, match="splits 8 groups into a training and a validation part"):
         run("probe", tissue, columns={"label": "{tissue}"}, val_proportion=0.01)
 
@@ -140,7 +140,7 @@ def test_a_regression_is_ridge_with_the_best_strength(tissue):
 
 
 def grid_features(masks, classes):
-    """Features that say the class of each patch of 4 x 4 pixels."""
+    """Features that contain the class of each patch of 4 x 4 pixels."""
     patches = torch.from_numpy(masks[:, ::4, ::4].astype(np.int64)).flatten(1)
     return PatchFeatures(lambda at: F.one_hot(patches[at], classes).float(), masks)
 
@@ -151,8 +151,10 @@ def test_segmentation_recovers_classes_of_patches_and_counts_like_scikit_learn()
     how = SegmentationTraining(0.3, 30, 8, 0, CPU)
     data = grid_features(masks, 3)
     found = linear_segmentation.score(data, data, 3, 255, how)
-    assert found.metrics["pixel_accuracy"] > 0.8 and found.metrics["miou"] > 0.6  # bilinear borders are not sharp
-    # Of one value per image, a layer finds the class of all pixels.
+    assert (
+        found.metrics["pixel_accuracy"] > 0.8 and found.metrics["miou"] > 0.6
+    )  # borders are blurred by bilinear interpolation
+    # From one value per image, a linear layer finds the class of all pixels.
     even = np.broadcast_to(blocks[:, :1, :1], (30, 16, 16)).copy()
     assert linear_segmentation.score(grid_features(even, 3), grid_features(even, 3), 3, 255, how).value == 1
     true, predicted = blocks[:20], np.roll(blocks[:20], 1, axis=2)
@@ -221,7 +223,7 @@ def test_tables_that_would_give_wrong_scores_are_refused(tissue, tmp_path):
     for name, value in (("word", "many"), ("empty", ""), ("nan", "nan"), ("inf", "1e999")):
         with pytest.raises(DataError, match=r"tissue.csv: row 8: \{nuclei\} must be a finite number"):
             run("regression", folder(name, nuclei=value), columns={"target": "{nuclei}"})
-    # A patient on both sides would be recognised instead of the tissue.
+    # A patient in both splits would be recognised instead of the tissue.
     leaking = folder("leak", split="test")
     for kind, columns in (
         ("probe", {"label": "{tissue}"}),
@@ -276,7 +278,7 @@ def test_chance_counts_the_classes_that_occur(tissue, tmp_path):
 def test_intervals_resample_groups(tissue):
     found = run("knn", tissue, columns={"label": "{tissue}"}, k=(5,))
     assert found.counts["groups"] == 2 and "resamples the 2 groups" in " ".join(found.remarks())
-    # Two patients: each draw has one of them twice, or both.
+    # With two patients, each resample has one of them twice, or both.
     right = found.predictions["right"].reshape(2, 12).mean(1)
     assert found.interval == pytest.approx((right.min(), right.max()))
     values = np.arange(12.0).reshape(6, 2)
@@ -291,7 +293,7 @@ def test_intervals_resample_groups(tissue):
 
 
 def table_of(folder, tissue, change, name="tissue.csv"):
-    """A copy of the set whose rows `change` returns, with as many columns as it likes."""
+    """Copy the set, with the rows and columns that `change` returns."""
     rows = [change(number, row) for number, row in enumerate(csv.DictReader((tissue / "tissue.csv").open()))]
     shutil.copytree(tissue, folder)
     if name.endswith(".json"):
@@ -320,7 +322,7 @@ def test_cells_of_real_tables_are_read_as_they_are_meant(tissue, tmp_path):
     spaced = run("knn", table_of(tmp_path / "spaces", tissue, spaces), columns={"label": "{tissue}"}, k=(5,))
     assert spaced.value == plain.value and spaced.n == 24 and spaced.chance == plain.chance
     assert spaced.counts["groups"] == 2
-    # Codes of a terminology, which are no numbers of classes, and a column with a dot in its name.
+    # Codes of a terminology instead of class numbers, and a column with a dot in its name.
     names = sorted({row["tissue"] for row in csv.DictReader((tissue / "tissue.csv").open())})
     codes = table_of(
         tmp_path / "codes", tissue,
@@ -364,7 +366,7 @@ def test_splits_and_findings_that_do_not_exist_are_named(tissue, tmp_path):
 
 
 def test_the_ridge_is_chosen_by_squared_error_over_patients():
-    # A number of the patient, not of the image: within a fold of one patient, every R2 is the same.
+    # A value per patient instead of per image: within a fold of one patient, every R2 is the same.
     rng = np.random.default_rng(0)
     patients = np.arange(5).repeat(20)
     ages = np.array([30.0, 45, 52, 61, 78])[patients]
@@ -381,7 +383,7 @@ def test_the_ridge_is_chosen_by_squared_error_over_patients():
 
     assert found.options["alpha"] == min(regression.ALPHAS, key=error)
     lonely = regression.score(features, ages, features, ages, None, [f"p{i}" for i in patients])
-    assert lonely.intervals["r2"][0] > -100  # draws of a single patient have no R2
+    assert lonely.intervals["r2"][0] > -100  # resamples of a single patient have no R2
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
@@ -391,7 +393,7 @@ def test_masks_of_any_depth_have_their_numbers(bits):
     rows = []
     for row in numbers.tolist():
         whole = sum(value << (bits * (3 - place)) for place, value in enumerate(row))
-        whole <<= 8 * bytes_per_row - 4 * bits  # one bit per pixel fills half of a byte
+        whole <<= 8 * bytes_per_row - 4 * bits  # one bit per pixel: a row fills half of a byte
         rows.append(b"\0" + whole.to_bytes(bytes_per_row, "big"))
 
     def chunk(kind, content):

@@ -1,4 +1,4 @@
-"""Slot attention's knobs, each preset against its formula written out; folded against plain; frames against their symmetries."""
+"""Settings of slot attention: each preset compared with its formula; folded compared with plain; frames and their symmetries."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ B, N, IN, K, D = 2, 9, 6, 3, 8
 def built(seed=0, **knobs):
     torch.manual_seed(seed)
     module = SlotAttention(SlotAttentionConfig.model_validate({"slots": K, "width": D, **knobs}), IN).double()
-    for parameter in module.parameters():  # biases and norms that say something
+    for parameter in module.parameters():  # biases and norms that change the result
         parameter.data += 0.1 * torch.randn_like(parameter)
     drawn = torch.Generator().manual_seed(seed + 1)
     features, noise = (torch.randn(B, n, d, dtype=torch.float64, generator=drawn) for n, d in ((N, IN), (K, D)))
@@ -25,14 +25,14 @@ def built(seed=0, **knobs):
 
 
 def norm(x, layer):
-    """LayerNorm, written out."""
+    """Compute LayerNorm by its formula."""
     apart = x - x.mean(-1, keepdim=True)
     bias = 0 if layer.bias is None else layer.bias
     return apart / (apart.square().mean(-1, keepdim=True) + layer.eps).sqrt() * layer.weight + bias
 
 
 def gated(x, h, gru):
-    """Keras', flax's and torch's gate, one matrix at a time."""
+    """Compute the GRU of Keras, flax and torch, one matrix at a time."""
     wr, wz, wn = gru.weight_ih.chunk(3)
     ur, uz, un = gru.weight_hh.chunk(3)
     br, bz, bn = gru.bias_ih.chunk(3)
@@ -42,7 +42,7 @@ def gated(x, h, gru):
 
 
 def plain(module, features, noise):
-    """One slot, one head, one sample at a time, as the authors' texts and code have it."""
+    """Compute one slot, head and sample at a time, as the authors' texts and code describe it."""
     c, found, taken = module.config, [], []
     begun = (
         module.initial_slots.expand(B, -1, -1)
@@ -140,7 +140,7 @@ def test_folded_is_plain(preset, renorm, eps, iterations):
 
 @pytest.mark.parametrize("kv", ["folded", "plain"])
 def test_a_ground_is_uorfs(kv):
-    """Yu et al. 2021, Algorithm 1: the first slot has a Gaussian, queries, a gate and a perceptron of its own, and competes with the others."""
+    """Compute Yu et al. 2021, Algorithm 1: the first slot has a separate Gaussian, queries, GRU and MLP, and competes with the others."""
     module, features, _ = built(slots=4, ground=True, kv=kv, mlp_width=24, iterations=3)
     r, noise = module.rounds[0], torch.randn(B, 4, D, dtype=torch.float64)
     x = norm(features, module.norm_input)
@@ -157,7 +157,7 @@ def test_a_ground_is_uorfs(kv):
     found = module(features, noise)
     torch.testing.assert_close(found.slots, torch.stack(slots, 1), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found.attention, shares - 1e-8, rtol=1e-6, atol=1e-6)
-    # All but keys and values is there twice, and the others' order means nothing, the ground's does.
+    # Everything except keys and values exists twice. The order of the other slots does not matter; that of the background slot does.
     plain_one, *_ = built(slots=4, kv=kv, mlp_width=24)
     shared = sum(p.numel() for p in (r.to_k.weight, r.to_v.weight, *module.norm_input.parameters()))
     count = [sum(p.numel() for p in m.parameters()) for m in (module, plain_one)]
@@ -184,7 +184,7 @@ def test_slot_attention_is_equivariant_to_the_order_of_slots():
 
 
 def saved(module, features):
-    """Numbers that a forward keeps for its backward, and the slots."""
+    """Return the number of elements that a forward saves for its backward, and the slots."""
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
         slots = module(features).slots
@@ -198,7 +198,9 @@ def test_gradient_last_learns_from_the_last_iteration_only():
         held, slots = saved(module, features)
         slots.sum().backward()
         assert (module.initial_slots.grad is not None) == module.initial_slots.requires_grad == straight
-        assert saved(built(**knobs, iterations=9)[0], features)[0] == held  # memory does not grow with rounds
+        assert (
+            saved(built(**knobs, iterations=9)[0], features)[0] == held
+        )  # memory does not grow with the number of iterations
 
 
 @pytest.mark.parametrize("kind", ["torch", "flax", "keras"])
@@ -303,7 +305,7 @@ def test_a_slot_that_took_one_token_has_a_gradient():
     module, features, grid, noise = framed(scale_clip=(0.001, 2.0))
     features.requires_grad_()
     with torch.no_grad():
-        module.to_q.weight.mul_(1e3)  # so sharp that a slot holds one token
+        module.to_q.weight.mul_(1e3)  # so sharp that each slot has one token
     found = module(features, grid, noise)
     (found.slots.sum() + found.scales.sum() + found.positions.sum()).backward()
     assert torch.isfinite(features.grad).all()

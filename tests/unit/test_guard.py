@@ -1,4 +1,4 @@
-"""Who may talk to the explorer, and how much at once."""
+"""Who may use the explorer, and how many requests at once."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ OWN = {"host": "127.0.0.1:8765", "x-sparo": "explore"}
 
 
 def asked(listens, token, method="GET", path="/", query="", names=(), **headers):
-    """Status and headers of a request to a server that `listens` there; names of headers with _ for -."""
+    """Return status and headers of a reply to a request; in header names, _ replaces -."""
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -108,10 +108,10 @@ def test_named_hosts_need_a_token_and_their_own_page():
     cookie = "sparo_explore_8765=tok"
     assert reply() == 403 and reply(cookie=cookie) == 200 and reply(token=None) == 400
     page = {"cookie": cookie, "x_sparo": "explore", "origin": "https://hub.example"}
-    assert reply("POST", **page) == 403  # the port of the proxy differs from that of Host
+    assert reply("POST", **page) == 403  # the proxy's port differs from that of Host
     assert reply("POST", **page, sec_fetch_site="same-origin") == 200
     assert reply("POST", **page, sec_fetch_site="cross-site") == 403
-    assert reply("POST", cookie=cookie, sec_fetch_site="same-origin") == 403  # without the page's header
+    assert reply("POST", cookie=cookie, sec_fetch_site="same-origin") == 403  # without the header that the page sends
 
 
 def test_a_server_that_ends_leaves_no_traceback_of_a_request():
@@ -142,7 +142,7 @@ def test_a_server_that_ends_leaves_no_traceback_of_a_request():
 
 
 class _Stream:
-    """A request whose body comes as the test says."""
+    """A request whose body arrives in given pieces."""
 
     def __init__(self, length=None):
         self.headers = {} if length is None else {"content-length": length}
@@ -168,7 +168,7 @@ def test_uploads_that_are_read_at_once_have_a_limit():
             for piece in (b"ab", b"c", None):
                 request.pieces.put_nowait(piece)
         assert [json.loads((await task).body) for task in waiting] == [{"length": 3}] * 4
-        longer = _Stream("2")  # than it said
+        longer = _Stream("2")  # longer than its declared length
         longer.pieces.put_nowait(b"abc")
         assert (await answer(longer)).status_code == 413
         fine = _Stream("2")

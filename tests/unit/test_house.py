@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows."""
+"""Project rules that no linter checks."""
 
 import ast
 import importlib
@@ -61,7 +61,7 @@ def test_public_names_are_there_and_load_nothing_before_they_are_used():
     )
     with pytest.raises(AttributeError, match="no attribute 'Sparro'"):
         _ = sparo.Sparro
-    # What documentation and notebook import is the public API, and a type checker reads the same names.
+    # Names that documentation and notebook import are the public API, and a type checker sees the same names.
     for file in (*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "docs/tutorials/slots.ipynb"):
         imports = re.findall(r"^\s*\"?from (\w+)[.\w]* import", file.read_text(encoding="utf-8"), re.MULTILINE)
         assert not {"sparo_train", "evals", "launch", "object_centric", "sparo_data"} & set(imports), file
@@ -144,7 +144,7 @@ def test_a_method_is_its_own_file_its_encoder_and_the_registry():
         entries = [
             f"{r.builtin[kind].partition(':')[0].replace('.', '/')}.py" for r in (tables.METHODS, tables.ENCODERS)
         ]
-        entries.append(entries[0].replace(".py", "_config.py"))  # its block, if it is a separate file
+        entries.append(entries[0].replace(".py", "_config.py"))  # its config, if it has a separate file
         assert named - {"sparo_train/core/recipe/renamed.py"} <= {"sparo_train/core/registries.py", *entries}, kind
 
 
@@ -165,7 +165,7 @@ def test_what_a_contract_needs_cannot_be_left_out():
 
 
 def test_no_dependency_may_be_older_than_its_last_advisory():
-    """Versions with known holes in what we call: pictures from strangers, HTML, and a server."""
+    """Require versions without known vulnerabilities of what reads untrusted images, HTML and requests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [Requirement(line) for line in project["dependencies"]]
     for package, old in {

@@ -1,4 +1,4 @@
-"""JPEG decoding without Pillow, torch's resizing, and the memory through which workers hand over batches."""
+"""JPEG decoding without Pillow, torch's resizing, and the shared memory through which workers pass batches."""
 
 import functools
 import io
@@ -29,7 +29,7 @@ from sparo_train.train.run_config import RunConfig
 
 
 def picture(width, height, mode="RGB", seed=0):
-    """Colours that change slowly, and grain."""
+    """Return an image with smooth colours and some noise."""
     rng = np.random.default_rng(seed)
     smooth = Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize((width, height), 3)
     values = np.asarray(smooth).astype(int) + rng.integers(-9, 10, (height, width, 3))
@@ -121,7 +121,7 @@ def test_a_bomb_is_refused_before_its_pixels_are_decoded(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64 * 48 - 1)
     with pytest.raises(BadSampleError, match="too many pixels"):
         decode_pixels(data)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # Pillow's way to say that there is no limit
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # Pillow's value for no limit
     assert decode_pixels(data).shape == (48, 64, 3)
 
 
@@ -203,7 +203,7 @@ def test_tensors_that_do_not_fit_take_torchs_own_way(monkeypatch):
         2,
         1,
         2,
-    ]  # the third is in the first one's slot
+    ]  # the third uses the memory of the first
     assert memory.get(places[1])["empty"].shape == (0, 4) and memory.get(places[1])["b"].item() == 1.5
     large = {"a": torch.zeros(4097, dtype=torch.uint8)}
     assert memory.put(0, 0, large) is large and memory.get(large) is large

@@ -1,4 +1,4 @@
-"""k-NN and the linear probe against plain restatements of the official ones, in any blocks and on any ranks."""
+"""k-NN and the linear probe compared with restatements of the official ones, in blocks of any size and on any number of ranks."""
 
 import io
 import itertools
@@ -36,7 +36,7 @@ ALONE = Ranks(World(), "gloo", 0.0)
 
 
 def official_knn(train, train_labels, test, test_labels, k, temperature, classes):
-    """eval_knn.py's vote, for all test items at once."""
+    """Compute the vote of eval_knn.py for all test items at once."""
     train, test = F.normalize(train, dim=1), F.normalize(test, dim=1)
     similarity, row = (test @ train.T).topk(k, largest=True, sorted=True)
     one_hot = torch.zeros(len(test) * k, classes).scatter_(1, train_labels[row].view(-1, 1), 1)
@@ -114,7 +114,7 @@ def test_half_precision_banks_are_scored_in_fp32():
 
 
 def labelled(root, n, seed, classes=3):
-    """Images whose colour says the class, in one shard of labelled samples."""
+    """Write images whose colour is the class, in one shard of labelled samples."""
     rng, samples = np.random.default_rng(seed), []
     for i in range(n):
         label = int(rng.integers(classes))
@@ -153,7 +153,7 @@ def scoring(encoder, ranks=ALONE, store=None):
 
 
 def test_ranks_score_as_one_and_see_every_image_once(sets, tmp_path):
-    """43 training images in batches of 14: the last one has fewer than there are ranks; and so has a test set of two."""
+    """43 training images in batches of 14: the last one has fewer images than there are ranks. The same for a test set of two images."""
     for n, places in ((17, sets), (2, {**sets, "test": labelled(tmp_path / "two", 2, 5)})):
         for task, arguments in ((knn_on, ()), (linear_on, (True,)), (linear_on, (False,))):
             alone = task(ALONE, places, *arguments)
@@ -163,7 +163,7 @@ def test_ranks_score_as_one_and_see_every_image_once(sets, tmp_path):
 
 
 def test_sets_of_a_layout_score_as_their_shards_do(sets, tmp_path):
-    """Whatever a row of `sparo.layouts` opens: here clip-benchmark's, of one folder and of two."""
+    """Any entry of `sparo.layouts` works: here clip-benchmark's, with one folder and with two."""
     root = tmp_path / "set"
     for split, place in sets.items():
         shutil.copytree(place, root / split)
@@ -187,7 +187,7 @@ def test_sets_of_a_layout_score_as_their_shards_do(sets, tmp_path):
 
 
 def test_the_probe_is_trained_as_officially(sets):
-    """Three epochs of SGD with momentum on the features of the last four blocks, against a loop that spells it out."""
+    """Train three epochs of SGD with momentum on the features of the last four blocks, and compare with a plain loop."""
     e, task = (
         encoder(),
         LinearTaskConfig(task="linear", epochs=3, batch_size=10, lr=1.0, augment=False, workers=0, **sets),
@@ -250,7 +250,7 @@ def test_a_diverged_probe_gives_no_score():
 
 
 def bitmap(seed):
-    """A picture of 8 x 8 pixels, as many bytes for every seed."""
+    """Return an image of 8 x 8 pixels that has equally many bytes for every seed."""
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)).save(buffer, format="BMP")
     return buffer.getvalue()
@@ -263,14 +263,14 @@ def test_test_images_in_the_training_set_are_reported(sets, tmp_path):
     same = "the image itself did not vote"
     assert same in remarks(train=sets["train"], test=sets["train"])
     assert same not in remarks(**sets)
-    # Other pictures under the same names and of the same sizes have the same identity.
+    # Other images with the same names and sizes have the same identity.
     for name in ("one", "two"):
         rows = [(str(i), {"png": bitmap(i + 9 * (name == "two")), "cls": b"0"}) for i in range(4)]
         write_shards(tmp_path / name, rows, 16)
     assert same not in remarks(train=str(tmp_path / "one"), test=str(tmp_path / "two"))
     (tmp_path / "link").symlink_to(sets["train"])
     assert same in remarks(train=sets["train"], test=str(tmp_path / "link"))
-    # A part of them, as other files: three pictures of the training set among seven.
+    # Some training images in other files: three of the seven test images.
     overlap = [(str(i), {"jpg": jpeg(colour), "cls": b"0"}) for i, colour in enumerate([0, 1, 2, 200, 201, 202, 203])]
     write_shards(tmp_path / "overlap", overlap, 16)
     assert "3 of 7 images have the same encoding as a training image" in remarks(
@@ -334,7 +334,7 @@ def test_images_of_a_group_do_not_vote_and_classes_may_be_balanced():
 def test_a_table_with_names_of_classes_and_patients(tmp_path):
     lines = ["file,diagnosis,patient"]
     for i in range(12):
-        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i // 2))  # two pictures of each patient, which are equal
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i // 2))  # two equal images of each patient
         lines.append(f"{i}.jpg,{('healthy', 'tumour')[i // 2 % 2]},p{i // 2}")
     (tmp_path / "labels.csv").write_text("\n".join(lines))
     columns = {"file": "labels.csv", "images": ["{file}"], "label": "{diagnosis}"}
@@ -345,7 +345,7 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
         scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient"}})
     )
     assert grouped.metrics["acc1_k1"] < 1 and "images of its group" in " ".join(grouped.remarks())
-    # A share of the patients as test set: no patient is on both sides, and every image is on one.
+    # Some patients as a test set: no patient is in both splits, and every image is in one.
     parts = open_labelled(
         KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient", "test_share": 0.4}})
     )
@@ -358,7 +358,7 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
     assert open_labelled(limited)[0].groups == [f"p{i}" for i in range(6)]  # a limit keeps groups
     with pytest.raises(DataError, match=r"column 'patient' has no row with 'train', got p0, p1"):
         open_labelled(KnnTaskConfig.model_validate({**keys, "columns": {**columns, "split": "patient"}}))
-    (tmp_path / "labels.csv").write_text("file;diagnosis\n0.jpg;a\n1.jpg;b")  # as spreadsheets write it
+    (tmp_path / "labels.csv").write_text("file;diagnosis\n0.jpg;a\n1.jpg;b")  # the format of spreadsheets
     assert len(open_labelled(KnnTaskConfig.model_validate({**keys, "columns": columns}))[0]) == 2
     (tmp_path / "labels.csv").write_text("file,diagnosis\n0.jpg,\n1.jpg,a")
     with pytest.raises(DataError, match=r"labels\.csv: row 1: has no class"):

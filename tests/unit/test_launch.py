@@ -1,4 +1,4 @@
-"""Launching without SLURM: sweeps, snapshots, and submitit's executors of one machine."""
+"""Launching without SLURM: sweeps, snapshots, and submitit's executors for one machine."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_a_snapshot_is_the_running_code_and_runs_alone(tmp_path):
         [sys.executable, "-c", ask], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
     ).stdout
     assert out.count(str(first.path)) == 3
-    (tmp_path / "launch").mkdir()  # as in a checkout that was edited since
+    (tmp_path / "launch").mkdir()  # like a checkout that was edited since
     (tmp_path / "launch/__init__.py").write_text("raise SystemExit('the checkout')")
     path = [
         line.removeprefix("export ")

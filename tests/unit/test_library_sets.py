@@ -1,4 +1,4 @@
-"""VTAB's sets as published, written small: torchvision's folders and binary files, SUN397, CLEVR."""
+"""VTAB's sets as published, small: torchvision's folders and binary files, SUN397, CLEVR."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def md5(path):
 
 
 def cifar(root, monkeypatch):
-    """CIFAR-100's three pickles, whose sums are then the expected ones."""
+    """Write CIFAR-100's three pickles, and replace the expected checksums by theirs."""
     names = [f"class_{i}" for i in range(100)]
     for name, labels in (("train", [5, 6, 7, 8]), ("test", [3, 99])):
         pixels = np.arange(len(labels) * 3072).reshape(len(labels), 3072).astype(np.uint8)
@@ -195,7 +195,7 @@ def test_sets_of_datacomp_as_torchvision_reads_them(tmp_path, monkeypatch):
     assert np.asarray(mnist.read(0)[1])[1, 0].tolist() == [28] * 3
     pytest.importorskip("clip_benchmark")
     assert mnist.classnames()[1] == "1"  # clip-benchmark's names, not torchvision's
-    # Damaged annotations may raise any kind of error in torchvision.
+    # With damaged annotations, torchvision may raise any exception.
     savemat(tmp_path / "cars/stanford_cars/cars_test_annos_withlabels.mat", {"other": 1})
     put(tmp_path / "gtsrb/gtsrb/GT-final_test.csv", "Name;ClassId\n0;0\n")
     put(tmp_path / "fgvc_aircraft/fgvc-aircraft-2013b/data/images_variant_test.txt", "0 unknown\n")

@@ -1,4 +1,4 @@
-"""Batches: the same whatever the workers, resumable anywhere, honest about what was skipped."""
+"""Batches: independent of the workers, resumable anywhere, with exact counts of skipped samples."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def same(a, b):
 
 
 def test_worker_count_changes_nothing(shards):
-    runs = [take(pipeline(shards, workers=w).start(), 15) for w in (0, 1, 2, 6)]  # of 4 streams
+    runs = [take(pipeline(shards, workers=w).start(), 15) for w in (0, 1, 2, 6)]  # the set has 4 streams
     assert all(all(same(parts[0], other) for other in parts[1:]) for parts in zip(*runs, strict=True))
 
 
@@ -71,7 +71,7 @@ def test_resuming_at_any_batch_continues_bit_equal(shards):
 
 
 def ranks(shards, world_size, cursor, n, **changes):
-    """The global batches of `n` steps, and the whole cursor behind each, put together from all ranks."""
+    """Return the global batches of `n` steps and the whole cursor after each, joined from all ranks."""
     runs = [
         take(pipeline(shards, r, world_size, trim_text=False, **changes).start(cursor), n) for r in range(world_size)
     ]
@@ -175,7 +175,9 @@ def test_bad_samples_are_skipped_and_counted_by_shard_and_reason(tmp_path):
             found[key] = found.get(key, 0) + n
     first, second = (str(root / f"0000{i}.tar") for i in range(2))
     lost = 48 - len(p.sources[0].storages[1])
-    assert found[second, "truncated tar"] == lost > 10  # estimated from the whole shard beside it, and exact here
+    assert (
+        found[second, "truncated tar"] == lost > 10
+    )  # estimated from the whole shard in the same folder, and exact here
     assert {r for (u, r) in found if u == first} == {"bad image", "missing caption", "bad text", "missing image"}
     skipped = sum(found.values()) - lost
     start = [0, 1] * 4  # the first positions of the two rows of each stream
@@ -198,7 +200,7 @@ def test_too_many_bad_samples_stop_the_run_and_name_the_shards():
         budget.add({("y.tar", "missing caption"): 3}, 1000)
     again = BadSampleBudget(0.01)
     again.load(json.loads(json.dumps(budget.state())))
-    assert again.by_reason() == {"bad image": 9}  # the refused batch is not counted: a resume reads it again
+    assert again.by_reason() == {"bad image": 9}  # the refused batch is not counted, because a resume reads it again
     again.add({("y.tar", "missing caption"): 3}, 2000)
     assert again.by_shard() == {"x.tar": {"bad image": 9}, "y.tar": {"missing caption": 3}}
 
@@ -207,7 +209,9 @@ def test_a_source_without_one_usable_sample_ends_with_an_error(tmp_path):
     write_shard(tmp_path / "0.tar", ((f"{i}", {"jpg": b"x", "txt": b"words"}) for i in range(16)))
     with pytest.raises(DataError, match=r"no usable sample: .*0\.tar \(bad image") as caught:
         next(pipeline(tmp_path / "0.tar", workers=1).start())
-    assert caught.tb is not None and not multiprocessing.active_children()  # although the traceback holds the loader
+    assert (
+        caught.tb is not None and not multiprocessing.active_children()
+    )  # although the traceback refers to the loader
 
 
 def test_shards_that_lose_too_much_stop_the_run_before_it_starts(tmp_path):
@@ -288,7 +292,7 @@ def test_workers_of_a_set_end_without_a_word(capfd):
 
 
 def test_a_start_reports_shares_and_losses_of_data(tmp_path):
-    """Shares follow weights; a shard that breaks off is named with what that costs."""
+    """Shares follow weights; for a truncated shard, the message has its name and the number of lost samples."""
     for name, count in (("a", 60), ("b", 20)):
         write_shards(tmp_path / name, (sample(i) for i in range(count)), 20)
     cut = tmp_path / "a/00001.tar"
@@ -299,14 +303,16 @@ def test_a_start_reports_shares_and_losses_of_data(tmp_path):
     lines = list(source_lines(sources, 160))
     assert lines[0].startswith(f"data a: {(40 + held) / (80 + held):.1%} of the samples read; {40 + held} samples, ")
     assert lines[1] == f"data a: {cut}: truncated tar, about {20 - held} samples lost"
-    alone = open_source("a", ShardsConfig(shards=str(cut)))  # no whole one tells how many there were: as many again
+    alone = open_source(
+        "a", ShardsConfig(shards=str(cut))
+    )  # no complete shard shows how many samples there were: the estimate doubles what was read
     assert [damage.lost_samples for damage in alone.broken()] == [held]
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of the samples read; 20 samples, {320 / (80 + held):.2f} passes"
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_folder_of_multiprocessing_is_left(size, shards, tmp_path):
-    """Processes that import everything themselves: the folder is chosen once per process."""
+    """In processes that import everything themselves, the folder is chosen once per process."""
     recipe, temporary = tmp_path / "r.yaml", Path(tempfile.mkdtemp(dir="/tmp"))
     engine = {"kind": "ddp"} if size > 1 else {"kind": "local"}
     recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path / "runs", steps=3, engine=engine)))
@@ -333,7 +339,7 @@ def test_no_folder_of_multiprocessing_is_left(size, shards, tmp_path):
 
 
 class _Stops(_Numbers):
-    """Its worker stops itself at sample 9, for ever or until `resume` seconds later."""
+    """A dataset whose worker suspends itself at sample 9, forever or for `resume` seconds."""
 
     def __init__(self, resume=None):
         self.resume = resume
@@ -353,9 +359,9 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
     with pytest.raises(WorkerLostError, match=r"process \d+\) is stopped \(SIGSTOP\) and has sent no sample for 2 s"):
         for item in WorkerItems(_Stops(), 1, lambda rows: rows, [[i] for i in range(40)]):
             seen.append(item)
-    # The worker stops itself at item 9, perhaps before its sending thread has sent item 8.
+    # The worker suspends itself at item 9, perhaps before its sending thread has sent item 8.
     assert seen in ([[i] for i in range(8)], [[i] for i in range(9)])
-    # One that goes on in time has lost nothing.
+    # A worker that continues in time loses nothing.
     assert list(WorkerItems(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [[i] for i in range(20)]
 
 
@@ -388,5 +394,5 @@ def test_dots_in_names_are_the_reason_that_is_given(tmp_path):
     assert "got the member 'v2.txt'" in raised.value.detail
     with pytest.raises(BadSampleError, match="missing image: dots in names"):
         image_bytes(fields, ["png", "jpg"])
-    with pytest.raises(BadSampleError, match=r"missing image$"):  # planes of a picture have a dot, too
+    with pytest.raises(BadSampleError, match=r"missing image$"):  # names of an image's further members have a dot, too
         image_bytes({"mask.png": b"", "semantic.png": b"", "001.jpg": b""}, ["png", "jpg"])

@@ -41,7 +41,7 @@ BODY = '<circle cx="16" cy="16" r="14" fill="{}"/>'
 
 @pytest.fixture
 def modules(tmp_path):
-    """A node_modules folder with two vendors, in the packages' own layout."""
+    """Write a node_modules folder with two vendors, in the packages' own layout."""
     root = tmp_path / "node_modules"
     texts = [
         {"label": f"{color} heart", "hexcode": f"1F5{i:02d}", "tags": [color, "love"], "group": 8, "subgroup": 1}
@@ -158,7 +158,7 @@ def idx(array):
 
 
 def write_idx_files(folder):
-    """Fashion-MNIST's four files, of noise: 20 training images and 10 of the test."""
+    """Write Fashion-MNIST's four files with noise: 20 training and 10 test images."""
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
     for name, n in (("train", 20), ("t10k", 10)):

@@ -1,4 +1,4 @@
-"""One file with the indexes of many shards: what it says, what it saves, and what damages it."""
+"""One file with the indexes of many shards: its content, the requests it saves, and damage."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""What is shown of jobs: sweeps as one, progress from the ends of files, failures before Python, plans of launches."""
+"""Reports about jobs: a sweep as one row, progress from the ends of files, failures before Python, plans of launches."""
 
 import json
 import time
@@ -29,7 +29,7 @@ CLUSTER = {"kind": "slurm", "nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0,
 
 
 def submitted(folder, *jobs, **facts):
-    """A run folder with a submission; its records."""
+    """Write a run folder with a submission; return its records."""
     records = Records(folder)
     line = {"jobs": list(jobs), "on": "lab", "cluster": CLUSTER, "folder": str(folder), "arguments": [], **facts}
     records.add("submitted", {"logs": str(records.jobs), **line})
@@ -38,7 +38,7 @@ def submitted(folder, *jobs, **facts):
 
 @pytest.fixture
 def queue(monkeypatch):
-    """SLURM's answers, by job."""
+    """Replace SLURM's answers; returns them by job."""
     states: dict[str, JobState] = {}
     monkeypatch.setattr(status_module.slurm, "states", lambda jobs, accounting=True: states)
     return states
@@ -82,7 +82,7 @@ def test_a_sweep_and_a_run_of_one_name_are_both_shown(tmp_path, recipe):
         submitted(tmp_path / name, "7")
     record_sweep(tmp_path / "r", ["r-seed1"])
     assert run_folders([tmp_path / "r"]) == [tmp_path / "r-seed1"]
-    (tmp_path / "r/config.yaml").touch()  # trained afterwards
+    (tmp_path / "r/config.yaml").touch()  # a training started since
     assert sweep_folder(runs, "r") == tmp_path / "r-sweep"
     assert run_folders([tmp_path / "r"]) == [tmp_path / "r", tmp_path / "r-seed1"]
 
@@ -113,7 +113,7 @@ def test_what_an_earlier_start_left_is_not_shown_of_the_next(tmp_path, queue):
     queue["7"] = JobState("RUNNING", "", "n1", "9:50")
     (status,) = statuses([tmp_path / "run"])
     assert (status.rate, status.reason, status.metric) == (136.0, "saving", "loss 1.5")
-    queue["7"] = JobState("RUNNING", "", "n2", "0:20")  # requeued; its first rank has left no record yet
+    queue["7"] = JobState("RUNNING", "", "n2", "0:20")  # requeued; its first rank has no record yet
     (status,) = statuses([tmp_path / "run"])
     assert (status.rate, status.eta, status.reason, status.step) == (None, None, "", 5)
     assert JobState(elapsed="1-02:03:04").elapsed_seconds == 93784 and JobState(elapsed="x").elapsed_seconds is None
@@ -242,7 +242,9 @@ def test_a_finished_run_is_resubmitted_only_by_force(tmp_path, monkeypatch):
         resubmit([tmp_path / "run"], [])
     assert resubmit([tmp_path / "run"], [], force=True)[0].jobs == ["8"] and len(chosen) == 2
     submitted(tmp_path / "other", "999998", cluster=cluster, code=str(tmp_path / "gone"), cwd=str(tmp_path), name="x")
-    both = resubmit([tmp_path / "run", tmp_path / "other"], [])  # of several, each says why it is left out
+    both = resubmit(
+        [tmp_path / "run", tmp_path / "other"], []
+    )  # with several folders, each one that is skipped has its reason
     assert [bool(run.jobs) for run in both] == [False, False] and "is gone" in both[1].reason
 
 

@@ -1,4 +1,4 @@
-"""MOVi's records as TFDS writes them: all that they hold, of every variant, and what is wrong with them by name."""
+"""MOVi's records as TFDS writes them: everything they contain, in every variant, and errors that name a damaged field."""
 
 from pathlib import Path
 

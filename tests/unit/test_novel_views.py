@@ -1,4 +1,4 @@
-"""The objective of posed scenes with every decoder and grouping: what learns, in which precision, and what does not go together."""
+"""The objective of posed scenes with every decoder and grouping: what is trained, in which precision, and refused combinations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ranks are bound to the cores near their GPUs, and to all cores if some would otherwise be idle."""
+"""Ranks are bound to the cores near their GPUs, or to all cores if some would be idle otherwise."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Two cores on two sockets, and a GPU on the second one."""
+    """Simulate two cores on two sockets, and a GPU on the second one."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("needs two cores")

@@ -1,4 +1,4 @@
-"""What a run reports about itself."""
+"""The numbers that a run reports about itself."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_a_teacher_has_no_backward(shards, tmp_path):
         flops[name] = counted.get_total_flops()
     found = FlopCounter(lambda: build_objective(config)).per_sample(batch)
     expected = 3 * flops["student"] + flops["teacher"] + flops["earlier"]
-    assert found == pytest.approx(expected, rel=0.1)  # masked patches, and cosines, add a little
+    assert found == pytest.approx(expected, rel=0.1)  # masked patches and cosines add a little
     assert abs(3 * sum(flops.values()) - expected) > 0.3 * expected
 
 
@@ -83,7 +83,7 @@ def test_a_run_reports_norms_per_tower_speed_and_memory(shards, tmp_path):
     train(config)
     last = metrics.read(config.folder / "metrics.jsonl", "train")[-1]
     parts = math.hypot(last["grad_norm_visual"], last["grad_norm_text"])
-    assert 0 < parts <= last["grad_norm"] * (1 + 1e-6)  # the rest is the temperature's
+    assert 0 < parts <= last["grad_norm"] * (1 + 1e-6)  # the rest belongs to the temperature
     assert {
         "tflops",
         "memory",

@@ -1,4 +1,4 @@
-"""Scenes of objects: the rules of CLEVR's generator, patterns that hold still, rooms, and the same bytes each time."""
+"""Scenes of objects: the rules of CLEVR's generator, patterns that move with objects, rooms, and reproducible bytes."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_solids_stand_apart_and_none_is_hidden(kind):
             assert told["visible"] == (frame.mask == i + 1).sum() >= 3
             assert max(map(abs, told["position"][:2])) <= 3 and told["position"][2] == solid.radius
             column, row = told["pixel"]
-            if told["visible"] > 40:  # its middle is among its pixels, or near them
+            if told["visible"] > 40:  # its centre is one of its pixels, or near them
                 assert np.hypot(*(np.argwhere(frame.mask == i + 1) - (row - 0.5, column - 0.5)).T).min() < 3
             seen.add((solid.size, solid.material, solid.shape))
             assert (solid.texture is not None) == (kind == "clevrtex")
@@ -56,7 +56,7 @@ def test_segments_of_the_background_have_labels_after_those_of_objects():
         assert [solid["visible"] for solid in scene.graph(frame)["objects"]] == [
             int((frame.mask == i + 1).sum()) for i in range(count)
         ]
-        # So that the ARI over all pixels compares segments, also in a room without objects.
+        # So the ARI over all pixels compares segments, also in a room without objects.
         merged = np.where(frame.mask > count, count + 1, frame.mask)
         own, blind = (image_scores(frame.mask, predicted)["ari"] for predicted in (frame.mask, merged))
         assert own == 1 and blind < 0.9

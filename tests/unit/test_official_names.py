@@ -11,19 +11,19 @@ from sparo_train.train.run_config import load_run
 
 # The recipe has inverted attention; this is OSRT's own slot attention.
 SLOT_ATTENTION = ("objective.model.grouping.preset=sa", "objective.model.grouping.iterations=1")
-# ISA's code has no layers between the encoder and slot attention; the recipe says so under "Differs".
+# ISA's code has no layers between the encoder and slot attention; the recipe's header lists this under "Differs".
 EXTRA = {"ISA": {"tower.norm", "tower.project.0", "tower.project.2"}}
 
 
 def modules(recipe, *overrides):
-    """Modules, and parameters that are no module's weight or bias, below `model.`."""
+    """Return modules, and parameters that are not a module's weight or bias, below `model.`."""
     with torch.device("meta"):
         names = build_objective(load_run(recipe, list(overrides))).model.state_dict()
     return {re.sub(r"\.(weight|bias)(_ih|_hh)?$", "", name) for name in names}
 
 
 def pattern(name):
-    """A name of ours as a regular expression, and the modules that stand for it where there are several."""
+    """Return one of our names as a regular expression, and the modules that it means if there are several."""
     first, *others = name.split(" + ")
     names = [first, *(f"{first.rpartition('.')[0]}.{other}" for other in others)]
     return [re.sub(r"\\\{[^}]*\\\}", r"\\d+", re.escape(one)) for one in names]
@@ -45,7 +45,7 @@ def test_every_parameter_has_one_official_counterpart(repository, recipes, overr
     used = set()
     for recipe in recipes:
         for name in modules(recipe, *overrides) - EXTRA.get(repository, set()):
-            # `layers.8` is a more exact name than `layers.{2i}`.
+            # `layers.8` is more specific than `layers.{2i}`.
             matches = sorted((p for p in ours if re.fullmatch(p, name)), key=lambda p: p.count("+"))
             assert matches, f"{recipe}: {name} has no official name"
             assert len(matches) == 1 or matches[0].count("+") < matches[1].count("+"), (name, matches)

@@ -1,4 +1,4 @@
-"""Recipes with `auto`: what follows from a folder of images, from initial weights and from the machine; and `data check` on folders."""
+"""Recipes with `auto`: values that follow from a folder of images, initial weights and the machine; and `data check` on folders."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def chosen(folder, *words):
 def test_sizes_follow_the_images_and_the_machine(images):
     config = chosen(images, "auto=cpu")
     model = config.objective.model
-    # The shorter sides are 50 to 89 pixels.
+    # The shorter sides have 50 to 89 pixels.
     assert (model.image_size, model.patch_size, model.width, config.batch_size) == (64, 8, 128, 8)
     assert config.engine.precision == "fp32" and model.readout.slots == 32
     assert config.optim.warmup_steps < config.total_steps(40)

@@ -1,4 +1,4 @@
-"""People's own folders and tables: one rule for classes in training, conversion and evaluation; what is left out is counted."""
+"""Users' folders and tables: the same classes in training, conversion and evaluation; skipped files are counted."""
 
 import gzip
 import io
@@ -40,7 +40,7 @@ def put(path, data):
 
 
 def classes_by_bytes(folder):
-    """What each reader says of a folder: {bytes of an image: class name}."""
+    """Return what each reader finds in a folder: {bytes of an image: class name}."""
     found = FolderSet(folder)
     names = found.own_classnames()
     yield {(folder / key).read_bytes(): names[label] for key, _, label in found}
@@ -199,7 +199,9 @@ def test_converting_turns_photos_and_leaves_upright_ones_as_they_are(kind, tmp_p
     )
     for number in range(2):
         key, fields = source.storages[0].read(number)
-        stored = np.asarray(Image.open(io.BytesIO(fields[suffix])).convert("RGB"))  # whatever a reader makes of EXIF
+        stored = np.asarray(
+            Image.open(io.BytesIO(fields[suffix])).convert("RGB")
+        )  # whether or not the reader applies EXIF
         assert stored.shape == (40, 60, 3) and stored[:, :25, 0].min() > 200 and stored[:, 35:, 2].min() > 200, key
     assert fields[suffix] == upright.read_bytes()
 
@@ -239,7 +241,7 @@ def test_converting_keeps_all_bits_of_turned_sixteen_bit_colours(tmp_path):
     put(tmp_path / "in/a/x.png", data)
     convert_folder(tmp_path / "in", tmp_path / "out")
     with tarfile.open(tmp_path / "out/00000.tar") as tar:
-        assert tar.extractfile("000000000.png").read() == data  # readers turn it
+        assert tar.extractfile("000000000.png").read() == data  # readers rotate it
     assert decode_image(data).size == (20, 30)
 
 
@@ -331,7 +333,7 @@ SQUARE = [2, 2, 10, 2, 10, 10, 2, 10]
 
 
 def annotations(tmp_path, objects):
-    """COCO annotations of one 16 x 16 picture whose file name has dots, as exporters write them."""
+    """Write COCO annotations of one 16 x 16 image whose file name has dots, as exporters write them."""
     folder = tmp_path / "train"
     put(folder / "img.rf.0a1b.png", picture("PNG"))
     tree = {
@@ -351,7 +353,7 @@ def test_coco_leaves_out_what_has_no_outline_and_renumbers_categories(tmp_path):
         {"category_id": 7, "segmentation": []},
         {"category_id": 7, "segmentation": None},
         {"category_id": 7},
-        {"category_id": 300, "segmentation": [20, 20, 28, 20, 28, 28]},  # a polygon in no list
+        {"category_id": 300, "segmentation": [20, 20, 28, 20, 28, 28]},  # a polygon without the outer list
         {"category_id": None, "segmentation": [SQUARE]},
         {"segmentation": [SQUARE]},
         {"category_id": 7, "segmentation": {}},

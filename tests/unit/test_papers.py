@@ -25,7 +25,7 @@ from tests.unit.test_sweep_table import _scored
 
 
 def record(figure=None, **rows):
-    """A record with the score `t/acc1` for each row: (series, x, values by seed)."""
+    """Return a record with the score `t/acc1` for each row: (series, x, values by seed)."""
     return SweepRecord(
         sweep="s",
         machines=("m",),

@@ -1,4 +1,4 @@
-"""Pictures that people have: every mode as stock open_clip shows it, EXIF, transparency, 16 bits and floats, rare formats, thin images."""
+"""Images that people have: every mode as stock open_clip shows it, EXIF, transparency, 16 bits and floats, rare formats, thin images."""
 
 import io
 import subprocess
@@ -37,7 +37,7 @@ def saved(image, kind, **options):
 
 
 def modes():
-    """Files in every mode that Pillow opens: (name, bytes)."""
+    """Return files in every mode that Pillow opens: (name, bytes)."""
     rgb = Image.fromarray(COLOURS)
     alpha = rgb.copy()
     alpha.putalpha(Image.fromarray(RNG.integers(0, 256, (40, 60), dtype=np.uint8)))
@@ -77,7 +77,7 @@ def test_evaluation_shows_every_mode_as_stock_open_clip_does(name, data, size, t
 
 
 def turned(orientation):
-    """A 30 x 20 picture, left half red and right half blue when upright, stored turned."""
+    """Return an image that is 30 x 20, left half red and right half blue when upright, and stored rotated."""
     upright = np.zeros((20, 30, 3), np.uint8)
     upright[:, :15, 0] = upright[:, 15:, 2] = 255
     stored = {1: upright, 3: upright[::-1, ::-1], 6: np.rot90(upright), 8: np.rot90(upright, -1)}[orientation]
@@ -111,7 +111,7 @@ def test_sixteen_bits_and_floats_are_mapped_by_the_key_and_refused_where_they_ca
     grey = saved(Image.fromarray(RAMP.astype(np.uint16)), "PNG")
     colour = cv2.imencode(".png", np.dstack([RAMP.astype(np.uint16)] * 3))[1].tobytes()
     real = saved(Image.fromarray((RAMP / 4095).astype(np.float32)), "TIFF")
-    assert np.asarray(decode_image(grey)).max() == 15  # by type: the upper byte
+    assert np.asarray(decode_image(grey)).max() == 15  # the type has 16 bits, so the upper byte is used
     for data in (grey, colour, saved(Image.fromarray(RAMP.astype(np.float32)), "TIFF")):
         found = np.asarray(decode_image(data, pixel_range=(0.0, 4095.0)))
         assert found.min() == 0 and found.max() == 255 and "more than 8 bits" in notes(open_picture(grey))
@@ -136,7 +136,7 @@ def test_sixteen_bits_and_floats_are_mapped_by_the_key_and_refused_where_they_ca
 
 
 def bands(count):
-    """A TIFF of 16 x 16 pixels of so many 16-bit bands."""
+    """Return a TIFF of 16 x 16 pixels with this number of 16-bit bands."""
     done, data = cv2.imencodemulti(".tiff", [np.zeros((16, 16, count), np.uint16)]) if count <= 4 else (False, None)
     if done:
         return data.tobytes()
@@ -250,7 +250,7 @@ def test_an_encoder_of_a_run_maps_deep_pixels_as_its_training_did(tmp_path):
     files = FileSet(tmp_path, ["grey.png", "colour.png"], [0, 1], "label")
     for pixel_range in ("percentiles", (0.0, 4095.0), "by_type"):
         encoder = PixelEncoder(8)
-        assert encoder.transform(Image.fromarray(deep)).mean() > 230  # as stock open_clip: clipped
+        assert encoder.transform(Image.fromarray(deep)).mean() > 230  # as in stock open_clip: clipped
         encoder.read_like(DataConfig.model_construct(pixel_range=pixel_range))
         found = next(read_batches(files, encoder.transform, [[0, 1]], 0)).pixels
         for row, name in zip(found, ("grey.png", "colour.png"), strict=True):
@@ -299,9 +299,9 @@ RANGES = ("by_type", "percentiles", (0.0, 65535.0))
 @pytest.mark.parametrize("how", RANGES)
 def test_deep_pictures_keep_orientation_and_transparency(how):
     exif = Image.Exif()
-    exif[0x0112] = 6  # stored turned: upright it is 40 wide and 30 high
+    exif[0x0112] = 6  # stored rotated; upright it is 40 wide and 30 high
     stored = np.zeros((40, 30), np.uint16)
-    stored[:20] = 65535  # upright: the right half
+    stored[:20] = 65535  # the right half when upright
     colours = cv2.imencode(".png", np.dstack([stored] * 3))[1].tobytes()
     chunk = exif.tobytes().removeprefix(b"Exif\0\0")
     body = len(chunk).to_bytes(4, "big") + b"eXIf" + chunk + zlib.crc32(b"eXIf" + chunk).to_bytes(4, "big")

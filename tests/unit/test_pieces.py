@@ -1,4 +1,4 @@
-"""Tensors written in pieces are read back in any others."""
+"""Tensors that are written in pieces can be read in any other pieces."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from sparo_train.core.errors import CheckpointError
 
 
 def written(folder, cuts_by_name):
-    """Tensors cut at the given elements (or rows), one file per piece number; returns the paths."""
+    """Write tensors, cut at the given elements (or rows), one file per number of pieces; return the paths."""
     files = {}
     for name, (tensor, cuts, by_rows) in cuts_by_name.items():
         row = max(1, tensor[0].numel()) if by_rows else 1
@@ -145,7 +145,7 @@ def test_a_written_file_has_the_bytes_that_safetensors_writes(tmp_path_factory, 
     assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
 
 
-@pytest.mark.parametrize("place", ["disk", "/dev/shm"])  # a tmpfs takes nothing past the page cache
+@pytest.mark.parametrize("place", ["disk", "/dev/shm"])  # a tmpfs does not bypass the page cache
 def test_a_file_of_many_chunks_is_whole_on_any_disk(tmp_path, place):
     data = {"x": torch.randn(5_000_001), "y": torch.arange(9)}
     path = (tmp_path if place == "disk" else Path(place)) / f"sparo-{os.getpid()}.safetensors"

@@ -1,4 +1,4 @@
-"""The plan reads every sample as often as it should, in an order that nothing but seed and position decides."""
+"""The plan reads every sample as often as it should, in an order that depends on the seed and the position only."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ def test_window_chunks_cover_exactly_what_the_window_reads():
 
 
 class Announced:
-    """A storage that counts what was announced and not read yet."""
+    """A storage that counts samples that were announced and not read yet."""
 
     def __init__(self):
         self.waiting = Counter[int]()

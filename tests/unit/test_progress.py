@@ -1,4 +1,4 @@
-"""What a person sees of a run's progress: the first step at once, times of all sittings, an estimate soon after."""
+"""Progress output: the first step at once, times of all starts, an early estimate."""
 
 import io
 import json
@@ -31,7 +31,7 @@ from tests.helpers.recipes import tiny_recipe
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that stands still until it is set."""
+    """A clock that only changes when it is set."""
     time = [100.0]
     monkeypatch.setattr(run_clock.time, "monotonic", lambda: time[0])
     return time
@@ -118,7 +118,7 @@ def two_threads(monkeypatch):
     ids=["own work", "half of one more", "both", "idle", "no /proc"],
 )
 def test_threads_leave_the_cores_that_others_use(two_threads, monkeypatch, ticks, threads):
-    # 200 ticks pass on two cores; this process itself takes 100 of them, or as much as is used.
+    # 200 ticks pass on two cores; this process takes 100 of them, or as many as are used.
     busy = ticks and ticks[0]
     counts = iter([(0, 0), (busy, 200)] if ticks else [None, None])
     own = iter([0.0, min(busy or 0, 100) / 200 * 2 * 0.01])
@@ -146,7 +146,7 @@ def test_a_run_keeps_its_number_of_threads_unless_the_user_sets_it(two_threads, 
     )
     assert torch.get_num_threads() == 1
     assert "2 of 2 CPU cores, as in the run that is resumed" in Device(DeviceConfig(device="cpu")).choose_threads(2)
-    assert torch.get_num_threads() == 2  # whatever is free now: the sums are those of the first sitting
+    assert torch.get_num_threads() == 2  # independent of what is free now, so that sums are those of the first start
     one = Device(DeviceConfig(device="cpu", threads=1))
     assert one.choose_threads() == "engine.threads: 1 of 2 CPU cores" and torch.get_num_threads() == 1
     torch.set_num_threads(2)

@@ -1,4 +1,4 @@
-"""Published files that are damaged, or say what would end the process: told by name, before memory or C code meets them."""
+"""Published files that are damaged, or that would end the process: refused by name before memory or C code is involved."""
 
 import gzip
 import io
@@ -127,7 +127,7 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
     with pytest.raises(DataError, match=r"refers to (builtins|__builtin__)\.print"):
         read(tmp_path / "a.lmdb", "lmdb")
     assert "run" not in capsys.readouterr().out
-    # numpy's own constructors take addresses: an array of objects made of bytes would read wherever the file says
+    # numpy's constructors accept addresses: an array of objects made from bytes would read any address of the file's choice
     evil = b"\x80\x04cnumpy\nndarray\n(K\x01\x85cnumpy\ndtype\n\x8c\x01O\x85RC\x08AAAAAA\x00\x00tR."
     for data in (evil, pickle.dumps({"image": np.array([object])}), pickle.dumps({"image": np.zeros(1, "f8,O")})):
         with lmdb.open(str(tmp_path / "a.lmdb"), subdir=False, map_size=1 << 24) as env, env.begin(write=True) as txn:
@@ -140,7 +140,7 @@ def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
         txn.put(b"__keys__", pickle.dumps([b"a\0A", b"a\0B"]))
     assert [found.key for found in read(tmp_path / "c.lmdb", "lmdb")] == ["a_A", "a_B"]
     whole = (tmp_path / "c.lmdb").read_bytes()
-    for share in (0.9, 0.5):  # a download that broke off: its pages would end the process
+    for share in (0.9, 0.5):  # an incomplete download, whose missing pages would end the process
         (tmp_path / "c.lmdb").write_bytes(whole[: int(len(whole) * share)])
         with pytest.raises(DataError, match=r"expected .* bytes, got"):
             read(tmp_path / "c.lmdb", "lmdb")

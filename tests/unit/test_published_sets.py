@@ -1,4 +1,4 @@
-"""Published object-centric sets, in files as their authors' tools write them: read whole, and refused where they break."""
+"""Published object-centric sets in files as their authors' tools write them: read completely, and refused if damaged."""
 
 import gzip
 import io
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 
 
 def pixels(array):
-    """As the official files have them: every pixel a string of its own."""
+    """Write records like the official files: every pixel is a separate string."""
     return [bytes([value]) for value in array.ravel()], "byte"
 
 
@@ -148,8 +148,8 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
         (
             {"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]},
             "has no usable segmentation",
-        ),  # ends pycocotools with its process
-        ({"segmentation": [[1.0, 1e300, 6.0, 1.0, 6.0, 6.0]]}, "is outside the image"),  # takes it all memory
+        ),  # pycocotools would end the process
+        ({"segmentation": [[1.0, 1e300, 6.0, 1.0, 6.0, 6.0]]}, "is outside the image"),  # would fill the memory
         ({"segmentation": {"counts": [100, 21], "size": [10, 12]}}, "do not match the image"),
         ({"segmentation": {"counts": [130, -10], "size": [10, 12]}}, "do not match the image"),
         ({"segmentation": {"counts": "\u00ff0", "size": [10, 12]}}, "has no usable segmentation"),
@@ -170,14 +170,14 @@ def test_clips_are_stills(tmp_path):
     for s, image, label in zip(found, video, masks, strict=True):
         assert np.array_equal(s.image, image) and np.array_equal(s.label, label)
     made = [PublishedScene(f"{i}", video[0], masks[0], {"video": "a" if i < 3 else "b"}) for i in range(5)]
-    held = write_published(tmp_path / "two", made, PublishedConfig(source="movi", test=1))  # no video on both sides
+    held = write_published(tmp_path / "two", made, PublishedConfig(source="movi", test=1))  # no video is in both splits
     assert (held.test, held.train) == (3, 2)
     tfrecords(tmp_path / "movi_a-test.tfrecord-00000-of-00001", [stored])
     with pytest.raises(DataError, match="contains several splits"):
         find_source_files(tmp_path, "movi")
     assert find_source_files(tmp_path / "movi_a-train", "movi") == [
         path
-    ]  # a split by its name, as TFDS writes several into a folder
+    ]  # one split by its name, because TFDS writes several into a folder
     path.unlink()
     with tarfile.open(tmp_path / "v.tar", "w") as tar:
         for name, array, pack in (
@@ -263,7 +263,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
             [tmp_path / "e.tfrecords"], tmp_path / "e", PublishedConfig(source="tetrominoes", files=("e.tfrecords",))
         )
     assert not (tmp_path / "e").exists()
-    # What breaks off leaves nothing that could be scored as a whole, and the folder to the next try; other files stay.
+    # An interrupted conversion leaves nothing that could be scored as complete, and the folder is free for the next attempt. Other files stay.
     (tmp_path / "half/train").mkdir(parents=True)
     (tmp_path / "half/train/mine.txt").write_text("mine")
     whole = (tmp_path / "c.tfrecords").read_bytes()
@@ -280,7 +280,7 @@ def test_scenes_with_too_many_objects_are_skipped(tmp_path):
         for number in range(12):
             label = np.zeros((8, 8), np.uint8)
             label[: number % 4 + 1, 0] = range(1, number % 4 + 2)
-            label[-1] = 255  # pixels of nobody are no object
+            label[-1] = 255  # pixels without an owner are not an object
             yield PublishedScene(f"{number}", np.zeros((8, 8, 3), np.uint8), label, {})
 
     def kept(name):

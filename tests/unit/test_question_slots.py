@@ -1,4 +1,4 @@
-"""Slots on questions: sums over slots are the scores of `sparo eval`, for every form of question and on the explorer's page."""
+"""Slots on questions: sums over slots equal the scores of `sparo eval`, for every form of question and on the explorer's page."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_all_slots_together_give_the_tasks_score(world):
         each = material(name, task, units, store)
         margins = each.margins()
         total = margins.values.sum(1) + margins.fixed
-        # Ties of sums over slots are exact here, because the products of equal vectors are added in the same order.
+        # Ties between sums over slots are exact here, because the products of equal vectors are added in the same order.
         assert float(margins.accuracy(margins.right(total))) == pytest.approx(results[name].value), name
         assert isinstance(each, Pairs) == (name == "aro/vg_relation"), name
 

@@ -1,4 +1,4 @@
-"""Effective ranks without labels: against plain formulas, on views that carry nothing or everything, and as a task of a run."""
+"""Effective ranks without labels: compared with the formulas, on views that share nothing or everything, and as a task of a run."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_lidar_as_in_the_paper():
 
 def test_directions_count_if_they_distinguish_images():
     rng = np.random.default_rng(0)
-    # Ten directions differ between images, ten more only between views of one image.
+    # Ten directions differ between images, and ten more only between views of one image.
     signal = np.concatenate([np.repeat(rng.normal(size=(200, 1, 10)), 5, 1), np.zeros((200, 5, 10))], -1)
     noise = np.concatenate([0.1 * rng.normal(size=(200, 5, 10)), rng.normal(size=(200, 5, 10))], -1)
     found = ranks.lidar(signal + noise)

@@ -1,4 +1,4 @@
-"""Where rays are looked at, and what networks are told of them."""
+"""Points along rays, and what networks get as their positions."""
 
 import torch
 from torch.nn import functional as F
@@ -17,11 +17,11 @@ def test_rays_are_looked_at_inside_the_box_alone():
         4 * torch.randn(1, 300, 3),
         torch.rand(1, 300, 3) * torch.tensor([4.0, 6.0, 1.0]) - torch.tensor([2.0, 3.0, 0.0]),
     )
-    aims[:, ::3] += 9  # these miss it
+    aims[:, ::3] += 9  # these miss the box
     aims[:, 1] = eyes[:, 1] - torch.tensor([0.0, 0.0, 5.0])  # along an axis
     rays = Rays(eyes, F.normalize(aims - eyes, dim=-1), torch.rand(1, 300))
     near, far = module.near_far(rays)
-    for t in torch.linspace(0.51, 19.9, 400):  # the box, point by point
+    for t in torch.linspace(0.51, 19.9, 400):  # points inside the box
         at = eyes + t * rays.directions
         inside = ((at >= torch.tensor([-2.0, -3.0, 0.0])) & (at <= torch.tensor([2.0, 3.0, 1.0]))).all(-1)
         between = (near - 1e-4 <= t) & (t <= far + 1e-4)
@@ -30,7 +30,7 @@ def test_rays_are_looked_at_inside_the_box_alone():
     assert 50 < missed.sum() < 250
     drawn = module(torch.randn(1, 3, 24), rays)
     sky = module.sky(module.sample_points(rays).directions).sigmoid()
-    # What a scene has beyond the far end is the sky's, so it is not refused for it.
+    # Everything beyond the far end of a scene belongs to the sky, so such a scene is not refused.
     ends = [SceneModelConfig(decoder={"kind": "nerf", "sky": sky}).bounds for sky in (True, False)]  # type: ignore[arg-type]
     assert ends == [(0.5, float("inf"), None), (0.5, 20.0, None)]
     assert torch.allclose(drawn.colours[missed], sky[missed], atol=1e-6) and (drawn.shares[missed][:, :3] == 0).all()
@@ -42,9 +42,9 @@ def test_a_point_on_the_ground_has_one_embedding_for_all_cameras():
     told = points.embed(eyes, F.normalize(target - eyes, dim=-1))
     assert told.shape == (3, points.width)
     assert torch.allclose(told[:, :2], (target[:2] / 6).expand(3, 2), atol=1e-5)
-    assert not torch.allclose(told[0, 2:4], told[1, 2:4], atol=0.01)  # a unit above it they are apart
+    assert not torch.allclose(told[0, 2:4], told[1, 2:4], atol=0.01)  # one unit above, positions differ
     level = points.embed(torch.tensor([[0.0, 0.0, 2.0]] * 2), torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1e-9]]))
-    assert level.isfinite().all() and level[:, :4].abs().max() == 1  # level rays are held at the edge
+    assert level.isfinite().all() and level[:, :4].abs().max() == 1  # horizontal rays are clamped to the edge
     along = RayPointsConfig(near=2.0, far=6.0, count=3, reach=10.0, fourier_bands=1)
     found = along.embed(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]))
     at = torch.tensor([[1.0, 2, 0], [1, 4, 0], [1, 6, 0]])

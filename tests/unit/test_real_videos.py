@@ -1,4 +1,4 @@
-"""DAVIS and YouTube-VIS as they are downloaded: frames, object numbers, boxes, and what is wrong with a file."""
+"""DAVIS and YouTube-VIS as downloaded: frames, object numbers, boxes, and damaged files."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def jpg(shade):
 
 
 def plane(t):
-    """Object 1 moves to the right, object 2 disappears after the first frame, and a corner is not scored."""
+    """Write frames: object 1 moves to the right, object 2 disappears after the first frame, and a corner is not scored."""
     found = np.zeros(SIDE, np.uint8)
     found[2:8, 3 + t : 9 + t] = 1
     if t == 0:
@@ -180,7 +180,7 @@ def test_converted_videos_are_scored_as_clips_and_as_images(tmp_path, name):
     assert len(clips) == (2 if name == "davis" else 1)
     _, frames, masks = clips.read(0)
     assert len(frames) == 3 and frames[0].size == (32, 32) and set(np.unique(masks)) >= {0, 1, 2}
-    # Whole videos, so that no frame of a scored one is trained on.
+    # Whole videos are split, so that no frame of a test video is trained on.
     done = sparo("data", "convert", str(path), "images", "--as", name, "--test", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     images = open_set(MasksTaskConfig(task="masks", root=str(tmp_path / "images/masks")), "masks")

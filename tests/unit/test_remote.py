@@ -1,4 +1,4 @@
-"""Shards on a web server that is silent, fails, breaks off, redirects or has no byte ranges."""
+"""Shards on a web server that does not answer, fails, stops in the middle, redirects or has no byte ranges."""
 
 import io
 import random
@@ -34,7 +34,7 @@ from tests.helpers.samples import jpeg, sample
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves `server.files`; `server.trouble` has what goes wrong with the next answers, one by one."""
+    """Serves `server.files`; `server.trouble` lists the problems of the next answers, one by one."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # header and body are separate packets
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         trouble = "" if head or not server.trouble else server.trouble.pop(0)
         if trouble and server.once is not None:
             request = self.path, self.headers.get("Range")
-            if request in server.once:  # a second time would be chance, and four in a row are an error
+            if request in server.once:  # only once, because four failures in a row are an error
                 server.trouble.insert(0, trouble)
                 trouble = ""
             server.once.add(request)
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         first, last = (
             (int(asked[1]), min(int(asked[2]), len(data) - 1)) if asked and server.ranges else (0, len(data) - 1)
         )
-        # Servers that lie about lengths: more bytes than asked for, or fewer.
+        # Servers that declare wrong lengths: they send more bytes than requested, or fewer.
         body = data[first : last + 1 + {"more": 100, "fewer": -100}.get(trouble, 0)]
         server.sent += 0 if head else len(body)
         self.send_response(206 if asked and server.ranges else 200)
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return None
         if not head:
-            with suppress(OSError):  # the reader may have gone
+            with suppress(OSError):  # the reader may have closed the connection
                 self.wfile.write(body[: len(body) // 2] if trouble == "short" else body)
         if trouble == "short":
             self.close_connection = True
@@ -131,7 +131,7 @@ def server(tmp_path, monkeypatch):
 
 
 def read(url):
-    """Every sample, by an index that was scanned from the server."""
+    """Read every sample by an index that was scanned from the server."""
     (shard,) = find_shards(url)
     index = load_index(shard)
     assert index.intact and len(index) == 8
@@ -191,18 +191,18 @@ def test_a_shard_that_fails_in_the_middle_of_training_is_an_error_and_no_bad_sam
     with pytest.raises(DataError, match=r"a\.tar: cannot be read in 4 tries"):
         reader.read(url, 3)
     server.trouble = []
-    assert reader.read(url, 3)[0] == sample(3)[0]  # a later read is another request
+    assert reader.read(url, 3)[0] == sample(3)[0]  # a later read makes a new request
 
 
 def large(number):
-    """A sample whose image has more than a request for headers."""
+    """Return a sample whose image is larger than a request for headers."""
     key, fields = sample(number)
     return key, {**fields, "jpg": jpeg(number, (240, 200))}
 
 
 @pytest.fixture
 def shards(server, tmp_path):
-    """Three shards of 40 samples, on disk and on the server, whose indexes are in the cache."""
+    """Write three shards of 40 samples on disk and on the server, with their indexes in the cache."""
     paths = write_shards(tmp_path / "shards", (large(i) for i in range(120)), 40)
     server.files |= {f"/{path.name}": path.read_bytes() for path in paths}
     urls = tuple(f"{server.at}/{path.name}" for path in paths)

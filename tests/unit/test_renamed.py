@@ -1,4 +1,4 @@
-"""Old names: of recipe keys, refused in a recipe and accepted in what sparo wrote; of options, passed on with a notice."""
+"""Old names: recipe keys are refused in a recipe and accepted in files that sparo wrote; options work with a notice."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def classes(base: type) -> dict[str, type[Frozen]]:
 
 
 def with_old_names(shape, tree, used):
-    """A resolved recipe as an older version wrote it; adds (class, old name) of what is replaced to `used`."""
+    """Return a resolved recipe as an older version wrote it; add (class, old name) of each replacement to `used`."""
     if not isinstance(tree, dict) or shape is None:
         return tree
     model = shape.from_registry.model_of(tree) if isinstance(shape, RegistryBlock) else shape
@@ -112,7 +112,7 @@ def test_the_recipe_of_a_run_folder_may_have_old_names(shards, tmp_path):
         load_run(tmp_path / "config.yaml")
     (tmp_path / "environment.json").write_text("{}")
     assert load_run(tmp_path / "config.yaml") == config
-    # An override with the new name wins over the old one of the file.
+    # An override with the new name takes precedence over the file's old one.
     assert load_run(tmp_path / "config.yaml", ["data.shuffle_window=7"]).data.shuffle_window == 7
 
 
@@ -134,7 +134,7 @@ def test_a_renamed_option_is_passed_on_under_its_new_name(words, capsys):
         assert with_new_options([*words, f"{old}=1", old, "x", "--", old]) == [*words, f"{new}=1", new, "x", "--", old]
         assert f"{old}: is {new} now" in capsys.readouterr().err
         assert new in options, (words, new)
-        # `slots score` has its own entry for --on; `eval sweep --out` names another option of other commands.
+        # `slots score` handles --on separately; the --out of `eval sweep` is another option.
         assert old not in options or (words, old) == (("eval", "sweep"), "--out")
 
 
@@ -154,7 +154,7 @@ def test_old_parameter_names_of_slot_models_are_mapped():
             with torch.device("meta"):
                 names = build_objective(config).state_dict()
         except CheckpointError:
-            continue  # its frozen backbone is a file that a user downloads
+            continue  # its frozen backbone must be downloaded
         for name in names:
             old_name = name
             for before, old, new in rules:
@@ -164,7 +164,7 @@ def test_old_parameter_names_of_slot_models_are_mapped():
             assert parameter_name(old_name, config.objective.kind) == name
             assert parameter_name(name, config.objective.kind) == name
             assert parameter_name(old_name, "of a package") == old_name
-    # No recipe has a hint of masks, and those with a decoder of patches need a backbone that a user downloads.
+    # No recipe has a hint of masks, and those with a patch decoder need a downloaded backbone.
     assert {(before, old) for before, old, _ in rules} - used == {(r"\.hint\.", "see"), (r"\.decoder\.", "places")}
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_and_a_recipe_with_old_parameter_names_load(tmp_path):
     }
     checkpoints = store.CheckpointStore(tmp_path)
     path = checkpoints.complete(1, *checkpoints.write(1, pieces), {"recipe": recipe})
-    assert set(store.read_part(path, "model")) == {"model.begin", "x"}  # present files are read as they are
+    assert set(store.read_part(path, "model")) == {"model.begin", "x"}  # present files are read unchanged
 
     meta = json.loads((path / "meta.json").read_text()) | {"format": 2}
     del meta["checksum"]

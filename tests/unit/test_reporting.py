@@ -1,4 +1,4 @@
-"""Nothing that only reports ends a run, and an error of ours keeps the step."""
+"""Code that only reports never ends a run, and our own errors do not lose the step."""
 
 import gzip
 import json
@@ -240,7 +240,7 @@ def test_evaluations_take_a_share_of_the_time_at_most(shards, tmp_path, monkeypa
     monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     config = resolve(RunConfig, tree, "x")
     assert train(config).reason == "finished"
-    # Every reading of the clock is a second later: an evaluation takes one, and so does a decision about another.
+    # Each reading of the clock is one second later: an evaluation takes one second, and so does the next decision.
     steps = [r["step"] for r in metrics.read(config.folder / "metrics.jsonl", "eval")]
     assert steps[0] == 2 and steps[-1] == 12
     few = Evaluation(

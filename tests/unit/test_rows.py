@@ -1,4 +1,4 @@
-"""Rows of batches over worlds, workers, kills and growing batches: each sample is read once per pass, in one order."""
+"""Rows of batches for any world size, workers, kills and growing batches: each sample is read once per pass, in one order."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ RING = SimpleNamespace(put=lambda worker, item, batch: batch)  # a ring that cop
 
 
 class Numbers(Storage):
-    """Samples that consist of their shard and number; some cannot be used."""
+    """Samples that consist of their shard and number; some are invalid."""
 
     def __init__(self, shard, length, bad):
         self.url, self._shard, self._length, self._bad = f"{shard}.tar", shard, length, bad
@@ -34,7 +34,7 @@ class Numbers(Storage):
 
 
 class NumberExamples(Examples):
-    """The shard and the number of each sample."""
+    """Return the shard and the number of each sample."""
 
     def prepare(self, fields, source, rng, on_stage=None):
         return [int(word) for word in fields["number"].split()]
@@ -65,7 +65,7 @@ def read(make, per_stream, world_size, workers, cursor, steps):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(loader, "get_worker_info", lambda n=number, c=count: SimpleNamespace(id=n, num_workers=c))
                 iterators.append(iter(_Workers(p, positions, RING)))
-                first = next(iterators[-1])  # it asks for its number at the first batch
+                first = next(iterators[-1])  # the number is requested at the first batch
                 iterators[-1] = (first, iterators[-1])
         at = positions[p.rows.start : p.rows.stop]
         for step in range(steps):
@@ -102,7 +102,7 @@ def test_every_world_reads_the_same_batches_through_kills(data, streams, per_str
     for world_size, workers, steps, lost in starts:
         size = next(w for w in range(world_size, 0, -1) if streams * per_stream % w == 0)
         batches, some, cursor_after = read(make, per_stream, size, workers, cursor, steps)
-        # The batches after the last checkpoint are lost, and read again by the next start.
+        # The batches after the last checkpoint are lost, and the next start reads them again.
         kept = max(0, steps - lost)
         if kept < steps:
             batches, some, cursor_after = (
@@ -135,7 +135,7 @@ def test_a_run_whose_batch_grows_repeats_and_loses_no_sample(data, streams, stag
             seen.update(row for batch in batches for row in batch)
     if cursor is None:
         return
-    # Every position behind the rows was read exactly once, and no other.
+    # Exactly the positions before the rows' next ones were read, each once.
     plan, rows = make(per_stream).plan, make(per_stream)._next_positions(cursor)
     expected = Counter()
     for row, after in enumerate(rows):
@@ -149,7 +149,7 @@ def test_a_run_whose_batch_grows_repeats_and_loses_no_sample(data, streams, stag
 def test_a_batch_that_does_not_fit_the_rows_of_a_checkpoint_is_refused():
     make = lambda n, rank=0, world=1: pipeline([30], {(0, 3)}, 2, n, rank, world)  # noqa: E731
     _, skipped, cursor = read(make, 4, 1, 1, None, 3)
-    assert skipped == 1 and len(cursor.positions) == 8  # the rows are apart since one of them skipped a sample
+    assert skipped == 1 and len(cursor.positions) == 8  # the rows differ since one of them skipped a sample
     with pytest.raises(DataError, match=r"batch_size=12: .*8 rows.*Use a multiple of 8"):
         make(6)._next_positions(cursor)
     _, _, even = read(lambda *a: pipeline([30], set(), 2, *a), 4, 1, 1, None, 3)
@@ -160,5 +160,5 @@ def test_workers_read_whole_streams_where_they_can():
     p = pipeline([500], set(), 6, 4)
     assert [p.rows_of_worker(i, 4) for i in range(4)] == [range(4), range(4, 12), range(12, 16), range(16, 24)]
     assert [len(p.rows_of_worker(i, 12)) for i in range(12)] == [2] * 12
-    half = pipeline([500], set(), 3, 4, rank=1, world_size=2)  # half of a stream, and a whole one
+    half = pipeline([500], set(), 3, 4, rank=1, world_size=2)  # half of one stream, and another whole stream
     assert [half.rows_of_worker(i, 2) for i in range(2)] == [range(6, 8), range(8, 12)]

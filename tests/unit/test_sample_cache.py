@@ -1,4 +1,4 @@
-"""The node's cache of remote samples: what it saves, and what kills, damage, a full disk and other runs do to it."""
+"""The node's cache of remote samples: saved requests, and what kills, damage, a full disk and other runs do to it."""
 
 import logging
 import multiprocessing
@@ -66,7 +66,7 @@ def test_the_limit_is_kept_and_the_rest_is_read_from_the_server(server, shards, 
     # Windows that are announced early belong to the next epoch.
     assert 0.3 * shards.size < server.sent < 1.7 * shards.size
     on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "node").rglob("data"))
-    assert on_disk < 0.4 * shards.size + 120 * 2 * 4096  # the borders of samples are not those of blocks
+    assert on_disk < 0.4 * shards.size + 120 * 2 * 4096  # samples do not end at the borders of blocks
 
 
 def fill(path, ready, seed):
@@ -116,16 +116,16 @@ def test_room_is_made_from_what_no_run_uses(tmp_path):
     now = time.time()
     os.utime(tmp_path / files[0].name, (now - 7200, now - 7200))
     os.utime(tmp_path / files[1].name, (now - 9000, now - 9000))
-    cache.reserve_space([files[3]])  # it needs a third: the oldest goes, and the second one stays
+    cache.reserve_space([files[3]])  # it needs a third of the space: the oldest file is removed, the second stays
     assert [(tmp_path / file.name).is_dir() for file in files[:3]] == [True, False, True]
     new = SampleCache(CacheConfig(path=str(tmp_path), gb=340_000 / 1e9))
     later = CachedFile(new, "http://x/3.tar", b"", 100_000)
     later.put(0, 0, b"y" * 90_000)
     assert later.get(0, 0, 90_000) == b"y" * 90_000
     later.put(1, 90_000, b"z" * 90_000)
-    assert later.get(1, 90_000, 180_000) is None  # no room is left
+    assert later.get(1, 90_000, 180_000) is None  # there is no space left
     new.reserve_space([CachedFile(new, "http://y/0.tar", b"", 300_000)])
-    assert (tmp_path / files[2].name).is_dir()  # in use within the last hour
+    assert (tmp_path / files[2].name).is_dir()  # used within the last hour
 
 
 def test_another_version_of_a_file_has_another_place(tmp_path):

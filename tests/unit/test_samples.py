@@ -1,4 +1,4 @@
-"""One sample: decoding, captions, crops, tokens; equal to what torchvision and open_clip make of it."""
+"""One sample: decoding, captions, crops, tokens; compared with torchvision and open_clip."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def test_captions_are_sampled_by_probability_without_changing_crops():
         drawn[caption(fields, config, rng)] += 1
         again = generator(0, "augment", number)
         crops.add(rng.random() == again.random())
-    # what the sample lacks is shared out: 2/3 and 1/3, and the list's two in equal parts
+    # the share of what the sample lacks is divided: 2/3 and 1/3, and the list's two in equal parts
     assert drawn["short"] == pytest.approx(2000, abs=110) and drawn["one"] == pytest.approx(500, abs=80)
     assert drawn["two"] == pytest.approx(500, abs=80) and crops == {True}
     assert caption(fields, config, generator(0, "augment", 7)) == caption(fields, config, generator(0, "augment", 7))
@@ -140,7 +140,7 @@ def test_tokens_equal_open_clips(text):
 
 
 def test_tokens_read_back():
-    words = decode_words(ClipTokenizer(16)("two cyan cubes"))  # cyan is two pieces
+    words = decode_words(ClipTokenizer(16)("two cyan cubes"))  # cyan is two tokens
     assert words == [("[start]", 1), ("two", 1), ("cyan", 2), ("cubes", 1), ("[end]", 1)]
     cut = decode_words(ClipTokenizer(4)("one cyan"))  # the context ends within a word
     assert cut == [("[start]", 1), ("one", 1), ("cy", 1), ("[end]", 1)]

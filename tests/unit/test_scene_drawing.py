@@ -1,4 +1,4 @@
-"""Rays drawn from slots: NeRF as its loop over slots, SlotMixer as OSRT's own, turns that change nothing, and what scores say of views."""
+"""Rays rendered from slots: NeRF and a loop over slots, SlotMixer and OSRT's own, invariance to rotations, and scores of views."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_turns_change_nothing_and_shares_sum_to_one(name):
 
 
 def literal(module, slots, rays):
-    """The paper's formulas, slot by slot and point by point (Section 3.2, D.4.3)."""
+    """Compute the paper's formulas, slot by slot and point by point (Section 3.2, D.4.3)."""
     c, near_far = module.config, module.sample_points(rays)
     told, places = near_far.positions, near_far.distances
 
@@ -96,7 +96,9 @@ def literal(module, slots, rays):
     ]
     fields += [] if module.static is None else [field(module.static, None)]
     sigma = sum(f[0] for f in fields)
-    colour = sum(f[0][..., None] * f[1] for f in fields) / sigma.clamp(min=1e-30)[..., None]  # nothing has no colour
+    colour = (
+        sum(f[0][..., None] * f[1] for f in fields) / sigma.clamp(min=1e-30)[..., None]
+    )  # empty space has no colour
     if c.shadows:
         colour = torch.stack([f[2] for f in fields]).prod(0)[..., None] * colour
     through, total = torch.ones_like(sigma[..., 0]), torch.zeros(*sigma.shape[:2], 3, dtype=sigma.dtype)
@@ -109,7 +111,7 @@ def literal(module, slots, rays):
     return total
 
 
-@pytest.mark.parametrize("rows", [50, 2048])  # tiles of three rays and of one scene and a half, or one
+@pytest.mark.parametrize("rows", [50, 2048])  # tiles of three rays and of one and a half scenes, or one tile
 @pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box", "nerf_cut", "nerf_cut_shadows"])
 def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
     monkeypatch.setattr("object_centric.scenes3d.radiance_field.CPU_ROWS", rows)
@@ -159,7 +161,7 @@ def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
     edges = torch.linspace(1.0, 9.0, 7)
     assert (points.distances >= edges[:-1] - 1e-6).all() and (points.distances <= edges[1:] + 1e-6).all()
     within = (points.distances - edges[:-1]) / (8 / 6)
-    assert within.std(-1).min() > 0.05  # another offset in each
+    assert within.std(-1).min() > 0.05  # each ray has another offset
     middles = module.sample_points(Rays(rays.origins, rays.directions)).distances
     assert torch.allclose(middles, (edges[:-1] + edges[1:]) / 2)
     density = torch.zeros(2, 17, 5, 1)
@@ -172,7 +174,7 @@ def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
 
 
 def osrt(weights, slots, origins, directions, heads):
-    """stelzner/osrt's SlotMixerDecoder by its formulas, with weights under its names."""
+    """Compute stelzner/osrt's SlotMixerDecoder by its formulas, with weights under its names."""
 
     def linear(name, x):
         return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -213,10 +215,10 @@ def test_slot_mixer_records_from_before_activation_keep_their_relus():
 
 
 def test_slot_mixer_is_osrts_with_its_weights():
-    """At OSRT's own size: slots of 1,536 numbers, rays of 180."""
+    """Count parameters at OSRT's size: slots of width 1,536, rays of width 180."""
     torch.manual_seed(0)
     module = SlotMixerConfig(preset="osrt").build(1536)
-    for parameter in module.parameters():  # norms and biases that say something
+    for parameter in module.parameters():  # norms and biases that change the result
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
     own = dict(module.named_parameters())

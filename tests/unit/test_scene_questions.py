@@ -1,4 +1,4 @@
-"""Rendered stand-ins of compositional sets: true to their scenes, readable by the published sets' readers, the same bytes again."""
+"""Rendered stand-ins for compositional sets: true to their scenes, readable by the readers of the published sets, reproducible."""
 
 import csv
 import hashlib
@@ -30,7 +30,7 @@ def test_every_set_is_read_and_scored(root):
     assert list(tasks) == NAMES
     results = Suite(tasks).run(BagOfWords())
     assert {name: result.n for name, result in results.items()} == dict.fromkeys(NAMES, 120)
-    # Captions of the same words in another order are ties for a bag of words: wrong, but for ARO's orders right.
+    # Captions with the same words in another order are ties for a bag of words: wrong, except for ARO's orders.
     assert results["winoground"].metrics["text"] == results["colorswap"].value == results["aro/vg_relation"].value == 0
     assert results["aro/coco_order"].value == 1
     assert results["aro/vg_relation"].metrics["blind"] < 0.65 and results["aro/coco_order"].metrics["blind"] > 0.9
@@ -83,7 +83,7 @@ def test_equal_options_give_equal_files_and_others_are_refused(root, tmp_path):
     assert digest(tmp_path) == digest(root)
     with pytest.raises(DataError, match=r"contains a set with other options \(seed"):
         render_questions(tmp_path, SceneQuestionsConfig(questions=120, size=16, antialias=1, seed=1), processes=1)
-    # An interrupted call is continued with the sets that lack their file.
+    # An interrupted call continues with the sets whose file is missing.
     (tmp_path / "colorswap/test.json").unlink()
     render_questions(tmp_path, CONFIG, processes=1)
     assert digest(tmp_path) == digest(root) and len(json.loads((tmp_path / "colorswap/test.json").read_text())) == 120

@@ -1,4 +1,4 @@
-"""What is scored of scenes: windows, copies as floors, times and cameras told apart, and what a model cannot be asked for."""
+"""Scores of scenes: windows, copies as a lower bound, times and cameras kept apart, and unsuitable models."""
 
 from contextlib import nullcontext
 
@@ -31,13 +31,13 @@ def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
     encoder.slots_of = lambda views, window=None: seen.append(window) or type(encoder).slots_of(encoder, views, window)
     scene_sheet(encoder, posed, np.zeros((4, 2, 16, 16), np.uint8), 1, window=1)
     turntable(encoder, posed, 2, turns=1, window=1)
-    assert seen == [1, 1]  # what is drawn is what a task with this window scores
+    assert seen == [1, 1]  # the pictures show what a task with this window scores
     with pytest.raises(ConfigError, match="needs views with cameras, got images"):
         encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
     with pytest.raises(ConfigError, match="only a binder"):
         recurrent.slots_of(posed, 2)
-    # One camera alone is gone round what stands before it, not turned on the spot.
+    # With a single camera, the view moves around what is in front of it, instead of rotating on the spot.
     one = pixel_rays(
         torch.from_numpy(look_at((4.0, 0.0, 2.0), (0.0, 0.0, 0.5)))[None].float(), torch.tensor([[20.0, 20, 8, 8]]), 16
     )
@@ -49,7 +49,7 @@ def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
     views[:, 6:] = 0.0
     nearest, mean = copy_baselines(views, 2)
     assert torch.allclose(nearest[2], (views[1, :3] - views[2, :3]).square().mean())
-    assert torch.allclose(nearest[0], (views[1, :3] - views[0, :3]).square().mean())  # not its own copy
+    assert torch.allclose(nearest[0], (views[1, :3] - views[0, :3]).square().mean())  # not a copy of itself
     assert torch.allclose(mean[2], (views[:2, :3].mean((0, 2, 3))[:, None, None] - views[2, :3]).square().mean())
 
 
@@ -107,7 +107,7 @@ def test_scores_tell_times_and_cameras_apart():
     aris = ("image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari")
     assert all(perfect[name] == 1 for name in aris) and perfect["depth_error"] == 0
     swapped = clip().predicted
-    swapped[1] = np.choose(swapped[1], [0, 2, 1])  # slots change places at the second time
+    swapped[1] = np.choose(swapped[1], [0, 2, 1])  # slots exchange places at the second time
     found = scene_scores(clip(predicted=swapped), 2, 50.0)
     assert (
         found["image_fg_ari"] == found["camera_fg_ari"] == 1 and max(found["video_fg_ari"], found["scene_fg_ari"]) < 0.5
@@ -123,11 +123,11 @@ def test_scores_tell_times_and_cameras_apart():
     assert perfect["psnr_shown"] == pytest.approx(np.mean(-10 * np.log10(errors[:, :2])))
     off = clip(depth=clip().depth * 1.5)
     assert scene_scores(off, 2, 50.0)["depth_error"] == pytest.approx(0.5)
-    assert np.isnan(scene_scores(off, 2, 0.5)["depth_error"])  # nothing is as near as that
+    assert np.isnan(scene_scores(off, 2, 0.5)["depth_error"])  # nothing is that near
     result = score([clip(), clip(true=np.zeros((2, 3, 8, 8), int))], 2, 50.0)
     assert result.n == 2 and result.counts == {"scenes": 2, "empty": 1} and result.metrics["scene_fg_ari"] == 1
     deep = clip().true_depth
-    deep[0, 0, 0, 0] = 1000.0  # a sky's, that is not compared
+    deep[0, 0, 0, 0] = 1000.0  # a pixel of the sky, which is not compared
     low = clip().true_depth + 3
     for ends, beyond in (((0.5, 9.5), 1), ((0.5, float("inf")), 0), ((4.5, 20.0), 2)):
         told = score([clip(true_depth=deep), clip(true_depth=low)], 2, 50.0, ends=ends)

@@ -1,4 +1,4 @@
-"""Cameras, views and what is drawn of scenes: rays where pixels are, planes that agree from camera to camera, bad scenes by name."""
+"""Cameras, views and rendered scenes: rays through pixels, planes that agree between cameras, errors that name damaged scenes."""
 
 import json
 
@@ -40,7 +40,7 @@ coordinates = st.floats(-20, 20)
     st.floats(0.5, 3),
 )
 def test_poses_are_rotations_in_one_convention(eye, target, scale):
-    if np.hypot(eye[0] - target[0], eye[1] - target[1]) < 1e-2:  # straight down there is no up
+    if np.hypot(eye[0] - target[0], eye[1] - target[1]) < 1e-2:  # a view straight down has no upper side
         return
     pose = look_at(eye, target)
     assert np.allclose(parse_pose(pose.tolist()), pose, atol=1e-6)
@@ -51,7 +51,7 @@ def test_poses_are_rotations_in_one_convention(eye, target, scale):
     larger = pose.copy()
     larger[:3, :3] *= scale
     assert np.allclose(parse_pose(larger), pose, atol=1e-6)
-    # OpenCV looks along z with y down: what is ahead and below is in front of it at positive z and y.
+    # OpenCV's z points ahead and y down: a point ahead and below has positive z and y.
     point = np.asarray(target) - [0, 0, 1.0]
     own = np.linalg.inv(other) @ [*point, 1.0]
     assert own[2] > 0 or np.dot(point - eye, np.subtract(target, eye)) <= 0
@@ -95,7 +95,7 @@ def test_lenses_say_the_same_in_every_dialect():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(16, 90), st.integers(16, 90), st.integers(8, 32), st.floats(20, 100))
 def test_a_cut_lens_sees_what_the_cut_picture_shows(width, height, size, fov):
-    """The direction through a point of the cut picture is that through the same point of the whole one."""
+    """The direction through a point of the cropped image equals that through the same point of the whole image."""
     lens = parse_lens({"fov": fov}, width, height)
     cut = cut_lens(lens, width, height, size)
     short = min(width, height)
@@ -116,7 +116,7 @@ def test_rays_are_those_that_the_renderer_traces():
 
 
 def test_what_one_camera_sees_lies_where_another_sees_it(scene):
-    """Points of masks and depths of one view, seen from another, are in front of nothing and have the same number."""
+    """Points of one view's masks and depths, seen from another camera, are behind nothing and have the same number."""
     views = MultiViewScene(scene)
     assert is_scene(scene) and len(views.views) == 5 and views.frames == 3
     agreed = compared = 0
@@ -138,7 +138,7 @@ def test_what_one_camera_sees_lies_where_another_sees_it(scene):
         ):
             near = depth[row - 1 : row + 2, column - 1 : column + 2]
             if far > near.max() + 0.3:
-                continue  # hidden there
+                continue  # hidden from this camera
             compared += 1
             agreed += label in there[row - 1 : row + 2, column - 1 : column + 2]
     assert compared > 20 and agreed > 0.95 * compared
@@ -155,7 +155,7 @@ def test_episodes_are_a_pure_function_of_their_names(kind):
     )
     for row in first.poses.reshape(-1, 4, 4):
         parse_pose(row.tolist())
-    if kind == "nature_ego":  # its cameras are on one body, at angles to each other that stay
+    if kind == "nature_ego":  # its cameras are fixed to one body
         eyes = first.poses[:, 0, :3, 3]
         assert np.linalg.norm(eyes - eyes.mean(0), axis=1).max() < 0.6
         ahead = -first.poses[:, :, :3, 2]
@@ -165,7 +165,9 @@ def test_episodes_are_a_pure_function_of_their_names(kind):
 
 
 def test_a_crowd_finds_room_where_there_is_hardly_any():
-    found = multi_view_episode("simple", 0, "train", 130, 16, 1, max_objects=10)  # it looked for a place for ever
+    found = multi_view_episode(
+        "simple", 0, "train", 130, 16, 1, max_objects=10
+    )  # previously, the search for a free place never ended
     places = np.array([o["positions"][0] for o in found.metadata["objects"]])
     assert (
         len(places) == 10
@@ -203,7 +205,7 @@ def test_a_stretched_cube_is_a_wall():
     wall = Body("cube", (0.5, 0.5, 0.5), False, 1.0, (0.0, 3.0, 0.0), stretch=(4.0, 0.1, 1.0))
     frame = render([wall], Camera((0.0, -5.0, 1.0), (0.0, 3.0, 1.0), 60.0), 33, 1, Stage(fades=False))
     assert abs(frame.depth[16, 16] - 7.9) < 1e-3 and frame.mask[16, 16] == 1
-    # Four units either way, 7.9 ahead, of a picture whose half is 7.9 * tan(30 degrees).
+    # Half of the image, at a distance of 7.9, is 7.9 * tan(30 degrees); the wall is four units wide to each side.
     assert frame.mask[16].sum() == 2 * int(4 / 7.9 / np.tan(np.radians(30)) * 16.5) + 1
 
 
@@ -230,7 +232,7 @@ def test_views_and_rays_are_the_visits_own_draw_with_equal_shares(scene):
     assert one["shown"].shape == (2, 3, 3, 16, 16) and one["colours"].shape == (2, 4, 20, 3)
     for row in one["pixels"].reshape(-1, 20):
         assert len(set(row.tolist())) == 20 and row.min() >= 0 and row.max() < 256
-    # Drawn views begin with those that are shown; a drawn pixel has the shown picture's colour.
+    # Drawn views begin with the input views; a drawn pixel has the colour of the input image.
     assert np.array_equal(one["poses"][:, :3], one["shown_poses"])
     flat = one["shown"].transpose(0, 1, 3, 4, 2).reshape(2, 3, 256, 3)
     assert np.array_equal(np.take_along_axis(flat, one["pixels"][:, :3, :, None], 2), one["colours"][:, :3])
@@ -282,7 +284,7 @@ def test_unusable_scenes_are_counted_by_cause(scene):
             examples().prepare(told(scene, **wrong), SOURCE, generator(0, "visit", 3))
         with pytest.raises(BadSampleError, match="expected 0 < near < far"):
             MultiViewScene(told(scene, **wrong)).check()
-    # What says no distances is told by where its cameras look, if at one point.
+    # Without given distances, they follow from the point at which the cameras look, if there is one.
     unsaid = told(scene, near=None, far=None)
     for ends in (Bounds(0.1, 1.5), Bounds(60.0, 90.0)):
         with pytest.raises(BadSampleError, match=r"its cameras look at a point outside .*decoder.near="):
@@ -292,7 +294,7 @@ def test_unusable_scenes_are_counted_by_cause(scene):
     eyes, ahead = outwards.poses[:, 0, :3, 3], -outwards.poses[:, 0, :3, 2]
     assert not (
         (common_point(eyes, ahead) - eyes) * ahead > 1
-    ).all()  # cameras that look away from each other say nothing
+    ).all()  # cameras that look away from each other do not determine it
     with pytest.raises(BadSampleError, match="fewer views than"):
         examples({"context": 5, "held_out": 1}).prepare(scene, SOURCE, generator(0, "visit", 3))
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=9\)"):

@@ -1,4 +1,4 @@
-"""The renderer, the scene graph, and what is written of them."""
+"""The renderer, the scene graph, and captions of scenes."""
 
 import json
 

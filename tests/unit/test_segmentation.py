@@ -1,4 +1,4 @@
-"""Scores of masks against scikit-learn and against their definitions pixel by pixel."""
+"""Scores of masks compared with scikit-learn and with their definitions pixel by pixel."""
 
 import itertools
 
@@ -95,7 +95,7 @@ def test_a_set_reports_excluded_images():
         2 / 3
     )
     assert found.predictions["fg_ari"].shape == (3,) and found.options["background"] == 0
-    nothing = score([Masked(empty, empty)])  # no score is not a score of zero
+    nothing = score([Masked(empty, empty)])  # a missing score is not a score of zero
     assert (
         nothing.n == 0
         and set(nothing.metrics) == {"ari", "fg_ari_savi", "fg_ari_videosaur"}
@@ -107,7 +107,7 @@ def test_a_set_reports_excluded_images():
 
 
 def as_videosaur_has_it(true, predicted, ignored):
-    """Its FG-ARI, Hungarian IoU and best overlap from one-hot masks, None where it leaves an image out."""
+    """Return FG-ARI, Hungarian IoU and best overlap from one-hot masks, or None if an image is omitted."""
     there = (true != ignored).astype(np.float64)
     one_hot = np.stack([(true == k) * there for k in range(6)], -1).reshape(-1, 6)
     own = np.stack([predicted == k for k in range(6)], -1).reshape(-1, 6).astype(np.float64)
@@ -161,4 +161,6 @@ def test_a_mean_over_classes_has_an_interval_of_its_own():
     found[-5:] = 1  # five of ten of the rare class are right
     result = result_from_ranking(found, labels, 2, "zeroshot")._replace(headline="mean_per_class_recall")
     low, high = result.interval
-    assert result.value == 0.75 and low < 0.62 and high > 0.88  # half of the class's own, 0.2 to 0.8
+    assert (
+        result.value == 0.75 and low < 0.62 and high > 0.88
+    )  # half depends on the class of five right answers, whose interval is 0.2 to 0.8

@@ -1,4 +1,4 @@
-"""Sets of objects: what is read of a scene, how predictions are matched and scored, against the published rules written out."""
+"""Sets of objects: how scenes are read, and predictions matched and scored, compared with the published rules."""
 
 import contextlib
 import itertools
@@ -82,7 +82,7 @@ def test_any_json_is_rows_or_a_bad_sample(tree):
 
 
 def plain(predicted, true, columns, threshold, dspn=False):
-    """Average precision as `average_precision_clevr` of the authors' code goes through it, object by object."""
+    """Compute average precision object by object, like `average_precision_clevr` of the authors' code."""
     listed = [(row, image) for image, rows in enumerate(predicted) for row in rows]
     # np.argsort(confidence)[::-1] in the authors' code: equal confidences are visited in reverse order.
     listed = [listed[i] for i in np.argsort([row[-1] for row, _ in listed], kind="stable")[::-1]]
@@ -118,7 +118,7 @@ def test_average_precision_is_the_published_one(images, slots, seed, threshold, 
         found = np.zeros((n, 8), np.float32)
         found[:, :3] = rng.integers(0, 4, (n, 3)) / 12
         found[np.arange(n), 3 + rng.integers(0, 2, n)] = found[np.arange(n), 5 + rng.integers(0, 2, n)] = 1
-        found[:, -1] = rng.integers(0, 4, n) / 4  # of one confidence often
+        found[:, -1] = rng.integers(0, 4, n) / 4  # many equal confidences
         return found
 
     predicted, true = [rows(slots) for _ in range(images)], [rows(rng.integers(0, 4)) for _ in range(images)]
@@ -156,7 +156,7 @@ def test_average_precision_matches_each_object_once_by_confidence():
     sure[:2, -1], sure[2:, -1], sure[2:, 3:5] = 0.9, 0.1, (0, 1)
     assert (
         ap.score([sure], [true], COLUMNS, 6.0).metrics["ap_0.0625"] == 1
-    )  # those that say they are nobody cost nothing
+    )  # predictions without an object cost nothing
     sure[:2, -1], sure[2:, -1] = 0.1, 0.9
     assert ap.score([sure], [true], COLUMNS, 6.0).metrics["ap_inf"] == pytest.approx(0.5)
 
@@ -185,7 +185,7 @@ def test_the_loss_is_that_of_the_cheapest_of_all_matchings():
     assert objective(shuffled, Progress(0, 10, 0)).total.item() == pytest.approx(loss.total.item(), rel=1e-6)
     with torch.no_grad():
         objective.model.head[2].weight[0, 0] = torch.nan
-    assert objective(batch, Progress(0, 10, 0)).total.isnan()  # a step that the loop leaves out
+    assert objective(batch, Progress(0, 10, 0)).total.isnan()  # the training loop skips such a step
 
 
 def test_costs_that_are_no_numbers_match_somehow():

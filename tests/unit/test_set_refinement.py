@@ -1,4 +1,4 @@
-"""iDSPN: its written-out gradient against autograd, its descent, what it does with equal elements, and a training."""
+"""iDSPN: its written gradient compared with autograd, its descent, equal elements, and a training."""
 
 import pytest
 import torch
@@ -47,13 +47,13 @@ def test_descent_lowers_the_energy_and_trains_every_parameter():
 
 
 def test_equal_elements_are_separated_by_sorting():
-    """Two equal initial slots reach two different values, which no attention without noise can do."""
+    """Two equal initial slots reach two different values, which attention without noise cannot do."""
     torch.manual_seed(1)
     config = SlotAttentionConfig.model_validate({**SMALL, "slots": 2})
     module = SetRefinement(config, 5)
     with torch.no_grad():
         module.initial_slots.copy_(module.initial_slots[:1].expand(2, -1))
-        module.encoder.rank_weight[1] *= -1  # ranks count differently, as after training
+        module.encoder.rank_weight[1] *= -1  # ranks have different weights, as after training
     slots = module(torch.randn(1, 9, 5)).slots[0]
     assert (slots[0] - slots[1]).norm() > 0.1
 

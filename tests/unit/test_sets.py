@@ -1,4 +1,4 @@
-"""The published layouts of evaluation sets, written small: what is read, and what is said of what is wrong."""
+"""The published layouts of evaluation sets, written small: what is read, and errors of damaged files."""
 
 import io
 import itertools
@@ -181,7 +181,7 @@ def test_sugar_crepe_has_every_image_once_whatever_its_keys(tmp_path, monkeypatc
 
 
 def replaced(tree, path, value):
-    """A copy of nested dicts and lists with something else at one place."""
+    """Return a copy of nested dicts and lists with another value at one place."""
     if not path:
         return value
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
@@ -249,7 +249,7 @@ def test_several_labels_come_from_npy_members(tmp_path):
     found = WdsSet(tmp_path, "label")
     assert found.kind == "labels" and [fact for _, _, fact in found] == rows
     bad = tmp_path / "bad"
-    damaged = member([0, 1]).replace(b"'descr'", b"'descr")  # a header that is no Python any more
+    damaged = member([0, 1]).replace(b"'descr'", b"'descr")  # a header that is not valid Python
     write_wds_layout(tmp_path / "torn", [("0", {"jpg": jpeg(0), "npy": damaged})], classnames=["a"])
     (tmp_path / "torn/dataset_type.txt").write_text("multilabel")
     with pytest.raises(DataError, match="npy cannot be read as an array"):
@@ -275,7 +275,7 @@ def test_sets_that_would_score_as_something_else_are_refused_at_the_start(tmp_pa
     with pytest.raises(DataError, match="has several labels per image"):
         places = {key: str(tmp_path / "several") for key in ("train", "test")}
         Suite({"k": KnnTaskConfig(layout="wds", **places)}).check()
-    Suite({"p": ProbeTaskConfig(root=str(tmp_path / "several"))}).check()  # gives mean average precision
+    Suite({"p": ProbeTaskConfig(root=str(tmp_path / "several"))}).check()  # is scored by mean average precision
     ragged = Features([np.zeros((2, 3), np.float32)], ["a", "b"], [[0, 1], [1, 0, 1]])
     with pytest.raises(DataError, match="b has a row of 3 labels, but a one of 2"):
         labels_of(ragged, WdsSet(tmp_path / "several", "label"))
@@ -352,7 +352,7 @@ def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path
     assert found.state == "odd" and "1 images instead of 32,768" in found.note
     tasks = catalogue.tasks("vtab", tmp_path)
     assert list(tasks) == ["vtab/pcam"] and tasks["vtab/pcam"].root == str(tmp_path / "wds_vtab-pcam")
-    assert len(catalogue.tasks("vtab", tmp_path / "empty")) == 19  # an error then names the first
+    assert len(catalogue.tasks("vtab", tmp_path / "empty")) == 19  # an error names the first of them
     assert catalogue.tasks("imagenet1k:probe", tmp_path)["imagenet1k:probe"].task == "probe"
     assert not catalogue.tasks("mscoco_captions:probe", tmp_path) and not catalogue.tasks("no", tmp_path)
     coco = catalogue.tasks("mscoco_captions", tmp_path)["mscoco_captions"]

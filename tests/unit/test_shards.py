@@ -1,4 +1,4 @@
-"""Index and positional reading agree with tarfile on any tar; damage is noticed."""
+"""Index and positional reading agree with tarfile for any tar, and notice damage."""
 
 import io
 import os
@@ -63,7 +63,7 @@ def test_a_truncated_tar_gives_its_complete_samples_and_a_warning(items, share):
     index = scan(io.BytesIO(cut), len(cut))
     read = [unpack(cut[index.offsets[i] : index.offsets[i + 1]]) for i in range(len(index))]
     assert not index.intact
-    # The last sample may lack members that were written after the cut; all before it are whole.
+    # The last sample may lack members that were written after the cut; all earlier ones are complete.
     assert read[:-1] == items[: max(0, len(read) - 1)]
 
 
@@ -115,11 +115,11 @@ def test_an_index_older_than_its_shard_is_not_believed(tmp_path):
     load_index(str(path), write_index=True)
     size = path.stat().st_size
     write_shard(path, second)
-    assert path.stat().st_size == size  # tars are padded, so the size tells nothing
+    assert path.stat().st_size == size  # tars are padded, so their size does not reveal it
     beside = tmp_path / "x.tar.idx.npy"
     os.utime(beside, (path.stat().st_mtime - 5,) * 2)
     assert ShardReader().read(str(path), 1) == ("1", second[1][1])
-    os.utime(beside, (path.stat().st_mtime + 5,) * 2)  # as after a careless copy: the bytes give it away
+    os.utime(beside, (path.stat().st_mtime + 5,) * 2)  # as after a careless copy: the bytes reveal it
     with pytest.raises(BadSampleError, match="stale index"):
         ShardReader().read(str(path), 1)
     load_index(str(path), write_index=True)
@@ -218,7 +218,7 @@ def test_offsets_are_plain_integers(shards):
 )
 @settings(max_examples=150, deadline=None)
 def test_plain_members_are_read_as_tarfile_reads_them(items, form, changes):
-    """Also where a header is changed so that its sum still fits."""
+    """Also if the checksum of a changed header is still valid."""
     items = [(key, fields) for key, fields in items if form != tarfile.USTAR_FORMAT or len(key) < 60]
     data = bytearray(tar_bytes(items[:1], form))
     for at, value in changes:

@@ -43,8 +43,8 @@ def test_results_are_those_of_separate_scoring(root, tmp_path):
         assert found[name].metrics == expected[name].metrics and found[name].keys == expected[name].keys, name
         for key, values in expected[name].predictions.items():
             assert np.array_equal(found[name].predictions[key], values), (name, key)
-    # SugarCrepe++ shows the pictures of seeds 0 to 10, both sets of NegBench five and What'sUp eleven of them; both sets of
-    # ARO show the same regions.
+    # SugarCrepe++ has the images of seeds 0 to 10, both sets of NegBench five and What'sUp eleven of them. Both sets of
+    # ARO have the same regions.
     assert apart.num_images - together.num_images == 5 + 5 + 11 + len(regions(root))
 
 

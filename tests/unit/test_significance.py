@@ -1,4 +1,4 @@
-"""Significance in tables: Holm's correction, paired differences of every metric, the best that is marked, and layouts of suites."""
+"""Significance in tables: Holm's correction, paired differences of every metric, the marked best, and layouts of suites."""
 
 import numpy as np
 import pytest
@@ -123,7 +123,7 @@ def test_layouts_of_suites_show_what_was_scored(tmp_path):
     mean = table(tmp_path / "vtab", {"a": accuracy}, layout="reviewer").rows[0].cells[0]
     low, high = wilson(0.5, N)
     assert mean.value == pytest.approx(0.5) and mean.high - mean.low == pytest.approx((high - low) / len(VTAB) ** 0.5)
-    del accuracy["sun397"]  # the mean of 18 sets is another number
+    del accuracy["sun397"]  # the mean of 18 sets would be another number
     with pytest.raises(
         ConfigError, match=r"--layout reviewer: no column is complete, because only 18 of its 27 sets are scored"
     ):

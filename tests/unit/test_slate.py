@@ -1,4 +1,4 @@
-"""SLATE: blocks and tokens against their formulas, generation against the whole prefix, who learns from which loss; in training."""
+"""SLATE: blocks and tokens compared with their formulas, generation with and without a cache, gradients of each loss; in training."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def batch(n=4):
 
 
 def attended(layer, x, onto, causal):
-    """Heads of two channels apiece written out: queries of x, keys and values of `onto`."""
+    """Compute heads of two channels: queries from x, keys and values from `onto`."""
     heads = []
     for head in range(layer.heads):
         q, k, v = (
@@ -55,7 +55,7 @@ def attended(layer, x, onto, causal):
 def test_blocks_are_their_formula_and_see_no_later_token(first_norm):
     torch.manual_seed(0)
     decoder = AutoregressiveDecoder(AutoregressiveConfig(**SMALL["decoder"], first_norm=first_norm)).double()
-    with torch.no_grad():  # norms that do nothing would hide where they stand
+    with torch.no_grad():  # with norms that do nothing, their position would not matter
         for name, p in decoder.named_parameters():
             p.add_(0.3 * torch.randn_like(p)) if "norm" in name else None
     x, slots = torch.randn(2, 5, 12, dtype=torch.float64), torch.randn(2, 3, 12, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_a_dvae_has_a_token_per_four_pixels():
     assert logits.shape == (2, 20, 4, 6) and torch.allclose(logits.exp().sum(1), torch.ones(2, 4, 6), atol=1e-5)
     assert dvae.decode_tokens(logits.argmax(1)).shape == (2, 3, 16, 24)
     size = sum(p.numel() for p in Dvae(DvaeConfig(vocab=1024)).parameters())
-    # By hand for 64 channels: convolutions without a bias and norms of two numbers per channel, then the two last with one.
+    # Counted by hand for 64 channels: convolutions without a bias and norms with two numbers per channel; the last two with a bias.
     norms, inner = 7 * 128, 48 * 64 + 6 * 64 * 64 + 64 * 1024 + 1024
     lifts = 2 * (9 * 64 * 64 + 128 + 2 * (64 * 64 + 128) + 64 * 256 + 512)
     assert size == norms + inner + (1024 * 64 + 128) + lifts + 64 * 3 + 3

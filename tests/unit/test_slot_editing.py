@@ -1,4 +1,4 @@
-"""Edits of slots: a move shifts what the slot draws by whole pixels, a scale enlarges it, and deleting or swapping changes nothing else."""
+"""Edits of slots: a move shifts the slot's drawing by whole pixels, a scale enlarges it, and deleting or swapping changes nothing else."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_a_scale_enlarges_around_the_slots_position():
     centred = state._replace(positions=torch.zeros_like(state.positions))
     larger = apply_edit(centred, SlotEdit(0, scale=2.0), SIDE)
     assert torch.equal(larger.scales[0], 2 * state.scales[0]) and torch.equal(larger.scales[1:], state.scales[1:])
-    # With half of the coordinates: pixels at -1 and 1 become those at -0.5 and 0.5.
+    # With half of the coordinates, pixels at -1 and 1 become those at -0.5 and 0.5.
     nearer = centred._replace(scales=state.scales * torch.tensor([[2.0], [1.0], [1.0]]))
     torch.testing.assert_close(slot_images(encoder, larger), slot_images(encoder, nearer))
 

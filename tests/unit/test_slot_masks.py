@@ -1,4 +1,4 @@
-"""Masks of slots and what slots are like, each against its formula."""
+"""Masks of slots and similarities of slots, each compared with its formula."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_similarity_redundancy_and_effective_number():
     assert redundancy(same) == pytest.approx(1) and effective_number(same) == pytest.approx(1, abs=1e-4)
     other = similarity(torch.randn(4000, 8, 4))
     assert redundancy(other) < 0.01 and effective_number(other) > 7.9
-    few = torch.randn(6, 3, 10)  # fewer images than numbers goes another way
+    few = torch.randn(6, 3, 10)  # with fewer images than dimensions, another computation is used
     a = (few - few.mean(0)).double()
     plain = [[float((a[:, i].T @ a[:, j]).square().sum()) for j in range(3)] for i in range(3)]
     table = torch.tensor(plain, dtype=torch.float64)

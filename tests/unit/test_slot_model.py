@@ -1,4 +1,4 @@
-"""Slot models: paddings against flax's rule, decoders against their sums, the objective's losses and alarms, Tetrominoes."""
+"""Slot models: paddings compared with flax's rule, decoders with their sums, the objective's losses and health checks, Tetrominoes."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_torchs_idiom_is_the_same_filter_a_pixel_further():
     x = torch.randn(1, 3, 6, 6, dtype=torch.float64)
     expected = F.conv_transpose2d(
         x, flax.weight, flax.bias, stride=2, padding=2, output_padding=1
-    )  # as PSB and OCLF have it
+    )  # as in PSB and OCLF
     assert torch.allclose(idiom(x), expected)
     assert torch.allclose(idiom(x)[..., :-1, :-1], flax(x)[..., 1:, 1:]) and not torch.allclose(idiom(x), flax(x))
 
@@ -171,7 +171,7 @@ def test_positions_begin_as_their_library_has_them():
         layer = SlotTower(SlotTowerConfig.model_validate(config)).position
         return layer.weight, layer.bias
 
-    weight, bias = position("lecun")  # of two signed coordinates: standard deviation sqrt(1 / 2)
+    weight, bias = position("lecun")  # two signed coordinates: standard deviation sqrt(1 / 2)
     assert torch.equal(weight[:, :2], -weight[:, 2:]) and not bias.any()
     assert weight[:, :2].std().item() == pytest.approx(0.5**0.5, rel=0.06)
     weight, bias = position("glorot")
@@ -207,7 +207,7 @@ def test_an_encoding_does_not_depend_on_the_batch():
 def test_collapses_are_reported_after_the_start():
     objective = SlotAutoencoder(SlotAutoencoderConfig())
     one, blurred, fine = ({"slots_used": u, "mask_sharpness": s} for u, s in ((1.0, 0.9), (5.0, 0.01), (3.0, 0.8)))
-    assert objective.check_health(one) is None  # nothing has been learnt yet
+    assert objective.check_health(one) is None  # nothing has been learned yet
     objective._fraction_done = 0.5
     assert "one slot covers almost everything" in str(
         objective.check_health(one)
@@ -274,7 +274,7 @@ def test_a_mask_is_cut_and_scaled_as_its_image_is():
         image = encoder.transform(Image.fromarray(np.repeat(mask[..., None], 3, axis=2)))
         seen = transform_mask(encoder, mask)
         assert seen.shape == (16, 16) and set(seen.flat) == {0, 200}
-        middle = (image[..., 0] < 20) | (image[..., 0] > 180)  # edges are mixed in the image, and nearest in the mask
+        middle = (image[..., 0] < 20) | (image[..., 0] > 180)  # edges are blended in the image, and nearest in the mask
         assert ((image[..., 0] > 100) == (seen == 200))[middle].mean() > 0.97
 
 
@@ -286,7 +286,7 @@ def test_nan_tokens_are_refused_by_slots():
     assert encoder.masks(pixels).isfinite().all()
     with torch.no_grad():
         objective.model.decoder.layers[0].weight[0, 0] = torch.nan
-    assert encoder.masks(pixels).isnan().all()  # which the feature store refuses
+    assert encoder.masks(pixels).isnan().all()  # the feature store refuses NaN
 
 
 def test_an_mlp_that_is_a_multiple_of_the_slots_width_follows_it():
@@ -295,7 +295,7 @@ def test_an_mlp_that_is_a_multiple_of_the_slots_width_follows_it():
 
 
 def vit_file(folder):
-    """A small ViT of timm's, saved as timm saves it."""
+    """Write a small ViT as timm saves it."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
     torch.save(model.state_dict(), folder / "vit.pth")
@@ -336,7 +336,7 @@ def test_frozen_features_are_timms_and_are_not_trained(tmp_path):
         wrong = SlotAutoencoderConfig.model_validate({"model": {**model, "encoder": {**encoder, **change}}})
         with pytest.raises(ConfigError, match=told):
             SlotAutoencoder(wrong)({"image": images, "noise": noise}, Progress(0, 10, 0))
-    # Of another size positions are interpolated once, as timm's own models of any size do at every step.
+    # For another size, positions are interpolated once; timm's own models of any size do it in every step.
     small = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": {**model, "image_size": 128}}))
     dynamic = timm.create_model("vit_tiny_patch16_224", num_classes=5, dynamic_img_size=True).eval()
     dynamic.load_state_dict(torch.load(tmp_path / "vit.pth"))
@@ -364,7 +364,7 @@ def test_cached_features_are_keyed_by_image_content(tmp_path, monkeypatch):
     first = module(images[:3])
     assert torch.equal(first, plain(images[:3])) and calls == [3]
     assert torch.equal(module(images[[2, 0]]), first[[2, 0]]) and calls == [3]  # no forward pass
-    mixed = module(images[[1, 3]])  # one of them is new: both are computed, the old one is as it was
+    mixed = module(images[[1, 3]])  # one of them is new: both are computed, and the old one is unchanged
     assert (
         calls == [3, 2]
         and torch.equal(mixed[0], first[1])
@@ -372,10 +372,10 @@ def test_cached_features_are_keyed_by_image_content(tmp_path, monkeypatch):
     )
     files = sorted((tmp_path / "f").rglob("*.npy"))
     assert len(files) == 4 and not list((tmp_path / "f").rglob("*.tmp"))
-    files[0].write_bytes(files[0].read_bytes()[:500])  # cut off: computed again
+    files[0].write_bytes(files[0].read_bytes()[:500])  # truncated: computed again
     again = config.build()
     assert torch.allclose(again(images[:3]), first, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):  # in another precision they are others
+    with torch.autocast("cpu", torch.bfloat16):  # another precision has other features
         rough = again(images[:3])
     assert not torch.equal(rough, first) and len(list((tmp_path / "f").iterdir())) == 2
     with torch.no_grad():
@@ -396,8 +396,8 @@ def test_the_resnet_is_the_papers():
     assert sum(isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3) for m in net.modules()) == 33
     assert ResNet34Config().width == 512 and ResNet34Config().side(128) == 16
     root = net.norm(net.stem(same_padded(x, 3, 1)))
-    assert (root < 0).any()  # no ReLU behind it
-    y = F.relu(root)  # the first block adds nothing yet: its last norm begins at zero
+    assert (root < 0).any()  # no ReLU follows
+    y = F.relu(root)  # the first block adds nothing yet, because its last norm is initialised with zero
     assert torch.allclose(net.blocks[0](root), y, atol=1e-6)
     model = SlotModelConfig.model_validate({"image_size": 32, "encoder": {"kind": "resnet34", "root_width": 32}})
     assert SlotModel(model)(torch.randn(1, 3, 32, 32), torch.randn(1, *model.noise)).attention.shape == (1, 7, 4, 4)
@@ -433,7 +433,9 @@ def test_a_vit_is_trained_with_the_slots():
     }
     objective = SlotAutoencoder(SlotAutoencoderConfig(model=SlotModelConfig(**{**SMALL, "encoder": encoder})))
     noise = torch.randn(2, *objective.config.model.noise)
-    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)  # four patches a side, learned for three
+    images = torch.randint(
+        0, 256, (2, 3, 16, 16), dtype=torch.uint8
+    )  # four patches per side, positions learned for three
     objective({"image": images, "noise": noise}, Progress(0, 10, 0)).total.backward()
     grown = {n: p.grad for n, p in objective.named_parameters() if "encoder.vit" in n}
     assert all(g is not None for g in grown.values()) and "model.tower.encoder.vit.pos_embed" in grown

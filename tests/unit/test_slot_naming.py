@@ -1,4 +1,4 @@
-"""Names of slots and search in slots, against plain forms and on encodings whose slots are known."""
+"""Names of slots and search in slots, compared with plain loops and on encodings with known slots."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_the_interval_covers_the_auc():
 
 
 def world(n=400, noise=0.3):
-    """Images of a colour and a shape: slot 0 encodes the colour, slot 1 the shape, slot 2 noise."""
+    """Return images of a colour and a shape: slot 0 encodes the colour, slot 1 the shape, slot 2 noise."""
     generator = torch.Generator().manual_seed(0)
     directions = F.normalize(torch.randn(6, 16, generator=generator), dim=1)
     colour, shape = (torch.randint(0, 3, (n,), generator=generator) for _ in range(2))
@@ -83,7 +83,7 @@ def test_search_finds_the_same_colour_in_another_shape():
     found = search_slots(images.split(64), images[7], [0], 0.5, 10, 7)
     numbers = torch.tensor([one.image for one in found])
     assert 7 not in numbers and (colour[numbers] == colour[7]).all() and (shape[numbers] != shape[7]).all()
-    for one in found:  # the plain form
+    for one in found:  # the plain loop
         assert one.alike == pytest.approx(
             float(F.cosine_similarity(images[one.image, 0], images[7, 0], dim=0)), abs=1e-5
         )

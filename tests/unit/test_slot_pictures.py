@@ -1,4 +1,4 @@
-"""Pictures of slots: attention lies where the model saw it, the paper's filter does what it says, and text of others stays text."""
+"""Pictures of slots: attention is drawn at the right place, the paper's filter works as described, and foreign text is escaped."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.unit.test_slot_studies import clip
 
 
 class Cut:
-    """An encoder, as far as drawing knows one."""
+    """An encoder with the parts that drawing needs."""
 
     label = "cut"
 
@@ -25,7 +25,7 @@ class Cut:
 @pytest.mark.parametrize("size", [(90, 60), (60, 90), (61, 60), (60, 60)])
 @pytest.mark.parametrize("resize", [32, 40])
 def test_the_box_is_what_the_model_saw(size, resize):
-    """A white pixel on black: where it is after the transform and where the box says that it came from are the same."""
+    """A white pixel on black: its place after the transform equals the place that the box gives."""
     encoder = Cut(Pixels(32, resize))
     what = image_crop(encoder, Image.new("RGB", size))
     left, top, right, bottom = what.box

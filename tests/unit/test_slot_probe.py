@@ -1,4 +1,4 @@
-"""The permutation-invariant probe: assignments against all permutations, what is linear is found, what is not there is not."""
+"""The permutation-invariant probe: assignments compared with all permutations; it finds what is linear, and nothing that is absent."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ COLORS = ("blue", "green", "red")
 
 
 def clips(count, slots=5, objects=3, times=4, width=16, noise=0.05, seed=0, told=True):
-    """Slots that say an object's position, velocity and colour linearly, in an order of each clip's own; the rest say nothing."""
+    """Return slots that encode an object's position, velocity and colour linearly, in a random order per clip; the others are noise."""
     rng = np.random.default_rng(seed)
     says = rng.normal(size=(3 + 3 + 3, width))
     made = []
@@ -85,7 +85,7 @@ def test_a_slot_probe_finds_encoded_facts_only():
     nothing = clips(80, told=False)
     empty = score(nothing[:40], nothing[40:], restarts=3)
     assert empty.metrics["velocity_r2"] < 0.1 and empty.metrics["color_accuracy"] < 0.6
-    # A beginning may end badly: the best of several is no worse than any of fewer.
+    # A start may end badly: the best of six is at least as good as the best of two.
     assert min(match_slots(every, 6).errors) <= min(match_slots(every, 2).errors)
 
 

@@ -1,4 +1,4 @@
-"""What can be chosen, and the file that says what was: heads of ordinary models, selection.json and its hostile forms."""
+"""Units that can be chosen, and the file of a selection: heads of ordinary models, selection.json and damaged versions of it."""
 
 import json
 
@@ -19,7 +19,7 @@ from tests.unit.test_slot_studies import clip
 
 
 class StockClip(TwoTowerEncoder):
-    """open_clip's own model, as it comes."""
+    """Return open_clip's own model, unchanged."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ def test_heads_add_up_to_the_encoding(make):
     assert torch.allclose(units.images(shares).sum(1), encoder.encode(pixels), atol=2e-6)
     every = SelectedHeads(heads, list(range(8)))
     assert torch.allclose(F.normalize(every.encode(pixels), dim=-1), encoder.encode(pixels), atol=2e-6)
-    # A head of the last block that writes nothing leaves the encoding as choosing all others does, up to the block's MLP.
+    # If a head of the last block writes nothing, the encoding equals the choice of all other heads, up to the block's MLP.
     chosen = selected(
         encoder, Selection(checkpoint=encoder.weights, units="heads", count=8, head_layers=2, chosen=(1, 3))
     )

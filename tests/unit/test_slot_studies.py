@@ -1,4 +1,4 @@
-"""Slots after training: shares of scores, selections, masks and what slots are like, each against its plain form."""
+"""Slots after training: shares of scores, selections, masks and similarities, each compared with a plain loop."""
 
 from typing import Any, cast
 
@@ -33,14 +33,14 @@ def clip(readout):
 
 
 def whole_numbers(seed):
-    """Images (N, U, V), class vectors (C, U, V) and labels whose scores have ties, and no rounding."""
+    """Return images (N, U, V), class vectors (C, U, V) and labels whose scores have ties and no rounding."""
     drawn = torch.Generator().manual_seed(seed)
     image, weights = (torch.randint(-2, 3, (n, U, V), generator=drawn).float() for n in (N, C))
     return image, weights, torch.randint(0, C, (N,), generator=drawn)
 
 
 def by_mask(image, weights, labels, units):
-    """The plain form: everything but these units at zero."""
+    """Compute the plain form: everything except these units is zero."""
     mask = torch.zeros(U)
     mask[list(units)] = 1
     logits = (image * mask[:, None]).flatten(1) @ weights.flatten(1).T
@@ -75,7 +75,7 @@ def test_shares_of_margins_decide_as_logits_do(seed):
 
 def test_pairs_are_scored_as_the_task_scores_them():
     image, true, false = (F.normalize(torch.randn(N, U * V), dim=-1) for _ in range(3))
-    false[:5] = true[:5]  # ties lose
+    false[:5] = true[:5]  # ties count as wrong
     kinds = ["swap" if i % 3 else "add" for i in range(N)]
     shaped = [t.unflatten(1, (U, V)) for t in (image, true, false)]
     for average in ("macro", "micro"):
@@ -120,7 +120,7 @@ def test_set_cover_takes_what_answers_what_is_left_and_begins_again():
     values = (2 * answers - 1).float()[..., None]
     no = torch.zeros(6, 1)
     margins = Margins(values, no, no > 0, torch.zeros(6, dtype=torch.int64), [""] * 6)
-    # 0 and 1 answer three each, 0 first; then 1 and 2 add one each; 2 is left over with nothing new once all are answered.
+    # 0 and 1 answer three questions each, 0 comes first. Then 1 and 2 add one each. 2 adds nothing once all are answered.
     assert choosing.cover(margins) == [0, 1, 2, 3]
     assert choosing.top(margins) == [0, 1, 2, 3] and choosing.bottom(margins) == [3, 2, 1, 0]
 
@@ -133,7 +133,7 @@ def test_every_method_orders_every_unit_once(seed):
     values = torch.randint(-2, 3, (20, units, wrong)).float()
     tie = torch.rand(20, wrong) < 0.5
     margins = Margins(values, torch.zeros(20, wrong), tie, torch.randint(0, 2, (20,)), [""] * 20)
-    # Means over kinds that are equal but for the order in which they were summed: the lower number comes first.
+    # Means over kinds that are equal except for the order of summation: the lower index comes first.
     assert choosing.best_first(torch.tensor([(0.3 + 0.2) + 0.1, (0.1 + 0.2) + 0.3, 0.7]).double()) == [2, 0, 1]
     for method in choosing.METHODS.values():
         assert sorted(method(margins)) == list(range(units))
@@ -152,7 +152,7 @@ def test_what_belongs_together_is_on_one_side():
     found = [Pair("x", caption, "not it") for caption in ("a", "a", "b", "c", "c", "d", "e", "f")]
     owner = torch.tensor(
         [0, 1, 1, 2, 3, 4, 5, 6]
-    )  # images 0 and 1 share a caption, 1 has another one, too; 2 and 3 are of one thing
+    )  # images 0 and 1 share a caption, and 1 has another one; 2 and 3 show the same object
     features = Features([np.zeros((7, 2), np.float32)], list("0123456"), [[]] * 7)
     nothing = torch.zeros(8, 2)
     units = cast(Any, None)

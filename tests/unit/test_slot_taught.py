@@ -1,4 +1,4 @@
-"""Units chosen by what is learnt from other images: a linear layer against the plain form of ridge regression."""
+"""Units selected by learning on other images: a linear layer, compared with a plain ridge regression."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +49,6 @@ def test_a_linear_layer_is_ridge_regression(units):
 def test_units_that_say_nothing_are_answered_all_the_same():
     found = task(1)
     for part in found.bank.parts:
-        part[:] = part[:1]  # every image is encoded alike
+        part[:] = part[:1]  # every image is encoded the same
     answers = found.single_unit()
     assert answers.shape == (60, U) and 0 < answers.double().mean() < 1

@@ -1,4 +1,4 @@
-"""Slots of one image from Python, and another number of slots than a model was trained with."""
+"""Slots of one image in Python, and another number of slots than in training."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_sampled_slots_may_be_more_than_in_training(shards, tmp_path, image):
     assert more.slots == 6 and more.label.endswith("?slots=6") and len(more.objects(image).shares) == 6
     assert torch.equal(load_encoder(f"{run}?slots=6").images([image]), more.images([image]))
     assert torch.equal(load_encoder(run, slots=3).images([image]), load_encoder(run).images([image]))
-    assert more.architecture != load_encoder(run).architecture  # stored features are not mixed up
+    assert more.architecture != load_encoder(run).architecture  # so that stored features are not mixed up
     step = f"{run}/checkpoints/step-00000003"
     assert load_encoder(f"{step}?slots=5").slots == 5
 

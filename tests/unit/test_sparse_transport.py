@@ -1,4 +1,4 @@
-"""L2-regularized and sliced plans against POT, their marginals, and what each does with ties."""
+"""L2-regularized and sliced plans compared with POT, their marginals, and how each handles ties."""
 
 import ot
 import pytest
@@ -59,7 +59,7 @@ def test_a_sliced_plan_is_the_mean_of_pots_plans_on_a_line(k, n, d, seed):
 
 
 def test_sorting_breaks_ties_and_the_l2_plan_does_not():
-    """Two equal slots and two tokens: one-dimensional plans give each slot a token, the convex problem halves of both."""
+    """Two equal slots and two tokens: one-dimensional plans give each slot a token, and the convex problem gives each half of both."""
     queries, keys = torch.zeros(1, 2, 1), torch.tensor([[[0.0], [1.0]]])
     ones = torch.ones(1, 2)
     assert torch.equal(sliced_plan(queries, keys, ones, ones)[0], torch.eye(2))

@@ -1,4 +1,4 @@
-"""Jobs launched from anywhere: inside another job, through a pipe, cancelled, on machines without a GPU; ranks that do not belong together."""
+"""Jobs launched inside another job, through a pipe, cancelled, or on machines without a GPU; and ranks that do not belong together."""
 
 import json
 import os
@@ -43,7 +43,7 @@ OUTER = {
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
-    """An sbatch that writes down its environment and its script."""
+    """Write an sbatch that records its environment and its script."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in {
@@ -70,7 +70,7 @@ def test_a_nested_job_inherits_no_environment(recorded, monkeypatch, count):
     assert seen["SLURM_CONF"] == "/etc/slurm.conf" and seen["SBATCH_ACCOUNT"] == "mine"
     script = (recorded / "script.sh").read_text()
     assert "wckey" not in script and "--mem=1GB" in script
-    assert os.environ["RANK"] == "3"  # only what is submitted does without
+    assert os.environ["RANK"] == "3"  # only the submitted job lacks it
 
 
 def test_wckeys_are_sent_and_reserved_arguments_are_refused(recorded):
@@ -141,7 +141,7 @@ def test_a_run_gets_signals_at_the_step_of_its_last_start(tmp_path):
         {"job": "12_0", "restart": 0, "time": 1.0, "step_id": "0"},
         {"job": "12_0", "restart": 1, "time": 2.0, "step_id": "1"},
     ]
-    starts.append({"job": "13", "restart": 0, "time": 3.0, "step_id": None})  # not under srun
+    starts.append({"job": "13", "restart": 0, "time": 3.0, "step_id": None})  # not started by srun
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs/starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
     assert [control._step(tmp_path, job) for job in ("12_0", "13", "14")] == ["12_0.1", "13", "14"]
@@ -161,7 +161,7 @@ def test_an_older_heartbeat_is_ignored_for_a_new_job(tmp_path):
             "submitted", {"jobs": [str(child.pid)], "on": "local", "cluster": cluster, "logs": str(records.jobs)}
         )
         records.add("starts", {"job": str(child.pid), "restart": 0})
-        until(lambda: local_alive(str(child.pid)))  # right after an exec a process has no command line yet
+        until(lambda: local_alive(str(child.pid)))  # right after an exec, a process has no command line yet
         (status,) = statuses([tmp_path])
         assert (status.state, status.reason, status.rate, status.step) == ("RUNNING", "", None, 5)
         beat = {"step": 6, "total": 9, "phase": "training", "time": time.time() + 9}
@@ -206,11 +206,11 @@ def test_only_the_rank_that_records_an_end_has_an_exit_code_under_srun(tmp_path,
 
 
 def ranks_of(recipe, environments, *words):
-    """Start `sparo train` once per environment; return exit codes and what each printed."""
+    """Start `sparo train` once per environment; return exit codes and outputs."""
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "launch.cli", "train", str(recipe), *words, *own],
-            cwd=env.get("PWD", recipe.parent),  # not the checkout, which would come in front of a rank's own PYTHONPATH
+            cwd=env.get("PWD", recipe.parent),  # not the checkout, which would precede a rank's own PYTHONPATH
             env={**{k: v for k, v in os.environ.items() if k not in OUTER}, "OMP_NUM_THREADS": "1", **env},
             stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
@@ -269,7 +269,7 @@ def test_ranks_with_other_data_do_not_train_together(tmp_path):
     recipe, port = tmp_path / "r.yaml", free_port()
     engine = {"kind": "ddp", "device": "cpu", "precision": "fp32"}
     recipe.write_text(yaml.safe_dump({**tiny_recipe("shards", tmp_path, steps=4), "engine": engine}))
-    for number in range(2):  # a relative path, from another folder on each rank, as on machines without a common disk
+    for number in range(2):  # a relative path in another folder on each rank, as on machines without a shared disk
         write_shards(tmp_path / f"node{number}/shards", (sample(i + number) for i in range(32)), 16)
     codes, told = ranks_of(
         recipe, [({**torchrun_like(rank, port), "PWD": str(tmp_path / f"node{rank}")}, []) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""MultiShapeNet's records: a file that TFDS and sunds wrote (data/make_msn_tiny.py), and what is wrong with others."""
+"""MultiShapeNet's records: a file that TFDS and sunds wrote (data/make_msn_tiny.py), and damaged ones."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from sparo_train.data.sources.shards import ShardsConfig
 from sparo_train.data.video.views import MultiViewScene
 
 FILE = Path(__file__).parents[1] / "data/msn_tiny-train.tfrecord-00000-of-00001"
-RAYS = np.load(FILE.with_name("msn_tiny_rays.npz"))["rays"]  # (scenes, cameras, 2, H, W, 3), of sunds itself
+RAYS = np.load(FILE.with_name("msn_tiny_rays.npz"))["rays"]  # (scenes, cameras, 2, H, W, 3), computed by sunds
 
 
 def test_rays_are_those_that_sunds_makes():
@@ -53,7 +53,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         assert (scene.metadata["near"], scene.metadata["far"]) == (
             1.5,
             pytest.approx(9.375),
-        )  # what is sky is no distance
+        )  # the sky has no distance
         assert np.abs(scene.views[2].depth(0) - depth).max() < 2e-3
 
 

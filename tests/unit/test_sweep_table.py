@@ -1,4 +1,4 @@
-"""Sweep files: what they stand for, what is wrong with them, and their table over seeds."""
+"""Sweep files: the runs that they describe, errors in them, and their table over seeds."""
 
 import pytest
 import yaml
@@ -102,7 +102,7 @@ def test_differences_of_rows_have_intervals_over_seeds(place):
         _scored(run, value)
     rows = sweep_rows(place / "grid.yaml")
     apart = sweep_grid("grid", rows, baseline="clip")
-    reach = 2.776445 * (2 * 0.1**2 / 3) ** 0.5  # of four: both rows have the same spread
+    reach = 2.776445 * (2 * 0.1**2 / 3) ** 0.5  # four degrees of freedom: both rows have the same standard deviation
     ahead, alone, never = (row.cells[0] for row in apart.rows)
     assert (ahead.value, ahead.low, ahead.high) == pytest.approx((0.4, 0.4 - reach, 0.4 + reach))
     assert (alone.value, alone.low) == (pytest.approx(0.7), None) and never is None
@@ -136,7 +136,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     assert [(row.name, len(row.folders)) for row in rows] == [("clip", 3), ("L_2", 3), ("L_8", 1), ("other", 0)]
     assert rows[2].parameters - rows[1].parameters == 6 * 2 * (
         8 + 32 * 8 + 8
-    )  # of a slot: query, key and its bias, twice
+    )  # per slot: query, key and its bias, twice
     grid = sweep_grid("grid", rows)
     cells = [row.cells[0] for row in grid.rows]
     assert [cell and (cell.value, cell.low, cell.high) for cell in cells] == [
@@ -144,7 +144,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     ]  # fmt: skip
     assert len(grid.notes) == 1 and not grid.unranked
     means = sweep_grid("grid", rows, mean=True)
-    reach = 4.302653 * 0.1 / 3**0.5  # Student's t of two degrees of freedom
+    reach = 4.302653 * 0.1 / 3**0.5  # Student's t with two degrees of freedom
     first, single = means.rows[0].cells[0], means.rows[2].cells[0]
     assert (first.value, first.low, first.high) == pytest.approx((0.2, 0.2 - reach, 0.2 + reach))
     assert (single.value, single.low) == (0.9, None) and means.spans.startswith("mean, and its 95 % interval")
@@ -181,7 +181,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     _scored(runs[0].model_copy(update={"name": "grid-clip"}), 0.4)
     with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed. Move one of them"):
         sweep_rows(place / "grid.yaml")
-    older = yaml.safe_load(dump(runs[0].model_copy(update={"seed": 9})))  # of a version that did not know these keys
+    older = yaml.safe_load(dump(runs[0].model_copy(update={"seed": 9})))  # written by a version without these keys
     del older["start_from"], older["freeze"], older["optim"]["kind"]
     older["data"]["workers"] = 0
     (place / "runs/grid-clip/config.yaml").write_text(yaml.safe_dump(older))

@@ -1,4 +1,4 @@
-"""Task functions against plain restatements."""
+"""Task functions compared with restatements."""
 
 import pytest
 import torch
@@ -107,5 +107,5 @@ def test_remarks_on_scores_are_reported():
     assert told.startswith("mean_per_class_recall: the interval has zero width") and one_of_each.value == 0.5
     twice = torch.arange(4).repeat(2)
     assert zeroshot.result_from_ranking(twice.sort()[0][:, None], twice, 4, "zeroshot").remarks() == []
-    # Of one answer Wilson's interval is wide, and says it by itself.
+    # With one answer, Wilson's interval is wide and needs no remark.
     assert plain._replace(n=1, intervals={}).remarks() == []

@@ -1,4 +1,4 @@
-"""TFRecords without TensorFlow, against files of another library and protobuf's own serialisation."""
+"""TFRecords without TensorFlow, compared with files of another library and protobuf's own serialisation."""
 
 import gzip
 import zlib
@@ -14,7 +14,7 @@ from sparo_train.data.decode.tfrecord import parse_example, records
 
 
 def tfrecords(path, examples, pack=lambda data: data):
-    """Written by a library of its own, with protobuf's own serialisation."""
+    """Write records with another library, with protobuf's own serialisation."""
     writer = TFRecordWriter(str(path))
     for one in examples:
         writer.write(one)
@@ -70,7 +70,7 @@ def test_a_truncated_or_damaged_file_is_reported_with_the_position(tmp_path, pac
     path = tfrecords(tmp_path / "a.tfrecord", examples, PACKED[pack])
     whole = path.read_bytes()
     assert [parse_example(r, "")["x"][0] for r in records(path)] == [0, 1, 2, 3, 4]  # type: ignore[index]
-    # Between two records a plain file ends as a whole one does.
+    # Between two records, a truncated plain file looks complete.
     whole_ones = range(0, len(whole), len(whole) // 5) if pack == "plain" else ()
     for cut in set(range(1, len(whole) - 1, 7)).difference(whole_ones):
         path.write_bytes(whole[:cut])
@@ -80,6 +80,6 @@ def test_a_truncated_or_damaged_file_is_reported_with_the_position(tmp_path, pac
     for at in range(0, len(whole), 5):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
         try:
-            assert len(list(records(path))) <= 5  # a header's time or name may be anything
+            assert len(list(records(path))) <= 5  # the time and name in a header may be anything
         except DataError as error:
             assert "a.tfrecord" in str(error)

@@ -1,4 +1,4 @@
-"""Transport in place of a softmax: against POT, against autograd through every step, and what plans of less entropy are for."""
+"""Transport instead of a softmax: compared with POT and with autograd through every step; and the effect of plans with less entropy."""
 
 import ot
 import pytest
@@ -84,7 +84,7 @@ def test_the_way_to_less_entropy_is_autograds(steps, rounds, seed, regularised):
     ours, v = minimize_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar)
     theirs, w = minimize_entropy(cost, log_a, log_b, steps, rounds, 0.7, similar, unrolled=True)
     assert torch.allclose(ours, theirs, atol=1e-10) and torch.allclose(v, w, atol=1e-10)
-    # Written out once more, one sample at a time.
+    # Written out again for one sample at a time.
     for i in range(B):
         c, start = cost[i].detach().clone(), torch.zeros(K, 1, dtype=torch.float64)
         for _ in range(rounds):
@@ -129,7 +129,7 @@ def built(preset, **knobs):
 
 
 def plain(module, features, noise):
-    """The papers' texts in torch's own operations: whole distances, autograd for the entropy's slope, no folding."""
+    """Compute the papers' algorithms with torch's operations: whole distances, autograd for the gradient of the entropy, no folding."""
     c, step = module.config, module.rounds[0]
     t, x = c.transport, module.norm_input(features)
     slots = module.mu + module.log_sigma.exp() * noise[..., :D]
@@ -150,7 +150,7 @@ def plain(module, features, noise):
         if t.entropy_steps:
             cost = cost + t.noise * noise[..., D:]
         for _ in range(t.entropy_steps):
-            # As in davzha/MESH: the step is a constant, the warm start keeps its graph.
+            # As in davzha/MESH, the step size is a constant, and the warm start stays in the graph.
             found, start = sinkhorn_unrolled(cost, log_a, log_b, t.steps, start)
             held = found.clamp(1e-20, 1)
             (slope,) = torch.autograd.grad(-(held * held.log()).mean((1, 2)).sum(), cost, retain_graph=True)
@@ -192,7 +192,9 @@ def test_exact_plans_may_stand_in_place_of_sinkhorns():
     module, features, noise = built("sa_emd", transport={"exact": "straight_through"})
     ours, theirs = module(features, noise), plain(module, features, noise)
     assert torch.allclose(ours.slots, theirs[0], atol=1e-9)
-    assert ((ours.attention < 1e-9) | (ours.attention > 1e-3)).all()  # a simplex splits few tokens
+    assert (
+        (ours.attention < 1e-9) | (ours.attention > 1e-3)
+    ).all()  # vertices of a transport polytope split few tokens
 
 
 def test_equal_slots_differ_only_by_noise():
@@ -225,7 +227,7 @@ def test_steps_that_carry_a_gradient_teach_who_is_similar_and_how_far_to_go():
 @pytest.mark.parametrize("preset", MOVED)
 def test_it_runs_with_weights_in_bf16(preset):
     module, features, noise = built(preset, transport={"slot_marginal": "learned"})
-    with torch.autocast("cpu", torch.bfloat16):  # as FSDP2 holds them
+    with torch.autocast("cpu", torch.bfloat16):  # in the precision of FSDP2
         found = module.bfloat16()(features.bfloat16(), noise.bfloat16())
     assert found.slots.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""SlotContrast's and VideoSAUR's losses against what they say, pair by pair; and pooled squares, which share nothing."""
+"""SlotContrast's and VideoSAUR's losses compared with their definitions pair by pair; and separate squares of pooled windows."""
 
 import pytest
 import torch
@@ -57,20 +57,24 @@ def test_slot_contrast_discriminates_slots_of_the_previous_frame(others):
     ours, theirs = (torch.autograd.grad(loss, slots)[0] for loss in (found, wanted))
     assert torch.allclose(ours, theirs)
     still = slots.detach()[:, :1].expand(-1, 4, -1, -1)
-    assert slot_contrast(still, ContrastConfig(temperature=0.01)) < 1e-3  # slots that stay are told apart
+    assert (
+        slot_contrast(still, ContrastConfig(temperature=0.01)) < 1e-3
+    )  # equal slots over time are told apart from others
 
 
 def test_patches_are_like_those_of_the_next_frame():
     torch.manual_seed(0)
     features = torch.randn(1, 3, 4, 6)
-    features[0, 1] = features[0, 0].roll(1, 0)  # every patch moved one on
+    features[0, 1] = features[0, 0].roll(1, 0)  # every patch moved by one
     features[0, 1, 2] = -features[0, 0].sum(0)
     c = SimilarityConfig(temperature=0.01)
     shares = patch_similarity(features, c)
     assert shares.shape == (1, 2, 4, 4) and shares[0, 0, 0, 1] > 0.99
     assert torch.allclose(shares.sum(-1), torch.ones(1, 2, 4), atol=1e-6)
     alone = patch_similarity(features[:, :2], SimilarityConfig(threshold=0.999))
-    assert torch.allclose(alone[0, 0, 1], torch.full((4,), 0.25))  # no likeness is no NaN, and nobody's
+    assert torch.allclose(
+        alone[0, 0, 1], torch.full((4,), 0.25)
+    )  # a zero vector gives no NaN, and is equally similar to all
     said = torch.randn(1, 3, 4, 4)
     wanted = F.cross_entropy(said[:, :2].flatten(0, 2), shares.flatten(0, 2))
     assert torch.allclose(patch_similarity_loss(said, features, c), wanted[None])

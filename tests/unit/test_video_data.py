@@ -1,4 +1,4 @@
-"""Videos: rendered ones move as physics and cameras say, published ones are read whole, clips decode their own frames alone."""
+"""Videos: rendered ones follow physics and cameras, published ones are read completely, clips decode only their own frames."""
 
 import gzip
 import io
@@ -40,7 +40,7 @@ def ramp(*shape, step=1, mod=65536):
 def test_bodies_fall_slide_and_collide():
     one = simulate([RigidBody("sphere", 0.5, "metal", (0.0, 0.0, 5.0))], 13)
     fallen = 5.0 - one.positions[:9, 0, 2]
-    # Half g t squared, to the solver's step, until it touches the ground.
+    # g t squared / 2, up to the solver's step size, until it touches the ground.
     assert np.allclose(fallen, 9.81 / 2 * (np.arange(9) / 12) ** 2, rtol=0.05, atol=0.01)
     assert one.positions[:, 0, 2].min() > 0.45
     hit = simulate(

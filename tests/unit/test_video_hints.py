@@ -1,4 +1,4 @@
-"""What videos tell beside their frames: objects of the first one, where points came from, depth; and blocks over slots as libraries have them."""
+"""Further data of videos: objects of the first frame, origins of points, depth; and blocks over slots compared with libraries."""
 
 import colorsys
 
@@ -81,7 +81,7 @@ def test_steves_first_block_norms_the_stream_and_its_last_norm_is_there():
     z = z + second.mlp(second.norm_mlp(z))
     assert torch.allclose(made(x), norm(z), atol=1e-6) and first.mlp[0].out_features == 32 and first.to_q.bias is None
     made.train()
-    assert torch.equal(made(x), made(x))  # its code's default is no dropout
+    assert torch.equal(made(x), made(x))  # by default, its code has no dropout
     dropped = TransformerConfig(preset="steve", dropout=0.1).build(8)
     assert not torch.equal(dropped(x), dropped(x))
 
@@ -109,7 +109,7 @@ def test_hints_are_boxes_of_visible_objects():
         hint = Hint(HintConfig(of=of, hidden=6), 5, 4, 8)
         slots = hint(labels)
         nothing = torch.stack([slots[0, 0], slots[0, 2], slots[1, 0]])
-        # Rows of one product may differ in their last bit on some CPUs.
+        # On some CPUs, rows of one product may differ in their last bit.
         assert slots.shape == (2, 5, 4) and torch.allclose(nothing, nothing[:1].expand(3, -1), atol=1e-6)
         assert not torch.equal(slots[0, 1], slots[1, 2])
         moved = labels.clone()
@@ -118,7 +118,7 @@ def test_hints_are_boxes_of_visible_objects():
             1,
             1,
             1,
-        )  # another shape about the same middle
+        )  # another shape with the same centre
         assert torch.allclose(hint(moved)[0, 1], slots[0, 1]) == (of == "centres")
 
 
@@ -141,12 +141,14 @@ def test_flow_is_coloured_and_cut_as_its_pictures_are():
         labels = np.zeros((12, 12), np.uint8)
         picture[4:8, 3:9], labels[4:8, 3:9] = 255, 2
         shown = cut.picture(picture)[..., 0] > 127
-        assert (shown == (cut.labels(labels) == 2)).mean() > 0.9 and shown.any()  # bicubic pixels overshoot at corners
+        assert (
+            shown == (cut.labels(labels) == 2)
+        ).mean() > 0.9 and shown.any()  # bicubic interpolation overshoots at corners
         even = np.broadcast_to(np.array([2.0, -3.0], np.float32), (12, 12, 2))
         wide, tall = (cut.size / side for side in ((cut.box.width, cut.box.height) if cut.box else (12, 12)))
         assert np.allclose(cut.flow(even), [2 * tall, 3 * wide if cut.flip else -3 * wide], atol=1e-4)
     tall = np.zeros((16, 12, 2), np.float32)
-    tall[4:8] = 1  # what is not square is cut in the middle, as its picture is
+    tall[4:8] = 1  # an image that is not square is cropped to its centre, and so is its mask
     assert np.array_equal(FrameTransform(12).flow(tall)[..., 0], tall[2:14, :, 0])
 
 
@@ -192,7 +194,7 @@ def test_encoders_with_hints_require_a_fourth_plane():
     rows = encoder.clips(video)
     assert encoder.conditional and torch.equal(encoder.clips(video[1:])[0], rows[1])
     other = video.clone()
-    other[:, 1:, 3] = 7  # of later frames nothing is told
+    other[:, 1:, 3] = 7  # later frames give no hints
     assert torch.equal(encoder.clips(other), rows)
     other[0, 0, 3] = 3
     assert not torch.equal(encoder.clip_slots(other)[0], encoder.clip_slots(video)[0])

@@ -1,4 +1,4 @@
-"""Slots through time: frame by frame as by hand, all times at once, cut and continued, and what scores say of them."""
+"""Slots over time: compared with a loop over frames, all times at once, cut and continued, and their scores."""
 
 from contextlib import nullcontext
 
@@ -83,7 +83,7 @@ def test_recomputation_changes_nothing_and_every_parameter_learns(row):
     (loss, plain), (again, recomputed) = gradients(False), gradients(True)
     assert loss == again
     assert all(torch.equal(plain[name], recomputed[name]) for name, grad in plain.items() if grad is not None)
-    # Equal slots at all times cannot be told apart by how far they are; what one head adds to all logits is no change.
+    # Equal slots at all times do not depend on distances, and a constant for all logits of a head changes nothing.
     silent = {name for name, grad in plain.items() if grad is None or not grad.abs().max()}
     assert all("predictor" in n or "distance" in n or "to_k" in n or "position" in n for n in silent), silent
 
@@ -97,7 +97,7 @@ def test_slots_go_from_frame_to_frame_as_by_hand():
         own = module.step.corrector(tokens[:, t], None, state).slots
         slots.append(own)
         block = module.step.predictor[0]
-        # SAVi's block: attention and perceptron, each with what went in added and normed behind.
+        # SAVi's block: attention and MLP, each added to its input and normalised afterwards.
         q, k, v = (layer(own) for layer in (block.to_q, block.to_k, block.to_v))
         heads = [
             torch.softmax(a @ b.transpose(1, 2) / 8**0.5, -1) @ c
@@ -112,7 +112,7 @@ def test_slots_go_from_frame_to_frame_as_by_hand():
     assert torch.allclose(torch.cat([first.slots, second.slots], 1), found.slots, atol=1e-6) and torch.allclose(
         last, again, atol=1e-6
     )
-    assert torch.equal(module(tokens[:, :3]).slots, found.slots[:, :3])  # nothing of what comes later
+    assert torch.equal(module(tokens[:, :3]).slots, found.slots[:, :3])  # later frames have no effect
 
 
 @pytest.mark.parametrize("row", ["savi", "psb"])
@@ -129,7 +129,7 @@ def test_clips_of_any_length_are_cut_into_objects_one_by_one(row):
     assert torch.allclose(
         errors[0, :4], (found.decoded.image - video[0, :4] / 255).square().flatten(1).mean(1), atol=1e-6
     )
-    if row == "psb":  # a frame behind the training's length sees the last four
+    if row == "psb":  # a frame after the training's length sees the last four
         slots = encoder.clip_slots(video)
         late = encoder.clip_slots(video[:, 2:6])
         assert torch.allclose(slots[:, 5], late[:, -1], atol=1e-6) and not torch.allclose(
@@ -189,7 +189,7 @@ def test_all_frames_of_a_clip_have_one_crop():
     )
     still = {name: fields[f"000{name[3:]}"] if name[:3].isdigit() else data for name, data in fields.items()}
     cropped, _ = example(fields=still, crop_scale=[0.3, 0.6], hflip=0.5)
-    assert all(np.array_equal(frame, cropped[0]) for frame in cropped)  # one crop, one mirror for all
+    assert all(np.array_equal(frame, cropped[0]) for frame in cropped)  # one crop and one mirror for all
     with pytest.raises(BadSampleError, match=r"shorter than frames\.count=4"):
         example(fields={name: data for name, data in fields.items() if name[:3] in ("000", "001", "002", "jso")})
     other = episode_fields(episode("a", 0, "train", 0, 1, 32, 3))["000.png"]
@@ -217,7 +217,7 @@ def test_a_slot_that_leaves_its_object_counts_in_videos_and_not_in_images():
 
 
 def held_for_backward(module, *given):
-    """Bytes that a forward keeps, and gradients."""
+    """Return the bytes that a forward saves, and the gradients."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
         found = module(*given).slots
@@ -243,7 +243,7 @@ def test_recomputation_saves_memory(kind):
 
 
 def test_features_of_another_training_length_are_not_read_again(tmp_path):
-    """A binder that is not told a window sees as many frames as in training, which its weights do not say."""
+    """Without a given window, a binder sees as many frames as in training, a number that its weights do not contain."""
     render_videos(tmp_path / "v", VideoSetConfig(train=1, test=4, frames=5, size=16, per_shard=12, max_objects=2), 1)
     model = objective("psb").model
     masks, probe = (

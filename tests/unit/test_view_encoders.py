@@ -1,4 +1,4 @@
-"""What sees posed views: encoders of scenes against their published sizes and formulas."""
+"""Encoders of posed views compared with their published sizes and formulas."""
 
 import torch
 from torch.nn import functional as F
@@ -7,7 +7,7 @@ from object_centric.scenes3d.view_encoder import ViewEncoderConfig
 
 
 def test_osrts_and_srts_encoders_have_their_parameters():
-    """OSRT's has 34.3 million, 57.9 with its slot attention (counted without memory)."""
+    """OSRT's encoder has 34.3 million parameters, 57.9 million with slot attention (counted without allocating them)."""
     with torch.device("meta"):
         osrt_, srt = (sum(p.numel() for p in ViewEncoderConfig(preset=n).build().parameters()) for n in ("osrt", "srt"))
     convs = 183 * 96 * 9 + 96 * 192 * 9 + 192 * 192 * 9 + 192 * 384 * 9 + 384 * 384 * 9 + 384 * 768 * 9
@@ -18,7 +18,7 @@ def test_osrts_and_srts_encoders_have_their_parameters():
 
 
 def srt_encoder(w, posed, octaves, start, heads):
-    """stelzner/srt's encoder from its formulas, one view and one head at a time."""
+    """Compute stelzner/srt's encoder from its formulas, one view and one head at a time."""
     tokens = []
     for number, (image, origin, ray) in enumerate(zip(*posed[0].split(3, 1), strict=True)):
         told = [image]
@@ -55,13 +55,13 @@ def test_srts_encoder_is_its_formula():
         {"preset": "srt", **small, "transformer": {"blocks": 2, "heads": 3, "mlp_width": 30}}
     )
     module = config.build().double()
-    for parameter in module.parameters():  # norms and biases that say something
+    for parameter in module.parameters():  # norms and biases that change the result
         parameter.data += 0.1 * torch.randn_like(parameter)
     posed = torch.rand(1, 3, 9, 16, 16, dtype=torch.float64)
     with torch.no_grad():
         found, expected = module(posed), srt_encoder(module.state_dict(), posed, 3, -5, 3)
         assert torch.allclose(found[0], expected, atol=1e-9)
-        # Which view is the first one counts, and the order of the others does not.
+        # It matters which view is the first one; the order of the others does not.
         others = module(posed[:, [0, 2, 1]])[0].unflatten(0, (3, -1))[[0, 2, 1]].flatten(0, 1)
         assert torch.allclose(others, found[0], atol=1e-9)
         assert not torch.allclose(
@@ -75,6 +75,6 @@ def test_records_of_osrts_sizes_by_their_former_name_are_osrts():
     del old["pos_embed_size"]
     former = {**old, "preset": "srt", "transformer": {**old["transformer"], "preset": "srt"}}
     assert ViewEncoderConfig.model_validate(former) == ViewEncoderConfig(preset="osrt")
-    # What a person types is what it says, also with a knob at its preset's own value.
+    # A typed value is respected, even if it equals the preset's own value.
     typed = ViewEncoderConfig.model_validate({"preset": "srt", "layers": "plain", "transformer": {"preset": "srt"}})
     assert typed == ViewEncoderConfig(preset="srt") and typed.pos_embed_size == 16

@@ -1,4 +1,4 @@
-"""Published scenes of several cameras become ours: folders of transforms.json, and ObSuRF's."""
+"""Published scenes of several cameras are converted: folders of transforms.json, and ObSuRF's."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def read_back(folder):
 
 
 def test_folders_of_transforms_become_scenes(tmp_path):
-    for name in ("lego", "ship 1", "ship_1", "ship.1"):  # of which three are one key
+    for name in ("lego", "ship 1", "ship_1", "ship.1"):  # three of these become the same key
         nerf_folder(tmp_path / "in" / name)
     config = PublishedConfig(source="nerf", files=("in",), size=10, test=1, near=2.0, far=7.5)
     written = convert_published([tmp_path / "in"], tmp_path / "out", config)
@@ -48,7 +48,7 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     assert keys == ["ship_1", "ship_1-2", "ship_1-3"]
     scene, *_ = read_back(tmp_path / "out/train")
     assert len(scene.views) == 3 and scene.frames == 1 and (scene.metadata["near"], scene.metadata["far"]) == (2.0, 7.5)
-    # So a model whose rays end before it says so, and does not learn from what it cannot see.
+    # So a model whose rays end earlier raises an error, instead of learning from what it cannot see.
     with pytest.raises(BadSampleError, match=r"decoder.near=1, decoder.far=5"):
         check_scene_bounds(scene.bounds, Bounds(1.0, 5.0))
     check_scene_bounds(scene.bounds, Bounds(1.0, 9.0))
@@ -60,8 +60,8 @@ def test_folders_of_transforms_become_scenes(tmp_path):
     picture = scene.views[1].image(0)
     assert (
         picture.shape == (10, 10, 3) and picture[0, 0, 0] in range(35, 46) and picture[9, 9].min() > 250
-    )  # behind it is white
-    # Squeezed pictures have two focal lengths.
+    )  # beyond it is white
+    # Stretched images have two focal lengths.
     fx, fy, cx, cy = scene.lens(0, 10, 10)
     focal = 24 / 2 / np.tan(0.35)
     assert np.allclose([fx, fy, cx, cy], [focal * 10 / 24, focal * 10 / 20, 5, 5])
@@ -159,7 +159,7 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
 
 
 def _obsurfs_depth(root, tmp_path, places):
-    """A plane at the origin, seen by cameras that look at it: along rays in one set, along the axis in the other."""
+    """A plane at the origin, seen by cameras that look at it: depth along rays in one set, along the axis in the other."""
     (root / "depths").mkdir()
     x, y = np.meshgrid((np.arange(32) + 0.5 - 16) / 35, (np.arange(24) + 0.5 - 12) / 35)
     longer = np.sqrt(1 + x**2 + y**2)
@@ -170,7 +170,7 @@ def _obsurfs_depth(root, tmp_path, places):
             for view in range(3):
                 far = np.linalg.norm(places[scene, view]) * (1 if planar else longer)
                 levels = np.broadcast_to(far / 40 * 65536, (24, 32)).round().astype(np.uint16).copy()
-                levels[0, 0] = 65535  # that far, or farther
+                levels[0, 0] = 65535  # this far or farther
                 Image.fromarray(levels).save(root / f"depths/depths_{scene}_{view}.png")
         config = PublishedConfig(source="clevr3d", scenes=(1, 3), size=None)
         written = convert_published([root], tmp_path / f"deep{planar}", config)
@@ -178,7 +178,7 @@ def _obsurfs_depth(root, tmp_path, places):
         (scene,) = read_back(tmp_path / f"deep{planar}/train")
         found, true = scene.views[1].depth(0), np.linalg.norm(places[1, 1]) * longer
         assert np.allclose(found[1:], true[1:], atol=3e-3) and found[0, 0] > 90
-        # What is endless is the sky, and no part of what is seen.
+        # An infinite distance belongs to the sky, and not to the bounds of the scene.
         assert scene.bounds[0] == pytest.approx(np.linalg.norm(places[1, :3], axis=1).min(), rel=3e-3)
         assert scene.bounds[1] < 20
         told = config.model_copy(update={"near": 1.0, "far": 30.0})
@@ -206,7 +206,7 @@ def test_obsurfs_folders_become_scenes(tmp_path):
     (root / "masks").mkdir()
     places = rng.normal(5.0, 1.0, (3, 4, 3))
     np.savez(root / "metadata.npz", camera_pos=places, shape=np.array([[1, 2, 0], [1, 1, 1], [1, 0, 0]]))
-    for scene in (0, 1):  # of the third nothing was fetched
+    for scene in (0, 1):  # nothing of the third was downloaded
         for view in range(3):
             Image.fromarray(rng.integers(0, 255, (24, 32, 3), dtype=np.uint8)).save(
                 root / f"images/img_{scene}_{view}.png"

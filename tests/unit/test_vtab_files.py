@@ -27,13 +27,13 @@ def image(seed, shape=(8, 8, 3)):
 
 
 def example(features):
-    """Return features in the form that the library of TFRecords takes."""
+    """Return features in the form that the TFRecord library accepts."""
     kinds = {int: "int", float: "float", bytes: "byte"}
     return {name: (values, kinds[type(values[0])]) for name, values in features.items()}
 
 
 def write_records(folder, builder, split, examples, shards=3):
-    """Write the examples in the given order, in consecutive shards, as TensorFlow Datasets does."""
+    """Write the examples in the given order in consecutive shards, like TensorFlow Datasets."""
     folder.mkdir(parents=True, exist_ok=True)
     bounds = [round(len(examples) * k / shards) for k in range(shards + 1)]
     for k in range(shards):
@@ -46,7 +46,7 @@ def content(eval_set):
 
 
 def test_md5_order_is_that_of_tensorflow_datasets():
-    # Computed with another program from the definition: ascending md5 of the split's name and the example's.
+    # Computed with another program from the definition: ascending md5 of the names of split and example.
     sizes = {"AnnualCrop": 3000, "Forest": 3000, "HerbaceousVegetation": 3000, "Highway": 2500, "Industrial": 2500, "Pasture": 2000,
              "PermanentCrop": 2500, "Residential": 3000, "River": 2500, "SeaLake": 3000}  # fmt: skip
     keys = [f"{name}_{name}_{i}.jpg" for name, count in sizes.items() for i in range(1, count + 1)]

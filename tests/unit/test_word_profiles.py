@@ -1,4 +1,4 @@
-"""Which slots are shown to a reader, how their pictures are laid, and tables that fit."""
+"""Which slots are displayed, how their pictures are arranged, and tables that fit the terminal."""
 
 import numpy as np
 import torch
@@ -46,10 +46,12 @@ def test_attended_pixels_keep_their_colours_within_a_line_around_half_of_the_att
     heat[0, 0] = 1.0
     drawn = np.asarray(overlay(ImageCrop(image, (0, 0, 64, 64)), heat, 1.0, 64)).astype(int)
     assert abs(drawn[2, 2] - [200, 20, 20]).max() < 12
-    assert len(set(drawn[60, 60])) == 1 and drawn[60, 60, 0] < 70  # grey and dim
+    assert len(set(drawn[60, 60])) == 1 and drawn[60, 60, 0] < 70  # grey and dark
     assert (drawn[:24, :24] == 255).all(-1).any() and not (drawn[32:] == 255).all(-1).any()
     even = np.asarray(overlay(ImageCrop(image, (16, 16, 48, 48)), torch.ones(4, 4), 1.0, 64)).astype(int)
-    assert not (even == 255).all(-1).any() and even[2, 2].max() < 40  # no line; dark where the model saw nothing
+    assert (
+        not (even == 255).all(-1).any() and even[2, 2].max() < 40
+    )  # no border; dark where the model attends to nothing
 
 
 def test_tables_fit_eighty_columns_and_split_no_word(monkeypatch):

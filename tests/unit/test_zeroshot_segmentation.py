@@ -1,4 +1,4 @@
-"""Segmentation without training: dense encodings, windows, classes and votes against plain restatements, and sets as published."""
+"""Segmentation without training: dense encodings, windows, classes and votes compared with restatements, and published sets."""
 
 import io
 import itertools
@@ -42,7 +42,7 @@ def clip(kind="token", **readout):
     torch.manual_seed(0)
     tree = {"backbone": "ViT-Tiny-16", "readout": {**READOUTS.get(kind, {"kind": kind}), **readout}, **SIZES}
     model = Clip(ClipConfig.model_validate(tree))
-    for parameter in model.parameters():  # biases and scales that are not trivial
+    for parameter in model.parameters():  # nontrivial biases and scales
         torch.nn.init.normal_(parameter, 0, 0.07)
     return ClipEncoder(model.eval())
 
@@ -73,7 +73,7 @@ def test_the_last_block_with_other_attention():
     whole = visual.hidden(x)
     hook.remove()
     assert torch.allclose(last_tokens(visual, x, "standard"), whole, atol=1e-6)
-    # Token by token: a sequence of one token attends to itself, which is the form of MaskCLIP.
+    # Token by token: a sequence of one token attends to itself, as in MaskCLIP.
     alone = torch.stack([torch.cat([block(t[None, None])[0] for t in row]) for row in inputs[0]])
     assert torch.allclose(last_tokens(visual, x, "values"), alone, atol=1e-4)
     # SCLIP, head by head.
@@ -101,7 +101,7 @@ def test_dense_patches_of_open_clip_and_of_readouts():
         encoder = clip(kind, **readout)
         found = encoder.dense(torch.randint(0, 255, (2, 3, 32, 32), dtype=torch.uint8))
         assert found.shape == (2, 16, encoder.width), kind
-    # A readout sees the patch alone, so the encoding of an image whose tokens are all equal is that of its patches.
+    # A readout sees one patch only, so if all tokens of an image are equal, the encoding of the image is that of its patches.
     encoder = clip("sparo", attend_cls=False)
     visual = encoder.model.visual
     token = torch.randn(1, 1, 128).expand(1, 17, 128)
@@ -191,7 +191,7 @@ def test_backgrounds_names_and_errors(tmp_path):
     base = ZeroshotSegmentationTaskConfig(root=str(tmp_path), windows="whole", workers=0)
     encoder = clip()
     plain = Suite({"s": base}).run(encoder)["s"]
-    # Without the background, the names are those of the classes from 1 on.
+    # Without the background, names belong to the classes from 1 on.
     (tmp_path / "classnames.txt").write_text("dog\ntree\n")
     without = Suite({"s": base.model_copy(update={"ignore_background": True})}).run(encoder)["s"]
     assert set(without.options["iou"]) == {0, 1} and set(plain.options["iou"]) == {0, 1, 2}

@@ -29,7 +29,7 @@ def jpeg(number: int) -> bytes:
 
 
 def caption(number: int) -> str:
-    """Return a caption with a letter outside of ASCII."""
+    """Return a caption with a non-ASCII letter."""
     return f"caption {number} é"
 
 

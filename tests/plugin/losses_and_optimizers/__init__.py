@@ -1,4 +1,4 @@
-"""A package that adds a loss to CLIP, an optimizer, and a method that derives from CLIP: what docs/guides/extending.md describes."""
+"""A package that adds a loss to CLIP, an optimizer, and a method derived from CLIP, as docs/guides/extending.md describes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparo_train.objectives.method import Method
 
 
 class DecoupledLoss(ContrastiveLoss):
-    """Decoupled contrastive loss (Yeh et al. 2022, Eq. 6): the pair itself is left out of the denominator."""
+    """Decoupled contrastive loss (Yeh et al. 2022, Eq. 6): the denominator does not contain the positive pair."""
 
     kind: Literal["decoupled"] = field("decoupled", "an entry of sparo.losses")
     weight: float = field(1.0, "factor of the pair's own logit", gt=0)
@@ -35,7 +35,7 @@ class UnfinishedLoss(ContrastiveLoss):
 
 
 class LionConfig(OptimConfig):
-    """Lion (Chen et al. 2023): the sign of a mean of gradients, decoupled weight decay, one moment."""
+    """Lion (Chen et al. 2023): sign of an average of gradients, decoupled weight decay, one moment."""
 
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
@@ -49,7 +49,7 @@ class LionConfig(OptimConfig):
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps parameters of any kind, FSDP2's shards included: every operation is elementwise."""
+    """Updates parameters of any kind, including FSDP2's shards, because every operation is elementwise."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -67,7 +67,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class ScaledClipConfig(ClipObjectiveConfig):
-    """CLIP whose loss has a factor."""
+    """CLIP with a factor on its loss."""
 
     kind: Literal["scaled_clip"] = field("scaled_clip", "an entry of sparo.methods")
     factor: float = field(0.5, "factor of the loss", gt=0)

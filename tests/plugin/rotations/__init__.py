@@ -1,4 +1,4 @@
-"""A method from outside: a ViT learns by how many quarter turns an image was turned (Gidaris et al. 2018), read out by learned queries."""
+"""A method in a separate package: a ViT predicts by how many quarter turns an image was rotated (Gidaris et al. 2018), from learned queries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparo_train.objectives.method import Method
 
 
 class QueriesReadOut(ReadOutConfig):
-    """Slots that learned queries read through one multi-head attention; a row of `sparo.readouts`."""
+    """Slots that learned queries read by one multi-head attention; an entry of `sparo.readouts`."""
 
     kind: Literal["queries"] = "queries"
     slots: int = Field(default=4, gt=0)

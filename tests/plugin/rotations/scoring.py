@@ -1,4 +1,4 @@
-"""What encodes with it, how it is scored, and a file for other programs."""
+"""Encoder, task and export of the method."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RotationsEncoder(Encoder):
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Slots apart: (n, L, V)."""
+        """Separate slots (n, L, V)."""
         return self.model(self.normalised(pixels)).unflatten(1, (self.slots, -1)).float()
 
 
@@ -45,7 +45,7 @@ class NeighbourConfig(SetTaskConfig):
 
 
 def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
-    """How often the image with the most similar slots has the same label."""
+    """Computes how often the image with the most similar slots has the same label."""
     source = open_set(task, "label")
     (images,) = scoring.features([source], task.workers)
     labels = labels_of(images, source)
@@ -68,7 +68,7 @@ def _write(trained: TrainedWeights, path: Path) -> Path:
 
 
 def drawn(encoder: Encoder, task: NeighbourConfig, count: int) -> TaskPictures:
-    """The set's first images beside each other."""
+    """Draws the first images of the set in a row."""
     source = open_set(task, "label")
     images = [source.read(i)[1].resize((32, 32)) for i in range(min(count, len(source)))]
     sheet = Image.new("RGB", (32 * len(images), 32))
