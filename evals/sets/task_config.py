@@ -71,7 +71,11 @@ class TableColumns(Frozen):
         False, "For questions: skip questions whose images do not exist, and report their number. Default: an error."
     )
     rows: int = field(1, "For questions: number of consecutive rows whose images and captions form one question.", gt=0)
-    kind: str = field("", "Kind of a row. Scores are also reported per kind.", examples=["{tag}"])
+    kind: str = field(
+        "",
+        "Template for the kind of a row, such as {kind} for the value of that column. Scores are also reported per kind.",
+        examples=["{tag}"],
+    )
     split: str | None = field(
         None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]
     )

@@ -48,7 +48,7 @@ class DatasetEntry(Frozen):
     )
     settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
     languages: tuple[str, ...] = field(
-        (), "Languages of the set: it becomes a set NAME/LANGUAGE for each.", strict=False
+        (), "Languages of the set. Each becomes a separate set, NAME/LANGUAGE.", strict=False
     )
     language_key: str = field("split", "Key of the task that receives the language.")
     n: int | None = field(None, "Number of images. Default: not checked.", gt=0)

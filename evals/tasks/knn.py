@@ -152,7 +152,7 @@ def predictions(
     Votes are multiplied by `class_weights` (classes,) if given.
     """
     k = min(k, neighbours.row.shape[1])
-    # In parts, because sorted votes of all queries for all classes would dominate the time.
+    # In parts that fit into the cache: sorting the votes of all queries for all classes at once would take most of the time.
     part = block_of(neighbours.row.device)[0]
     best = [
         _voted(similarity, row, labels, classes, temperature, class_weights)[:, : min(top, classes)].clone()

@@ -21,7 +21,9 @@ from .result import DRAWS, Result, percentiles, wilson
 Ties = Literal["lose", "first"]
 _MOST_MATCHED = 6  # images of a question up to which all assignments are compared
 _BLOCK = 2**24  # products of images and texts that are stored at once
-_MANY_KINDS = 20  # kinds that are metrics of their own; more are listed in the result's options
+_MANY_KINDS = (
+    20  # largest number of kinds with a separate metric each; if there are more, all are listed in the result's options
+)
 
 
 class Comparisons(NamedTuple):

@@ -162,7 +162,7 @@ def multilabel_result(scores: Tensor, labels: Tensor, task: str, only_present: b
     average = every[counted]
     value = average.mean().item()
     chance = labels[:, counted].double().mean().item()
-    # Over classes, because images do not contribute separately; of a single class, it is unknown.
+    # The interval covers classes, because the score is a mean over classes. With a single class, it is unknown.
     half = 1.959964 * average.std().item() / len(average) ** 0.5 if len(average) > 1 else 1.0
     return Result(
         task,

@@ -237,8 +237,7 @@ def check(
     bands: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of the bands to read, such as 1,2,3,8, as data.bands in a recipe. Default: red, green and "
-            "blue."
+            help="Numbers of the bands to read, for example 1,2,3,8 (data.bands of a recipe). Default: red, green and blue."
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,

@@ -27,7 +27,9 @@ Mean = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(help="Show the differences to this row, between means over seeds, with 95 % intervals (Welch's t)."),
+    typer.Option(
+        help="Show how much the mean over seeds of each row differs from that of this row, with 95 % intervals (Welch's t)."
+    ),
 ]
 
 

@@ -229,7 +229,9 @@ def edit(
     ],
     move: Annotated[
         str | None,
-        typer.Option(help="Move the object by dx,dy in shares of the image: 0.25,0 is a quarter to the right."),
+        typer.Option(
+            help="Move the object by dx,dy, as fractions of the image size: 0.25,0 is a quarter of the width to the right."
+        ),
     ] = None,
     scale: Annotated[
         float, typer.Option(help="Factor by which the object's size is multiplied. Needs slots with scales (TS-SA).")
@@ -238,8 +240,7 @@ def edit(
     swap: Annotated[
         str | None,
         typer.Option(
-            help="SLOT: exchange the places of the edited slot and this one. IMAGE:SLOT: replace the edited slot by "
-            "this slot of another image."
+            help="SLOT: swap the edited slot with this one. IMAGE:SLOT: replace the edited slot with this slot of another image."
         ),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 128,

@@ -17,12 +17,14 @@ Processes = Annotated[int, typer.Option(min=1, help="Number of processes.")]
 Train = Annotated[int | None, typer.Option(min=1, help="Episodes for training. Default: depends on the kind.")]
 Test = Annotated[int | None, typer.Option(min=1, help="Episodes for evaluation. Default: depends on the kind.")]
 Size = Annotated[
-    int | None, typer.Option(help="Width and height of the frames, in pixels. Default: 32 for small, otherwise 64.")
+    int | None,
+    typer.Option(help="Width and height of the frames, in pixels. Default: 32 for --kind small, otherwise 64."),
 ]
 Rays = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Rays along each side of a pixel: N gives N x N rays per pixel. Default: 2 for small, otherwise 1."
+        min=1,
+        help="Rays along each side of a pixel: N gives N x N rays per pixel. Default: 2 for --kind small, otherwise 1.",
     ),
 ]
 
@@ -90,7 +92,9 @@ def movi_like(
     ] = None,
     size_scale: Annotated[
         float | None,
-        typer.Option(min=0.1, max=4, help="Size of solids relative to CLEVR's. Default: 1, or 2 for the kind small."),
+        typer.Option(
+            min=0.1, max=4, help="Size of solids relative to CLEVR's. Default: 2 for --kind small, otherwise 1."
+        ),
     ] = None,
     antialias: Rays = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,

@@ -116,7 +116,7 @@ def _score_all(
         except SparoError as error:
             if (
                 ranks.size > 1 and not error.on_all_ranks
-            ):  # the other ranks are elsewhere, and could not continue with the next checkpoint
+            ):  # the other ranks wait at another operation, and could not continue with the next checkpoint
                 raise
             if failed is not None and not failed.repeated:
                 logger.error(f"error: {failed}")  # the last one is raised at the end

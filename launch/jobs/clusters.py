@@ -55,7 +55,7 @@ class ClusterConfig(Frozen):
         gt=0,
     )
     gpu_hour_cost: float | None = field(
-        None, "Cost of one GPU for an hour (of one rank, without GPUs), in any currency, for `--dry-run`.", ge=0
+        None, "Cost of a GPU for one hour (without GPUs: of a rank), in any currency, for `--dry-run`.", ge=0
     )
     setup: tuple[str, ...] = field((), "Shell lines before the job: module load …, conda activate ….")
     python: str | None = field(

@@ -76,7 +76,9 @@ class SweepFile(Frozen):
     runs: dict[str, SweepRun] = field(..., "Runs by name.", min_length=1)
     data: tuple[str, ...] = field((), "`sparo data` commands that make the data.", examples=[["sparo data scenes"]])
     measures: dict[str, Measure] = field({}, "Measurements of finished runs, by name.")
-    figure: SweepFigure | None = field(None, "Figure of the sweep. Default: a score over the number of parameters.")
+    figure: SweepFigure | None = field(
+        None, "Figure to draw. Default: the score plotted against the number of parameters."
+    )
 
 
 def read_sweep(path: Path) -> SweepFile:

@@ -45,7 +45,7 @@ class BinderConfig(Frozen):
     )
     interaction: Literal["decoupled", "joint"] = field(
         "decoupled",
-        "decoupled: slots attend to themselves across time, then to slots of their time. joint: to all slots of all times at once.",
+        "decoupled: slots attend to themselves across time, then to slots of the same time step. joint: to all slots of all time steps at once.",
     )
     temporal_decay: bool = field(
         False,

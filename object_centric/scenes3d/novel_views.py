@@ -42,7 +42,7 @@ class ViewsConfig(Frozen):
     targets: Literal["all", "held_out"] = field(
         "all", "Views that are rendered: all, including context views (PSB), or only held_out (OSRT)."
     )
-    rays: int = field(128, "Rays that are rendered per view and time.", gt=0)
+    rays: int = field(128, "Rays that are rendered per view and time step.", gt=0)
 
     @model_validator(mode="after")
     def _some(self) -> Self:

@@ -41,7 +41,7 @@ class ObjectProbeConfig(TaskConfig):
     context_frames: int | None = field(
         None,
         "Number of frames from which the slots of a frame are computed: the frame itself and those directly "
-        "before it. As context_frames of task video_masks.",
+        "before it. Has the same meaning as context_frames of the task video_masks.",
         gt=0,
         examples=[6],
     )

@@ -164,7 +164,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
             slots = self.slots_of(scene[:, :num_context_views], window)
             facts, labels, depths = [], [], []
             for own, views in zip(slots, scene.to(self.device), strict=True):
-                # All views of a time, context views and others, are rendered from its slots.
+                # All views of a time step, context views and others, are rendered from the slots of that step.
                 rendered = self.render(own.expand(len(views), -1, -1), views[:, 3:])
                 target = views[:, :3]
                 # Images smaller than SSIM's window have no SSIM; NaN for any other reason is kept, and refused later.

@@ -87,7 +87,7 @@ class PublishedConfig(Frozen):
     near: float | None = field(
         None,
         "Nearest distance that cameras see (far: the farthest), in world units. For nerf and clevr3d, whose "
-        "files mostly lack it.",
+        "files usually do not contain it.",
         ge=0,
     )
     far: float | None = field(None, "See near.", gt=0)

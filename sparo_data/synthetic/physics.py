@@ -170,7 +170,7 @@ def _corners(shape: Shape) -> np.ndarray:
     around = np.stack([np.cos(turn), np.sin(turn), np.zeros_like(turn)], axis=1)
     if shape == "cone":
         return np.concatenate([[[0, 0, 1.0]], around - [0, 0, 1]])
-    # A torus as its outermost circle and its two flat circles: their hull touches it everywhere except in the hole.
+    # Points of a torus: its outermost circle, and its highest and lowest circle. Their hull approximates it, without the hole.
     wide, flat, up = around * (RING + TUBE), around * RING, np.array([0.0, 0.0, TUBE])
     return np.concatenate([wide, flat + up, flat - up])
 

@@ -178,7 +178,7 @@ class ScenesConfig(Frozen):
     per_shard: int = field(500, "Scenes per shard.", gt=0)
     per_class: int = field(20, "Images per class of the zero-shot sets.", gt=0)
     retrieval: int = field(400, "Scenes of the retrieval set.", gt=0)
-    pairs_per_kind: int = field(150, "Number of caption pairs, a right and a wrong caption, of each kind.", gt=0)
+    pairs_per_kind: int = field(150, "Number of caption pairs (a right and a wrong caption) of each kind.", gt=0)
     antialias: int = field(2, "Rays along each side of a pixel: N gives N x N rays per pixel.", ge=1)
     masks: bool = field(True, "Also write a mask per object.")
 

@@ -145,12 +145,12 @@ class DeviceConfig(Frozen):
     tf32: bool = field(
         False,
         "Compute fp32 matrix products and convolutions on NVIDIA GPUs in TF32 (10 bits of mantissa), which "
-        "is faster. With `precision: bf16`, this concerns mainly the loss.",
+        "is faster. With `precision: bf16`, this mainly affects the loss.",
     )
     expandable_segments: bool = resumable_field(
         True,
         "Let the allocator of NVIDIA GPUs extend its blocks of memory, which leaves fewer gaps if the sizes of batches "
-        "change. PYTORCH_ALLOC_CONF has precedence.",
+        "change. PYTORCH_ALLOC_CONF takes precedence.",
     )
 
 

@@ -69,7 +69,8 @@ class VitConfig(Frozen):
         None, "Initial factor of each residual branch, learned per channel. Default: no factor.", examples=[1e-5], gt=0
     )
     ffn_layer: Literal["mlp", "swiglu"] = field(
-        "mlp", "MLP of each block: the standard one, or the gated one of large models."
+        "mlp",
+        "MLP of each block: mlp (two layers with GELU), or swiglu (gated, as in the large models of DINOv2 and DINOv3).",
     )
     positions: Literal["learned", "rope"] = field(
         "learned", "Learned position embeddings, or DINOv3's rotary ones, which have no parameters."

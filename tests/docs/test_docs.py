@@ -224,7 +224,7 @@ def test_every_printed_command_runs(sandbox):
         assert process.returncode == 0, stderr
 
 
-def test_commands_run_elsewhere_are_the_ones_ci_runs():
+def test_ci_runs_the_commands_that_this_file_omits():
     ci = (ROOT / ".ci/run").read_text()
     assert "pip install -q --disable-pip-version-check -e '.[test]'" in ci and "\npytest" in ci
     for check in ("ruff check .", "ruff format --check .", "lint-imports", "pyright"):
@@ -247,7 +247,7 @@ def test_benchmark_commands_run(command, tmp_path):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypatch):
+def test_recipes_resolve_and_their_headers_are_complete(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     image_folder(tmp_path / "data/images")  # own_images derives its sizes from images
     config = load_run(path)
@@ -276,7 +276,7 @@ def test_recipes_resolve_count_and_state_what_they_are(path, tmp_path, monkeypat
         assert float(said[1]) == pytest.approx(sum(dry.parameters.values()) / 1e6, abs=0.06)
 
 
-def test_published_rows_are_what_their_papers_say():
+def test_published_recipes_have_the_values_of_their_papers():
     """Check keys that an inherited block or a default once changed silently, and values that only the paper's text decides."""
     said = {
         "slots/isa_tetrominoes": ("optim.warmup_steps=10000", "frame.scales=False"),
@@ -323,7 +323,7 @@ def test_published_rows_are_what_their_papers_say():
             assert str(found) == value, (name, word)
 
 
-def test_the_projection_of_slates_slots_trains_at_the_encoders_rate():
+def test_slate_projection_has_the_learning_rate_of_the_encoder():
     groups = load_run(ROOT / "configs/slots/inv_transformer_decoder.yaml").optim.groups
     assert not any(fnmatch.fnmatch("model.project.weight", pattern) for group in groups for pattern in group.match)
 
@@ -335,7 +335,7 @@ def places_of(tree):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_hint_names_what_makes_the_recipes_own_data(path, tmp_path, monkeypatch):
+def test_a_hint_names_the_command_that_makes_the_data_of_a_recipe(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     image_folder(tmp_path / "data/images")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
@@ -348,11 +348,11 @@ def test_a_hint_names_what_makes_the_recipes_own_data(path, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "place", ["/mnt/data/emoji/train", "s3://b/data/clevr/train", "/home/me/data/mine/train", "data", ""]
 )
-def test_a_place_that_no_command_fills_has_no_hint(place):
+def test_a_path_that_no_command_writes_has_no_hint(place):
     assert remedy(place) == ""
 
 
-def test_no_two_commands_of_recipes_fill_one_folder():
+def test_no_two_commands_of_recipes_write_the_same_folder():
     filled = {}
     for path in RECIPES:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -363,7 +363,7 @@ def test_no_two_commands_of_recipes_fill_one_folder():
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
-def test_every_sweep_is_of_recipes_that_are_there(path):
+def test_every_sweep_names_existing_recipes(path):
     name, runs = expand(path, [], 3)
     assert name == path.stem and len(runs) >= 6 and {run.seed for run in runs} == {0, 1, 2}
     kept = ("objective", "optim", "data")
@@ -397,7 +397,7 @@ def test_the_papers_recipes_follow_table_c3(name, steps, batch, decay, warmup, t
     assert slots == (128 if name == "laion400m" else 64)
 
 
-def test_dinos_recipes_are_the_official_defaults(tmp_path, monkeypatch):
+def test_dino_recipes_have_the_official_defaults(tmp_path, monkeypatch):
     """Compare with the values of main_dino.py, which the documentation and recipe headers quote. An official epoch has 2,502 steps of 512 images."""
     monkeypatch.chdir(tmp_path)
     plain, sparo, boost = (load_run(recipe(f"dino/imagenet_vits16{name}.yaml")) for name in ("", "_sparo", "_boost"))

@@ -57,7 +57,7 @@ def test_training_evaluates_as_it_goes(trained):
     assert kept == {(6, False), (12, True)}
 
 
-def test_eval_scores_runs_exports_and_files_alike(trained, tmp_path):
+def test_eval_gives_equal_scores_for_runs_exports_and_files(trained, tmp_path):
     run = trained / "runs/cli"
     assert sparo("export", str(run)).returncode == 0
     done = sparo("export", str(run), "--layout", "sparo-clip", "--out", str(tmp_path / "sc.pt"))
@@ -116,7 +116,7 @@ def test_mistakes_end_with_code_two_and_no_traceback(trained, arguments, message
     assert message.format(root=trained) in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_run_goes_by_the_folder_that_is_typed(trained, tmp_path):
+def test_runs_are_named_by_the_typed_folder(trained, tmp_path):
     """Runs with the same name in two folders are two rows. A run that was also scored by its absolute path is one row."""
     for place in ("a", "b"):
         shutil.copytree(trained / "runs/cli", tmp_path / place / "cli")
@@ -128,7 +128,7 @@ def test_a_run_goes_by_the_folder_that_is_typed(trained, tmp_path):
     assert done.returncode == 0 and "zero" in done.stdout, done.stderr
 
 
-def test_training_survives_results_that_cannot_be_written(trained, tmp_path):
+def test_training_continues_if_results_cannot_be_written(trained, tmp_path):
     """Such scores are missing in tables, but metrics.jsonl and the file of the step contain them."""
     (tmp_path / "cli/evals/results.jsonl").mkdir(parents=True)
     done = sparo("train", str(trained / "recipe.yaml"), "name=cli", f"out={tmp_path}", cwd=trained)
@@ -178,12 +178,12 @@ def test_dry_run_counts_without_training(trained, tmp_path):
         ),
     ],
 )
-def test_what_training_would_refuse_a_dry_run_does(trained, word, message):
+def test_dry_run_refuses_what_training_would_refuse(trained, word, message):
     code, error = call(app, ["train", str(trained / "recipe.yaml"), "--dry-run", word])
     assert code == 2 and message in str(error)
 
 
-def test_data_verbs(trained):
+def test_data_commands(trained):
     done = sparo("data", "check", str(trained / "shards"), "--json", str(trained / "check.json"))
     assert done.returncode == 0 and "nothing broken" in done.stdout
     assert json.loads((trained / "check.json").read_text())["samples"] == 96

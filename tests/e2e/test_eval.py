@@ -80,7 +80,7 @@ def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monke
     assert sorted(p for p in root.rglob("*") if p.is_file()) == before
 
 
-def test_a_folder_of_data_names_its_tasks_and_the_catalogue_its_sets(scored):
+def test_tasks_are_selected_by_data_folder_and_by_catalogue_group(scored):
     root, _ = scored
     done = sparo("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "small", "--no-write-to-run", cwd=root)
     assert done.returncode == 0 and "ret" in done.stdout and "knn" not in done.stdout
@@ -140,7 +140,7 @@ def test_two_checkpoints_are_compared_sample_by_sample(scored):
     assert done.returncode == 2 and "results: contains results of runs/s0, runs/s1. Give one" in done.stderr
 
 
-def test_shares_of_an_array_score_once_all_are_there(scored):
+def test_parts_of_an_array_score_when_all_are_complete(scored):
     root, _ = scored
     arguments = (
         "eval",
@@ -175,7 +175,7 @@ def test_tasks_that_an_encoder_cannot_do_are_skipped_and_reported(scored):
     assert done.returncode == 2 and "Use knn, linear or probe" in done.stderr
 
 
-def test_slots_are_chosen_by_number(scored):
+def test_slots_are_selected_by_number(scored):
     root, _ = scored
     words = ("eval", "runs/s0", "--data", "tasks.yaml", "--tasks", "zero", "--features", "store", "--results", "chosen")
     for chosen in ("0-3", "1,3", "3"):
@@ -267,7 +267,7 @@ GOLDEN = {
 }
 
 
-def test_the_numbers_of_a_small_trained_run_stay(scored):
+def test_scores_of_a_small_trained_run_are_unchanged(scored):
     """Compare the scores of run s0 with stored ones. Two samples may differ, because processors round differently."""
     root, _ = scored
     lines = [json.loads(line) for line in (root / "results/results.jsonl").read_text().splitlines()]

@@ -51,7 +51,7 @@ def press(page, selector, *keys):
         page.keyboard.press(key)
 
 
-def test_scores_are_those_of_eval_for_any_choice_by_keyboard(world, browser):
+def test_keyboard_selections_have_the_scores_of_eval(world, browser):
     with explorer("runs/s0", "--data", "tasks.yaml", "--out", "switched.json", cwd=world) as address:
         seen = Watched(browser, address)
         page = seen.page
@@ -192,7 +192,7 @@ def saves_from_two_tabs(seen, address, world):
     seen.fine()
 
 
-def test_what_a_person_does_with_it(world, browser, tmp_path):
+def test_a_session_of_a_user(world, browser, tmp_path):
     (tmp_path / "own.jpg").write_bytes(jpeg(7, (60, 40)))
     (tmp_path / "no.jpg").write_bytes(b"no image")
     with explorer("runs/s0", "--data", "tasks.yaml", "--out", "by_hand.json", "--task", "ret", cwd=world) as address:
@@ -332,7 +332,7 @@ def drop(page, kind, *paths):
     )
 
 
-def test_behind_a_proxy_with_own_pictures(world, browser, tmp_path):
+def test_the_explorer_works_through_a_proxy_with_uploaded_images(world, browser, tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.jpg").write_bytes(jpeg(40 + i, (60, 40)))
     words = ("--data", "tasks.yaml", "--out", "proxied.json", "--allow-host", "hub.localhost")
@@ -362,7 +362,7 @@ def test_behind_a_proxy_with_own_pictures(world, browser, tmp_path):
                 seen.context.close()
 
 
-def test_late_answers_and_spoilt_files_lose_nothing(world, browser):
+def test_late_replies_and_damaged_files_lose_nothing(world, browser):
     words = ("runs/s0", "--data", "tasks.yaml", "--compare", "runs/s1", "--out", "late.json", "--tasks", "zero,pairs")
     with explorer(*words, cwd=world) as address:
         seen = Watched(browser, address)

@@ -48,7 +48,7 @@ def test_an_export_has_a_card_checksums_and_usual_modes(run, export):
     assert done.returncode == 0, done.stderr
 
 
-def test_one_file_has_its_own_card_and_sum(run, tmp_path):
+def test_a_single_file_export_has_a_card_and_a_checksum(run, tmp_path):
     done = sparo("export", str(run), "--layout", "sparo-clip", "--out", str(tmp_path / "x.pt"))
     assert done.returncode == 0, done.stderr
     digest, name = (tmp_path / "x.pt.sha256").read_text().strip().split("  ")
@@ -94,7 +94,7 @@ def test_every_form_of_a_model_normalises_pixels_as_its_run_does(run, tmp_path):
                 load_encoder(form)
 
 
-def test_a_readme_of_somebody_else_stays(run, tmp_path):
+def test_a_foreign_readme_is_not_overwritten(run, tmp_path):
     (tmp_path / "README.md").write_text("# my project")
     for _ in range(2):
         assert sparo("export", str(run), "--out", str(tmp_path)).returncode == 0
@@ -197,7 +197,7 @@ def _upload(hub, *arguments, token="hf_good"):
     return subprocess.run(line, env=os.environ | place, capture_output=True, text=True, check=False)
 
 
-def test_the_hub_gets_what_it_takes_to_load_the_model(run, tmp_path, hub):
+def test_the_hub_gets_every_file_that_loading_needs(run, tmp_path, hub):
     done = _upload(hub, run, "--out", tmp_path / "m", "--hub", "me/model", "--private")
     assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith("/me/model"), done.stderr
     assert hub.created[0]["organization"] == "me" and (

@@ -34,7 +34,7 @@ json.dump(found, open(out, "w"))
 """
 
 
-def test_results_go_where_clip_benchmark_builds_its_tables(scored):
+def test_clip_benchmark_builds_tables_from_our_results(scored):
     pytest.importorskip("clip_benchmark")
     root, _ = scored
     done = sparo("eval", "export", "results", "--out", "cb", cwd=root)
@@ -55,7 +55,7 @@ def test_results_go_where_clip_benchmark_builds_its_tables(scored):
     assert float(found["acc1"]) == pytest.approx(zero["metrics"]["acc1"])
 
 
-def test_stock_programs_give_our_numbers_for_our_exports(scored):
+def test_other_programs_give_our_scores_for_our_exports(scored):
     """Run clip_benchmark's own command on a wds set, and a usual SugarCrepe script, through the plug-in runner."""
     pytest.importorskip("clip_benchmark")
     root, _ = scored

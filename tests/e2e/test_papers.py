@@ -31,7 +31,7 @@ def test_the_index_lists_every_item_of_the_five_papers():
         (("--claims", "combinations"), ["claim 1: ", "heldout/acc1: `sparo` minus `gap`"], ["claim 2"]),
     ],
 )  # fmt: skip
-def test_words_choose_items(words, expected, absent):
+def test_words_select_items(words, expected, absent):
     done = listed(*words)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in expected), done.stdout

@@ -107,7 +107,7 @@ def run(root, *arguments, **environment):
     return process.returncode, out + err
 
 
-def test_it_trains_and_resumes_bit_identical_after_a_kill(place):
+def test_the_method_trains_and_resumes_bit_identically_after_a_kill(place):
     cut = start(place, "train", "recipe.yaml", "name=cut")
     wait_for_step(place / "cut", 5, [cut])
     cut.kill()
@@ -119,7 +119,7 @@ def test_it_trains_and_resumes_bit_identical_after_a_kill(place):
     assert {"loss", "accuracy", "tflops"} <= record.keys()  # the metrics contain no loss, so the total is logged
 
 
-def test_two_ranks_in_pieces_train_as_one_process(place):
+def test_two_sharded_ranks_train_like_one_process(place):
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     engine = "engine={kind: fsdp2, device: cpu, precision: fp32, timeout: 60}"
     ranks = [
@@ -141,7 +141,7 @@ def test_two_ranks_in_pieces_train_as_one_process(place):
     assert losses(place / "pieces") == pytest.approx(losses(place / "whole"), rel=1e-4)
 
 
-def test_it_is_counted_scored_and_exported(place):
+def test_the_method_is_counted_scored_and_exported(place):
     code, out = run(place, "train", "recipe.yaml", "--dry-run")
     assert code == 0 and "the objective has no footprint" in out and "backbone" in out, out
     with Image.open(place / "whole/pictures/step-00000012.png") as drawn:  # drawn by the task's own function
@@ -159,7 +159,7 @@ def test_it_is_counted_scored_and_exported(place):
     assert code == 2 and "runs of objective rotations support rotations-backbone" in out
 
 
-def test_its_read_out_goes_into_clip_and_open_clip(place):
+def test_the_readout_works_in_clip_and_open_clip(place):
     tree = tiny_recipe(place / "shards", place, name="clip", steps=2, optim={"lr": 1e-3})
     tree["objective"]["model"]["readout"] = {"kind": "queries", "slots": 3}
     (place / "clip.yaml").write_text(yaml.safe_dump(tree))
@@ -188,7 +188,7 @@ def test_its_read_out_goes_into_clip_and_open_clip(place):
     assert code == 0, out
 
 
-def test_a_job_takes_it_along(place):
+def test_a_job_contains_the_plugin(place):
     code, out = run(place, "launch", "train", "recipe.yaml", "name=job", "--cluster", "local")
     assert code == 0, out
     end = time.monotonic() + 120
@@ -247,7 +247,7 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
         Registry("sparo.methods", {}).get("rotations")
 
 
-def test_an_entry_named_like_a_built_in_one_is_reported(monkeypatch, caplog):
+def test_an_entry_with_the_name_of_a_built_in_one_is_reported(monkeypatch, caplog):
     hidden = EntryPoint("clip", "rotations:METHOD", "sparo.methods")
     monkeypatch.setattr("sparo_train.core.registry.entry_points", lambda group: [hidden])
     registry = Registry("sparo.methods", {"clip": "sparo_train.objectives.clip:METHOD"})

@@ -29,7 +29,7 @@ SIGMOID = [
 
 
 @pytest.mark.parametrize("kind", sorted(set(READOUTS.names()) - {"cls"}))  # cls: DINO's name for token
-def test_a_read_out_trains_through_the_demos_recipe(kind, shards, tmp_path):
+def test_every_readout_trains_with_the_recipe_of_the_demo(kind, shards, tmp_path):
     task = eval_sets(tmp_path / "sets")["ret"]
     words = [f"objective.model.readout={{kind: {kind}, {SIZES.get(kind, '')}}}", *(SIGMOID if kind == "flair" else [])]
     small = [

@@ -52,7 +52,7 @@ def told_apart(world):
     return world
 
 
-def test_a_choice_is_reported_as_eval_scores_it(told_apart):
+def test_a_selection_has_the_scores_of_eval(told_apart):
     world = told_apart
     done = slots(world, "select", "runs/s0", "--task", "pairs", "--report-tasks", "zero,pairs", "--method", "forward", "--k", "2", "--out",
                  "chosen.json", "--json", "facts.json", "--plot", "curves.png", "--draws", "5", data="told.yaml")  # fmt: skip
@@ -94,7 +94,7 @@ def test_every_unit_has_its_scores(world):
         assert table["zero without"][slot] == rest["zero"]["metrics"]["acc1"]
 
 
-def test_masks_are_scored_as_eval_scores_them(world):
+def test_masks_have_the_scores_of_eval(world):
     slots(
         world,
         "mask",
@@ -138,7 +138,7 @@ def test_tables_of_the_paper_and_quality(world):
     slots(world, "quality", "pixels:8", "--task", "zero", "--parts", "4", "--json", "q.json")
 
 
-def test_slots_of_dino_are_chosen_by_their_neighbours(others):
+def test_slots_of_dino_are_selected_by_knn(others):
     done = slots(
         others, "select", "runs/dino", "--task", "knn", "--k", "best", "--out", "dino.json", "--json", "d.json"
     )
@@ -174,7 +174,7 @@ def test_slots_of_dino_are_chosen_by_their_neighbours(others):
     assert "has no text tower" in done.stderr
 
 
-def test_heads_and_parts_are_chosen_in_the_same_way(others):
+def test_heads_and_parts_are_selected_like_slots(others):
     words = ("runs/plain", "--task", "zero", "--report-tasks", "pairs")
     slots(others, "select", *words, "--units", "heads", "--head-layers", "2", "--out", "heads.json", "--json", "h.json")
     facts = json.loads((others / "h.json").read_text())
@@ -234,7 +234,7 @@ def test_a_selection_of_another_checkpoint_is_refused(others):
     assert "was made for another checkpoint" in done.stderr
 
 
-def test_a_page_shows_text_of_others_and_does_nothing(world, tmp_path):
+def test_pages_escape_foreign_text(world, tmp_path):
     export = world / "runs/s0"
     Image.new("RGB", (50, 30), "red").save(tmp_path / "a.png")
     Image.new("RGB", (30, 50), "blue").save(tmp_path / "b.png")

@@ -50,7 +50,7 @@ def served(folder):
             server.shutdown()
 
 
-def test_pixels_and_tokens_of_the_browser_are_those_of_python(browser, tmp_path):
+def test_browser_and_python_compute_equal_pixels_and_tokens(browser, tmp_path):
     shutil.copytree(PAGE, tmp_path / "page")
     (tmp_path / "blank.html").write_text("<!doctype html><title>blank</title>")
     rng = np.random.default_rng(0)
@@ -171,7 +171,7 @@ def test_one_file_from_an_onnx_export(world, browser, tmp_path, precision):
         agrees(browser, (tmp_path / "one.html").as_uri(), world / "runs/s0", own_image(tmp_path))
 
 
-def test_what_cannot_be_written_is_refused(world):
+def test_unsuitable_exports_are_refused(world):
     for words, problem in (
         (("runs/s0", "--precision", "fp16"), "applies to --static only"),
         (("runs/s0", "--static", "x", "--compare", "runs/s1"), "does not apply to --static"),

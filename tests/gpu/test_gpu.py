@@ -39,7 +39,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["clip", "dino"])
-def test_it_trains_as_on_the_cpu(place, name):
+def test_training_equals_the_cpu(place, name):
     done = sparo("train", f"{name}.yaml", f"name={name}-cpu", "engine.device=cpu", cwd=place)
     assert done.returncode == 0, done.stderr
     assert losses(place / name) == pytest.approx(losses(place / f"{name}-cpu"), rel=2e-3)
@@ -62,7 +62,7 @@ def object_centric(kind, root):
 
 
 @pytest.mark.parametrize("kind", ["images", "psb", "savi", "nerf", "nerf_relu", "slot_mixer"])
-def test_slots_are_trained_as_on_the_cpu(tmp_path, write_recipe, kind):
+def test_training_of_slots_equals_the_cpu(tmp_path, write_recipe, kind):
     recipe = write_recipe(object_centric(kind, tmp_path))
     for name, precision, device in (("there", "fp32", "cuda"), ("low", "bf16", "cuda"), ("here", "fp32", "cpu")):
         done = sparo("train", str(recipe), f"name={name}", f"engine={{device: {device}, precision: {precision}}}")
@@ -73,7 +73,7 @@ def test_slots_are_trained_as_on_the_cpu(tmp_path, write_recipe, kind):
 
 
 @pytest.mark.parametrize("name", ["clip", "dino"])
-def test_it_resumes_after_a_stop(place, name):
+def test_a_run_resumes_after_a_stop(place, name):
     for stop in ("stop_after_steps=5", "stop_after_steps=12"):
         done = sparo("train", f"{name}.yaml", f"name={name}-cut", stop, cwd=place)
         assert done.returncode == 0, done.stderr
@@ -94,7 +94,7 @@ def test_options_keep_the_losses(place, change):
 @pytest.mark.parametrize(
     "kind", ["ddp", "fsdp2", "fsdp2, cpu_offload: true", "deepspeed, stage: 2", "deepspeed, stage: 3"]
 )
-def test_two_gpus_train_as_one(place, kind):
+def test_two_gpus_train_like_one(place, kind):
     name = "two-" + "".join(c for c in kind if c.isalnum())
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     engine = f"engine={{kind: {kind}, device: cuda, precision: fp32, timeout: 60}}"
@@ -116,7 +116,7 @@ def test_a_non_finite_step_changes_nothing_without_a_host_sync(kind):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
-def test_the_read_out_equals_its_plain_form(dtype, tolerance):
+def test_the_readout_equals_its_plain_form(dtype, tolerance):
     torch.manual_seed(0)
     module = Sparo(384, 64, 64, 64).cuda()
     tokens = torch.randn(8, 197, 384, device="cuda", requires_grad=True)
@@ -126,7 +126,7 @@ def test_the_read_out_equals_its_plain_form(dtype, tolerance):
     torch.testing.assert_close(fast.attention.float(), plain.attention.float(), rtol=tolerance, atol=tolerance)
 
 
-def test_encodings_are_those_of_the_cpu(place):
+def test_encodings_equal_the_cpu(place):
     config = resolve(RunConfig, yaml.safe_load((place / "clip.yaml").read_text()), "x")
     model = build_objective(config).model
     pixels = torch.randint(0, 255, (16, 3, 32, 32), dtype=torch.uint8)

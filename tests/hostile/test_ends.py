@@ -182,7 +182,7 @@ def test_a_signal_during_evaluation_acts_at_once_and_the_evaluation_repeats(many
 
 
 @pytest.mark.parametrize("stream", ["full", "closed"])
-def test_a_stderr_that_takes_nothing_ends_no_run(stream, home, tmp_path):
+def test_a_run_continues_if_stderr_cannot_be_written(stream, home, tmp_path):
     command = [sys.executable, "-m", "launch.cli", "train", str(home / "good.yaml"), f"out={tmp_path}"]
     if stream == "full":
         with Path("/dev/full").open("w") as full:
@@ -192,7 +192,7 @@ def test_a_stderr_that_takes_nothing_ends_no_run(stream, home, tmp_path):
     assert done.returncode == 0 and saved_step(tmp_path / "tiny") == 3
 
 
-def test_an_ascii_terminal_and_markup_in_a_path_end_nothing(many, home, tmp_path):
+def test_ascii_terminals_and_markup_in_paths_do_not_end_a_run(many, home, tmp_path):
     place = tmp_path / "x[/b]é"
     env = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     assert_ends(["train", str(home / "good.yaml"), f"out={place}"], 0, ["x[/b]"], **env)
@@ -221,7 +221,7 @@ def test_a_diverged_run_keeps_its_last_good_checkpoint_and_names_it(shards, tmp_
     assert {step: store.is_suspect(path) for step, path in kept.items()} == {5: False, 10: True}
 
 
-def test_weights_that_nothing_can_be_computed_with_are_marked(shards, tmp_path):
+def test_checkpoints_with_unusable_weights_are_marked(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, checkpoint={"every_steps": 1, "keep_last": 3}, steps=30)
     tree["optim"] = {"lr": 1e30, "max_consecutive_skips": 3, "warmup_steps": 0}
     with pytest.raises(TrainingError, match="no earlier checkpoint exists"):
@@ -309,7 +309,7 @@ def test_required_versions_are_above_known_vulnerabilities():
     assert "1.0.27" not in asked["timm"] and "1.0.28" in asked["timm"], "GHSA-pqww-w348-m542 is open below 1.0.28"
 
 
-def test_no_message_goes_through_markup():
+def test_messages_are_not_parsed_as_markup():
     """Text from outside reaches a terminal only through `console` and `out`, which print strings unchanged."""
     root = Path(__file__).parents[2]
     files = [p for top in ("launch", "evals", "sparo_data", "sparo_train") for p in (root / top).rglob("*.py")]
@@ -319,7 +319,7 @@ def test_no_message_goes_through_markup():
     assert {Path(p).name for p in prints} <= {"node.py", "job_control.py", "openclip.py"}, prints
 
 
-def test_processes_that_make_data_end_with_the_one_that_started_them(tmp_path):
+def test_data_workers_end_with_their_parent(tmp_path):
     words = ("data", "scenes3d", "set", "--size", "32", "--frames", "9", "--train", "60", "--test", "4")
     started = start_sparo(*words, cwd=tmp_path)
     makers: list[int] = []
@@ -334,7 +334,7 @@ def test_processes_that_make_data_end_with_the_one_that_started_them(tmp_path):
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in makers), 20)
 
 
-def test_a_ctrl_c_at_a_terminal_is_heard_once(tmp_path):
+def test_ctrl_c_at_a_terminal_is_handled_once(tmp_path):
     """A terminal sends SIGINT to all processes of a command; its child processes print nothing."""
     words = [sys.executable, "-m", "launch.cli", "data", "movi-like", "set", "--size", "32", "--train", "400"]
     process = subprocess.Popen(

@@ -103,7 +103,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_place_that_holds_no_checkpoint_is_refused_by_name(place, scored, tmp_path):
+def test_a_path_without_a_checkpoint_is_refused_by_name(place, scored, tmp_path):
     (tmp_path / "numbers.pt").write_bytes(saved({1: W}))
     for folder, files in {
         "empty": {},
@@ -157,7 +157,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_path_or_word_that_cannot_be_is_refused_before_anything_is_scored(name, scored, tmp_path):
+def test_invalid_paths_and_words_are_refused_before_anything_is_scored(name, scored, tmp_path):
     words, says = OPTIONS[name]
     (tmp_path / "taken").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -182,7 +182,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_that_is_not_whole_is_refused_by_file(name, scored, tmp_path):
+def test_an_incomplete_set_is_refused_by_file(name, scored, tmp_path):
     file, content, says = SETS[name]
     shutil.copytree(scored / "sets/zero", tmp_path / "zero")
     path = tmp_path / "zero" / file
@@ -201,7 +201,7 @@ def class_folders(root, classes, suffix=".jpg"):
             Image.open(io.BytesIO(jpeg(ord(name)))).save(path)
 
 
-def test_labels_of_class_folders_are_those_of_the_names_and_not_of_the_places(scored, tmp_path):
+def test_labels_of_class_folders_follow_names_instead_of_positions(scored, tmp_path):
     class_folders(tmp_path / "train", ["a", "b", "c"], ".bmp")
     class_folders(tmp_path / "test", ["b", "c"], ".tif")
     class_folders(tmp_path / "strange", ["b", "z"])
@@ -216,7 +216,7 @@ def test_labels_of_class_folders_are_those_of_the_names_and_not_of_the_places(sc
     assert_ends([*words, "far"], 2, ["exceeds the 12 images"], cwd=tmp_path)
 
 
-def test_splits_and_names_that_number_classes_otherwise_are_refused(scored, tmp_path):
+def test_splits_with_different_class_numbers_are_refused(scored, tmp_path):
     class_folders(tmp_path / "set/train", ["a", "b", "c"])
     class_folders(tmp_path / "set/test", ["b", "c"])
     tasks = {"probe": {"task": "probe", "layout": "folder"}, "zero": {"task": "zeroshot", "layout": "folder"}}
@@ -228,7 +228,7 @@ def test_splits_and_names_that_number_classes_otherwise_are_refused(scored, tmp_
     assert_ends([*words, "zero"], 2, ["has 2 class folders but 3 class names"], cwd=tmp_path)
 
 
-def test_retrieval_beyond_the_images_there_are_is_refused(scored, tmp_path):
+def test_retrieval_at_k_above_the_number_of_images_is_refused(scored, tmp_path):
     task = {"task": "retrieval", "root": str(scored / "sets/ret"), "k": [50]}
     (tmp_path / "t.yaml").write_text(yaml.safe_dump({"tasks": {"ret": task}}))
     assert_ends(
@@ -241,7 +241,7 @@ def test_retrieval_beyond_the_images_there_are_is_refused(scored, tmp_path):
 
 @settings(max_examples=2000, deadline=2000)
 @given(st.one_of(st.text(max_size=80), st.text("[]{}&*!:,-?|>'\"%@` \n\tab1.", max_size=60)))
-def test_no_text_makes_the_reader_of_recipes_fail_otherwise_than_with_a_word(text):
+def test_random_text_gives_recipes_or_readable_errors(text):
     try:
         parse_yaml(text, "f.yaml")
     except ConfigError as error:

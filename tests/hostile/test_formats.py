@@ -140,7 +140,7 @@ def test_tables_that_would_lose_rows_are_refused(tmp_path):
     assert done.returncode == 2 and "e.csv: has no samples" in done.stderr
 
 
-def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
+def test_commands_read_or_refuse_every_source(tmp_path):
     one, two = (write_table(tmp_path / name) or str(tmp_path / name / "t.csv") for name in "ab")
     for places in ((one, two), (one, str(FORMATS / "mds/plain"))):
         done = sparo("data", "check", *places)
@@ -179,7 +179,7 @@ def test_commands_read_what_they_are_given_or_refuse_it(tmp_path):
         resolve(DataConfig, {"sources": {"m": {"parquet": "a::b", "weight": "1::2"}}}, "x")
 
 
-def test_values_that_are_no_caption_and_other_images(tmp_path):
+def test_values_other_than_captions_and_unusual_images(tmp_path):
     odd = [{**row, "label": i, "depth": {"bytes": b"\x89PNG", "path": None}} for i, row in enumerate(rows())]
     table = pa.Table.from_pylist(odd)
     with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:

@@ -64,7 +64,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_is_whole_or_what_it_was(name, tmp_path):
+def test_a_file_is_complete_or_unchanged(name, tmp_path):
     path = tmp_path / name
     for before in (None, b"what was there"):
         if before is not None:
@@ -77,7 +77,7 @@ def test_a_file_is_whole_or_what_it_was(name, tmp_path):
     assert path.stat().st_size > 20_000 and [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_other_errors_stay_what_they_are(tmp_path):
+def test_other_errors_are_not_converted(tmp_path):
     for error in (ValueError("no"), FileNotFoundError(2, "No such file", "elsewhere")):
         with pytest.raises(type(error)) as raised, whole_file(tmp_path / "x") as temporary:
             temporary.write_text("half")
@@ -85,7 +85,7 @@ def test_other_errors_stay_what_they_are(tmp_path):
         assert raised.value is error and not list(tmp_path.iterdir())
 
 
-def test_every_verb_that_writes_ends_with_one_line(shards, tmp_path, capsys):
+def test_every_command_that_writes_ends_with_one_line(shards, tmp_path, capsys):
     tree = tiny_recipe(shards, tmp_path, steps=3, eval={"tasks": eval_sets(tmp_path / "sets")})
     train(resolve(RunConfig, tree, "x"))
     train(resolve(RunConfig, dino_recipe(shards, tmp_path, steps=3), "x"))

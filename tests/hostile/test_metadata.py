@@ -69,7 +69,7 @@ def test_more_numbers_than_names_and_negative_groups(tmp_path):
         Suite({"z": write(tmp_path / "b", [datacomp.npy([1, 2])] * 2, b"5")}).run(BagOfWords())
 
 
-def test_a_set_with_numbers_is_no_multilabel_set(tmp_path):
+def test_a_set_with_numbers_is_not_a_multilabel_set(tmp_path):
     write(tmp_path, [datacomp.npy([1, 2])] * 2)
     assert WdsSet(tmp_path, "label").read(0)[2] == 0  # the class is read for any such numbers
     assert WdsSet(tmp_path, "metadata").read(0)[2] == [0, 1, 2]

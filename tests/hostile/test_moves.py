@@ -27,7 +27,7 @@ def run(tree):
     return resolve(RunConfig, tree, "test")
 
 
-def test_a_run_and_its_data_may_lie_elsewhere(shards, tmp_path):
+def test_a_run_and_its_data_may_be_moved(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "here")
     straight = train(run({**tree, "name": "straight"})).checkpoint
     train(run({**tree, "stop_after_steps": 5}))
@@ -40,7 +40,7 @@ def test_a_run_and_its_data_may_lie_elsewhere(shards, tmp_path):
     assert all(torch.equal(t, ours[name]) for name, t in load_file(straight / "model.safetensors").items())
 
 
-def test_other_captions_of_the_same_lengths_are_another_data_set(shards, tmp_path):
+def test_different_captions_of_equal_length_are_another_data_set(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "runs")
     train(run({**tree, "stop_after_steps": 3}))
 
@@ -53,7 +53,7 @@ def test_other_captions_of_the_same_lengths_are_another_data_set(shards, tmp_pat
         train(run(tree))
 
 
-def test_recorded_hashes_see_what_the_index_does_not(shards, tmp_path):
+def test_recorded_hashes_notice_changes_that_the_index_does_not(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "runs")
     assert_ends(["data", "check", "--hash", str(shards)], 0, [])
     train(run({**tree, "stop_after_steps": 3}))
@@ -70,7 +70,7 @@ def test_recorded_hashes_see_what_the_index_does_not(shards, tmp_path):
         train(run(tree))
 
 
-def test_three_resumes_around_an_epochs_end_on_other_world_sizes_read_on(shards):
+def test_resumes_near_the_end_of_an_epoch_continue_with_other_world_sizes(shards):
     tree = tiny_recipe(shards, Path("runs"), batch_size=12)
     tree["data"] |= {"streams": 6, "workers": 0}
     config = run(tree)
@@ -103,7 +103,7 @@ def test_three_resumes_around_an_epochs_end_on_other_world_sizes_read_on(shards)
     assert all(torch.equal(a["image"], b["image"]) for a, b in zip(got, whole, strict=True))
 
 
-def test_three_resumes_around_an_epochs_end_have_the_same_bits(shards, tmp_path):
+def test_resumes_near_the_end_of_an_epoch_are_bit_identical(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, steps=15, checkpoint={"every_steps": 0, "every_minutes": 0})
     straight = train(run({**tree, "name": "straight"})).checkpoint
     for stop in (11, 12, 13, 15):  # twelve steps make an epoch

@@ -225,7 +225,7 @@ def test_many_images_are_matched_without_all_assignments(tmp_path):
         questions_of(MatchingTaskConfig(**{**answered.model_dump(exclude={"task", "ties"}), "task": "matching"}))
 
 
-def test_rows_without_a_kind_are_a_kind_of_their_own(tmp_path):
+def test_rows_without_a_kind_form_a_separate_kind(tmp_path):
     rows = [{"i": f"{k % 3}.png", "o": [f"a {k}", f"b {k}"], "k": "x" if k < 9 else ""} for k in range(30)]
     task = own(tmp_path / "own", rows, {**CHOICE, "kind": "{k}"}, average="macro")
     (result,) = Suite({"own": task}).run(made.BagOfWords()).values()

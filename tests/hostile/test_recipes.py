@@ -122,7 +122,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("override", VALUES)
-def test_a_value_that_cannot_be_is_refused_by_its_key_before_anything_is_made(override, home, tmp_path):
+def test_an_invalid_value_is_refused_by_its_key_before_anything_is_created(override, home, tmp_path):
     runs = tmp_path / "runs"
     assert_ends(["train", "good.yaml", f"out={runs}", override], 2, [VALUES[override]], cwd=home)
     assert not (runs / "tiny/checkpoints").exists()
@@ -149,7 +149,7 @@ CLUSTERS = {
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_writes_no_line_of_its_own_into_a_batch_script(name, home, tmp_path):
+def test_values_of_a_cluster_cannot_add_lines_to_the_batch_script(name, home, tmp_path):
     content, says = CLUSTERS[name]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     order = [

@@ -96,7 +96,7 @@ def test_an_invalid_line_of_results_is_skipped_or_named(line, tmp_path):
 
 @settings(max_examples=2000, deadline=2000)
 @given(st.lists(st.one_of(st.text(max_size=60), st.sampled_from(LINES), st.binary(max_size=40)), max_size=5))
-def test_no_file_makes_the_readers_of_lines_fail_otherwise_than_with_a_word(tmp_path_factory, lines):
+def test_random_files_give_records_or_readable_errors(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(
         b"\n".join(line if isinstance(line, bytes) else line.encode("utf-8", "surrogatepass") for line in lines)
@@ -131,7 +131,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("file", RECORDS)
-def test_records_that_are_none_are_no_traceback(file, home, tmp_path):
+def test_invalid_records_give_no_traceback(file, home, tmp_path):
     (tmp_path / "run/jobs").mkdir(parents=True)
     cluster = {"kind": "local", "nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}
     line = {
@@ -155,7 +155,7 @@ def test_records_that_are_none_are_no_traceback(file, home, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"), [("WORLD_SIZE", "abc"), ("WORLD_SIZE", "2.5"), ("SLURM_STEP_NUM_TASKS", "many"), ("RANK", "9")]
 )
-def test_an_environment_that_is_none_is_named(name, value, home, tmp_path):
+def test_an_invalid_environment_file_is_named(name, value, home, tmp_path):
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     env = {name: value} if name.startswith("SLURM") else {**env, name: value}
     assert_ends(["train", str(home / "good.yaml"), f"out={tmp_path}"], 2, [f"{name}={value}"], **env)
@@ -168,7 +168,7 @@ def _encoded(ranks, place, root):
     return float(found.in_memory().sum()), len(found), len(said)
 
 
-def test_a_store_that_cannot_be_written_costs_no_rank_its_scores(tmp_path):
+def test_every_rank_scores_if_the_store_cannot_be_written(tmp_path):
     samples = [(f"{i:04d}", {"jpg": jpeg(i % 8), "cls": b"0"}) for i in range(300)]  # two parts, one for each rank
     write_wds_layout(tmp_path / "zero", samples, classnames=["a"], templates=["a {c}"])
     (tmp_path / "taken").write_text("a file where a folder should be")

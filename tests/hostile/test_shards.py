@@ -79,7 +79,7 @@ TARS = {
 
 @pytest.mark.parametrize("name", TARS)
 @pytest.mark.parametrize("among", [False, True], ids=["alone", "behind good samples"])
-def test_a_tar_that_leads_nowhere_ends_and_is_counted(name, among, tmp_path):
+def test_a_tar_with_invalid_offsets_ends_and_is_counted(name, among, tmp_path):
     data = (good(1) + good(2) if among else b"") + TARS[name] + END
     begin = time.monotonic()
     index = scan(io.BytesIO(data), len(data))
@@ -173,7 +173,7 @@ INDEXES = {
 
 
 @pytest.mark.parametrize("name", [*INDEXES, "huge", "a pickle", "text"])
-def test_an_index_that_is_none_is_made_again(name, shards):
+def test_an_invalid_index_is_rebuilt(name, shards):
     shard = shards / "00000.tar"
     good_one = load_index(str(shard))
     beside = shards / "00000.tar.idx.npy"

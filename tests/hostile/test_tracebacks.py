@@ -30,7 +30,7 @@ from tests.unit.test_core import sign
     "words", [['out="a\\0b"'], ['name="a\\0b"'], ['data.sources.a.shards="a\\0b"'], ["a" + ".a" * 5000 + "=1"]]
 )
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_words_that_no_recipe_holds_are_named(words, dry, shards, tmp_path):
+def test_unknown_words_of_a_command_line_are_named(words, dry, shards, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(shards, tmp_path)))
     assert_ends(
@@ -49,7 +49,7 @@ def test_keys_that_are_too_deep_and_documents_for_shards_are_refused():
 
 
 @pytest.mark.parametrize("cluster", [{}, {"kind": 3}, {"kind": "local"}, {"kind": "slurm", "starter": "srun"}])
-def test_submissions_of_other_versions_are_read_or_passed_over(cluster, tmp_path):
+def test_submissions_of_other_versions_are_read_or_skipped(cluster, tmp_path):
     records_ = Records(tmp_path)
     records_.jobs.mkdir()
     (records_.jobs / "submitted.jsonl").write_text(json.dumps({"jobs": ["1"], "on": "x", "cluster": cluster}) + "\n")
@@ -68,7 +68,7 @@ def test_submissions_of_other_versions_are_read_or_passed_over(cluster, tmp_path
 FIELDS = ("step", "samples", "cursor", "fingerprint", "bad_samples", "skipped_steps", "skipped_in_a_row", "files")
 
 
-def test_a_signed_meta_that_lacks_something_is_named(shards, tmp_path):
+def test_an_incomplete_meta_with_a_valid_checksum_is_named(shards, tmp_path):
     config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=3), "x")
     train(config)
     newest = store.CheckpointStore(config.folder / "checkpoints").latest()

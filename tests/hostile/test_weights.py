@@ -109,7 +109,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "row", "looked_at"), list(cases()), ids=[name for name, *_ in cases()])
-def test_a_nan_weight_shows_in_all_outputs_that_depend_on_it(name, row, looked_at):
+def test_a_nan_weight_is_noticed_in_every_output(name, row, looked_at):
     method, config, tree, encoder_of = row
     torch.manual_seed(0)
     objective = method(resolve(config, {"model": tree}, name))

@@ -91,7 +91,7 @@ def test_hybrid_sharding_keeps_a_copy_per_group(run_program):
     ],
     ids=["averaged weights", "compiled blocks", "micro-batches", "muon", "growing images", "dino", "slots"],
 )
-def test_a_training_stops_resumes_and_ends(run_program, kind, engine, changes):
+def test_a_run_stops_resumes_and_finishes(run_program, kind, engine, changes):
     run = run_program("train", kind, engine, changes)
     assert run["ends"] == ["stop_after_steps", "finished"]
     assert run["steps"] == 6 and run["memory"] > 0 and run["device"] == "cuda"

@@ -37,12 +37,12 @@ def steps(run_program):
     return run_program("steps", KINDS, {}, {}, 10**9)
 
 
-def test_the_device_says_that_it_is_no_real_one(run_program):
+def test_the_device_identifies_itself_as_a_null_gpu(run_program):
     assert run_program("device") == {"own": True, "name": "Null GPU (sm_90)", "count": 1}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_makes_the_host_wait_for_nothing(steps, kind):
+def test_a_step_never_waits_for_the_device(steps, kind):
     step = steps[kind]
     assert "error" not in step, step
     expected = WAITS.get(kind, {})

@@ -177,7 +177,7 @@ def test_ranks_end_as_one_process_and_bit_equal_after_a_restart(
         assert torch.allclose(value, whole[name], rtol=1e-4, atol=2e-5), name
 
 
-def test_a_run_changes_engines_on_its_way(shards, tmp_path):
+def test_a_run_resumes_with_other_engines(shards, tmp_path):
     tree = two_tree(shards, tmp_path)
     run_ranks(2, trained, tree, DDP, 6, tmp_path / "straight")
     run_ranks(2, trained, tree, ZERO_1, 6, tmp_path / "changing", {1: FSDP2, 2: ZERO_3, 3: DDP, 4: ZERO_2, 5: FSDP2})
@@ -230,7 +230,7 @@ class Noisy(CoupledObjective):
         return [self.temperature]
 
 
-def test_the_second_forward_draws_what_the_first_one_drew():
+def test_the_second_forward_repeats_the_draws_of_the_first():
     g = torch.Generator().manual_seed(0)
     batch = {key: torch.randn(8, 6, generator=g, dtype=torch.float64) for key in "ab"}
     objective = Noisy()

@@ -105,7 +105,7 @@ def test_a_run_with_an_average_starts_from_a_checkpoint(run, shards, tmp_path):
     assert all(torch.allclose(state[f"average.{n}"], t, rtol=1e-6, atol=1e-20) for n, t in average.items())
 
 
-def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards, tmp_path):
+def test_averages_agree_on_every_engine_and_are_bit_equal_after_a_restart(shards, tmp_path):
     tree = override(two_tree(shards, tmp_path), ["objective.ema={decay: 0.6}"])
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")
     alone = model_after(tmp_path / "alone")
@@ -123,7 +123,7 @@ def test_averages_are_alike_on_every_engine_and_bit_equal_after_a_restart(shards
             assert all(torch.equal(found[name], resumed[name]) for name in found), engine
 
 
-def test_what_is_frozen_stays_what_it_was(monkeypatch):
+def test_frozen_parameters_do_not_change(monkeypatch):
     # With `applied`, the code takes the path of a GPU, where the host does not read it.
     monkeypatch.setattr(ema, "_host_can_read", lambda applied: applied is None)
     average, model = torch.nn.Linear(5, 4), torch.nn.Linear(5, 4)
@@ -136,7 +136,7 @@ def test_what_is_frozen_stays_what_it_was(monkeypatch):
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_what_the_device_decides_is_what_the_host_does(applied, monkeypatch):
+def test_device_and_host_decide_alike(applied, monkeypatch):
     torch.manual_seed(0)
     average, twin, model = (torch.nn.Linear(5, 4) for _ in range(3))
     twin.load_state_dict(average.state_dict())

@@ -122,7 +122,7 @@ def test_a_torch_program_needs_nothing_else(runs, words, tmp_path):
     assert attention.shape == ((5, 4, 17) if not words else (5, 0, 0))
 
 
-def test_what_a_library_lacks_is_refused(runs, tmp_path):
+def test_exports_that_a_library_cannot_represent_are_refused(runs, tmp_path):
     with pytest.raises(ConfigError, match=r"--layout timm: timm's .* epsilon 1e-06, got norm_eps=0\.001"):
         export_run(runs("dino", CLS, "objective.model.norm_eps=0.001"), tmp_path / "x", "timm")
     with pytest.raises(ConfigError, match=r"reads tokens before the last norm.*Use --layout torch"):

@@ -59,7 +59,7 @@ def same(theirs, mine, sizes=(SIDE,), atol=1e-5):
 
 @pytest.mark.parametrize("registers", [0, 4])
 @pytest.mark.parametrize("gated", [False, True])
-def test_dinov2_in_timms_and_in_its_own_names(registers, gated):
+def test_dinov2_is_read_with_timm_names_and_official_names(registers, gated):
     swiglu = {"mlp_layer": timm.layers.SwiGLUPacked, "act_layer": torch.nn.SiLU, "mlp_ratio": 5.25}
     model = timm_vit(init_values=1e-5, reg_tokens=registers, no_embed_class=registers > 0, **(swiglu if gated else {}))
     mine = ours(model.state_dict())
@@ -160,7 +160,7 @@ def test_a_dinov2_file_is_an_encoder(tmp_path):
     assert encoder.tokens(x).shape == (2, 5 + 16, 384) and encoder.prefix_tokens == 5
 
 
-def test_what_is_not_a_backbone_is_refused(tmp_path):
+def test_files_without_a_backbone_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"file: has no ViT with a class token \('patch_embed"):
         infer_vit({"cls_token": torch.zeros(1, 1, 8)}, "file")
     weights = official_vit_names(timm_vit().state_dict())

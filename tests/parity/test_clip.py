@@ -245,7 +245,7 @@ def test_unused_schedule_keys_are_reported():
     assert cooled.unused_keys() == [] == AdamWConfig().unused_keys()
 
 
-def test_groups_have_rates_and_decay_of_their_own():
+def test_groups_have_separate_rates_and_decay():
     objective = ClipObjective(
         ClipObjectiveConfig(model=ClipConfig.model_validate({**TINY, "readout": READOUTS["sparo"]}))
     )
@@ -282,7 +282,7 @@ def test_freezing_the_image_tower_leaves_the_last_groups():
     assert not any(p.requires_grad for p in model.text.parameters())
 
 
-def test_similarities_of_a_batch_do_not_depend_on_its_company():
+def test_similarities_do_not_depend_on_the_rest_of_the_batch():
     model = tiny("sparo")
     images = torch.randn(3, 3, 32, 32)
     alone = torch.cat([model.encode_image(i[None]) for i in images])

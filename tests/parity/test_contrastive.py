@@ -46,7 +46,7 @@ def close(found, expected, tolerance):
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 @given(b=st.integers(1, 9), d=st.integers(2, 8), tile=st.integers(1, 40), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_one_rank_in_tiles_is_the_formula(kind, b, d, tile, seed):
+def test_tiles_on_one_rank_equal_the_formula(kind, b, d, tile, seed):
     image, text = features(b, d, seed)
     expected, found = leaves(image, text), leaves(image, text)
     loss = plain(*expected, kind)
@@ -61,7 +61,7 @@ def test_one_rank_in_tiles_is_the_formula(kind, b, d, tile, seed):
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
-def test_a_collapsed_model_gets_nothing_right(exchange):
+def test_a_collapsed_model_has_accuracy_zero(exchange):
     same = torch.ones(4, 3) / 3**0.5
     assert not contrastive(same, same, torch.tensor(10.0), loss=SoftmaxLoss(exchange=exchange)).correct.any()
 
@@ -140,6 +140,6 @@ def around(ranks):
     return seen
 
 
-def test_what_is_shifted_comes_home_after_a_round():
+def test_shifting_around_the_ring_ends_at_the_start():
     assert run_ranks(3, around) == [[0, 2, 1, 0], [1, 0, 2, 1], [2, 1, 0, 2]]
     assert Ring().size == 1 and Ring().shift(torch.ones(2)).wait()[0].tolist() == [1, 1]

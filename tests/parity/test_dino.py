@@ -193,7 +193,7 @@ def test_the_last_block_for_cls_alone_is_exact():
     assert torch.allclose(model(x, drop), encoding, rtol=1e-12, atol=1e-13)
 
 
-def test_every_open_choice_about_sparo_changes_the_encoding():
+def test_every_option_of_sparo_changes_the_encoding():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 32, 32)
     base = Vit(config(SPARO).model)

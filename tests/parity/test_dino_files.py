@@ -67,7 +67,7 @@ def test_an_official_file_with_its_namespace_gives_the_teacher(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_nothing_but_the_namespace_is_let_through(tmp_path):
+def test_only_the_namespace_class_is_accepted(tmp_path):
     path = official_file(tmp_path / "checkpoint.pth", vit(), model=nn.Linear(1, 1))
     with pytest.raises(CheckpointError, match="could run code"):
         load_encoder(path)
@@ -106,7 +106,7 @@ def test_options_that_shapes_do_not_determine_are_required(tmp_path):
         load_encoder(tmp_path / "less.pth", "vit_tiny")
 
 
-def test_an_export_loads_officially_and_here_and_scores_alike(shards, tmp_path):
+def test_an_export_loads_in_the_official_code_and_here_with_equal_scores(shards, tmp_path):
     tree = dino_recipe(shards, tmp_path / "runs", steps=3)
     tree["objective"]["model"]["readout"] = {"kind": "cls"}
     config = run(tree)

@@ -203,7 +203,7 @@ def test_five_updates_equal_the_equations(readout, terms):
         assert torch.allclose(objective.center[0], theirs.centers[False], atol=1e-9)
 
 
-def test_rows_that_only_fill_a_batch_change_nothing(monkeypatch):
+def test_padding_rows_change_nothing(monkeypatch):
     """On a GPU, every image has the largest number of masked patches, so that shapes do not depend on the values."""
     losses = []
     for pad in (False, True):
@@ -250,7 +250,7 @@ def test_two_ranks_compute_what_one_does(terms):
 
 @settings(max_examples=60, deadline=None)
 @given(grid=st.integers(2, 20), low=st.floats(0, 0.6), span=st.floats(0, 0.4), seed=st.integers(0, 1 << 20))
-def test_masks_have_the_wanted_number_of_patches_of_one_crop(grid, low, span, seed):
+def test_masks_have_the_requested_number_of_patches_in_one_crop(grid, low, span, seed):
     ratio, patches = (low, low + span), grid * grid
     masking = Masking(grid, ratio, max(1, round(ratio[1] * patches)))
     rng = np.random.default_rng(seed)
@@ -280,7 +280,7 @@ def test_a_run_resumes_bit_identically(shards, tmp_path):
         run({**stopped, "micro_batch_size": 2})
 
 
-def test_collapses_of_every_kind_are_told_apart():
+def test_kinds_of_collapse_are_distinguished():
     torch.manual_seed(0)
     limits, healthy = CollapseConfig(), torch.randn(64, 32)
     assert rankme(healthy) > 20 and 0.9 < spread(healthy) < 1.1

@@ -121,7 +121,7 @@ def test_a_run_is_scored_both_ways(shards, tmp_path):
         train(resolve(RunConfig, other, "x"))
 
 
-def test_a_table_is_scored_as_the_encodings_that_gave_it():
+def test_a_similarity_table_gives_the_scores_of_its_encodings():
     g = torch.Generator().manual_seed(0)
     image, text = torch.randn(30, 8, generator=g), torch.randn(70, 8, generator=g)
     owner = torch.randint(0, 30, (70,), generator=g)
@@ -146,7 +146,7 @@ def test_a_table_is_scored_as_the_encodings_that_gave_it():
         ),
     ],
 )
-def test_what_flair_cannot_be_is_refused(shards, tmp_path, call, message):
+def test_invalid_options_of_flair_are_refused(shards, tmp_path, call, message):
     tree = _tree(shards, tmp_path)
     tree["objective"]["model"].pop("init_logit_bias") if message == "sigmoid" else None
     with pytest.raises(ConfigError, match=message):

@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_hf_models_that_are_no_image_encoders_are_refused_by_cause(kind, tmp_path):
+def test_hf_models_that_cannot_encode_images_are_refused_with_the_reason(kind, tmp_path):
     sizes, message = REFUSED[kind]
     if not hasattr(transformers, f"{kind}Model"):
         pytest.skip(f"this transformers has no {kind}Model")

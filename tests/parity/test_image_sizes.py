@@ -120,7 +120,7 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
         (["objective.model.vision.patch_dropout=0.5"], "cannot be combined with vision.timm_model_name"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(shards, tmp_path, words, message):
+def test_invalid_image_sizes_are_refused(shards, tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         _run(_tree(shards, tmp_path), *words)
 

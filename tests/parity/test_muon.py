@@ -33,7 +33,7 @@ def _orthogonal(matrix):
     return x.T if len(matrix) > matrix.shape[1] else x
 
 
-def test_matrices_are_muons_and_the_rest_stays_with_adamw():
+def test_muon_updates_matrices_and_adamw_the_rest():
     objective = _objective()
     optimizer = build_optimizer(MuonConfig(lr=1e-2, weight_decay=0.1), objective)
     assert isinstance(optimizer, CombinedOptimizer)
@@ -60,7 +60,7 @@ def test_matrices_are_muons_and_the_rest_stays_with_adamw():
 
 
 @pytest.mark.parametrize("kind", ["ep", "fdt", "attpool"])
-def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
+def test_parameters_that_a_readout_lists_stay_with_adamw(kind):
     objective = ClipObjective(ClipObjectiveConfig(model=tiny(kind).config))
     listed = {name for name in objective.param_groups().adamw_only if name in dict(objective.named_parameters())}
     assert listed
@@ -71,7 +71,7 @@ def test_what_a_read_out_lists_itself_stays_with_adamw_whatever_its_name(kind):
     assert muon and not muon & listed
 
 
-def test_of_slot_models_muon_steps_maps_alone(shards, tmp_path):
+def test_muon_updates_only_linear_maps_of_slot_models(shards, tmp_path):
     for name, tree in trees(shards, tmp_path).items():
         objective = build_objective(resolve(RunConfig, tree, name))
         names = {id(p): n for n, p in objective.named_parameters()}

@@ -93,7 +93,7 @@ def test_untied_values_survive_the_round_trip():
 
 
 @pytest.mark.parametrize("readout", sorted(set(READOUTS) - {"gap", "gap-patches"}))
-def test_architecture_is_read_off_the_weights(readout):
+def test_architecture_is_inferred_from_the_weights(readout):
     with torch.device("meta"):
         model = Clip(ClipConfig.model_validate({"backbone": "ViT-B-32", "readout": READOUTS[readout]}))
         again = Clip(infer_config(model.state_dict()))
@@ -165,7 +165,7 @@ def test_runner_registers_before_the_program(tmp_path):
     assert done.stdout.strip().endswith("Sparo ['--flag']")
 
 
-def test_moved_internals_fail_loudly():
+def test_changed_internals_of_open_clip_raise_an_error():
     code = (
         "import open_clip.model as m\n"
         "original = m.CustomTextCLIP.__init__\n"

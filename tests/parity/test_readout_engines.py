@@ -122,6 +122,6 @@ def _with_a_spare(ranks, tree):
         return str(error)
 
 
-def test_a_parameter_that_the_loss_does_not_see_is_named_by_ddp(shards, tmp_path):
+def test_ddp_names_parameters_without_a_gradient(shards, tmp_path):
     for said in run_ranks(2, _with_a_spare, two_tree(shards, tmp_path)):
         assert said.startswith("engine.kind=ddp: the loss does not depend on model.visual.spare")

@@ -64,7 +64,7 @@ def _masked(length: int, batch: int) -> torch.Tensor:
     batch=st.integers(1, 3), length=st.integers(1, 9), seed=st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=30, deadline=None)
-def test_what_is_pooled_first_equals_values_of_every_token(mixed, slot_norm, slot_proj, masked, batch, length, seed):
+def test_pooling_first_equals_projecting_every_token(mixed, slot_norm, slot_proj, masked, batch, length, seed):
     torch.manual_seed(seed)
     x, keep = torch.randn(batch, length, 24, dtype=torch.float64), _masked(length, batch) if masked else None
     for module in (AttPool(24, 4, 6, mixed, slot_norm, slot_proj), EfficientPool(24, 4, 6)):

@@ -187,7 +187,7 @@ def test_derived_options_are_reported_with_their_values():
     assert str(unsaid) == ""
 
 
-def test_places_that_fit_stay_as_they_are():
+def test_matching_position_embeddings_are_unchanged():
     t = Tensors({"e.pos_embed": torch.randn(1, 17, 8), "e.mask_token": torch.zeros(1)}, "f")
     before = t["e.pos_embed"]
     convert_dinov2_to_timm(t, "e", 4)

@@ -42,7 +42,7 @@ def encodings(b, slots, width, seed=0):
 @pytest.mark.parametrize("kind", ["covariance", "hsic"])
 @given(b=st.integers(2, 9), slots=st.integers(2, 5), width=st.integers(1, 4), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_dependence_is_the_loop_over_pairs(kind, b, slots, width, seed):
+def test_hsic_equals_the_loop_over_pairs(kind, b, slots, width, seed):
     values = encodings(b, slots, width, seed)
     # With two values of equal sign, a slot has no variance, and the quotient of rounding errors is meaningless.
     if (values.std(0).norm(dim=-1) < 1e-3).any():

@@ -84,12 +84,12 @@ def refused(ranks, tree):
     return str(refusal.value)
 
 
-def test_16_bit_weights_without_autocast_are_refused_where_places_would_be_blurred(shards, tmp_path):
+def test_16_bit_weights_without_autocast_are_refused_if_positions_would_lose_precision(shards, tmp_path):
     told = run_ranks(2, refused, slots_recipe(shards, tmp_path))
     assert [t.partition(" needs fp32 inputs")[0] for t in told] == ["engine.param_dtype=bf16: SlotAutoencoder"] * 2
 
 
-def test_ranks_compute_what_one_process_does_and_16_bits_are_as_near_as_autocast_is(shards, tmp_path):
+def test_ranks_equal_one_process_and_16_bit_weights_are_as_accurate_as_autocast(shards, tmp_path):
     made = trees(shards, tmp_path)
     (whole,), ranks = run_ranks(1, alone, made), run_ranks(2, each, made)
     assert len(made) == 12

@@ -65,7 +65,7 @@ def test_gradients_flow_through_attention_maps(also_values):
         torch.testing.assert_close(a, b)
 
 
-def test_equation_one_word_by_word():
+def test_equation_one_term_by_term():
     """Compute y_l = W K_l H^T softmax(H K_l^T q_l / sqrt(D)) slot by slot, with Appendix A's biases. / sqrt(D)), slot by slot, with Appendix A's biases."""
     module = _module(slots=3)
     h = torch.randn(7, 24, dtype=torch.float64)

@@ -214,6 +214,6 @@ def test_own_images_takes_a_model_of_timm(tmp_path):
         (["engine.grad_checkpointing=true"], "would update the batch norms of test_resnet twice"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_reason(tmp_path, words, message):
+def test_incompatible_options_are_refused_with_a_reason(tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         recipe(tmp_path, "test_resnet", *words)

@@ -235,7 +235,7 @@ def test_conflicting_keys_are_refused_by_name(vision, readout, message):
         resolve(ClipConfig, {"vision": vision, "readout": readout}, "x")
 
 
-def test_a_name_takes_the_place_of_a_backbones_sizes():
+def test_a_timm_name_replaces_the_sizes_of_the_backbone():
     config = resolve(
         ClipConfig, {"backbone": "ViT-S-16", "vision": {"timm_model_name": "vit_base_patch14_dinov2"}}, "x"
     )

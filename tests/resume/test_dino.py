@@ -60,7 +60,7 @@ DINOV2_LOSSES = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp", "gram"
 
 
 @pytest.mark.parametrize(("model", "losses"), [({}, {}), (DINOV3, DINOV2_LOSSES)], ids=["dino", "dinov3"])
-def test_two_ranks_go_on_from_each_others_checkpoints(shards, tmp_path, write_recipe, model, losses):
+def test_two_ranks_continue_from_checkpoints_of_each_other(shards, tmp_path, write_recipe, model, losses):
     trees = [dino_recipe(shards, tmp_path / name) for name in ("alone", "two")]
     for tree in trees:
         tree["objective"] |= losses

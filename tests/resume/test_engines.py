@@ -54,7 +54,7 @@ def test_a_killed_rank_of_a_sharded_run_loses_nothing(place, engine):
     assert_bit_equal(place / f"{name}-killed", place / name)
 
 
-def test_one_run_goes_through_all_engines(place):
+def test_one_run_continues_with_every_engine(place):
     line = ("train", place / "recipe.yaml", "name=through")
     alone = "engine={kind: local, device: cpu, precision: fp32}"
     for engine, ranks, stop in ((FSDP2, 2, 3), (ZERO_2, 2, 6), (alone, 1, 9), ("engine.timeout=50", 4, 12)):
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_left_alone(place, file, dam
     assert (place / name / "checkpoints/step-00000003").is_dir()
 
 
-def test_what_an_engine_cannot_do_is_refused(place):
+def test_unsupported_settings_of_an_engine_are_refused(place):
     line = ("train", place / "recipe.yaml", "name=refused")
     found = finish(start_ranks(2, *line, "engine={kind: fsdp2, device: cpu, shard_size: 3}"), 60)
     assert [code for code, _ in found] == [2, 2] and "engine.shard_size=3: does not divide 2 ranks" in found[0][1], (

@@ -25,7 +25,7 @@ from tests.helpers.runs import assert_bit_equal, run
 from tests.resume.test_videos import video_recipe
 
 
-def test_models_that_draw_no_frames_have_one_too_at_any_length(tmp_path):
+def test_losses_are_measured_at_any_length_of_clips(tmp_path):
     tree, _ = video_recipe(tmp_path, "savi")  # flow and depth are predicted, and training draws crops and mirrors
     tasks = {
         name: {"task": "validation_loss", "shards": str(tmp_path / "v/clips/test"), **more}

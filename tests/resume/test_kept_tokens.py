@@ -189,7 +189,7 @@ def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
         build_pipeline(_run(tree)).example(SampleRef(0, 0, 0, 0))
 
 
-def test_damage_is_named_and_what_was_cut_off_is_computed_again(tmp_path):
+def test_damage_is_named_and_truncated_tokens_are_computed_again(tmp_path):
     kept = TokenCache(tmp_path, {"weights": "x"}, "fp16")
     entries = [np.full((n, 3), n, np.float32) for n in (2, 1, 4)]
     kept.write("a", [digest_of(bytes([n])) for n in range(3)], entries)

@@ -48,7 +48,7 @@ def place(tmp_path_factory):
         ({"PMI_RANK": "3", "PMI_SIZE": "8"}, World(0, 1, 0), None),  # an unknown program, so the device is unknown, too
     ],
 )
-def test_every_launcher_has_its_world(environment, world, launcher):
+def test_ranks_of_every_launcher_are_recognised(environment, world, launcher):
     found = find_launcher(environment)
     assert find_world(environment) == world and (found.name if found else None) == launcher
 
@@ -154,7 +154,7 @@ def test_the_task_for_skypilot_gives_torchrun_its_node(recorded):
     assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}  # torchrun exits with 1, never with 75
 
 
-def test_pods_of_a_pytorchjob_restart_after_the_code_that_they_are_given():
+def test_pods_of_a_pytorchjob_restart_after_the_requested_exit_code():
     job = yaml.safe_load(_block("yaml", "PyTorchJob"))["spec"]["pytorchReplicaSpecs"]
     for replica in job.values():
         (container,) = replica["template"]["spec"]["containers"]

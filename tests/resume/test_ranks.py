@@ -79,7 +79,7 @@ def test_micro_batches_on_two_ranks_change_nothing(place):
 
 
 @pytest.mark.parametrize(("rank", "micro"), [(0, 4), (1, 4), (1, 2)])
-def test_a_killed_rank_ends_the_others_and_the_same_line_loses_nothing(place, rank, micro):
+def test_a_killed_rank_ends_the_others_and_the_same_command_loses_nothing(place, rank, micro):
     line = ("train", place / "recipe.yaml", f"name=killed{rank}{micro}", f"micro_batch_size={micro}")
     folder = place / f"killed{rank}{micro}"
     processes = start_ranks(2, *line)
@@ -133,7 +133,7 @@ def test_a_run_resumes_with_another_world_size(place):
         ("optim.lr=5", "contains a run of another recipe"),
     ],
 )
-def test_what_cannot_run_is_refused_by_all_ranks_at_once(place, override, message):
+def test_invalid_runs_are_refused_by_all_ranks_at_once(place, override, message):
     found = finish(start_ranks(2, "train", place / "recipe.yaml", "name=straight", override), 60)
     assert [code for code, _ in found] == [2, 2] and message in found[0][1], found
 
@@ -222,7 +222,7 @@ def test_fifty_random_kills_lose_nothing(place, engine):
     assert_bit_equal(folder, place / f"long-{kind}", 120)
 
 
-def test_the_world_is_read_off_the_environment():
+def test_the_world_is_read_from_the_environment():
     assert find_world({}) == World(0, 1, 0)
     assert find_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == World(3, 4, 1)
     slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}

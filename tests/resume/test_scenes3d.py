@@ -163,7 +163,7 @@ def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_r
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
-def test_scenes_are_made_again_alike_and_checked(scenes, tmp_path):
+def test_scenes_are_reproducible_and_checked(scenes, tmp_path):
     line = ["data", "scenes3d", "again", "--size", "16", "--frames", "2", "--train", "2", "--test", "1"]
     assert sparo(*line, cwd=tmp_path).returncode == 0
     first = (tmp_path / "again/train/00000.tar").read_bytes()

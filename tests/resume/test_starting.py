@@ -38,7 +38,7 @@ def _model(folder, step):
     return store.read_part(folder / f"checkpoints/step-{step:08d}", "model")
 
 
-def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
+def test_a_cooldown_branch_equals_the_run_with_cooldown(shards, tmp_path):
     # The warm-up of an average belongs to the first steps, which a branch has passed.
     tree = override(tiny_recipe(shards, tmp_path), ["objective.ema={decay: 0.99}"], RunConfig)
     train(_run(tree, "name=wsd", "optim.schedule=wsd", "optim.cooldown_steps=4"))
@@ -80,7 +80,7 @@ def test_a_branch_that_cools_down_ends_as_the_run_that_did(shards, tmp_path):
 
 
 @pytest.mark.parametrize(("vision", "text"), [("true", "blocks"), ("blocks", "true"), ("true", "false")])
-def test_what_two_towers_share_is_frozen_by_either(shards, tmp_path, vision, text):
+def test_a_module_shared_by_towers_is_frozen_with_either(shards, tmp_path, vision, text):
     tree = tiny_recipe(shards, tmp_path)
     words = [
         "objective.model.readout={kind: fdt, codes: 8, width: 8}",
@@ -330,7 +330,7 @@ def test_frozen_parts_stay_on_every_engine(shards, tmp_path):
             assert torch.allclose(value, found[name], rtol=1e-4, atol=2e-5), (engine, name)
 
 
-def test_what_would_train_nothing_or_backwards_is_refused():
+def test_settings_that_train_nothing_are_refused():
     config = ClipObjectiveConfig(model=_small(readout={"kind": "sparo", "slots": 4}).config)
     shadowed = ({"match": ("model.visual.*",), "lr_factor": 0.1}, {"match": ("*visual.sparo.*",), "lr_factor": 5.0})
     with pytest.raises(
@@ -372,7 +372,7 @@ def test_rates_fall_from_layer_to_layer():
     assert {name: rates[name] for name in expected} == expected and len(rates) == len(names)
 
 
-def test_a_finished_run_names_the_words_that_train_on(shards, tmp_path):
+def test_a_finished_run_names_the_options_to_continue_training(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path)
     train(_run(tree, "name=short"))
     with pytest.raises(ConfigError, match="contains a run of another recipe") as refused:

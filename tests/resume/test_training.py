@@ -64,7 +64,7 @@ def test_loader_workers_go_with_a_killed_run(shards, tmp_path, write_recipe):
         time.sleep(0.02)
 
 
-def test_a_signal_saves_and_the_same_line_continues(shards, tmp_path, straight, write_recipe):
+def test_a_signal_saves_and_the_same_command_continues(shards, tmp_path, straight, write_recipe):
     tree = tiny_recipe(shards, tmp_path / "stopped", checkpoint={"every_steps": 0, "every_minutes": 0.0})
     recipe, folder = write_recipe(tree), tmp_path / "stopped" / "tiny"
     process = start_sparo("train", str(recipe))
@@ -83,7 +83,7 @@ def test_a_signal_saves_and_the_same_line_continues(shards, tmp_path, straight, 
     assert_bit_equal(folder, straight)
 
 
-def test_stopping_for_a_trial_and_going_on_is_exact(shards, tmp_path, straight):
+def test_a_stop_after_some_steps_and_a_resume_are_exact(shards, tmp_path, straight):
     tree = tiny_recipe(shards, tmp_path / "trial")
     assert train(run({**tree, "stop_after_steps": 5})).reason == "stop_after_steps"
     assert train(run({**tree, "data": {**tree["data"], "workers": 0}})).step == 12
@@ -96,7 +96,7 @@ def test_a_finished_run_stays_finished(straight, shards, tmp_path):
     assert (straight / "metrics.jsonl").read_text() == before
 
 
-def test_the_run_folder_is_the_truth(straight):
+def test_the_run_folder_determines_the_run(straight):
     config = resolve(RunConfig, yaml.safe_load((straight / "config.yaml").read_text()), "x")
     assert config.objective.model.readout.kind == "sparo" and (straight / "command.txt").exists()
 
@@ -258,7 +258,7 @@ def test_compiled_blocks_train_to_the_same_losses(shards, tmp_path, straight):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_gpu_that_is_not_there_is_refused(shards, tmp_path):
+def test_a_missing_gpu_is_refused(shards, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     tree = tiny_recipe(shards, tmp_path / "runs", engine={"device": "cuda"})

@@ -40,7 +40,7 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     assert list((tmp_path / "data/scenes/train").glob("*.idx.npy"))
 
 
-def test_a_sweep_is_operated_as_on_its_page(whole, tmp_path, monkeypatch):
+def test_a_sweep_is_operated_as_in_the_guide(whole, tmp_path, monkeypatch):
     """Kill a node between the commands of docs/guides/operate_cluster.md."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     lab, cluster = Lab(tmp_path, whole.cluster), whole.cluster
@@ -85,7 +85,7 @@ def _steps(lab: Lab) -> list[int]:
     return [status["step"] for status in lab.status(lab.root / "runs/lr")]
 
 
-def test_every_option_of_this_sbatch_has_a_spelling(cluster):
+def test_every_option_of_this_sbatch_can_be_written_in_a_cluster_file(cluster):
     names = re.findall(r"^ +(?:-\w, )?--([a-z][a-z-]+)", cluster.says("sbatch", "--help"), re.MULTILINE)
     assert len(names) > 70 and [name for name in names if spelling(name) is None] == []
 

@@ -58,7 +58,7 @@ def _scores(lines: Path) -> dict[str, dict[str, float]]:
     return {line["name"]: line["metrics"] for line in map(json.loads, lines.read_text().splitlines())}
 
 
-def test_a_training_hands_long_tasks_to_a_job(lab):
+def test_training_submits_long_tasks_as_a_job(lab):
     tasks = yaml.safe_load((lab.root / "recipe.yaml").read_text())["eval"]["tasks"]
     side = yaml.safe_dump(
         {"cluster": "lab", "tasks": {"zero": tasks["zero"]}}, default_flow_style=True, width=1000
@@ -73,7 +73,7 @@ def test_a_training_hands_long_tasks_to_a_job(lab):
     assert name.endswith("/zero") and result["metrics"] == pytest.approx(own["metrics"])
 
 
-def test_a_conversion_in_parts_writes_what_one_would(lab):
+def test_a_conversion_in_parts_equals_a_whole_one(lab):
     source = lab.root / "images"
     for i in range(30):
         path = source / ("cat" if i % 2 else "dog") / f"{i:02d}.jpg"

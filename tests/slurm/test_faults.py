@@ -36,7 +36,7 @@ def test_a_node_that_is_lost_is_replaced(whole):
     assert len(used) == 2 and "n2" not in used
 
 
-def test_a_daemon_killed_in_mid_job_costs_a_restart_and_nothing_else(whole):
+def test_a_killed_daemon_costs_only_a_restart(whole):
     folder = whole.launch("deaf", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.8")
     whole.step(folder, 3)
     whole.cluster.kill_daemon("n2")  # its rank continues; the controller gives the node up
@@ -46,7 +46,7 @@ def test_a_daemon_killed_in_mid_job_costs_a_restart_and_nothing_else(whole):
     whole.equal(folder)
 
 
-def test_what_comes_back_from_a_cut_off_node_writes_nothing(whole):
+def test_processes_of_a_returning_node_write_nothing(whole):
     folder = whole.launch("split", "--nodelist", "n1", ALONE)
     whole.step(folder, 12)
     frozen = whole.cluster.freeze_node("n1")
@@ -102,7 +102,7 @@ def test_a_draining_node_finishes_its_job_and_takes_no_other(whole):
     whole.end(waiting, 20, "CANCELLED")
 
 
-def test_the_controller_away_for_a_while(whole):
+def test_a_controller_outage_is_survived(whole):
     folder = whole.launch("orphaned", ALONE)
     whole.step(folder, 5)
     whole.cluster.stop_controller()

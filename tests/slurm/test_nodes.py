@@ -54,7 +54,7 @@ def test_an_interpreter_that_does_not_start_is_shown(whole):
     assert "nothing to cancel, its job" in again and "has ended (FAILED)" in again
 
 
-def test_of_two_launches_at_once_one_is_accepted(whole):
+def test_one_of_two_simultaneous_launches_is_accepted(whole):
     env = {name: whole.cluster.env[name] for name in ("SLURM_CONF", "PATH")}
     words = ("launch", "train", "recipe.yaml", "name=twice", "--cluster", "lab", ALONE)
     both = [start_sparo(*words, cwd=whole.root, **env) for _ in range(2)]
@@ -109,7 +109,7 @@ def _is_rank(pid: int) -> bool:
         return False
 
 
-def test_jobs_have_names_that_say_what_they_are(whole):
+def test_jobs_have_readable_names(whole):
     whole.sparo(
         "launch",
         "eval",

@@ -29,7 +29,7 @@ def loop(lab, limited):
     return lab.launch("loop", *ASIDE, *words)
 
 
-def test_two_nodes_train_as_two_ranks_do(lab):
+def test_two_nodes_train_like_two_ranks(lab):
     folder = lab.launch("plain", *HERE)
     with_code = Records(folder).last()
     assert (folder / "config.yaml").exists() and len(with_code["code"].rpartition("/")[2]) == 12

@@ -29,7 +29,7 @@ def recipe(tmp_path, shards):
     return path
 
 
-def test_local_jobs_train_as_the_same_line_here_does(recipe, tmp_path):
+def test_local_jobs_train_like_the_same_command_without_a_launcher(recipe, tmp_path):
     assert sparo("train", str(recipe), "name=straight", OMP_NUM_THREADS="1").returncode == 0
     words = (
         "launch",
@@ -77,7 +77,7 @@ def _controller(folder: Path) -> str:
     return Records(folder).last()["jobs"][0]
 
 
-def test_two_local_ranks_stop_for_a_cancel_and_go_on(recipe, tmp_path):
+def test_two_local_ranks_stop_when_cancelled_and_continue(recipe, tmp_path):
     words = (
         "launch",
         "train",

@@ -37,7 +37,7 @@ def test_devices_that_do_not_exist_are_refused(name, message):
 
 
 @NO_GPU
-def test_a_cpu_is_the_device_of_a_machine_without_accelerator():
+def test_machines_without_an_accelerator_use_the_cpu():
     assert accelerator.find_device("auto", "x") == accelerator.find_device("cpu", "x") == torch.device("cpu")
     assert accelerator.collectives(torch.device("cpu")) == "gloo"
     assert accelerator.device_name(torch.device("cpu")) is None
@@ -46,7 +46,7 @@ def test_a_cpu_is_the_device_of_a_machine_without_accelerator():
     assert done.returncode == 2 and "--device=cuda: torch finds no GPU" in done.stderr
 
 
-def test_collectives_of_gpus_are_their_own_and_gloo_on_the_host():
+def test_gpus_use_their_own_collectives_and_the_host_gloo():
     assert accelerator.collectives(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
     assert accelerator.collectives(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
 
@@ -71,7 +71,7 @@ def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
 
 
 @pytest.mark.parametrize("enable", [False, True])
-def test_the_recipe_decides_about_tf32(enable):
+def test_tf32_is_set_by_the_recipe(enable):
     try:
         Device(DeviceConfig(device="cpu", tf32=enable))
         assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == enable

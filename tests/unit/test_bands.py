@@ -110,7 +110,7 @@ def test_values_become_8_bits_by_band():
         read(tiff(missing, **CONTIGUOUS), pixel_range="by_type")
 
 
-def test_any_values_give_ranges_and_pixels_without_data_give_none(tmp_path):
+def test_value_ranges_ignore_pixels_without_data(tmp_path):
     for number, values in enumerate((VALUES / 3.0, VALUES.astype(np.int16) - 9, VALUES.astype(np.uint32) * 100)):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -54,7 +54,7 @@ def _batch(tmp_path, code, state="RUNNING", restarts="0", marks=("started",), ow
 
 
 @pytest.mark.parametrize("code", [75, 137, 140])
-def test_the_batch_script_requeues_what_may_go_on(tmp_path, code):
+def test_the_batch_script_requeues_resumable_jobs(tmp_path, code):
     assert _batch(tmp_path, code)
 
 
@@ -73,7 +73,7 @@ def test_the_batch_script_requeues_what_may_go_on(tmp_path, code):
         (75, {"restarts": "1"}, False),  # SLURM has started the job elsewhere; this is the rest of the first start
     ],
 )
-def test_the_batch_script_looks_before_it_requeues(tmp_path, code, facts, again):
+def test_the_batch_script_checks_the_job_before_it_requeues(tmp_path, code, facts, again):
     assert _batch(tmp_path, code, **facts) is again
 
 

@@ -139,7 +139,7 @@ KNOBS = [
 
 @pytest.mark.parametrize("frames_at_once", [1, 2, T])
 @pytest.mark.parametrize("knobs", KNOBS, ids=str)
-def test_blocks_are_the_released_form(knobs, frames_at_once, monkeypatch):
+def test_blocks_equal_the_released_form(knobs, frames_at_once, monkeypatch):
     monkeypatch.setattr(frame_attention, "_frames_at_once", lambda *_: frames_at_once)
     module, features = built(**knobs)
     found, (slots, own) = module(features), plain(module, features)
@@ -152,7 +152,7 @@ def test_blocks_are_the_released_form(knobs, frames_at_once, monkeypatch):
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
+def test_blocks_are_causal_and_a_still_image_is_a_clip_of_one_frame():
     module, features = built(heads=2)
     later = features.clone()
     later[:, 2] = torch.randn(B, N, IN)
@@ -168,7 +168,7 @@ def test_a_time_sees_no_later_one_and_a_still_is_a_clip_of_one():
         drawn(features)
 
 
-def test_its_size_is_the_released_ones():
+def test_parameter_count_equals_the_released_model():
     """Count the parameters of NVlabs/PSB with width 192 and three blocks, without the causal masks that it stores as parameters."""
     given = {"preset": "psb", "slots": 11, "width": 192, "iterations": 3}
     module = ParallelBinder(SlotAttentionConfig.model_validate(given), 192)
@@ -180,7 +180,7 @@ def test_its_size_is_the_released_ones():
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize(("window", "fades"), [(None, False), (1, False), (3, False), (3, True)])
-def test_a_stream_gives_what_all_frames_at_once_give(heads, window, fades):
+def test_a_stream_equals_all_frames_at_once(heads, window, fades):
     module, _ = built(heads=heads, slot_init="gaussian", binder={"context_frames": window, "temporal_decay": fades})
     features, noise = torch.randn(B, 6, N, IN, dtype=torch.float64), torch.randn(B, K, D, dtype=torch.float64)
     whole, stream = module(features, noise).slots, BinderStream(module)
@@ -194,7 +194,7 @@ def test_a_stream_gives_what_all_frames_at_once_give(heads, window, fades):
             BinderStream(built(binder=wrong)[0])
 
 
-def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
+def test_mixed_precision_sums_in_fp32():
     module, features = built()
     module, features = module.float(), features.float()
     exact = module(features).slots
@@ -217,11 +217,11 @@ def test_mixed_precision_binds_in_its_own_and_sums_in_fp32():
         ({"binder": {"context_frames": 2, "causal": False}}, "binder.context_frames=2: limits how many earlier frames"),
     ],
 )
-def test_knobs_of_slots_that_take_turns_are_refused(knobs, told):
+def test_settings_of_recurrent_slots_are_refused(knobs, told):
     with pytest.raises(ValueError, match=told):
         SlotAttentionConfig.model_validate({"preset": "psb", "slots": K, "width": D, **knobs})
 
 
-def test_frames_are_of_slots_that_take_turns():
+def test_frames_need_recurrent_slots():
     with pytest.raises(ValueError, match="slots with reference frames"):
         SlotModelConfig.model_validate({"grouping": {"preset": "psb"}, "frame": {}})

@@ -73,7 +73,7 @@ def test_repeated_answers_count_once():
     assert share_interval(np.array([True, False] * 20), np.zeros(40), np.repeat(np.arange(20), 2)) == wilson(0.5, 40)
 
 
-def test_intervals_of_clusters_contain_the_truth_as_often_as_they_say():
+def test_intervals_of_clusters_have_their_nominal_coverage():
     rng = np.random.default_rng(0)
     covered, naive = [], []
     clusters = np.repeat(np.arange(80), 5)

@@ -81,7 +81,7 @@ def test_options_change_a_cluster():
 @pytest.mark.parametrize(
     ("gres", "ranks"), [("gpu", 1), ("gpu:4", 4), ("gpu:h100:8(S:0-1)", 8), ("nvme:1,gpu:a100:2", 2), ("nvme:4", 1)]
 )
-def test_a_site_that_only_takes_gres_has_a_rank_per_gpu(gres, ranks):
+def test_a_gres_only_site_has_one_rank_per_gpu(gres, ranks):
     cluster = load_cluster(str(ROOT / "configs/clusters/test.yaml"), ["--sbatch.gres", gres])
     assert (cluster.ranks, cluster.gpus_by_gres) == (ranks, "gpu" in gres)
     assert _extra_parameters(cluster)["gres"] == gres and "gpus_per_node" not in _extra_parameters(cluster)
@@ -107,7 +107,7 @@ def test_options_of_sbatch_are_understood(words, expected):
     assert translated(words.split(), tuple(ClusterConfig.model_fields), ("exclusive",)) == expected.split()
 
 
-def test_words_of_sbatch_stay_words():
+def test_values_of_sbatch_options_stay_strings():
     cluster = load_cluster(
         "test", ["--sbatch.kill-on-invalid-dep", "yes", "--sbatch.nice", "100", "--sbatch.hold", "true"]
     )
@@ -142,7 +142,7 @@ def test_an_allocation_has_the_nodes_and_gpus_of_its_shell(monkeypatch):
     [("--array=1-3", "a sweep"), ("-n", "--nodes and --tasks-per-node"), ("-o", "launch logs"), ("--dependency", "--after RUN"),
      ("--signal", "--signal-seconds"), ("-M", "SLURM_CLUSTERS"), ("--wrap", "nothing: sparo writes the script")],
 )  # fmt: skip
-def test_options_that_sparo_sets_are_answered_with_what_to_use(word, instead):
+def test_reserved_options_name_their_replacement(word, instead):
     with pytest.raises(ConfigError, match=f"{word}: sparo sets it itself. Use .*{instead}"):
         split_options(["r.yaml", word, "x"])
 

@@ -80,7 +80,7 @@ def drawn(errors, pixels=True):
     return found._replace(keys=tuple(f"{i}" for i in range(len(errors))), data="d" * 64)
 
 
-def test_scores_that_images_have_of_their_own_are_compared_image_by_image(tmp_path):
+def test_per_image_scores_are_compared_image_by_image(tmp_path):
     errors = np.random.default_rng(0).uniform(0.01, 0.2, 50)
     better = errors * np.where(np.arange(50) < 40, 0.5, 1.1)
     found = compare(*two(tmp_path, drawn(errors), drawn(better)))
@@ -108,7 +108,7 @@ def test_damaged_predictions_are_reported_by_file(tmp_path, flips):
         assert str(path) in str(error) or "other keys" in str(error) or "labels of" in str(error)
 
 
-def test_names_are_no_formulas_in_plots(tmp_path):
+def test_names_are_not_parsed_as_formulas_in_figures(tmp_path):
     name = r"runs/$x^{ a$ \frac"
     sides = []
     for checkpoint, right in (("a", [1, 0]), ("b", [1, 1])):
@@ -204,7 +204,7 @@ def test_a_row_of_several_checkpoints_is_marked(tmp_path):
     assert "w.pt: its scores differ in weights and precision" in text and "v.pt: its" not in text
 
 
-def test_a_run_is_compared_under_its_name_of_today(tmp_path, monkeypatch):
+def test_a_renamed_run_is_compared_under_its_current_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs/old"
     (run / "evals").mkdir(parents=True)
@@ -239,7 +239,7 @@ def test_a_column_of_several_sets_is_marked_and_has_no_best(tmp_path):
     assert note.startswith("u: rows were not scored on the same samples (n 3 each)")
 
 
-def test_the_bootstrap_covers_what_it_should():
+def test_the_bootstrap_has_its_nominal_coverage():
     """With clusters of two equal answers, the interval is that of 200 clusters, not of 400 samples."""
     rng = np.random.default_rng(0)
     p = (rng.random(200) < 0.5).astype(float)
@@ -249,7 +249,7 @@ def test_the_bootstrap_covers_what_it_should():
     assert draws.mean() == pytest.approx(p.mean(), abs=0.01)
 
 
-def test_lines_survive_a_cut_and_the_newest_counts(tmp_path):
+def test_results_survive_truncation_and_the_newest_line_counts(tmp_path):
     one = scored([1, 0, 1])
     append(tmp_path, "a", "t", scored([0, 0, 1]), {})
     append(tmp_path, "a", "t", one, {"x": 1})

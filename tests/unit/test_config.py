@@ -39,7 +39,7 @@ def test_one_way_to_give_the_length_replaces_the_others(tree):
             resolve(RunConfig, override(tree, words, RunConfig), "recipe.yaml")
 
 
-def test_a_name_that_is_typed_wins_over_what_a_recipe_filled_in(shards, tmp_path):
+def test_a_typed_name_takes_precedence_over_values_of_the_recipe(shards, tmp_path):
     def model(tree, *words):
         return resolve(RunConfig, override(tree, words, RunConfig), "x").objective.model
 
@@ -151,7 +151,7 @@ def test_an_epoch_of_fractional_weights_is_counted_as_it_is_read(tree, shards):
     assert dry_run(config).epoch_size == build_pipeline(config).plan.epoch_size == 3 * 11
 
 
-def test_yaml_builds_no_objects(tmp_path):
+def test_yaml_cannot_create_objects(tmp_path):
     path = tmp_path / "evil.yaml"
     path.write_text("a: !!python/object/apply:os.system ['true']\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
@@ -166,7 +166,7 @@ def test_length_of_a_run_in_steps_samples_and_epochs(tree):
         resolve(RunConfig, {**tree, "steps": 2}, "recipe").total_steps(96)
 
 
-def test_a_recipe_without_a_name_takes_its_files(tree, tmp_path, write_recipe):
+def test_a_recipe_without_a_name_is_named_after_its_file(tree, tmp_path, write_recipe):
     tree.pop("name")
     assert load_run(write_recipe(tree)).name == "recipe"
 
@@ -219,7 +219,7 @@ def test_a_key_written_as_an_option_explains_the_syntax(tree, word, message):
         override(tree, [word], RunConfig)
 
 
-def test_a_key_of_another_block_is_found(tree):
+def test_the_error_for_a_misplaced_key_names_its_block(tree):
     with pytest.raises(ConfigError, match=r"lr: unknown key; did you mean 'optim\.lr'\?"):
         resolve(RunConfig, override(tree, ["lr=1"], RunConfig), "x")
     with pytest.raises(

@@ -49,7 +49,7 @@ def test_a_key_is_found_by_its_place_or_its_end(word, found):
     assert list(dict.fromkeys(key.dotted for key in find_keys(word))) == found
 
 
-def test_a_block_lists_its_keys_and_not_those_of_rows_below_it():
+def test_a_block_lists_its_keys_without_those_of_entries_below_it():
     model = {key.dotted for key in find_keys("objective.model")}
     assert {"objective.model.readout", "objective.model.vision.width"} <= model
     assert "objective.model.readout.slots" not in model
@@ -58,7 +58,7 @@ def test_a_block_lists_its_keys_and_not_those_of_rows_below_it():
         find_keys("optim.lrr")
 
 
-def test_recipes_go_by_name(tmp_path, monkeypatch):
+def test_recipes_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_recipe(Path("emoji_small")).name == "emoji_small.yaml"
     assert load_run(find_recipe(Path("dino/scenes_tiny"))).objective.kind == "dino"

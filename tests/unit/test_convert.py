@@ -57,7 +57,7 @@ def test_a_test_set_shares_no_image_with_training(tmp_path):
     assert not (tmp_path / "more").exists()
 
 
-def test_the_lines_that_convert_prints_are_what_one_types(tmp_path):
+def test_commands_that_convert_prints_can_be_typed(tmp_path):
     """Output folders of any name; each data set has its own run."""
     (tmp_path / "in/c").mkdir(parents=True)
     for i in range(8):
@@ -99,7 +99,7 @@ def test_folder_names_that_are_not_utf8_are_paths_but_not_captions(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_next_lines_of_odd_folders_are_typed_as_they_are_printed(tmp_path):
+def test_printed_commands_for_unusual_folders_can_be_typed(tmp_path):
     lines = ["filepath,title", *(f"{i}.jpg,words {i}" for i in range(6))]
     for i in range(6):
         (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))

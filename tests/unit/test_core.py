@@ -191,7 +191,7 @@ class _Recorded:
 
 
 @pytest.mark.parametrize("method", ["clip", "dino", "slots"])
-def test_first_images_and_scores_stand_where_people_look(tmp_path, shards, monkeypatch, method):
+def test_first_images_and_scores_are_logged_to_tensorboard_and_wandb(tmp_path, shards, monkeypatch, method):
     """Eight images of the first batch with captions, and each evaluation as a table; a resumed run does not log the images again."""
     recorded = _Recorded()
     fake = SimpleNamespace(
@@ -311,7 +311,7 @@ def _hold(path, ready, go_on, queue):
     queue.put(told)
 
 
-def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch):
+def test_processes_of_a_lost_start_write_nothing(tmp_path, monkeypatch):
     ready, go_on, queue = CONTEXT.Event(), CONTEXT.Event(), CONTEXT.SimpleQueue()
     lost = CONTEXT.Process(target=_hold, args=(tmp_path, ready, go_on, queue))
     lost.start()
@@ -335,7 +335,7 @@ def test_what_is_left_of_a_lost_start_writes_nothing_more(tmp_path, monkeypatch)
         successor.write_heartbeat(step=2)
 
 
-def test_a_file_server_in_trouble_is_waited_for_and_then_named(tmp_path, monkeypatch):
+def test_a_failing_file_server_is_retried_and_then_named(tmp_path, monkeypatch):
     waits = []
     monkeypatch.setattr("sparo_train.core.disk.rundir.time.sleep", waits.append)
     (tmp_path / "owner.json").write_text("{")

@@ -42,7 +42,7 @@ def fake(folder, how="draws"):
 
 
 @pytest.mark.parametrize("kind", ["simple", "nature_ego"])
-def test_colours_are_blenders_and_all_else_is_ours(tmp_path, kind):
+def test_only_colours_come_from_blender(tmp_path, kind):
     ours = multi_view_episode(kind, 0, "train", 3, 16, 2)
     theirs = multi_view_episode(kind, 0, "train", 3, 16, 2, cycles=Cycles(fake(tmp_path), 7))
     for camera, (row, drawn) in enumerate(zip(ours.frames, theirs.frames, strict=True)):

@@ -62,7 +62,7 @@ def test_unsupported_engine_options_are_refused_before_anything_is_created(engin
         engine(config(**keys), AdamWConfig(), among(size)).prepare(Teaching())
 
 
-def test_an_engine_that_is_not_there_is_named(monkeypatch):
+def test_a_missing_engine_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[deepspeed\]' in sparo's checkout"):
         objective = nn.Linear(2, 2)
@@ -127,7 +127,7 @@ def after_four_steps(kind, device, on_host):
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("clip", 0.0), ("dino", 1e-6)])
-def test_a_step_that_the_device_decides_on_ends_as_one_that_the_host_does(kind, tolerance):
+def test_steps_decided_by_device_and_host_end_equally(kind, tolerance):
     on_host, on_device = (after_four_steps(kind, "cpu", on_host) for on_host in (True, False))
     assert on_host.keys() == on_device.keys() and all(
         v.isfinite().all() for v in on_host.values() if v.is_floating_point()

@@ -63,7 +63,7 @@ def source(tmp_path_factory):
     return open_images(str(root), "label", "test")
 
 
-def test_the_second_reading_encodes_nothing_and_finds_the_same(source, tmp_path):
+def test_the_second_reading_encodes_nothing_and_is_equal(source, tmp_path):
     plain = FeatureStore().images(Counting(), source)
     first, second = Counting(), Counting()
     a, b = (FeatureStore(tmp_path).images(e, source) for e in (first, second))
@@ -151,7 +151,7 @@ def test_a_kill_in_the_middle_loses_one_part_at_most(source, tmp_path):
     assert torch.equal(found.in_memory(), FeatureStore().images(Counting(), source).in_memory())
 
 
-def test_shares_of_processes_that_do_not_know_each_other_add_up(source, tmp_path):
+def test_parts_of_independent_processes_complete_each_other(source, tmp_path):
     counts = []
     for own in range(3):
         encoder = Counting()
@@ -162,7 +162,7 @@ def test_shares_of_processes_that_do_not_know_each_other_add_up(source, tmp_path
     assert torch.equal(found.in_memory(), FeatureStore().images(Counting(), source).in_memory())
 
 
-def test_a_share_of_a_task_with_two_sets_is_encoded_of_both_before_it_waits(source, tmp_path):
+def test_a_part_of_a_task_with_two_sets_encodes_both_before_it_waits(source, tmp_path):
     task = KnnTaskConfig(task="knn", k=(1,), train=str(source.root), test=str(source.root), limit=599, workers=0)
     first, second = (Scoring("t", Counting(), FeatureStore(tmp_path), ALONE, (own, 2)) for own in (0, 1))
     other = task.model_copy(update={"test": str(copied(source, tmp_path / "copy"))})
@@ -301,7 +301,7 @@ def test_texts_of_any_length_are_encoded_as_alone():
     assert torch.allclose(encoder.text(captions, batch=2), alone, atol=1e-6)
 
 
-def test_masks_and_slots_have_a_home_in_the_store(tmp_path):
+def test_masks_and_slots_are_stored(tmp_path):
     folder, rng = tmp_path / "masks", np.random.default_rng(0)
     masks = [rng.integers(0, 5, (6, 8)).astype(np.uint8) for _ in range(10)]
     rows = []

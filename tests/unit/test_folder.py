@@ -55,7 +55,7 @@ def test_it_trains_like_shards_and_knows_when_it_changed(folder):
     assert fingerprint([open_source("a", config.sources["a"])]) != before
 
 
-def test_a_file_that_is_gone_is_a_bad_sample(folder):
+def test_a_deleted_file_is_a_bad_sample(folder):
     source = open_source("a", FolderConfig(folder=str(folder)))
     for path in folder.glob("*/*/*"):
         path.unlink()
@@ -79,7 +79,7 @@ def test_mistakes(folder, tmp_path, shards):
         resolve(RunConfig, pairs, "x")
 
 
-def test_labelled_images_come_in_a_fixed_order_and_say_what_is_wrong(folder, tmp_path, monkeypatch):
+def test_labelled_images_have_a_fixed_order_and_named_errors(folder, tmp_path, monkeypatch):
     def small(image):
         return np.asarray(image.resize((8, 8)))
 

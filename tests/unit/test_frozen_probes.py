@@ -238,7 +238,7 @@ def test_tables_that_would_give_wrong_scores_are_refused(tissue, tmp_path):
             run(kind, tissue)
 
 
-def test_tiles_are_drawn_alike_and_their_masks_fit(tmp_path):
+def test_tissue_tiles_are_reproducible_and_match_their_masks(tmp_path):
     config = TissueConfig(seed=3, patients=5, tiles=4)
     tiles = [render_tile(config, number) for number in range(20)]
     again = render_tile(config, 11)
@@ -307,7 +307,7 @@ def table_of(folder, tissue, change, name="tissue.csv"):
 
 
 @pytest.mark.hostile
-def test_cells_of_real_tables_are_read_as_they_are_meant(tissue, tmp_path):
+def test_unusual_cells_of_tables_are_read_correctly(tissue, tmp_path):
     plain = run("knn", tissue, columns={"label": "{tissue}"}, k=(5,))
 
     def spaces(number, row):

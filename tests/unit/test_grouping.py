@@ -99,7 +99,7 @@ def plain(module, features, noise):
 @pytest.mark.parametrize(
     "preset", [name for name, row in PRESETS.items() if not {"transport", "binder", "pooled"} & row.keys()]
 )
-def test_every_preset_is_its_formula(preset):
+def test_every_preset_equals_its_formula(preset):
     heads = 2 if "heads" in str(PRESETS[preset].get("softmax_over")) else 1
     for knobs in ({"heads": heads}, {"heads": 2, "out_proj": True, "qkv_width": 12}):
         module, features, noise = built(preset=preset, **knobs)
@@ -127,7 +127,7 @@ def test_every_preset_is_its_formula(preset):
     st.sampled_from([0.0, 1e-8, 0.3]),
     st.integers(1, 3),
 )
-def test_folded_is_plain(preset, renorm, eps, iterations):
+def test_folded_equals_plain(preset, renorm, eps, iterations):
     row = {"preset": preset, "heads": 1, "renorm": renorm, "renorm_eps": eps, "iterations": iterations}
     if PRESETS[preset].get("softmax_over") == "keys":
         row |= {"renorm": "none"}
@@ -139,7 +139,7 @@ def test_folded_is_plain(preset, renorm, eps, iterations):
 
 
 @pytest.mark.parametrize("kv", ["folded", "plain"])
-def test_a_ground_is_uorfs(kv):
+def test_a_background_slot_is_that_of_uorf(kv):
     """Compute Yu et al. 2021, Algorithm 1: the first slot has a separate Gaussian, queries, GRU and MLP, and competes with the others."""
     module, features, _ = built(slots=4, ground=True, kv=kv, mlp_width=24, iterations=3)
     r, noise = module.rounds[0], torch.randn(B, 4, D, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_gradient_last_learns_from_the_last_iteration_only():
 
 
 @pytest.mark.parametrize("kind", ["torch", "flax", "keras"])
-def test_the_gru_is_torchs_cell_with_its_librarys_initialization(kind):
+def test_the_gru_equals_torchs_cell_with_the_initialization_of_its_library(kind):
     torch.manual_seed(0)
     gru, cell = Gru(D, kind), nn.GRUCell(D, D)
     for bias in (gru.bias_ih, gru.bias_hh):
@@ -241,7 +241,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("told", BAD)
-def test_knobs_that_do_not_go_together_are_refused(told):
+def test_incompatible_options_are_refused(told):
     with pytest.raises(ValueError, match=told.replace("?", r"\?")):
         SlotAttentionConfig.model_validate({"slots": K, "width": D, **BAD[told]})
 
@@ -259,7 +259,7 @@ def framed(**frame):
 
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("mean", ["code", "paper"])
-def test_frames_move_with_what_they_hold(scales, mean):
+def test_frames_move_with_their_content(scales, mean):
     module, features, grid, noise = framed(scales=scales, scale_mean=mean)
     slots, positions, sizes = module.init_slots(noise)
     at = module.run_iterations(features, grid, slots, positions, sizes)
@@ -274,7 +274,7 @@ def test_frames_move_with_what_they_hold(scales, mean):
         assert torch.equal(at.scales, sizes)
 
 
-def test_frames_are_the_papers_algorithm():
+def test_frames_equal_the_algorithm_of_the_paper():
     module, features, grid, noise = framed()
     c, f = module.config, module.frame
     slots, positions, sizes = module.init_slots(noise)
@@ -301,7 +301,7 @@ def test_frames_are_the_papers_algorithm():
             assert torch.allclose(mine[b].double(), his, atol=1e-9)
 
 
-def test_a_slot_that_took_one_token_has_a_gradient():
+def test_a_slot_with_a_single_token_has_a_gradient():
     module, features, grid, noise = framed(scale_clip=(0.001, 2.0))
     features.requires_grad_()
     with torch.no_grad():
@@ -348,7 +348,7 @@ def test_one_gru_for_all_layers_is_equal_grus(preset):
         {"preset": "tf_inv_osrt"},
     ],
 )
-def test_tokens_that_are_not_kept_change_nothing(knobs):
+def test_masked_tokens_change_nothing(knobs):
     module, features, noise = built(**{"renorm_eps": 0.1} if knobs["preset"] in ("sa", "isa") else {}, **knobs)
     keep = torch.ones(B, N, dtype=torch.bool)
     keep[0, 6:] = keep[1, [0, 4]] = False

@@ -43,7 +43,7 @@ def asked(listens, token, method="GET", path="/", query="", names=(), **headers)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost:1", "LOCALHOST", "[::1]:1", "127.9.9.9"])
-def test_this_machine_may_ask(host):
+def test_requests_of_this_machine_are_accepted(host):
     status, headers = asked("127.0.0.1", None, host=host)
     assert status == 200 and headers[b"content-security-policy"].startswith(b"default-src 'self'")
 
@@ -61,11 +61,11 @@ def test_this_machine_may_ask(host):
         "0x7f.1",
     ],
 )
-def test_no_name_that_others_could_point_here_may(host):
+def test_other_host_names_are_refused(host):
     assert asked("127.0.0.1", None, host=host)[0] == 400
 
 
-def test_only_its_own_page_changes_something():
+def test_only_the_page_itself_may_change_data():
     def post(**headers):
         return asked("127.0.0.1", None, "POST", "/save/0", **headers)[0]
 
@@ -81,7 +81,7 @@ def test_only_its_own_page_changes_something():
     )
 
 
-def test_elsewhere_a_token_is_needed():
+def test_other_machines_need_a_token():
     def seen(query="", **headers):
         return asked("0.0.0.0", "tok", query=query, **{"host": "192.0.2.7:8765", **headers})
 

@@ -46,7 +46,7 @@ def test_job_status_needs_no_torch(tmp_path):
     assert done.stdout.split() == ["False"]
 
 
-def test_public_names_are_there_and_load_nothing_before_they_are_used():
+def test_public_names_exist_and_load_lazily():
     ask = "import sys, sparo; print(dir(sparo) == sorted(sparo.__all__), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
@@ -70,7 +70,7 @@ def test_public_names_are_there_and_load_nothing_before_they_are_used():
     assert set(sparo.__all__) <= typed
 
 
-def test_every_own_row_is_there_and_is_what_its_table_asks_for():
+def test_every_built_in_entry_exists_with_the_type_of_its_registry():
     rows = {name: table for name, table in vars(tables).items() if isinstance(table, Registry)}
     assert {
         "METHODS",
@@ -94,7 +94,7 @@ def test_every_own_row_is_there_and_is_what_its_table_asks_for():
             assert all(hasattr(row, a) for a in table.attributes) and (table.attributes or callable(row)), name
 
 
-def test_the_step_stays_on_one_page():
+def test_the_training_step_stays_short():
     lines = (ROOT / "sparo_train/train/trainer.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 250, "a part of the loop has grown out of it; give it a file of its own"
 
@@ -116,7 +116,7 @@ def test_every_key_of_a_recipe_and_a_cluster_has_a_description():
     assert len(fields) > 200 and [key for key, description in fields.items() if not description] == []
 
 
-def test_the_loop_may_read_of_data_the_budget_and_the_fingerprint_alone():
+def test_the_loop_imports_only_the_error_budget_and_the_fingerprint_from_data():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
@@ -158,7 +158,7 @@ def test_no_code_branches_on_the_method():
     assert not found
 
 
-def test_what_a_contract_needs_cannot_be_left_out():
+def test_required_members_of_contracts_are_enforced():
     for contract in (Objective, ReadOut):
         with pytest.raises(TypeError, match="abstract"):
             contract()

@@ -159,7 +159,7 @@ def test_scaled_decoding_keeps_twice_the_size():
     assert decode_pixels(data, TRAINING, 701).shape == (700, 1000, 3)
 
 
-def test_an_old_run_keeps_the_pixels_that_it_began_with():
+def test_an_old_run_keeps_its_decoder():
     old = {"data": {"sources": {"a": {"shards": "x"}}}}
     assert with_new_names(RunConfig, old)["data"]["decode"] == "exact"
     new = {"data": {"sources": {"a": {"shards": "x"}}, "decode": "fast"}}
@@ -193,7 +193,7 @@ def test_batches_in_shared_memory_are_not_overwritten(shards, prefetch):
         assert all(torch.equal(one.batch[name], two.batch[name]) for name in one.batch)
 
 
-def test_tensors_that_do_not_fit_take_torchs_own_way(monkeypatch):
+def test_tensors_that_do_not_fit_are_sent_by_torch(monkeypatch):
     monkeypatch.setattr(ring, "SLOT_BYTES", 4096)
     memory = ring.Ring(2, 2)
     fits = {"a": torch.arange(6).view(2, 3), "b": torch.tensor([1.5]), "empty": torch.zeros(0, 4)}

@@ -54,7 +54,7 @@ def clouds(n, m, classes, seed=0, dim=16):
     return *(centres[y] + 1.5 * torch.randn(len(y), dim, generator=g) for y in labels), *labels
 
 
-def test_it_is_the_official_vote_for_any_number_of_tests_and_classes():
+def test_the_vote_equals_the_official_one_for_any_number_of_tests_and_classes():
     for n, m, classes in ((900, 300, 7), (400, 3, 12), (250, 41, 3)):
         train, test, train_labels, test_labels = clouds(n, m, classes)
         found = knn.nearest(test, train, 200, block=(64, 100))
@@ -162,7 +162,7 @@ def test_ranks_score_as_one_and_see_every_image_once(sets, tmp_path):
                 assert result.metrics == pytest.approx(alone.metrics, abs=1e-12), task
 
 
-def test_sets_of_a_layout_score_as_their_shards_do(sets, tmp_path):
+def test_sets_of_a_layout_have_the_scores_of_their_shards(sets, tmp_path):
     """Any entry of `sparo.layouts` works: here clip-benchmark's, with one folder and with two."""
     root = tmp_path / "set"
     for split, place in sets.items():

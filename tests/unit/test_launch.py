@@ -102,7 +102,7 @@ def test_launching_without_submitit_names_the_package(recipe, tmp_path, monkeypa
         submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None)
 
 
-def test_debug_runs_here_and_ends_with_the_code(recipe, tmp_path):
+def test_the_debug_cluster_runs_in_this_process_and_returns_its_code(recipe, tmp_path):
     done = sparo("launch", "train", str(recipe), "name=here", "--cluster", "debug", cwd=tmp_path)
     assert done.returncode == 0 and "finished at step 12" in done.stderr, done.stderr
     assert state_of(tmp_path / "runs/here", tmp_path)["state"] == "COMPLETED"
@@ -170,7 +170,7 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
     assert done.returncode == 2 and "expected I/N with I from 0 to N-1" in done.stderr
 
 
-def test_what_a_recipe_cannot_share_is_refused_before_anything_is_submitted(recipe, tmp_path):
+def test_invalid_sweeps_are_refused_before_anything_is_submitted(recipe, tmp_path):
     done = sparo("launch", "train", str(recipe), "name=x", "--cluster", "local", "--tasks-per-node", "3", cwd=tmp_path)
     assert done.returncode == 2 and "3 ranks cannot share it evenly" in done.stderr
     done = sparo("launch", "train", str(recipe), "name=x", "world_size=4", "--cluster", "local", cwd=tmp_path)

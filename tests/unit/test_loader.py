@@ -100,7 +100,7 @@ def test_any_ranks_and_workers_read_the_same_global_batches(shards, tmp_path, br
         assert equal_steps(first + ranks(root, after, first[-1][1], 14 - at, workers=0), straight)
 
 
-def test_shards_that_are_not_whole_are_reported_once(tmp_path):
+def test_truncated_shards_are_reported_once(tmp_path):
     root = broken_shards(tmp_path / "bad")
     found = [next(pipeline(root, rank, 2, workers=0).start()).skipped for rank in range(2)]
     assert [sum(reason == "truncated tar" for _, reason in skipped) for skipped in found] == [1, 0]
@@ -284,7 +284,7 @@ class _Numbers(Dataset):
         return 40
 
 
-def test_workers_of_a_set_end_without_a_word(capfd):
+def test_workers_of_an_evaluation_end_silently(capfd):
     for _ in range(5):
         found = list(WorkerItems(_Numbers(), 2, lambda rows: rows, [[i] for i in range(40)]))
         assert found == [[i] for i in range(40)]
@@ -365,7 +365,7 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
     assert list(WorkerItems(_Stops(1), 1, lambda rows: rows, [[i] for i in range(20)])) == [[i] for i in range(20)]
 
 
-def test_only_looks_in_a_row_count(monkeypatch):
+def test_only_consecutive_checks_count(monkeypatch):
     states = iter("TTT" + "S" + "D" * 12 + "T" * 12)
     monkeypatch.setattr(workers, "state_of", lambda pid: next(states))
     parts, stuck = SimpleNamespace(_workers=[SimpleNamespace(pid=7)]), Counter()
@@ -381,7 +381,7 @@ def test_a_folder_too_long_for_sockets_is_named(monkeypatch):
         next(WorkerItems(_Numbers(), 1, lambda rows: rows, [[0]]))
 
 
-def test_dots_in_names_are_the_reason_that_is_given(tmp_path):
+def test_dots_in_names_are_reported_as_the_reason(tmp_path):
     with tarfile.open(tmp_path / "dots.tar", "w") as tar:
         for name, data in (("photo.v2.jpg", jpeg(0)), ("photo.v2.txt", b"a thing")):
             member = tarfile.TarInfo(name)

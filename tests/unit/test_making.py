@@ -191,7 +191,7 @@ def test_fashion_mnist_becomes_captioned_shards(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_an_evaluation_set_is_complete_or_not_there(tmp_path, monkeypatch):
+def test_an_evaluation_set_is_complete_or_absent(tmp_path, monkeypatch):
     def interrupted(self, *_arguments, **_options):
         raise KeyboardInterrupt
 
@@ -243,7 +243,7 @@ def test_moving_sets_without_a_kind_are_those_of_the_small_recipes(tmp_path, mon
     assert made and made == expected
 
 
-def test_pictures_alone_are_checked_without_captions(tmp_path):
+def test_images_without_captions_are_checked(tmp_path):
     pictures = [(key, {"jpg": fields["jpg"]}) for key, fields in map(sample, range(3))]
     write_shard(tmp_path / "a.tar", pictures)
     done = sparo("data", "check", "a.tar", cwd=tmp_path)

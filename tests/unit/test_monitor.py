@@ -50,7 +50,7 @@ def shown(folders, columns=120):
     return console.export_text()
 
 
-def test_a_sweep_is_its_runs_in_its_order(tmp_path, queue):
+def test_a_sweep_lists_its_runs_in_order(tmp_path, queue):
     names = [f"lr-lr{rate}" for rate in ("0.1", "0.01", "0.001", "0.0001")]
     for number, name in enumerate(names):
         submitted(tmp_path / name, f"7_{number}")
@@ -103,7 +103,7 @@ def test_states_of_an_array_whose_elements_differ(tmp_path, queue):
     assert status.failed and "--mem-gb" in status.reason
 
 
-def test_what_an_earlier_start_left_is_not_shown_of_the_next(tmp_path, queue):
+def test_records_of_an_earlier_start_are_not_shown_for_the_next(tmp_path, queue):
     records, now = submitted(tmp_path / "run", "7"), time.time()
     records.add("starts", {"job": "7", "restart": 0, "time": now - 600})
     beat = {"step": 5, "total": 9, "phase": "saving", "time": now - 60}

@@ -77,7 +77,7 @@ def test_every_part_learns_and_recomputation_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_half_precision_is_near_and_keeps_places_exact(name):
+def test_half_precision_is_close_and_keeps_positions_exact(name):
     made = objective(name)
     with torch.no_grad():
         whole = made(batch(), Progress(0, 10, 0)).total
@@ -87,7 +87,7 @@ def test_half_precision_is_near_and_keeps_places_exact(name):
     assert half.dtype == torch.float32 and abs(half - whole) < 0.02 * whole
 
 
-def test_slots_of_each_time_are_those_of_that_time_alone():
+def test_slots_of_a_time_step_depend_on_that_time_step_only():
     made, given_ = objective("psb", **GROUPINGS["each"]), batch()
     posed = torch.cat([given_["shown"].float() / 255, torch.randn(2, 2, 2, 6, 16, 16)], 3)
     with torch.no_grad():

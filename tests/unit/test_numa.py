@@ -64,7 +64,7 @@ def test_nothing_is_bound_if_the_socket_is_unknown(machine, text):
     assert numa.gpu_socket(torch.device("cpu"), machine.root) is None
 
 
-def test_a_run_goes_on_if_it_may_not_be_bound(machine, monkeypatch):
+def test_a_run_continues_if_binding_is_not_permitted(machine, monkeypatch):
     def refuse(*_):
         raise PermissionError("not here")
 

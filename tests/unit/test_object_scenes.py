@@ -17,7 +17,7 @@ from sparo_train.data.sources.shards import ShardsConfig
 
 
 @pytest.mark.parametrize("kind", ["clevr", "clevrtex"])
-def test_solids_stand_apart_and_none_is_hidden(kind):
+def test_objects_do_not_touch_and_none_is_hidden(kind):
     seen = set()
     for number in range(12):
         scene, frame = object_scene(kind, 0, "train", number, 48, max_objects=6)
@@ -38,7 +38,7 @@ def test_solids_stand_apart_and_none_is_hidden(kind):
     assert len(seen) > 8
 
 
-def test_rooms_have_walls_that_are_no_objects():
+def test_walls_of_rooms_are_not_objects():
     for test, fits in {"": range(1, 4), "empty_room": [0], "six_objects": [6], "identical_color": range(4, 7)}.items():
         for number in range(4):
             scene, frame = object_scene("rooms", 1, "test", number, 32, test=test)
@@ -72,7 +72,7 @@ def test_patterns_are_functions_of_the_point():
         assert np.array_equal(found[::-1], apply_texture(texture, points[::-1], base))
 
 
-def test_sets_are_the_same_each_time_and_go_on(tmp_path):
+def test_sets_are_reproducible_and_can_be_continued(tmp_path):
     config = ObjectSetConfig(kind="rooms", train=5, test=3, size=16, per_shard=2)
     render_objects(tmp_path / "a", config, processes=2)
     whole = {p.relative_to(tmp_path / "a"): p.read_bytes() for p in (tmp_path / "a").rglob("*.tar")}

@@ -42,7 +42,7 @@ def test_sizes_follow_the_images_and_the_machine(images):
     assert all(choice.text.startswith(f"auto: {choice.key}=") for choice in config.choices)
 
 
-def test_keys_that_are_given_stay_and_others_follow_them(images):
+def test_given_keys_are_kept_and_others_adapt(images):
     words = ["auto=gpu", "objective.model.image_size=32", "batch_size=16", "steps=50", "objective.model.arch=vit_tiny"]
     config = chosen(images, *words, "objective.model.readout={kind: cls}", "optim.lr=1")
     model = config.objective.model
@@ -78,7 +78,7 @@ def test_initial_weights_give_the_model(images, tmp_path):
     assert (named.positions, named.registers, named.norm_eps, named.depth) == ("rope", 4, 1e-5, 12)
 
 
-def test_what_is_missing_is_said_with_the_remedy(tmp_path, monkeypatch, images):
+def test_missing_inputs_are_reported_with_the_remedy(tmp_path, monkeypatch, images):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"data/images is not a folder\. To train on other images, add data=FOLDER"):
         load_run("own_images")
@@ -93,7 +93,7 @@ def test_what_is_missing_is_said_with_the_remedy(tmp_path, monkeypatch, images):
         chosen("empty")
 
 
-def test_data_stands_for_any_format(tmp_path, shards, images):
+def test_data_accepts_any_format(tmp_path, shards, images):
     assert source_block([str(images)]) == {"folder": str(images)}
     assert next(iter(source_block([str(shards)]))) == "shards"
     config = load_run("dino/scenes_tiny", [f"data={shards}", "data.workers=3"])

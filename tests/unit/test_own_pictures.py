@@ -278,7 +278,7 @@ def test_rarer_members_of_shards_are_read_in_training_checks_and_evaluation(tmp_
         image_bytes({"txt": b"x", "mask.png": b"x"}, ("jpg",))
 
 
-def test_rows_without_a_picture_are_named_or_skipped(tmp_path):
+def test_rows_without_an_image_are_named_or_skipped(tmp_path):
     for number in range(6):
         put(tmp_path / "im" / f"{number}.jpg", jpeg(number))
     table = tmp_path / "t.csv"
@@ -301,7 +301,7 @@ def test_rows_without_a_picture_are_named_or_skipped(tmp_path):
         (b"image,words\na.jpg,x\n", r"no column for the caption, got the columns image, words\. Call it caption"),
     ],
 )
-def test_what_is_wrong_with_a_table_names_the_cause(content, message, tmp_path):
+def test_errors_of_a_table_name_the_cause(content, message, tmp_path):
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(DataError, match=message):
         convert_csv(tmp_path / "t.csv", tmp_path / "out")
@@ -346,7 +346,7 @@ def annotations(tmp_path, objects):
     return path
 
 
-def test_coco_leaves_out_what_has_no_outline_and_renumbers_categories(tmp_path):
+def test_coco_skips_objects_without_an_outline_and_renumbers_categories(tmp_path):
     objects = [
         {"category_id": 7, "segmentation": [SQUARE]},
         {"category_id": 0, "segmentation": [[4, 20, 9, 20, 9, 28], [1, 1, 2, 2]]},  # one polygon of two points

@@ -71,7 +71,7 @@ HIGH, LOW, WIDE = [0.80, 0.81, 0.82, 0.80, 0.81], [0.70, 0.71, 0.70, 0.72, 0.71]
         ({"value": 0.8, "expect": "equal", "margin": 0.05}, HIGH, LOW, "shown"),
     ],
 )
-def test_a_verdict_is_where_the_interval_lies(test, a, b, outcome):
+def test_verdicts_follow_from_the_interval(test, a, b, outcome):
     found = decide(claim(**test), record(a=("A", 1, a), b=("B", 1, b)))
     assert found.outcome == outcome and found.findings[0].outcome == outcome
     assert "5 seeds. Expected" in found.findings[0].text and found.findings[0].text.endswith(outcome)
@@ -121,7 +121,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path_factory, rows):
         ("{", "record.json"),
     ],
 )
-def test_another_file_is_no_record(tmp_path, text, message):
+def test_files_other_than_a_record_are_refused(tmp_path, text, message):
     (tmp_path / "record.json").write_text(text)
     with pytest.raises(DataError, match=message):
         read_record(tmp_path / "record.json")

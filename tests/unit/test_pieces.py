@@ -38,7 +38,7 @@ def written(folder, cuts_by_name):
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_pieces_give_any_run(tmp_path_factory, data):
+def test_any_pieces_can_be_read_from_any_others(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("pieces")
     rows, columns = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 5))
     matrix = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
@@ -55,14 +55,14 @@ def test_any_pieces_give_any_run(tmp_path_factory, data):
 
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 8))
-def test_every_tensor_has_one_owner_and_the_load_is_fair(sizes, ranks):
+def test_every_tensor_has_one_writer_and_the_load_is_balanced(sizes, ranks):
     found = assign_writers(sizes, ranks)
     loads = [sum(s for s, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(ranks)]
     assert len(found) == len(sizes) and sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-def test_a_piece_that_is_not_there_is_named(tmp_path):
+def test_a_missing_piece_is_named(tmp_path):
     tensor = torch.arange(12.0).view(4, 3)
     paths = written(tmp_path, {"w": (tensor, [1, 2], True)})
     with pytest.raises(

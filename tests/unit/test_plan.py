@@ -54,7 +54,7 @@ def test_an_epoch_visits_every_sample_weight_times(spec, streams, epoch):
 
 @given(plans, st.integers(1, 4), st.integers(0, 200))
 @settings(max_examples=40, deadline=None)
-def test_any_position_is_known_without_the_ones_before(spec, streams, position):
+def test_any_position_is_computed_independently_of_earlier_ones(spec, streams, position):
     counts, weights, *_ = spec
     if sum(w * sum(c) for w, c in zip(weights, counts, strict=True)) < streams:
         return
@@ -121,7 +121,7 @@ def test_every_sample_is_announced_once_and_before_it_is_read(counts, streams, c
             assert sum(s.waiting.total() for s in storages) <= 2 * min(window, plan.stream_length(0))
 
 
-def test_seeds_and_epochs_give_other_orders():
+def test_orders_differ_between_seeds_and_epochs():
     orders = [tuple(epoch_of(Plan([[64]], [1.0], seed, 2), epoch)) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(r.ordinal for r in order) for order in orders}) == 4
 

@@ -37,7 +37,7 @@ def now(monkeypatch):
     return time
 
 
-def test_time_counts_over_sittings_and_the_estimate_is_of_steps_alone(now):
+def test_elapsed_time_includes_earlier_starts_and_the_estimate_only_steps(now):
     clock = RunClock(before=1000.0)
     now[0] += 60  # compiling, and waiting for the first batch
     assert clock.elapsed == 1060 and clock.step(5) and not clock.step(6)
@@ -49,7 +49,7 @@ def test_time_counts_over_sittings_and_the_estimate_is_of_steps_alone(now):
     assert clock.left(10, 100) == pytest.approx(2 * 90) and clock.elapsed == 1570
 
 
-def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_sittings(now, monkeypatch, tmp_path):
+def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_starts(now, monkeypatch, tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=200)
     for module in (progress, terminal):

@@ -25,7 +25,7 @@ RNG = np.random.default_rng(0)
 
 @settings(max_examples=100, deadline=None)
 @given(arrays(np.uint8, array_shapes(min_dims=2, max_dims=2, max_side=40), elements=st.integers(0, 1)))
-def test_runs_are_read_as_pycocotools_writes_them(mask):
+def test_run_lengths_of_pycocotools_are_read(mask):
     packed = coder.encode(np.asfortranarray(mask))
     found = _outline(coder, {"size": packed["size"], "counts": packed["counts"].decode()}, mask.shape)
     assert np.array_equal(found, mask)
@@ -73,7 +73,7 @@ def test_missing_arrays_and_wrong_lengths_are_reported(tmp_path):
             read(path, "npy")
 
 
-def test_a_set_is_not_written_over_what_is_there_nor_with_masks_of_other_sizes(tmp_path):
+def test_sets_are_not_overwritten_nor_written_with_masks_of_other_sizes(tmp_path):
     image, config = np.zeros((4, 4, 3), np.uint8), PublishedConfig(source="lmdb")
     (tmp_path / "own").mkdir()
     (tmp_path / "own/converted.json").write_text('{"mine": 1}')
@@ -85,7 +85,7 @@ def test_a_set_is_not_written_over_what_is_there_nor_with_masks_of_other_sizes(t
     assert not (tmp_path / "odd").exists()
 
 
-def test_masks_of_colours_are_numbered_in_stills_alone():
+def test_colour_masks_are_numbered_for_still_images_only():
     red = np.zeros((2, 2, 3), np.uint8)
     red[0, 0] = (255, 0, 0)
     assert to_label_map(red, "a").tolist() == [[1, 0], [0, 0]]
@@ -93,7 +93,7 @@ def test_masks_of_colours_are_numbered_in_stills_alone():
         to_label_map(red, "a", of_several=True)
 
 
-def test_pictures_are_pictures_and_start_no_program():
+def test_only_images_are_read_and_no_program_is_started():
     for data in (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
         b"GIF89a",
@@ -109,7 +109,7 @@ class Bomb:
         return print, ("run",)
 
 
-def test_lmdb_files_are_unpickled_as_numbers_alone(tmp_path, capsys):
+def test_lmdb_files_are_unpickled_as_arrays_only(tmp_path, capsys):
     label = RNG.integers(0, 4, (8, 8)).astype(np.uint8)
     image = RNG.integers(0, 256, (8, 8, 3)).astype(np.uint8)
     buffer = io.BytesIO()

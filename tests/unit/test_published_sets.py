@@ -106,7 +106,7 @@ def test_clevrtex_with_palettes_and_colours(tmp_path):
         read(tmp_path, "clevrtex")
 
 
-def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
+def test_coco_ignores_shared_pixels_and_crowds(tmp_path):
     (tmp_path / "annotations").mkdir()
     (tmp_path / "val2017").mkdir()
     (tmp_path / "val2017/a.jpg").write_bytes(encode_image(np.zeros((10, 12, 3), np.uint8), "JPEG"))
@@ -160,7 +160,7 @@ def test_coco_leaves_out_what_two_objects_share_and_crowds(tmp_path):
             read(path, "coco")
 
 
-def test_clips_are_stills(tmp_path):
+def test_clips_can_be_converted_to_still_images(tmp_path):
     video, masks = RNG.integers(0, 256, (3, 8, 8, 3)).astype(np.uint8), RNG.integers(0, 5, (3, 8, 8)).astype(np.uint8)
     stored = {"video": ([encode_image(f) for f in video], "byte"), "segmentations": ([encode_image(m) for m in masks], "byte"),
               "metadata/video_name": ([b"vi.deo/7"], "byte")}  # fmt: skip

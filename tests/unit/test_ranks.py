@@ -42,7 +42,7 @@ def test_directions_count_if_they_distinguish_images():
     )
 
 
-def test_rankme_is_that_of_the_log():
+def test_rankme_equals_the_logged_value():
     encodings = np.random.default_rng(0).normal(size=(100, 40)).astype(np.float32)
     assert ranks.rankme(encodings) == pytest.approx(float(logged_rankme(torch.from_numpy(encodings))), rel=1e-6)
 

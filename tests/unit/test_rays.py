@@ -10,7 +10,7 @@ from object_centric.scenes3d.scene_model import SceneModelConfig
 BOX = ((-2.0, -3.0, 0.0), (2.0, 3.0, 1.0))
 
 
-def test_rays_are_looked_at_inside_the_box_alone():
+def test_points_on_rays_lie_inside_the_box():
     torch.manual_seed(0)
     module = NerfConfig(bins=5, sky=True, box=BOX).build(24)
     eyes, aims = (

@@ -146,7 +146,7 @@ def test_other_files_are_refused_by_name(tmp_path_factory, tree):
             assert str(path) in str(error)
 
 
-def test_what_is_wrong_is_named(tmp_path):
+def test_errors_name_the_cause(tmp_path):
     path = write_davis(tmp_path / "d")
     (tmp_path / "d/Annotations/480p/bear/00001.png").write_bytes(b"no")
     with pytest.raises(DataError, match=r"00001.png: is not a readable picture"):

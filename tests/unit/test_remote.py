@@ -146,7 +146,7 @@ def read(url):
     "trouble", [[], ["500"], ["503", "500", "429"], ["short"], ["silent"], ["short", "502", "silent"]]
 )
 @pytest.mark.parametrize("name", ["a.tar", "moved.tar"])
-def test_what_passes_is_waited_for(server, trouble, name, tmp_path):
+def test_passing_failures_are_retried(server, trouble, name, tmp_path):
     server.trouble = list(trouble)
     found = read(f"{server.at}/{name}")
     reader = ShardReader()
@@ -167,7 +167,7 @@ def test_what_passes_is_waited_for(server, trouble, name, tmp_path):
         ("a.tar", ["403"] * 99, "403"),
     ],
 )
-def test_what_stays_is_one_error_with_the_address(server, name, trouble, says):
+def test_lasting_failures_are_one_error_with_the_address(server, name, trouble, says):
     server.trouble = list(trouble)
     start = time.monotonic()
     with pytest.raises(DataError, match=rf"{re.escape(server.at)}/{name}: cannot be read.*{says}"):
@@ -182,7 +182,7 @@ def test_a_server_without_byte_ranges_is_refused(server, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.npy"))
 
 
-def test_a_shard_that_fails_in_the_middle_of_training_is_an_error_and_no_bad_sample(server):
+def test_a_shard_that_fails_during_training_is_an_error_instead_of_a_bad_sample(server):
     url = f"{server.at}/a.tar"
     load_index(url)
     reader = ShardReader()
@@ -240,7 +240,7 @@ def test_an_epoch_from_a_server_is_fetched_once_and_equals_the_disks(server, sha
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_training_passes_over_troubles(server, shards, workers):
+def test_training_survives_passing_failures(server, shards, workers):
     disk = batches(shards.paths, 12, 0)
     server.once = set()
     kinds = ["503", "short", "reset", "429", "fewer", "silent", "500"]
@@ -250,7 +250,7 @@ def test_training_passes_over_troubles(server, shards, workers):
 
 
 @pytest.mark.parametrize(("trouble", "says"), [("more", "byte ranges"), ("fewer", "in 4 tries"), ("503", "in 4 tries")])
-def test_a_server_that_stays_in_trouble_ends_training_with_one_error(server, shards, trouble, says):
+def test_a_server_that_keeps_failing_ends_training_with_one_error(server, shards, trouble, says):
     server.trouble = [""] * 10 + [trouble] * 1000
     start = time.monotonic()
     with pytest.raises(DataError, match=rf"{server.at}/0000\d\.tar: .*{says}"):
@@ -307,7 +307,7 @@ def test_a_scan_reads_headers_and_no_images(server, shards, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [None, "other size", "no index", "too large"])
-def test_an_index_beside_a_shard_on_a_server_is_used(server, shards, damage, tmp_path):
+def test_an_index_next_to_a_shard_on_a_server_is_used(server, shards, damage, tmp_path):
     load_index(shards.paths[0], write_index=True)
     table = np.load(f"{shards.paths[0]}.idx.npy")
     shutil.rmtree(tmp_path / "cache")

@@ -86,7 +86,7 @@ def test_the_error_for_an_old_key_names_the_new_one(shards, tmp_path):
         resolve(RunConfig, tree, "x")
 
 
-def test_muon_was_a_block_of_its_own(shards, tmp_path):
+def test_the_former_muon_block_is_read(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path)
     adamw = resolve(RunConfig, {**tree, "optim": {"lr": 1e-3, "muon": None}}, "x", stored=True).optim
     muon = resolve(
@@ -138,7 +138,7 @@ def test_a_renamed_option_is_passed_on_under_its_new_name(words, capsys):
         assert old not in options or (words, old) == (("eval", "sweep"), "--out")
 
 
-def test_other_words_of_a_command_line_stay_as_they_are(capsys):
+def test_other_words_of_a_command_line_are_unchanged(capsys):
     words = ["eval", "run", "--tasks", "--on", "--to", "--most=3"]
     assert with_new_options(words) == words and not capsys.readouterr().err
 

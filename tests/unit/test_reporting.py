@@ -79,7 +79,7 @@ def test_an_error_on_rank_0_reaches_all_ranks():
         assert everywhere and repeated == (rank > 0)  # so that they save the step together
 
 
-def test_metrics_that_are_no_numbers_or_of_some_ranks_alone_end_no_run():
+def test_unusual_metrics_do_not_end_a_run():
     reporter = Reporter(LogConfig(), None, Ranks(World(), "gloo", 0.0), None, None, None)
     with logged() as said:
         for _ in range(2):
@@ -130,7 +130,7 @@ def _asks(ranks, folder):
     return sync.agree(upcoming, 8)
 
 
-def test_a_rank_that_asks_does_not_wait_for_the_others(tmp_path):
+def test_asking_for_a_stop_does_not_wait_for_other_ranks(tmp_path):
     assert run_ranks(2, _asks, tmp_path) == [("SIGTERM", False)] * 2
 
 
@@ -198,7 +198,7 @@ def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
     assert len(said) == 1 and "log.tensorboard: cannot be started (ZeroDivisionError" in said[0]
 
 
-def test_flops_that_cannot_be_counted_are_left_out(tmp_path):
+def test_flops_that_cannot_be_counted_are_omitted(tmp_path):
     def per_sample(batch):
         raise AssertionError("Expected gradient function to be set\nand more")
 
@@ -296,7 +296,7 @@ def test_an_error_in_an_evaluation_saves_the_step_and_the_run_resumes(shards, tm
     assert json.loads(gzip.decompress((straight / "profile/trace.json.gz").read_bytes()))["traceEvents"]
 
 
-def test_the_mean_reads_what_may_be_read():
+def test_metrics_are_averaged_over_readable_values():
     tokens = torch.randn(2, 5, 3)
     keep = torch.tensor([[True, True, False, False, False], [True] * 5])
     found = MeanPool(3)(tokens, keep, need_attention=True)

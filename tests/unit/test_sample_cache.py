@@ -108,7 +108,7 @@ def test_processes_share_it_and_a_kill_leaves_no_wrong_sample(tmp_path):
     assert found > 30
 
 
-def test_room_is_made_from_what_no_run_uses(tmp_path):
+def test_space_is_freed_from_files_that_no_run_uses(tmp_path):
     cache = SampleCache(CacheConfig(path=str(tmp_path), gb=340_000 / 1e9))
     files = [CachedFile(cache, f"http://x/{i}.tar", b"", 100_000) for i in range(4)]
     for file in files[:3]:
@@ -128,7 +128,7 @@ def test_room_is_made_from_what_no_run_uses(tmp_path):
     assert (tmp_path / files[2].name).is_dir()  # used within the last hour
 
 
-def test_another_version_of_a_file_has_another_place(tmp_path):
+def test_versions_of_a_file_are_cached_separately(tmp_path):
     cache = SampleCache(CacheConfig(path=str(tmp_path), gb=1))
     one, two = (CachedFile(cache, "http://x/a.tar", version, 10) for version in (b"1", b"2"))
     one.put(0, 0, b"one")

@@ -35,7 +35,7 @@ from tests.helpers.samples import jpeg
         ("txt", {"txt": b"\xff"}, "bad text"),
     ],
 )
-def test_captions_that_cannot_be_used_say_why(key, fields, reason):
+def test_unusable_captions_have_a_reason(key, fields, reason):
     with pytest.raises(BadSampleError, match=reason):
         caption(fields, ShardsConfig(shards="x", caption_key=key))
 
@@ -110,7 +110,7 @@ def test_evaluation_pixels_equal_open_clips(size):
     assert np.array_equal(eval_pixels(image, 48), expected)
 
 
-def test_crops_have_the_area_and_ratio_they_should():
+def test_crops_have_the_specified_area_and_ratio():
     areas, ratios = [], []
     for i in range(500):
         box = random_resized_crop_box((300, 200), (0.3, 0.6), generator(0, "t", i))
@@ -120,7 +120,7 @@ def test_crops_have_the_area_and_ratio_they_should():
     assert 0.29 < min(areas) < 0.33 and 0.57 < max(areas) < 0.61 and min(ratios) > 0.74 and max(ratios) < 1.35
 
 
-def test_an_impossible_crop_takes_the_middle():
+def test_an_impossible_crop_falls_back_to_the_centre():
     assert random_resized_crop_box((1000, 10), (0.9, 1.0), generator(0, "t")) == Crop(493, 0, 13, 10)
 
 

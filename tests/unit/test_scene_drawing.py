@@ -44,7 +44,7 @@ def given(count=17, width=24, slots=3, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_turns_change_nothing_and_shares_sum_to_one(name):
+def test_rotations_change_nothing_and_weights_sum_to_one(name):
     module, (slots, rays) = decoder(name), given()
     slots.requires_grad_()
 
@@ -113,7 +113,7 @@ def literal(module, slots, rays):
 
 @pytest.mark.parametrize("rows", [50, 2048])  # tiles of three rays and of one and a half scenes, or one tile
 @pytest.mark.parametrize("name", ["nerf", "nerf_all", "nerf_box", "nerf_cut", "nerf_cut_shadows"])
-def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
+def test_fields_equal_the_loop_over_slots(name, rows, monkeypatch):
     monkeypatch.setattr("object_centric.scenes3d.radiance_field.CPU_ROWS", rows)
     module, (slots, rays) = decoder(name).double(), given(dtype=torch.float64)
     slots.requires_grad_()
@@ -125,7 +125,7 @@ def test_fields_add_up_as_the_loop_over_slots_does(name, rows, monkeypatch):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-4, rtol=1e-3))
 
 
-def test_where_nothing_is_nothing_is_computed_but_no_nan_is_lost():
+def test_empty_space_is_skipped_and_nan_is_kept():
     module, (slots, rays) = decoder("nerf_cut"), given()
     seen, old = [], TileRows.add_directions
     with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +145,7 @@ def test_where_nothing_is_nothing_is_computed_but_no_nan_is_lost():
     assert module(slots, rays).colours.isnan().all()
 
 
-def test_fields_in_autocast_are_as_near_as_the_loop_is():
+def test_fields_in_autocast_are_as_accurate_as_the_loop():
     module, (slots, rays) = decoder("nerf_all"), given()
     exact = literal(module, slots.requires_grad_(), rays)
     with torch.autocast("cpu", torch.bfloat16):
@@ -155,7 +155,7 @@ def test_fields_in_autocast_are_as_near_as_the_loop_is():
     assert F.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.999
 
 
-def test_points_are_one_in_each_bin_and_depth_is_where_the_wall_is():
+def test_every_bin_has_one_point_and_depth_is_that_of_the_wall():
     module, (_, rays) = decoder("nerf"), given()
     points = module.sample_points(rays)
     edges = torch.linspace(1.0, 9.0, 7)

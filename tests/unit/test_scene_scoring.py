@@ -102,7 +102,7 @@ def clip(**changes):
     return ViewedClip(true, true.copy(), errors, errors, errors, errors, depth, depth.copy())._replace(**changes)
 
 
-def test_scores_tell_times_and_cameras_apart():
+def test_scores_distinguish_time_steps_and_cameras():
     perfect = scene_scores(clip(), 2, 50.0)
     aris = ("image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari")
     assert all(perfect[name] == 1 for name in aris) and perfect["depth_error"] == 0

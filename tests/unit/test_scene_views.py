@@ -74,7 +74,7 @@ def test_an_invalid_pose_is_reported_with_the_cause(table, told):
         parse_pose(table if not isinstance(table, np.ndarray) else table.tolist())
 
 
-def test_lenses_say_the_same_in_every_dialect():
+def test_intrinsics_agree_in_every_convention():
     wanted = parse_lens({"fov": 50.0}, 40, 30)
     focal = float(wanted[0])
     assert np.allclose(parse_lens({"camera_angle_x": 2 * np.arctan(20 / focal)}, 40, 30), wanted)
@@ -94,7 +94,7 @@ def test_lenses_say_the_same_in_every_dialect():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(16, 90), st.integers(16, 90), st.integers(8, 32), st.floats(20, 100))
-def test_a_cut_lens_sees_what_the_cut_picture_shows(width, height, size, fov):
+def test_cropped_intrinsics_match_the_cropped_image(width, height, size, fov):
     """The direction through a point of the cropped image equals that through the same point of the whole image."""
     lens = parse_lens({"fov": fov}, width, height)
     cut = cut_lens(lens, width, height, size)
@@ -107,7 +107,7 @@ def test_a_cut_lens_sees_what_the_cut_picture_shows(width, height, size, fov):
         assert np.allclose(((u - cut[2]) / cut[0], (v - cut[3]) / cut[1]), whole, atol=1e-9)
 
 
-def test_rays_are_those_that_the_renderer_traces():
+def test_rays_equal_those_of_the_renderer():
     camera = Camera((3.0, -7.0, 4.0), (0.2, 0.1, 0.3), 40.0)
     pose = look_at(camera.eye, camera.target)
     found = pixel_rays(torch.from_numpy(pose), torch.from_numpy(parse_lens({"fov": 40.0}, 12, 12)), 12)
@@ -115,7 +115,7 @@ def test_rays_are_those_that_the_renderer_traces():
     assert np.allclose(found[..., :3], camera.eye)
 
 
-def test_what_one_camera_sees_lies_where_another_sees_it(scene):
+def test_points_agree_between_cameras(scene):
     """Points of one view's masks and depths, seen from another camera, are behind nothing and have the same number."""
     views = MultiViewScene(scene)
     assert is_scene(scene) and len(views.views) == 5 and views.frames == 3
@@ -164,7 +164,7 @@ def test_episodes_are_a_pure_function_of_their_names(kind):
         )
 
 
-def test_a_crowd_finds_room_where_there_is_hardly_any():
+def test_crowded_scenes_are_placed():
     found = multi_view_episode(
         "simple", 0, "train", 130, 16, 1, max_objects=10
     )  # previously, the search for a free place never ended
@@ -224,7 +224,7 @@ def examples(views=None, frames=None, size=16, bounds=None):
 SOURCE = Source("s", ShardsConfig(shards=("x",), image_keys=("png",)), [])
 
 
-def test_views_and_rays_are_the_visits_own_draw_with_equal_shares(scene):
+def test_views_and_rays_are_drawn_per_sample_with_equal_shares(scene):
     made = examples()
     one, again, other = (made.prepare(scene, SOURCE, generator(0, "visit", i)) for i in (1, 1, 2))
     assert all(np.array_equal(one[name], again[name]) for name in one)

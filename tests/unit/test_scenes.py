@@ -68,7 +68,7 @@ def test_masks_depth_and_colours_are_as_documented():
     assert inside[0] > 2 * inside[1] and np.isinf(frame.depth[0, 0]) == (frame.depth[0, 0] > 1e6)
 
 
-def test_training_scenes_hold_no_held_out_pair_and_repeat_exactly():
+def test_training_scenes_contain_no_held_out_pair_and_are_reproducible():
     for index in range(150):
         scene, text = training_scene(0, index)
         assert not any((t.color, t.shape) in HELD_OUT for t in scene.objects)
@@ -109,7 +109,7 @@ def test_false_captions_differ_as_their_kind_requires(kind):
             assert not thing.held_out
 
 
-def test_text_alone_decides_the_pairs_near_chance():
+def test_text_only_guessers_are_near_chance_on_pairs():
     pairs = [make_pair(kind, generator(0, kind, i)) for kind in KINDS for i in range(150)]
     corpus = [training_scene(0, i)[1] for i in range(1500)]
     result = textonly.score([p[1] for p in pairs], [p[2] for p in pairs], corpus)
@@ -135,7 +135,7 @@ def test_everything_is_written_as_documented(rendered):
     assert len(kinds) == 21 and set(kinds) == set(KINDS)
 
 
-def test_rendering_again_gives_equal_bytes_and_another_config_is_refused(rendered, tmp_path):
+def test_rendering_is_reproducible_and_refuses_another_config(rendered, tmp_path):
     render_scenes(tmp_path, CONFIG, processes=1)
     for path in sorted(rendered.rglob("*.tar")):
         assert path.read_bytes() == (tmp_path / path.relative_to(rendered)).read_bytes()

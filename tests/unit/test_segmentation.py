@@ -22,7 +22,7 @@ labels = st.integers(1, 60).flatmap(
 
 @settings(max_examples=200, deadline=None)
 @given(labels)
-def test_ari_is_scikit_learns(pair):
+def test_ari_equals_scikit_learn(pair):
     true, predicted = (np.array(x) for x in pair)
     found = image_scores(true, predicted)
     assert found["ari"] == pytest.approx(adjusted_rand_score(true, predicted), abs=1e-12)
@@ -59,7 +59,7 @@ def test_overlaps_are_the_best_of_all_matchings(pair):
     assert found["miou"] <= found["mbo_i"] + 1e-12 and found["slots_used"] == len(masks)
 
 
-def test_whole_clips_do_not_overflow():
+def test_counts_of_whole_clips_do_not_overflow():
     rng = np.random.default_rng(0)
     true = np.repeat(rng.integers(0, 3, (24, 128, 1)), 128, axis=2)
     predicted = np.where(rng.random(true.shape) < 0.05, 0, true)
@@ -73,7 +73,7 @@ def test_whole_clips_do_not_overflow():
 
 @settings(max_examples=60, deadline=None)
 @given(labels)
-def test_what_is_ignored_counts_nowhere_and_classes_are_one(pair):
+def test_ignored_pixels_count_nowhere_and_instances_of_a_class_are_merged(pair):
     true, predicted = (np.array(x) for x in pair)
     kept = true != 5
     found, expected = image_scores(true, predicted, ignore=5), image_scores(true[kept], predicted[kept])
@@ -128,7 +128,7 @@ def as_videosaur_has_it(true, predicted, ignored):
 
 @settings(max_examples=60, deadline=None)
 @given(labels)
-def test_definitions_are_videosaurs(pair):
+def test_scores_equal_videosaurs(pair):
     true, predicted = (np.array(x) for x in pair)
     found = image_scores(true, predicted, ignore=5)
     for name, expected in zip(
@@ -144,7 +144,7 @@ def test_the_share_of_each_slot_is_reported():
     assert [found.counts[f"images_of_slot_{k}"] for k in range(4)] == [2, 1, 1, 0]
 
 
-def test_n_is_of_the_headline_and_errors_of_features_have_no_psnr():
+def test_n_belongs_to_the_headline_and_feature_errors_have_no_psnr():
     there, none = np.array([[1, 0]]), np.zeros((1, 2), int)
     masks = [Masked(there, there)] + [Masked(none, none)] * 5
     found = score(masks)
@@ -155,7 +155,7 @@ def test_n_is_of_the_headline_and_errors_of_features_have_no_psnr():
     assert "psnr" not in of_features.metrics and of_features.metrics["mse"] == pytest.approx(0.01)
 
 
-def test_a_mean_over_classes_has_an_interval_of_its_own():
+def test_a_mean_over_classes_has_its_interval():
     labels = torch.tensor([0] * 990 + [1] * 10)
     found = torch.zeros(1000, 1, dtype=torch.long)
     found[-5:] = 1  # five of ten of the rare class are right

@@ -188,6 +188,6 @@ def test_the_loss_is_that_of_the_cheapest_of_all_matchings():
     assert objective(batch, Progress(0, 10, 0)).total.isnan()  # the training loop skips such a step
 
 
-def test_costs_that_are_no_numbers_match_somehow():
+def test_matching_accepts_costs_of_nan():
     rows, columns = cheapest_pairs(torch.full((2, 3, 3), torch.nan)).unbind(1)
     assert sorted(rows[0].tolist()) == sorted(columns[1].tolist()) == [0, 1, 2]

@@ -68,7 +68,7 @@ def test_it_runs_in_other_dtypes_and_without_a_graph(dtype):
         assert torch.autograd.gradcheck(lambda x: module.image(module.norm_input(x)).mean(1), features.requires_grad_())
 
 
-def test_it_is_a_tower_of_images_and_refused_elsewhere():
+def test_idspn_is_accepted_for_images_only():
     sizes = {"image_size": 16, "encoder": {"kind": "conv", "channels": [4], "strides": [2]}, "features": 5}
     tower = SlotTower(SlotTowerConfig.model_validate({**sizes, "grouping": SMALL}))
     out = tower(torch.rand(2, 3, 16, 16), torch.randn(2, *tower.config.noise))

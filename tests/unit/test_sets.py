@@ -195,7 +195,7 @@ def places_in(tree, path=()):
         yield from places_in(value, (*path, key))
 
 
-def test_annotations_that_say_anything_else_are_refused_or_are_texts_of_files_below(tmp_path):
+def test_damaged_annotations_are_refused_or_read_as_text(tmp_path):
     for folder in ("val2017", "images/val", "on/images/chair"):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("a.jpg", "b.jpg"):
@@ -288,7 +288,7 @@ def test_sets_that_would_score_as_something_else_are_refused_at_the_start(tmp_pa
     assert facts_digest(["a"], [np.zeros((2, 2), int)]) != facts_digest(["a"], [np.eye(2, dtype=int)])
 
 
-def test_a_limit_meets_all_of_a_set_and_is_another_set(tmp_path):
+def test_a_limit_covers_all_classes_and_changes_the_identity(tmp_path):
     write_wds_layout(
         tmp_path,
         [(f"{i:02d}", {"jpg": jpeg(i), "cls": str(i // 10).encode()}) for i in range(30)],
@@ -300,7 +300,7 @@ def test_a_limit_meets_all_of_a_set_and_is_another_set(tmp_path):
     assert few.identity() != whole.identity() and len(Limited(whole, 99)) == 30
 
 
-def test_what_a_task_will_need_is_missed_at_the_start(tmp_path):
+def test_missing_annotations_are_reported_at_the_start(tmp_path):
     rows = [("0", {"jpg": jpeg(0), "cls": b"0"}), ("1", {"jpg": jpeg(1), "cls": b"1"})]
     write_wds_layout(tmp_path, rows, classnames=["a", "b"])
     probe = ProbeTaskConfig(root=str(tmp_path))
@@ -321,7 +321,7 @@ def test_what_a_task_will_need_is_missed_at_the_start(tmp_path):
         read.read(1)
 
 
-def test_a_layout_that_has_other_facts_is_refused(tmp_path):
+def test_a_layout_with_other_annotations_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="layout=imagenet: has label, but task pairs needs pairs"):
         open_set(PairsTaskConfig(task="pairs", root=str(tmp_path), layout="imagenet"), "pairs")
     with pytest.raises(ConfigError, match="layout=karpathy: needs the key `annotations`"):
@@ -340,7 +340,7 @@ def test_class_names_of_known_sets_come_from_clip_benchmark(tmp_path):
         open_set(config.model_copy(update={"benchmark_name": "no such set"}), "label").classnames()
 
 
-def test_the_catalogue_knows_where_sets_lie_and_what_is_wrong_with_them(tmp_path):
+def test_the_catalogue_finds_sets_and_reports_their_problems(tmp_path):
     listed = {entry.name: entry for entry in catalogue.datasets()}
     assert sum(entry.group == "vtab" for entry in catalogue.datasets()) == 19
     assert catalogue.check_presence(listed["imagenet-a"], tmp_path).state == "absent"

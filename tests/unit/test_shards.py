@@ -107,7 +107,7 @@ def test_a_file_other_than_a_tar_is_refused_by_name(tmp_path):
         open_source("a", ShardsConfig(shards=str(path)))
 
 
-def test_an_index_older_than_its_shard_is_not_believed(tmp_path):
+def test_an_index_older_than_its_shard_is_not_used(tmp_path):
     path = tmp_path / "x.tar"
     first = [(f"{i}", {"jpg": bytes(600), "txt": b"old"}) for i in range(4)]
     second = [(f"{i}", {"jpg": bytes(1500), "txt": b"new"}) for i in range(4)]
@@ -151,7 +151,7 @@ def test_a_damaged_header_is_a_bad_sample(shards):
         ((), "an empty list"),
     ],
 )
-def test_addresses_that_cannot_work_say_why(pattern, message):
+def test_invalid_addresses_are_explained(pattern, message):
     with pytest.raises((ConfigError, DataError), match=message):
         find_shards(pattern, "data.sources.a.shards")
 

@@ -72,7 +72,7 @@ def test_a_mean_over_kinds_is_paired_within_kinds(tmp_path):
     assert compare(one, other, "micro").difference == pytest.approx(0.1)
 
 
-def test_only_a_significant_best_is_marked(tmp_path):
+def test_only_a_significantly_best_score_is_marked(tmp_path):
     results = {
         name: {"t": answers(i, {"group": p})} for i, (name, p) in enumerate({"a": 0.3, "b": 0.32, "c": 0.8}.items())
     }
@@ -130,7 +130,7 @@ def test_layouts_of_suites_show_what_was_scored(tmp_path):
         table(tmp_path / "part", {"a": accuracy}, layout="reviewer")
 
 
-def test_of_several_seeds_the_best_is_apart_from_all_others(tmp_path):
+def test_the_best_over_seeds_differs_from_all_others(tmp_path):
     results = {
         name: {"t": answers(i, {"group": p})} for i, (name, p) in enumerate({"a": 0.2, "b": 0.9, "c": 0.25}.items())
     }

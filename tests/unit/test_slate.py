@@ -111,7 +111,7 @@ def test_tokens_are_sampled_by_the_gumbel_softmax():
     assert leaf.grad is not None and leaf.grad.abs().max() > 0
 
 
-def test_a_dvae_without_norms_is_steves():
+def test_a_dvae_without_norms_equals_steve():
     dvae = Dvae(DvaeConfig(vocab=20, channels=8, norm="none"))
     weights = dict(dvae.named_parameters())
     for name, value in weights.items():
@@ -177,7 +177,7 @@ def test_features_of_the_image_may_be_grouped_in_place_of_tokens():
 
 
 @pytest.mark.parametrize("encoder", [{"kind": "tokens"}, {"kind": "conv", "channels": (8, 8), "strides": (2, 1)}])
-def test_slate_runs_in_fp64_and_draws_in_it(encoder):
+def test_slate_computes_and_samples_in_fp64(encoder):
     grouping = {"preset": "steve", "slots": 3, "width": 8}
     changes = {} if encoder["kind"] == "tokens" else {"encoder": encoder, "features": 8, "grouping": grouping}
     model = slate(**changes).model.double()
@@ -201,12 +201,12 @@ def test_rays_are_mixed_in_fp64():
         ({"dvae": {"tau_end": 2.0}}, "must not exceed tau_start"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change, told):
+def test_incompatible_parts_are_refused(change, told):
     with pytest.raises(ValueError, match=told):
         SlateModelConfig(**{**SMALL, **change})
 
 
-def test_tokens_are_of_slate_alone():
+def test_tokens_are_refused_outside_slate():
     with pytest.raises(ValueError, match=r"encoder.kind=tokens: needs objective.kind=slate"):
         SlotModelConfig(image_size=16, encoder={"kind": "tokens", "width": 12})
 

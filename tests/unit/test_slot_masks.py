@@ -32,7 +32,7 @@ def test_the_factored_loss_is_the_papers():
             assert torch.allclose(grads[0], theta.grad, atol=1e-10) and torch.allclose(grads[1], alpha.grad, atol=1e-12)
 
 
-def test_a_mask_learns_which_slots_to_trust_and_the_same_seed_gives_the_same():
+def test_a_mask_weights_informative_slots_and_is_reproducible():
     torch.manual_seed(0)
     d = 0.02 * torch.randn(400, U)
     d[:, :2] += 0.03
@@ -76,7 +76,7 @@ def test_monosemanticity_is_the_mean_over_pairs_of_images():
     assert float(monosemanticity(one, embeddings)) == pytest.approx(1)
 
 
-def test_sharpness_is_one_for_a_point_and_zero_for_an_even_look():
+def test_sharpness_is_one_for_a_point_and_zero_for_uniform_attention():
     point, even = torch.eye(8)[:1], torch.full((1, 8), 1 / 8)
     found = sharpness(torch.stack([point, even], dim=1))
     assert torch.allclose(found, torch.tensor([[1.0, 0.0]]), atol=1e-6)

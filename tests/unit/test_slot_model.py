@@ -65,7 +65,7 @@ def test_a_transposed_convolution_is_the_gradient_of_the_same_one(kernel):
     assert torch.allclose(up(small) - up.bias[:, None, None], expected)
 
 
-def test_torchs_idiom_is_the_same_filter_a_pixel_further():
+def test_torchs_output_padding_shifts_the_filter_by_one_pixel():
     flax, idiom = _Upsample(3, 2, 5).double(), _Upsample(3, 2, 5, "torch").double()
     idiom.load_state_dict(flax.state_dict())
     x = torch.randn(1, 3, 6, 6, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_torchs_idiom_is_the_same_filter_a_pixel_further():
         {"kind": "cnn", "channels": 8, "num_upsample": 2, "convs": 0, "upsample_output": True},
     ],
 )
-def test_a_picture_is_the_sum_of_its_slots_parts(kind):
+def test_an_image_is_the_sum_over_its_slots(kind):
     config = BroadcastConfig(**kind)
     decoder = Broadcast(config, 6, 16)
     slots, places = torch.randn(2, 3, 6), torch.randn(2, 3, decoder.side**2, 2)
@@ -118,7 +118,7 @@ def test_symmetric_padding_is_torchs_own_as_in_steve(size):
         ConvNetConfig(kernel=4, padding="symmetric")
 
 
-def test_the_grid_goes_by_rows_from_edge_to_edge():
+def test_the_position_grid_is_row_major_from_edge_to_edge():
     places = grid(3)
     assert places[0].tolist() == [-1, -1] and places[1].tolist() == [-1, 0] and places[-1].tolist() == [1, 1]
 
@@ -164,7 +164,7 @@ def test_slot_models_run_in_fp64_and_agree_with_fp32(frame, decoder):
     torch.testing.assert_close(double.slots.float(), single.slots, rtol=1e-3, atol=1e-4)
 
 
-def test_positions_begin_as_their_library_has_them():
+def test_positions_are_initialised_as_in_their_library():
     def position(scheme):
         torch.manual_seed(0)
         config = {"encoder": {"channels": [512], "strides": [1]}, "position_init": scheme}
@@ -248,7 +248,7 @@ def test_every_part_of_a_convnet_does_something():
     ).attention.shape == (1, 3, 8, 8)
 
 
-def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
+def test_tetrominoes_have_four_cells_and_are_reproducible(tmp_path):
     assert len(orientations()) == 17 and all(cells.sum() == 4 for cells in orientations())
     for number in range(200):
         image, mask = render_image(generator(0, "t", number), left_half=number % 2 == 0)
@@ -266,7 +266,7 @@ def test_tetrominoes_are_pieces_of_four_cells_and_the_same_each_time(tmp_path):
         make_tetrominoes(tmp_path / "a", TetrominoesConfig(train=9, test=3, seed=6))
 
 
-def test_a_mask_is_cut_and_scaled_as_its_image_is():
+def test_masks_are_cropped_and_scaled_like_images():
     encoder = slot_encoder(SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": SMALL})))
     for height, width in ((33, 47), (60, 21), (16, 16), (40, 40)):
         mask = np.zeros((height, width), np.uint8)
@@ -449,7 +449,7 @@ def test_a_vit_is_trained_with_the_slots():
         SlotAutoencoderConfig(signed=True, model=SlotModelConfig(**{**SMALL, "encoder": encoder}))
 
 
-def test_waves_are_sines_of_places_and_move_with_them():
+def test_fourier_features_are_sines_of_positions():
     places = torch.randn(5, 2, dtype=torch.float64)
     found = fourier_features(places, 3)
     assert (

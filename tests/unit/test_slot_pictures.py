@@ -24,7 +24,7 @@ class Cut:
 
 @pytest.mark.parametrize("size", [(90, 60), (60, 90), (61, 60), (60, 60)])
 @pytest.mark.parametrize("resize", [32, 40])
-def test_the_box_is_what_the_model_saw(size, resize):
+def test_the_box_is_the_area_of_the_model_input(size, resize):
     """A white pixel on black: its place after the transform equals the place that the box gives."""
     encoder = Cut(Pixels(32, resize))
     what = image_crop(encoder, Image.new("RGB", size))
@@ -61,7 +61,7 @@ def one(weights, cosine):
     )
 
 
-def test_the_papers_filter_as_it_is_stated():
+def test_the_filter_follows_the_paper():
     weights = [
         [0.1, 0.8, 0.1, 0.0],  # red
         [0.0, 0.9, 0.1, 0.0],  # red again, agrees more

@@ -33,7 +33,7 @@ def clips(count, slots=5, objects=3, times=4, width=16, noise=0.05, seed=0, told
     return made
 
 
-def test_slots_are_assigned_as_trying_all_of_them_would():
+def test_assignment_equals_exhaustive_search():
     some = clips(6, seed=3)
     weights = np.random.default_rng(1).normal(size=(17, 3))
     slots_of, total = assign_slots(some, weights)
@@ -46,7 +46,7 @@ def test_slots_are_assigned_as_trying_all_of_them_would():
     assert total == pytest.approx(by_hand)
 
 
-def test_a_ridge_of_nothing_is_least_squares():
+def test_a_ridge_with_zero_penalty_is_least_squares():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 4)), rng.normal(size=(50, 2))
     theirs = np.linalg.lstsq(np.concatenate([x, np.ones((50, 1))], 1), y, rcond=None)[0]
@@ -54,7 +54,7 @@ def test_a_ridge_of_nothing_is_least_squares():
     assert np.abs(fit_ridge(x, y, 10.0)[:-1]).sum() < np.abs(theirs[:-1]).sum()
 
 
-def test_what_never_changes_has_no_score():
+def test_constant_targets_have_no_score():
     still = [c._replace(numbers={"velocity": np.zeros_like(c.numbers["velocity"])}) for c in clips(12)]
     found = score(still[:6], still[6:], restarts=2)
     assert "velocity_r2" not in found.metrics and all(np.isfinite(value) for value in found.metrics.values())
@@ -71,7 +71,7 @@ def test_a_number_that_is_the_same_everywhere_has_no_score(level):
     assert "w_r2" not in score(clips(), clips(), 2).metrics
 
 
-def test_a_slot_probe_finds_encoded_facts_only():
+def test_a_slot_probe_finds_encoded_properties_only():
     every = clips(80)
     found = score(every[:40], every[40:], restarts=6)
     assert (
@@ -89,7 +89,7 @@ def test_a_slot_probe_finds_encoded_facts_only():
     assert min(match_slots(every, 6).errors) <= min(match_slots(every, 2).errors)
 
 
-def test_facts_of_episodes_are_read_and_what_lacks_them_is_named(tmp_path):
+def test_annotations_of_episodes_are_read_and_missing_ones_named(tmp_path):
     render_videos(tmp_path / "v", VideoSetConfig(train=1, test=3, frames=4, size=16, per_shard=12, max_objects=2), 1)
     _, images, fact = ObjectClipSet(tmp_path / "v/clips", 3).read(0)
     counts = {np.asarray(fact["position"]).shape, np.asarray(fact["numbers"]["velocity"]).shape}

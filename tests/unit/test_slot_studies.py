@@ -62,7 +62,7 @@ def test_one_pass_equals_one_masked_pass_per_slot(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shares_of_margins_decide_as_logits_do(seed):
+def test_shares_of_margins_give_the_decisions_of_logits(seed):
     image, weights, labels = whole_numbers(seed)
     margins = class_margins(image.split(40), weights, labels, [""] * N)
     for order in (list(range(U)), choosing.random_order(U, seed)):
@@ -107,7 +107,7 @@ def plain_greedy(margins, forward):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_greedy_orders_are_those_of_trying_everything(seed):
+def test_greedy_orders_equal_exhaustive_search(seed):
     torch.manual_seed(seed)
     no = torch.zeros(N, 2, dtype=torch.bool)
     margins = Margins(torch.randn(N, U, 2) + 0.3, torch.randn(N, 2) * 0.1, no, torch.randint(0, 3, (N,)), [""] * N)
@@ -115,7 +115,7 @@ def test_greedy_orders_are_those_of_trying_everything(seed):
     assert choosing.backward(margins) == plain_greedy(margins, False)
 
 
-def test_set_cover_takes_what_answers_what_is_left_and_begins_again():
+def test_set_cover_restarts_when_everything_is_covered():
     answers = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
     values = (2 * answers - 1).float()[..., None]
     no = torch.zeros(6, 1)
@@ -148,7 +148,7 @@ def test_a_gain_is_paired():
     assert gain(first, first, kinds) == (0, 0, 0)
 
 
-def test_what_belongs_together_is_on_one_side():
+def test_samples_of_a_group_are_in_one_half():
     found = [Pair("x", caption, "not it") for caption in ("a", "a", "b", "c", "c", "d", "e", "f")]
     owner = torch.tensor(
         [0, 1, 1, 2, 3, 4, 5, 6]

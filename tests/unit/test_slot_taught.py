@@ -46,7 +46,7 @@ def test_a_linear_layer_is_ridge_regression(units):
     )
 
 
-def test_units_that_say_nothing_are_answered_all_the_same():
+def test_uninformative_units_get_a_score():
     found = task(1)
     for part in found.bank.parts:
         part[:] = part[:1]  # every image is encoded the same

@@ -19,7 +19,7 @@ def problem(b=2, k=3, n=9, seed=0):
 
 
 @pytest.mark.parametrize("weight", [0.1, 1.0, 10.0])
-def test_many_l2_steps_are_pots_plan(weight):
+def test_many_l2_steps_equal_pots_plan(weight):
     cost, a, b = problem()
     found = l2_plan(cost, a, b, weight, 5000)
     for mine, c, tokens, slots in zip(found, cost, a, b, strict=True):

@@ -106,7 +106,7 @@ def test_other_arguments_of_sbatch_are_lines_of_the_script(recorded):
     assert lines == ["#SBATCH --gres=nvme:1", "#SBATCH --mem=4G", "#SBATCH --no-requeue"]
 
 
-def test_a_users_own_devices_stay_outside_of_jobs():
+def test_visible_devices_of_the_user_do_not_reach_jobs():
     assert not inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1"})
     assert inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1", "SLURM_JOB_ID": "7"})
 
@@ -302,7 +302,7 @@ def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
 
 
 @pytest.mark.parametrize("port", ["abc", "99999"])
-def test_a_port_that_is_none_is_named(port, shards, tmp_path):
+def test_an_invalid_port_is_named(port, shards, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         yaml.safe_dump(

@@ -22,7 +22,7 @@ FILE = Path(__file__).parents[1] / "data/msn_tiny-train.tfrecord-00000-of-00001"
 RAYS = np.load(FILE.with_name("msn_tiny_rays.npz"))["rays"]  # (scenes, cameras, 2, H, W, 3), computed by sunds
 
 
-def test_rays_are_those_that_sunds_makes():
+def test_rays_equal_those_of_sunds():
     scenes = list(sunds_scenes(FILE))
     assert [scene.key for scene in scenes] == ["scene_0", "scene_1"]
     for scene, wanted in zip(scenes, RAYS, strict=True):

@@ -36,7 +36,7 @@ def place(tmp_path):
     return tmp_path
 
 
-def test_every_run_has_its_words_and_those_of_all(place):
+def test_every_run_has_its_overrides_and_the_common_ones(place):
     name, runs = expand(place / "grid.yaml", ["optim.lr=[0.1, 0.2]"], 2)
     assert name == "grid" and len(runs) == 16 and {run.steps for run in runs} == {3}
     assert [run.name for run in runs[:4]] == [f"grid-clip-lr{lr}-seed{s}" for lr in ("0.1", "0.2") for s in (0, 1)]
@@ -67,7 +67,7 @@ def _scored(config, value, what="", note="", task="zero", **facts):
     append(config.folder / "evals", f"{config.folder}{what}", task, result, facts, predictions=False)
 
 
-def test_parts_of_a_run_and_of_a_set_are_no_seeds(place):
+def test_splits_of_runs_and_sets_are_not_seeds(place):
     _, runs = expand(place / "grid.yaml", [], 1)
     _scored(runs[0], 0.1, note="other pictures in place of the listed ones")
     _scored(runs[1], 0.8)

@@ -77,7 +77,7 @@ def test_text_only_guessers_find_planted_shortcuts_and_nothing_else():
     assert 0.4 < fair.value < 0.6
 
 
-def test_wilson_is_the_textbooks():
+def test_wilson_equals_the_textbook_formula():
     low, high = wilson(0.5, 100)
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
     for k, n in ((0, 7), (3, 7), (31_234, 50_000)):
@@ -87,7 +87,7 @@ def test_wilson_is_the_textbooks():
 
 
 @given(st.integers(1, 500), st.floats(0, 1))
-def test_an_interval_holds_its_share(n, share):
+def test_an_interval_has_its_nominal_coverage(n, share):
     right = round(share * n) / n
     low, high = wilson(right, n)
     assert 0 <= low <= right <= high <= 1

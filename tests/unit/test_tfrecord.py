@@ -49,7 +49,7 @@ def test_an_example_is_what_protobuf_wrote(tree):
 
 @settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_example_are_refused_or_read(data):
+def test_random_bytes_are_refused_or_read(data):
     try:
         assert isinstance(parse_example(data, "here"), dict)
     except DataError as error:

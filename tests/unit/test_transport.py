@@ -26,7 +26,7 @@ def problem(b=B, k=K, n=N, seed=0):
     return [x.requires_grad_() for x in (cost.square(), log_marginal(a, k), log_marginal(s, k))]
 
 
-def test_many_steps_are_pots_plan():
+def test_many_steps_equal_pots_plan():
     cost, log_a, log_b = problem()
     found = sinkhorn(cost, log_a, log_b, 2000).plan
     for mine, c, a, b in zip(found.detach(), cost.detach(), log_a.detach().exp(), log_b.detach().exp(), strict=True):
@@ -38,7 +38,7 @@ def test_many_steps_are_pots_plan():
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.integers(1, 6), st.integers(0, 99), st.booleans())
-def test_its_gradient_is_autograds(b, k, n, steps, seed, warm):
+def test_the_gradient_equals_autograd(b, k, n, steps, seed, warm):
     inputs = problem(b, k, n, seed)
     v = torch.randn(b, k, 1, dtype=torch.float64, requires_grad=True) if warm else None
     weight, weight_v = torch.randn(b, k, n, dtype=torch.float64), torch.randn(b, k, 1, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_the_warm_start_keeps_its_graph_as_in_mesh(learn_rate):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99), st.booleans())
-def test_the_way_to_less_entropy_is_autograds(steps, rounds, seed, regularised):
+def test_the_gradient_of_the_entropy_equals_autograd(steps, rounds, seed, regularised):
     cost, log_a, log_b = problem(seed=seed)
     similar = None
     if regularised:
@@ -174,7 +174,7 @@ def plain(module, features, noise):
     [{}, {"cost": "cosine", "cost_scale": 6.0, "slot_marginal": "learned"}, {"cost": "cdist", "steps": 2}],
     ids=["", "cosine", "cdist"],
 )
-def test_every_preset_is_its_formula(preset, inner):
+def test_every_preset_equals_its_formula(preset, inner):
     module, features, noise = built(preset, transport=inner)
     features.requires_grad_()
     ours, theirs = module(features, noise), plain(module, features, noise)
@@ -188,7 +188,7 @@ def test_every_preset_is_its_formula(preset, inner):
         assert torch.allclose(mine, his, atol=1e-7)
 
 
-def test_exact_plans_may_stand_in_place_of_sinkhorns():
+def test_exact_plans_can_replace_sinkhorns():
     module, features, noise = built("sa_emd", transport={"exact": "straight_through"})
     ours, theirs = module(features, noise), plain(module, features, noise)
     assert torch.allclose(ours.slots, theirs[0], atol=1e-9)
@@ -211,7 +211,7 @@ def test_equal_slots_differ_only_by_noise():
     assert torch.pdist(still).max() < 1e-9
 
 
-def test_steps_that_carry_a_gradient_teach_who_is_similar_and_how_far_to_go():
+def test_gradients_through_the_steps_reach_costs_and_step_sizes():
     module, features, noise = built(
         "sa_me", transport={"regulariser": 0.1, "second_order": True, "learn_rate": True, "noise": 1.0}
     )
@@ -225,7 +225,7 @@ def test_steps_that_carry_a_gradient_teach_who_is_similar_and_how_far_to_go():
 
 
 @pytest.mark.parametrize("preset", MOVED)
-def test_it_runs_with_weights_in_bf16(preset):
+def test_transport_runs_with_weights_in_bf16(preset):
     module, features, noise = built(preset, transport={"slot_marginal": "learned"})
     with torch.autocast("cpu", torch.bfloat16):  # in the precision of FSDP2
         found = module.bfloat16()(features.bfloat16(), noise.bfloat16())
@@ -238,7 +238,7 @@ def test_transport_plans_of_nan_are_nan():
     assert exact_plan(cost, log_a, log_b).isnan().all()
 
 
-def test_it_keeps_a_quarter_of_what_autograd_keeps():
+def test_memory_is_a_quarter_of_autograd():
     kept = []
     cost, log_a, log_b = problem(n=200)
     for unrolled in (False, True):
@@ -264,7 +264,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("told", BAD)
-def test_knobs_that_do_not_go_together_are_refused(told):
+def test_incompatible_options_are_refused(told):
     with pytest.raises(ValueError, match=told):
         SlotAttentionConfig.model_validate({"preset": "sa_sinkhorn", "transport": BAD[told]})
 
@@ -275,7 +275,7 @@ def test_without_pot_exact_plans_are_refused_at_the_start(monkeypatch):
         built("sa_emd")
 
 
-def test_who_cannot_break_ties_is_refused():
+def test_equal_slots_need_a_plan_that_breaks_ties():
     with pytest.raises(ValueError, match="slots that start equal stay equal"):
         SlotAttentionConfig(slot_init="same")
     with pytest.raises(ValueError, match="has one head and no softmax"):

@@ -62,7 +62,7 @@ def test_slot_contrast_discriminates_slots_of_the_previous_frame(others):
     )  # equal slots over time are told apart from others
 
 
-def test_patches_are_like_those_of_the_next_frame():
+def test_patches_are_similar_to_those_of_the_next_frame():
     torch.manual_seed(0)
     features = torch.randn(1, 3, 4, 6)
     features[0, 1] = features[0, 0].roll(1, 0)  # every patch moved by one

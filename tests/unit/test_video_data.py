@@ -69,7 +69,7 @@ def test_bodies_fall_slide_and_collide():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flows_lead_to_where_the_same_body_is(kind):
+def test_flow_points_to_the_same_body(kind):
     video = episode(kind, 3, "train", 0, 6, 96)
     frames, labels = video.frames, video.labels
     flows = {
@@ -102,7 +102,7 @@ def test_flows_lead_to_where_the_same_body_is(kind):
     assert frames.shape == (6, 96, 96, 3) and (len(video.metadata["objects"]) >= 11) == KINDS[kind].crowd
 
 
-def test_a_set_is_the_same_each_time_and_a_clip_decodes_its_own_frames(tmp_path, monkeypatch):
+def test_sets_are_reproducible_and_clips_decode_only_their_frames(tmp_path, monkeypatch):
     config = VideoSetConfig(train=3, test=2, frames=5, size=16, per_shard=2, max_objects=3)
     render_videos(tmp_path / "a", config, processes=1)
     rows = [(f"{i:08d}", episode_fields(episode("a", 0, "train", i, 5, 16, 3))) for i in range(2)]
@@ -171,7 +171,7 @@ def test_windows_reach_every_start_and_stride():
     assert tiles == {0, 6, 12, 18}
 
 
-def test_smaller_videos_keep_what_their_numbers_mean():
+def test_resized_videos_keep_the_units_of_their_numbers():
     level = np.arange(2 * 8 * 8, dtype=np.uint16).reshape(2, 8, 8)
     flow = QuantizedArray(np.stack([level, level], -1), -4.0, 4.0)
     video = Video(
@@ -192,7 +192,7 @@ def test_smaller_videos_keep_what_their_numbers_mean():
     assert quantize(np.zeros((1, 2, 2)))[1:] == (0.0, 1.0)
 
 
-def test_videos_of_others_are_read_as_they_lie(tmp_path):
+def test_published_videos_are_read_unchanged(tmp_path):
     video = np.random.default_rng(0).integers(0, 255, (5, 6, 7, 3)).astype(np.uint8)
     masks = (video[..., :1] // 64).astype(np.int64)
     files = {}
@@ -285,7 +285,7 @@ def test_frames_of_sixteen_bits_are_mapped_by_the_trainings_key():
     assert MultiViewScene(views, pixel_range=(0.0, 4095.0)).views[1].image(0).max() == 255
 
 
-def test_what_is_wrong_with_an_episode_is_a_reason():
+def test_damaged_episodes_are_counted_with_a_reason():
     good = episode_fields(episode("a", 0, "train", 0, 3, 16, 3))
     for change, reason in (
         ({"001.png": None}, "a frame is missing"),

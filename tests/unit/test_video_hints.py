@@ -45,7 +45,7 @@ def example(objective, fields, **data):
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
-def test_blocks_are_torchs_own_with_the_same_weights(norm):
+def test_blocks_equal_torchs_with_the_same_weights(norm):
     torch.manual_seed(0)
     block = TransformerConfig(heads=2, mlp_width=24, norm=norm, ln_eps=1e-5, blocks=1).build(16)[0]  # type: ignore[index]
     layer = nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True, norm_first=norm == "pre")
@@ -64,7 +64,7 @@ def test_blocks_are_torchs_own_with_the_same_weights(norm):
     assert torch.allclose(block(x), layer(x), atol=1e-6)
 
 
-def test_steves_first_block_norms_the_stream_and_its_last_norm_is_there():
+def test_steve_normalizes_before_the_first_block_and_after_the_last():
     torch.manual_seed(0)
     made = TransformerConfig.model_validate({"preset": "steve", "heads": 2, "blocks": 2}).build(8).eval()
     first, second, norm = made  # type: ignore[misc]
@@ -122,7 +122,7 @@ def test_hints_are_boxes_of_visible_objects():
         assert torch.allclose(hint(moved)[0, 1], slots[0, 1]) == (of == "centres")
 
 
-def test_flow_is_coloured_and_cut_as_its_pictures_are():
+def test_flow_is_coloured_and_cropped_like_its_frames():
     rng = np.random.default_rng(0)
     flow = rng.normal(0, 1.5, (12, 12, 2)).astype(np.float32)
     colours = flow_colours(flow)

@@ -88,7 +88,7 @@ def test_recomputation_changes_nothing_and_every_parameter_learns(row):
     assert all("predictor" in n or "distance" in n or "to_k" in n or "position" in n for n in silent), silent
 
 
-def test_slots_go_from_frame_to_frame_as_by_hand():
+def test_slots_over_time_equal_a_plain_loop():
     torch.manual_seed(0)
     config, predictor = SlotAttentionConfig.model_validate(SAVI), TransformerConfig(heads=2, mlp_width=24)
     module, tokens = RecurrentSlots(config, predictor, 8).eval(), torch.randn(2, 5, 9, 8)
@@ -242,7 +242,7 @@ def test_recomputation_saves_memory(kind):
     assert less < whole / 2 and all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_features_of_another_training_length_are_not_read_again(tmp_path):
+def test_stored_features_depend_on_the_training_length(tmp_path):
     """Without a given window, a binder sees as many frames as in training, a number that its weights do not contain."""
     render_videos(tmp_path / "v", VideoSetConfig(train=1, test=4, frames=5, size=16, per_shard=12, max_objects=2), 1)
     model = objective("psb").model
@@ -322,7 +322,7 @@ def test_generated_frames_are_scored_if_requested(tmp_path):
     assert found["drawn"].metrics["mse"] == pytest.approx(float(errors.mean()), rel=1e-5)
 
 
-def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
+def test_a_set_of_another_kind_is_refused_at_the_start(tmp_path):
     render_videos(tmp_path / "v", VideoSetConfig(train=1, test=2, frames=3, size=16, max_objects=2), 1)
     root = str(tmp_path / "v/clips")
     for task, told in (
@@ -336,7 +336,7 @@ def test_a_set_of_another_kind_is_missed_at_the_start(tmp_path):
         VideoMasksTaskConfig(root=root, frames=1, first_frame=False)
 
 
-def test_pictures_of_clips_see_as_many_frames_as_the_task_that_they_are_of(monkeypatch):
+def test_pictures_of_clips_use_the_frames_of_their_task(monkeypatch):
     encoder, seen, real = VideoEncoder(objective("psb").model, False, 4), [], VideoEncoder.decompose_clips
     monkeypatch.setattr(
         VideoEncoder, "decompose_clips", lambda self, v, window=None: seen.append(window) or real(self, v, window)

@@ -48,7 +48,7 @@ def srt_encoder(w, posed, octaves, start, heads):
     return x
 
 
-def test_srts_encoder_is_its_formula():
+def test_the_encoder_of_srt_equals_its_formula():
     torch.manual_seed(0)
     small = {"channels": 4, "width": 24, "fourier_bands": 3, "pos_embed_size": 3, "num_downsample": 3}
     config = ViewEncoderConfig.model_validate(

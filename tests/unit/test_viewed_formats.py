@@ -81,7 +81,7 @@ def test_parts_of_one_scene_are_all_scored_or_none(tmp_path):
     assert {scene.metadata["scene"] for scene in read_back(tmp_path / "out/train")} == {"lego"}
 
 
-def test_the_folder_that_one_stands_in_has_its_name(tmp_path, monkeypatch):
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
     nerf_folder(tmp_path / "lego")
     monkeypatch.chdir(tmp_path / "lego")
     convert_published([Path()], tmp_path / "out", PublishedConfig(source="nerf", files=(".",)))

@@ -40,7 +40,7 @@ def test_informative_slots_attend_to_different_content_words():
     assert [word for word, _ in profiles.of(3, 1)] == ["cube"]
 
 
-def test_attended_pixels_keep_their_colours_within_a_line_around_half_of_the_attention():
+def test_overlays_outline_half_of_the_attention():
     image = Image.new("RGB", (64, 64), (200, 20, 20))
     heat = torch.zeros(4, 4)
     heat[0, 0] = 1.0

@@ -106,8 +106,8 @@ def draw_panels(
     task = None if task_name is None else one_task(checkpoint, task_name, options)
     if isinstance(task, VideoMasksTaskConfig) and (images or not isinstance(encoder, TimedEncoder)):
         raise ConfigError(
-            f"--task {task_name}: has videos, so it needs a model of videos and cannot be combined with --image. "
-            "Remove --image, or name another model or task."
+            f"--task {task_name}: this task has videos, so it needs a video model and cannot be combined with --image. "
+            "Remove --image, or choose another model or task."
         )
     if uncertain and (isinstance(task, VideoMasksTaskConfig) or not out.suffix):
         raise ConfigError(

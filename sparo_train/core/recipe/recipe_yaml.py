@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.yaml_implicit_resolvers = {
     first: resolvers
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    # dates are strings here, like `24:00:00`
+    # dates stay strings, and so do times such as `24:00:00`
     if (resolvers := [(tag, form) for tag, form in forms if tag.rpartition(":")[2] in ("null", "bool", "merge")])
 }
 _Loader.add_implicit_resolver(

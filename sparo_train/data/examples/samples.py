@@ -74,7 +74,7 @@ def decode_for_training(data: bytes, config: DataConfig, size: int | None) -> Pi
 
 
 def caption(fields: Mapping[str, bytes], config: SourceConfig, rng: np.random.Generator | None = None) -> str:
-    """Return a sample's caption for this visit: that of `caption_key`, or a random one among `captions` and among the entries of a list.
+    """Return a sample's caption for this visit: the field `caption_key`, or a field that is drawn from `captions`; of a list, a random entry.
 
     Args:
         fields: members of the sample.

@@ -29,7 +29,7 @@ class EfficientReadOut(TwinReadOut):
         24, "Width of a query's output. The published form has the width of the tower divided by slots.", gt=0
     )
     attend_cls: bool = field(False, "Let queries attend to the image's class token, too.")
-    normalize: bool = field(False, "Scale every slot to one norm (Eq. 2 of the SPARO paper).")
+    normalize: bool = field(False, "Scale every slot to the same norm (Eq. 2 of the SPARO paper).")
 
     @property
     def placement(self) -> Placement:

@@ -24,7 +24,7 @@ class ClsReadOut(NoReadOut):
 
 
 class GapReadOut(TwinReadOut):
-    """CLIP+GAP of the paper: mean over all image tokens, including CLS, then norm and projection. Texts keep EOS."""
+    """CLIP+GAP of the paper: mean over all image tokens, including CLS, then norm and projection. Texts are still pooled at EOS."""
 
     kind: Literal["gap"] = field("gap", "Kind of the readout: an entry of sparo.readouts.")
     patches_only: bool = field(False, "Exclude the class token from the mean (the paper's code includes it).")
