@@ -202,6 +202,7 @@ def sandbox(tmp_path, modules, monkeypatch):  # noqa: F811
     server.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)  # about fifty commands, one after another
 def test_every_printed_command_runs(sandbox):
     commands = [c for c in blocks("bash") if not any(re.match(p, c) for p in ELSEWHERE + SLOW)]

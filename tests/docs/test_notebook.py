@@ -11,6 +11,7 @@ from tests.helpers.processes import THREADS
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/tutorials/slots.ipynb"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_notebook_trains_and_looks_at_slots(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(THREADS))

@@ -266,6 +266,7 @@ def test_evaluations_are_neither_lost_nor_repeated(trained, tmp_path):
     assert train_until(None) == [3, 6, 9, 12] and done[-1].reason == "finished"
 
 
+@pytest.mark.long
 def test_the_quick_demo_writes_the_whole_page(tmp_path):
     done = sparo("demo", "--quick", "--folder", str(tmp_path / "demo"))
     assert done.returncode == 0, done.stderr

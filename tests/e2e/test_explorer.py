@@ -192,6 +192,7 @@ def saves_from_two_tabs(seen, address, world):
     seen.fine()
 
 
+@pytest.mark.long
 def test_a_session_of_a_user(world, browser, tmp_path):
     (tmp_path / "own.jpg").write_bytes(jpeg(7, (60, 40)))
     (tmp_path / "no.jpg").write_bytes(b"no image")
@@ -261,6 +262,7 @@ def test_a_session_of_a_user(world, browser, tmp_path):
         saves_from_two_tabs(seen, address, world)
 
 
+@pytest.mark.long
 def test_two_checkpoints_and_one_file(others, browser, tmp_path):
     world = others
     with explorer("runs/s0", "--data", "tasks.yaml", "--out", "two.json", cwd=world) as address:
@@ -362,6 +364,7 @@ def test_the_explorer_works_through_a_proxy_with_uploaded_images(world, browser,
                 seen.context.close()
 
 
+@pytest.mark.long
 def test_late_replies_and_damaged_files_lose_nothing(world, browser):
     words = ("runs/s0", "--data", "tasks.yaml", "--compare", "runs/s1", "--out", "late.json", "--tasks", "zero,pairs")
     with explorer(*words, cwd=world) as address:

@@ -105,6 +105,7 @@ def test_a_run_its_export_and_its_sparo_clip_file_share_features(scored):
     assert len(found) == 3 and len({json.dumps(result["metrics"]) for result in found}) == 1
 
 
+@pytest.mark.long
 def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
     """`eval.job`: a separate job scores the weights of an evaluated step during training, with the same results as afterwards."""
     tree = yaml.safe_load((world / "recipe.yaml").read_text())

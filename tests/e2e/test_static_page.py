@@ -150,6 +150,7 @@ def own_image(folder):
 STATIC = ("--data", "tasks.yaml", "--features", "store", "--task", "ret")
 
 
+@pytest.mark.long
 def test_a_folder_for_a_web_server(world, browser, tmp_path):
     done = sparo("slots", "explore", "runs/s0", *STATIC, "--static", str(tmp_path / "page"), cwd=world)
     assert done.returncode == 0 and " MB" in done.stdout, done.stderr

@@ -167,6 +167,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_signal_during_evaluation_acts_at_once_and_the_evaluation_repeats(many, shards, tmp_path):
     tasks = {"zero": {"task": "zeroshot", "root": str(many / "zero"), "workers": 1}}
     tree = tiny_recipe(shards, tmp_path, steps=6, eval={"every_steps": 4, "tasks": tasks})

@@ -53,6 +53,7 @@ def test_different_captions_of_equal_length_are_another_data_set(shards, tmp_pat
         train(run(tree))
 
 
+@pytest.mark.long
 def test_recorded_hashes_notice_changes_that_the_index_does_not(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path / "runs")
     assert_ends(["data", "check", "--hash", str(shards)], 0, [])

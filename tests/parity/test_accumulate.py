@@ -149,6 +149,7 @@ def alone(tmp_path_factory):
     return norms, model_after(root / "run")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "engine"),
     [

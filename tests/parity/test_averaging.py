@@ -105,6 +105,7 @@ def test_a_run_with_an_average_starts_from_a_checkpoint(run, shards, tmp_path):
     assert all(torch.allclose(state[f"average.{n}"], t, rtol=1e-6, atol=1e-20) for n, t in average.items())
 
 
+@pytest.mark.long
 def test_averages_agree_on_every_engine_and_are_bit_equal_after_a_restart(shards, tmp_path):
     tree = override(two_tree(shards, tmp_path), ["objective.ema={decay: 0.6}"])
     run_ranks(1, trained, tree, {"kind": "local", "device": "cpu", "precision": "fp32"}, 12, tmp_path / "alone")

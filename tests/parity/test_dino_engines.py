@@ -51,6 +51,7 @@ def test_gradients_are_those_of_one_process_with_the_whole_batch(shards, tmp_pat
                 assert_close(got, whole, 1e-9 if bn else 1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "engine", "changes"),
     [

@@ -83,6 +83,7 @@ def test_muon_updates_only_linear_maps_of_slot_models(shards, tmp_path):
         assert any("initial_slots" in n for n in names.values() if n not in muon) or "learned" not in str(tree), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "apart"), [(DDP, 0.06), (FSDP2, 0.15)], ids=["ddp", "fsdp2"])
 def test_ranks_end_near_one_process_and_bit_equal_after_a_restart(shards, tmp_path, engine, apart):
     """Torch computes an update in 16 bits, and sums over shards are rounded again, so engines agree up to a fraction of a step."""

@@ -82,6 +82,7 @@ def check_attention(own, exported) -> None:
     assert torch.allclose(F.normalize(slots.values, dim=-1), F.normalize(expected.values, dim=-1), atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [kind if kind in ORDINARY else pytest.param(kind, marks=pytest.mark.slow) for kind in READOUTS.names()]
 )
@@ -115,6 +116,7 @@ def test_programs_of_clip_equal_the_model(kind, tmp_path):
         assert np.allclose(scores, own.conditioned(own.patches(pixels(5)).flatten(1), queries), atol=1e-5)
 
 
+@pytest.mark.long
 def test_weights_beyond_the_limit_of_one_file_are_stored_separately(tmp_path, monkeypatch):
     monkeypatch.setattr("evals.interop.onnx_export._LARGEST_FILE", 1000)
     own, folder = clip(SPARO, tmp_path)

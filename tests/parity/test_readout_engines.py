@@ -1,5 +1,6 @@
 """Every readout on two ranks, with CLIP and DINO, has the gradients of one process, whatever the towers share."""
 
+import pytest
 import torch
 
 from sparo_train.core.config import resolve
@@ -57,6 +58,7 @@ def _all(ranks, trees, engine, size):
     return {key: all_gradients(ranks, tree, engine, [size])[0] for key, tree in trees.items()}
 
 
+@pytest.mark.long
 def test_gradients_of_every_readout_are_those_of_one_process(shards, tmp_path):
     trees = _trees(shards, tmp_path)
     (whole,) = run_ranks(1, _all, trees, engine_block("local"), 8)
@@ -91,6 +93,7 @@ def _averaged(ranks, trees, engines, out):
             trained(ranks, override(tree, ["objective.ema={decay: 0.9}"]), engine, 4, out / kind / name)
 
 
+@pytest.mark.long
 def test_an_average_follows_what_is_sharded_and_what_is_not(shards, tmp_path):
     trees = _trees(shards, tmp_path)
     trees = {k: trees[k] for k in trees if k in (("clip", "flair"), ("clip", "fdt"))}

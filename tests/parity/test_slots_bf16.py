@@ -89,6 +89,7 @@ def test_16_bit_weights_without_autocast_are_refused_if_positions_would_lose_pre
     assert [t.partition(" needs fp32 inputs")[0] for t in told] == ["engine.param_dtype=bf16: SlotAutoencoder"] * 2
 
 
+@pytest.mark.long
 def test_ranks_equal_one_process_and_16_bit_weights_are_as_accurate_as_autocast(shards, tmp_path):
     made = trees(shards, tmp_path)
     (whole,), ranks = run_ranks(1, alone, made), run_ranks(2, each, made)

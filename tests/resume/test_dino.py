@@ -59,6 +59,7 @@ DINOV3 = {"registers": 2, "layer_scale": 0.1, "positions": "rope", "ffn_layer": 
 DINOV2_LOSSES = {"ibot": {}, "koleo": 0.1, "centering": "sinkhorn_knopp", "gram": {"first_step": 2, "update_steps": 4}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "losses"), [({}, {}), (DINOV3, DINOV2_LOSSES)], ids=["dino", "dinov3"])
 def test_two_ranks_continue_from_checkpoints_of_each_other(shards, tmp_path, write_recipe, model, losses):
     trees = [dino_recipe(shards, tmp_path / name) for name in ("alone", "two")]

@@ -35,6 +35,7 @@ def place(tmp_path_factory):
     return with_a_straight_run(tmp_path_factory.mktemp("engines"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", [FSDP2, ZERO_3])
 def test_a_killed_rank_of_a_sharded_run_loses_nothing(place, engine):
     name = engine.split()[1].strip(",")
@@ -54,6 +55,7 @@ def test_a_killed_rank_of_a_sharded_run_loses_nothing(place, engine):
     assert_bit_equal(place / f"{name}-killed", place / name)
 
 
+@pytest.mark.long
 def test_one_run_continues_with_every_engine(place):
     line = ("train", place / "recipe.yaml", "name=through")
     alone = "engine={kind: local, device: cpu, precision: fp32}"

@@ -83,6 +83,7 @@ def _mpi_ranks(place, port, *words, size=2):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_ranks_of_mpirun_save_on_request_and_stop_with_a_given_code(place):
     with socket.socket() as taken:  # another program uses the chosen port
         taken.bind(("0.0.0.0", 0))

@@ -47,6 +47,7 @@ def recipe_of(root, out, decoder, **model):
     return tree
 
 
+@pytest.mark.long
 def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write_recipe):
     tasks = {
         "views": {"task": "view_masks", "root": str(scenes / "scenes"), "frames": 3},
@@ -149,6 +150,7 @@ def pictures_are_drawn(folder, cwd):
     assert done.returncode == 2 and "nothere" in done.stderr and not (cwd / "none").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mixer", "broadcast"])
 def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_recipe, kind):
     if kind == "mixer":
@@ -163,6 +165,7 @@ def test_two_ranks_train_on_scenes_as_one_process_does(scenes, tmp_path, write_r
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
+@pytest.mark.long
 def test_scenes_are_reproducible_and_checked(scenes, tmp_path):
     line = ["data", "scenes3d", "again", "--size", "16", "--frames", "2", "--train", "2", "--test", "1"]
     assert sparo(*line, cwd=tmp_path).returncode == 0

@@ -45,6 +45,7 @@ def test_kill_minus_nine_loses_nothing_and_two_ranks_agree(shards, tmp_path, wri
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
 
 
+@pytest.mark.long
 def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=64, test=12))
     tasks = {"masks": {"task": "masks", "root": str(tmp_path / "t/masks")}}
@@ -192,6 +193,7 @@ def bad_masks_are_refused_and_classes_scored(run_folder, tmp_path):
     assert done.returncode == 2 and "no image has a .semantic.png" in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_features_of_a_dino_run_are_grouped_and_reconstructed(shards, tmp_path, write_recipe):
     dino = train(run(dino_recipe(shards, tmp_path / "dino", steps=3)))
     assert dino.reason == "finished"
@@ -237,6 +239,7 @@ def test_features_of_a_dino_run_are_grouped_and_reconstructed(shards, tmp_path, 
     assert done.returncode == 2 and str(tmp_path / "dino/dino") in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_slate_reconstructs_tokens_resumes_and_is_scored(tmp_path, write_recipe):
     make_tetrominoes(tmp_path / "t", TetrominoesConfig(train=64, test=6))
     tasks = {
@@ -286,6 +289,7 @@ def test_slate_reconstructs_tokens_resumes_and_is_scored(tmp_path, write_recipe)
     assert page.count("<img") == 2 and "fg_ari" in page
 
 
+@pytest.mark.long
 def test_sets_of_objects_are_learned_resumed_and_scored(tmp_path, write_recipe):
     render_objects(tmp_path / "c", ObjectSetConfig(train=64, test=12, size=16, max_objects=3), processes=1)
     tasks = {"objects": {"task": "objects", "root": str(tmp_path / "c/masks")}}

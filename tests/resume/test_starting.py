@@ -307,6 +307,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
         _run(tree, "objective.model.vision.freeze=3")
 
 
+@pytest.mark.long
 def test_frozen_parts_stay_on_every_engine(shards, tmp_path):
     tree = override(
         two_tree(shards, tmp_path),

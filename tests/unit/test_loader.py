@@ -310,6 +310,7 @@ def test_a_start_reports_shares_and_losses_of_data(tmp_path):
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of the samples read; 20 samples, {320 / (80 + held):.2f} passes"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_folder_of_multiprocessing_is_left(size, shards, tmp_path):
     """In processes that import everything themselves, the folder is chosen once per process."""

@@ -202,6 +202,7 @@ def test_a_record_holds_scores_measures_and_training(tmp_path):
         collect(tmp_path / "s.yaml")
 
 
+@pytest.mark.long
 def test_one_command_makes_trains_measures_draws_and_decides(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     task = eval_sets(tmp_path / "sets")["ret"]

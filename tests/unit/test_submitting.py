@@ -118,6 +118,7 @@ def until(true, seconds=60):
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_a_local_launch_closes_its_pipe_and_a_cancelled_job_is_reported(shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, steps=100_000)
     recipe = tmp_path / "r.yaml"
@@ -234,6 +235,7 @@ def torchrun_like(rank, port):
     }
 
 
+@pytest.mark.long
 def test_ranks_with_other_recipes_do_not_train_together(shards, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
@@ -278,6 +280,7 @@ def test_ranks_with_other_data_do_not_train_together(tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
+@pytest.mark.long
 def test_two_steps_of_one_allocation_do_not_join_each_other(shards, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
