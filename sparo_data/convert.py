@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,21 @@ from evals.sets.base import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
 from sparo_train.core.files import escape_control_chars
 from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
+from sparo_train.data.rows.columns import CAPTION_COLUMNS
 from sparo_train.data.rows.table import IMAGE_COLUMNS, read_table
-from sparo_train.data.sources.folder import class_of, class_order, left_out_text, list_pictures, refuse_splits
+from sparo_train.data.sources.folder import (
+    class_of,
+    class_order,
+    is_split,
+    left_out_text,
+    list_pictures,
+    refuse_other_order,
+    refuse_splits,
+)
 
 from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, write_dataset
 
-CAPTION_COLUMNS = ("title", "caption", "text", "txt", "sentence")
+logger = logging.getLogger(__name__)
 
 
 def table_rows(
@@ -109,6 +119,7 @@ def convert_folder(
         _refuse_shards(source, "**/*.tar")
         others = f", got {left_out_text(left_out)}" if left_out else ""
         raise DataError(f"{source}: no readable image in this folder{others}.")
+    _refuse_metadata(source, images)
     class_names = _class_names(source, images)
 
     def samples() -> Iterator[tuple[int, CaptionedImage]]:
@@ -134,10 +145,46 @@ def _refuse_shards(source: Path, *patterns: str) -> None:
         )
 
 
+def _refuse_metadata(source: Path, images: Sequence[str]) -> None:
+    """Raise `DataError` for a folder with a table of captions, as Hugging Face's imagefolder has it; class names would be the captions."""
+    folders = dict.fromkeys([source, *(source / name.partition("/")[0] for name in images if "/" in name)])
+    for table in (folder / f"metadata.{suffix}" for folder in folders for suffix in ("csv", "jsonl", "parquet")):
+        if table.is_file() and not all(_caption_file(source / name) for name in images):
+            convert = f"Convert the table: `sparo data convert {shlex.quote(str(table))} OUT`"
+            as_csv = "Write its file names and captions to a .csv file with the columns file_name and caption, and convert that file"
+            raise DataError(
+                f"{table}: has captions or labels, which are not read from a folder. {convert if table.suffix == '.csv' else as_csv}."
+            )
+
+
+def _check_classes(source: Path, classes: Sequence[str]) -> None:
+    """Warn of a single class, and raise `DataError` for names of splits: captions from class folders would say nothing."""
+    if len(classes) == 1:
+        logger.warning(
+            f"{source}: has the single folder {escape_control_chars(classes[0])}, so all captions are equal. For other captions, write each to a file "
+            "NAME.txt next to its image, or convert a table of images and captions."
+        )
+    elif is_split(classes):
+        raise DataError(
+            f"{source}: holds splits, not classes, got {', '.join(classes)}, and images without captions. Convert one of these folders."
+        )
+
+
+def _caption_file(path: Path) -> Path | None:
+    """Return the text file with the caption of an image, if there is one."""
+    return next((file for suffix in (".txt", ".TXT") if (file := path.with_suffix(suffix)).is_file()), None)
+
+
 def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
     """Return the name of each class folder, in the order of their labels: from classnames.txt, otherwise the folder's own name."""
     classes = class_order(label for name in images if (label := class_of(name)) is not None)
     refuse_splits(source, classes)
+    if (
+        classes
+        and (len(classes) == 1 or is_split(classes))
+        and not any(_caption_file(source / name) for name in images)
+    ):
+        _check_classes(source, classes)
     listed = source / "classnames.txt"
     if not listed.is_file() or not classes:
         return {name: name.replace("_", " ") for name in classes}
@@ -146,14 +193,15 @@ def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
         raise DataError(
             f"{listed}: must name every class folder in order, got {len(names)} names for {len(classes)} folders."
         )
+    refuse_other_order(listed, names, classes)
     return dict(zip(classes, names, strict=True))
 
 
 def _load_folder_sample(source: Path, name: str, template: str, class_names: Mapping[str, str]) -> CaptionedImage:
     path = source / name
-    caption_file, suffix = path.with_suffix(".txt"), suffixes()[path.suffix.lower()]
+    caption_file, suffix = _caption_file(path), suffixes()[path.suffix.lower()]
     sample = apply_exif_orientation(path.read_bytes(), suffix)
-    if caption_file.is_file():
+    if caption_file is not None:
         text = caption_file.read_bytes()
         if not text.strip():
             raise DataError(
@@ -161,11 +209,17 @@ def _load_folder_sample(source: Path, name: str, template: str, class_names: Map
             )
         if text[:2] in _UTF16:
             raise DataError(f"{caption_file}: expected UTF-8, got UTF-16. Convert it with: iconv -f utf-16 -t utf-8")
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{caption_file}: expected UTF-8, got the byte {text[error.start]:#x}. Convert it, for example with: iconv -f latin1 -t utf-8"
+            ) from None
         return sample._replace(caption=text.removeprefix(b"\xef\xbb\xbf"))
     folder = class_of(name)
     if folder is None:
         raise DataError(
-            f"{path}: has no caption, because there is neither a class folder nor {caption_file.name}. Add one of them."
+            f"{path}: has no caption, because there is neither a class folder nor {path.stem}.txt. Add one of them."
         )
     label = class_names[folder]
     if label.encode(errors="replace").decode() != label:  # a name that is not UTF-8
@@ -183,7 +237,7 @@ def apply_exif_orientation(image: bytes, suffix: str) -> CaptionedImage:
     try:
         picture = open_picture(image)
         # Pillow would write 16-bit colours with 8 bits; our readers rotate such images themselves.
-        if "rotated by EXIF" not in notes(picture) or has_16bit_channels(picture):
+        if has_16bit_channels(picture) or "rotated by EXIF" not in notes(picture):
             return CaptionedImage(suffix, image)
         upright = decode(image, PUBLISHED._replace(upright=True))
     except BadSampleError as bad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +21,16 @@ from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import read_bytes
 from sparo_train.core.world import stop_here
 from sparo_train.data.decode.bands import PixelRange
-from sparo_train.data.decode.decoding import TRAINING, Decoding, band_values, decode, from_array, to_8bit
+from sparo_train.data.decode.decoding import (
+    TRAINING,
+    UNCONVERTED,
+    Decoding,
+    band_values,
+    decode,
+    from_array,
+    postprocess,
+    to_8bit,
+)
 from sparo_train.data.examples.image_transforms import normalise
 from sparo_train.models.weight_files.weights import weights_sha256
 
@@ -46,6 +55,15 @@ def texts_per_batch(device: torch.device) -> int:
     return 64 if device.type == "cpu" else 2048
 
 
+def as_list(values: Iterable[Any], what: str) -> list[Any]:
+    """Return captions or images as a list. Raises `DataError` for a single one, whose parts would be taken for several, and for none."""
+    if isinstance(values, str | bytes | Path | Image.Image) or getattr(values, "ndim", 4) < 4:
+        raise DataError(f"{what}: expected a list, got one {type(values).__name__}. Write brackets around it.")
+    if not (listed := list(values)):
+        raise DataError(f"{what}: the list is empty. Give at least one.")
+    return listed
+
+
 def encode_texts(
     captions: Sequence[str],
     tokenize: Callable[[list[str]], Tensor],
@@ -68,6 +86,7 @@ def encode_texts(
     Raises:
         StoppedError: a signal asked the run to stop.
     """
+    captions = as_list(captions, "captions")
     # SugarCrepe uses each caption of an image in many pairs.
     distinct = sorted(set(captions))
     tokens = tokenize(distinct)
@@ -188,7 +207,7 @@ class Encoder(ABC):
         """Encode (n, 3, S, S) uint8 to fp32 (n, D), or (n, L, D) with separate slots, on the encoder's device."""
 
     def images(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> Tensor:
-        """Return `encode` of images, preprocessed as in evaluation: EXIF orientation is not applied.
+        """Return `encode` of images, preprocessed as in evaluation. EXIF orientation is applied, and transparent pixels become white.
 
         Args:
             pictures: paths of files, PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. Other than 8-bit pixels are mapped by the run's
@@ -196,7 +215,7 @@ class Encoder(ABC):
                 them from a file, or from arrays (H, W, bands) with all bands of a file.
 
         Raises:
-            DataError: arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.
+            DataError: not a list of images, arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.
         """
         encodings = self.encode(self.stacked(self.preprocessed(pictures)))
         return encodings.clone()  # an ordinary tensor, with which a probe can be trained
@@ -204,7 +223,7 @@ class Encoder(ABC):
     def preprocessed(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> list[np.ndarray]:
         """Return the pixels (S, S, C) uint8 of images; arguments and errors are those of `images`."""
         rows = []
-        for number, picture in enumerate(pictures):
+        for number, picture in enumerate(as_list(pictures, "images")):
             try:
                 rows.append(np.asarray(self.transform(self._opened(picture))))
             except BadSampleError as bad:
@@ -220,7 +239,8 @@ class Encoder(ABC):
         if how.bands is not None:
             return picture
         if isinstance(picture, Image.Image):
-            return to_8bit(picture, how.pixel_range or "by_type")
+            return postprocess(to_8bit(picture, how.pixel_range or "by_type"), UNCONVERTED)
+        picture = picture.cpu().numpy() if isinstance(picture, Tensor) else picture
         return from_array(picture, how.pixel_range or "by_type")
 
     @cached_property

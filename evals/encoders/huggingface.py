@@ -70,7 +70,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     # For a model with two towers, only the image tower is scored; its pooled output is before the projection. Missing
     # text weights do not matter.
     source = None if any(name.startswith("text_model.") for name in loaded["missing_keys"]) else model
-    model = getattr(model, "vision_model", model).eval()
+    model = getattr(model, "vision_model", model).eval().float()  # transformers keeps the dtype of the file
     transform = _hf_pixels(processor, label)
     pooling, forward = hf_pooling(model, transform.size, unpooled, label)
     normalisation = (processor["image_mean"], processor["image_std"])

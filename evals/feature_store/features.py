@@ -233,7 +233,7 @@ class FeatureStore:
             "data": {"sha256": source.identity(), "stamp": source.stamp(), "n": len(source), "root": str(source.root)},
             "storage": self._storage(job.view),
             "slots": encoder.slots,
-        }
+        } | ({} if source.published else {"decoding": "as in training"})
 
     def _storage(self, view: View) -> Storage:
         return "fp32" if view.measured else self.storage

@@ -57,12 +57,30 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
             f"{origin}: its attention has {unlike[0][0]} heads, but that of the run has {unlike[0][1]}, although the "
             "tensors have equal shapes. Give the run the same number of heads."
         )
-    # By the class's name, because open_clip, transformers and sparo each have their own class for it.
-    quick = [any(type(part).__name__.lower().startswith("quickgelu") for part in m.modules()) for m in (theirs, own)]
+    kinds = [_activations(m) for m in (theirs, own)]
+    if unknown := kinds[0] - {"gelu", "quick_gelu"}:
+        raise CheckpointError(
+            f"{origin}: was trained with the activation {min(unknown)}, which the towers of sparo do not have. Use other weights."
+        )
+    quick = ["quick_gelu" in kind for kind in kinds]
     if quick[0] != quick[1]:
         raise CheckpointError(
             f"{origin}: was trained {'with' if quick[0] else 'without'} OpenAI's approximation of GELU. Set objective.model.quick_gelu={str(quick[0]).lower()}."
         )
+
+
+def _activations(model: nn.Module) -> set[str]:
+    """Return the activations of a model's MLPs: gelu, quick_gelu, gelu_tanh or relu."""
+    found = set()
+    for part in model.modules():
+        # By the class's name, because open_clip, transformers and sparo each have their own classes.
+        name = type(part).__name__.lower()
+        if "gelu" in name:
+            tanh = "tanh" in name or name.startswith("newgelu") or getattr(part, "approximate", "none") == "tanh"
+            found.add("quick_gelu" if name.startswith("quickgelu") else "gelu_tanh" if tanh else "gelu")
+        elif name == "relu":
+            found.add("relu")
+    return found
 
 
 def _heads(model: nn.Module) -> dict[str, int]:

@@ -67,7 +67,7 @@ def write_clip_folder(trained: TrainedWeights, folder: Path) -> Path:
 
 
 def _refuse_others(config: ClipConfig) -> None:
-    if not config.readout.reads_cls or config.readout.conditioned:
+    if config.readout.kind != "token":
         raise ConfigError(
             f"--layout transformers: CLIPModel has no readout {config.readout.kind}. Use --layout open_clip or onnx."
         )
@@ -122,7 +122,7 @@ def _config(config: ClipConfig) -> dict[str, Any]:
             "max_position_embeddings": text.context_length,
             "bos_token_id": SOT,
             "eos_token_id": EOT,
-            "pad_token_id": 0,
+            "pad_token_id": EOT,
         },
     }
 
@@ -135,7 +135,7 @@ def _write_processor(folder: Path, config: ClipConfig, objective: Any) -> None:
         "model_max_length": length,
         "bos_token": "<start_of_text>",
         "eos_token": "<end_of_text>",
-        "pad_token": "!",  # id 0, which the tower does not read after the end of a text
+        "pad_token": "<end_of_text>",  # the tower reads the first one
     }
     write_whole(folder / "tokenizer_config.json", json.dumps(tokenizer, indent=2) + "\n")
     images = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,11 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sparo_train.core.errors import BadSampleError, DataError
-from sparo_train.core.files import read_bytes, read_text
+from sparo_train.core.files import read_text
 from sparo_train.core.world import stop_here
-from sparo_train.data.decode.bands import TiffFile, is_tiff
-from sparo_train.data.decode.decoding import PUBLISHED, Decoding, decode
 from sparo_train.data.read.workers import WorkerItems
+from sparo_train.data.sources.folder import refuse_other_order
 
 OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}
 _PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
@@ -60,7 +58,6 @@ def published(what: str, name: str) -> list[str] | None:
     return [str(entry) for entry in entries] if isinstance(entries, list) else None
 
 
-_PNG = b"\x89PNG\r\n\x1a\n"
 IMAGE_KEYS = ("webp", "png", "jpg", "jpeg")
 Transform = Callable[[Image.Image], np.ndarray]  # an image to (S, S, 3) uint8
 _FEW = 256  # images that are read before workers would have started
@@ -92,6 +89,8 @@ class EvalSet(ABC):
         kind: kind of the annotations.
         home: folder of the files with class names and prompts (default: root).
         benchmark_name: clip-benchmark's name of the set, for files that `home` lacks.
+        published: images are decoded as by open_clip, without EXIF orientation and white behind transparent pixels, instead of
+            as in training.
         groups: group of each image (patient, slide), whose images must not help each other's score; None: unknown.
         part_of: the set that this is a part of, if `limit` shortened it.
     """
@@ -100,6 +99,7 @@ class EvalSet(ABC):
     kind: FactKind
     home: Path | None = None
     benchmark_name: str | None = None
+    published: bool = False
     left_out: Mapping[str, int] = {}
     groups: Sequence[str] | None = None
     part_of: EvalSet | None = None
@@ -132,6 +132,8 @@ class EvalSet(ABC):
             raise DataError(
                 f"{home}: has {len(own)} class folders but {len(names)} class names, so labels would have wrong names"
             )
+        if own:
+            refuse_other_order(home / OWN["classnames"], names, own)
         return names
 
     def own_classnames(self) -> list[str]:
@@ -171,8 +173,7 @@ class Limited(EvalSet):
 
     def __init__(self, whole: EvalSet, count: int):
         self.whole, self.root, self.kind, self.benchmark_name = whole, whole.root, whole.kind, whole.benchmark_name
-        self.part_of = whole
-        self.left_out = whole.left_out
+        self.part_of, self.left_out, self.published = whole, whole.left_out, whole.published
         self._numbers = evenly(len(whole), count)
         self.groups = None if whole.groups is None else [whole.groups[number] for number in self._numbers]
 
@@ -281,47 +282,6 @@ def _collated(rows: list[Any]) -> ImageBatch | DataError:
 def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     """Cut into batches; the last one may be smaller."""
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
-
-
-def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED) -> Image.Image:
-    """Return the image in these bytes, by default and with `how.bands` in the file's own mode, like open_clip.
-
-    Raises:
-        DataError: naming `where`. For a TIFF of bands that only some encoders read, it is raised when the pixels are used.
-    """
-    scored = "; scores need all images" if how == PUBLISHED else ""
-    if how.bands is not None:
-        how = PUBLISHED
-    try:
-        return decode(data, how)
-    except BadSampleError as bad:
-        error = DataError(f"{where}: {bad.full_message()}{scored}")
-        if how == PUBLISHED and is_tiff(data):
-            return TiffFile(data, error)
-        raise error from None
-
-
-def open_image(path: Path, how: Decoding = PUBLISHED) -> Image.Image:
-    """Return the image in a file, as `decode_image` does. Raises `DataError` naming the file."""
-    return decode_image(read_bytes(path, DataError), path, how)
-
-
-def label_image(data: bytes, where: str) -> np.ndarray:
-    """Return (H, W) of a PNG with a number per pixel (gray levels, or the indices of a palette). Raises `DataError` naming `where`."""
-    try:
-        with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-            table = np.asarray(image)
-    except (OSError, ValueError, SyntaxError) as error:
-        if data.startswith(_PNG):
-            raise DataError(f"{where}: cannot be read ({error}). Write it again.") from None
-        raise DataError(f"{where}: is not a PNG file. Save it as PNG, because JPEG changes the numbers.") from None
-    if table.ndim != 2:
-        raise DataError(
-            f"{where}: must have one number per pixel, got {table.shape[2]} channels. Convert colours to class numbers."
-        )
-    depth, kind = data[24], data[25]
-    # Pillow scales gray levels of 2 and 4 bits to 0..255.
-    return table // (255 // (2**depth - 1)) if kind == 0 and depth in (2, 4) else table
 
 
 def sha256(*parts: str | bytes) -> str:

@@ -15,7 +15,8 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
-from .base import EvalSet, Fact, FactKind, Layout, label_image, open_image, sha256, sizes_of
+from .base import EvalSet, Fact, FactKind, Layout, sha256, sizes_of
+from .pictures import label_image, open_image
 from .task_config import SetTaskConfig
 
 
@@ -53,7 +54,7 @@ class FileSet(EvalSet):
         return len(self._names)
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
-        return self._names[number], open_image(self.root / self._names[number]), self._facts[number]
+        return self._names[number], open_image(self.root / self._names[number], not self.published), self._facts[number]
 
     def described(self, number: int) -> tuple[str, Fact]:
         """Return key and annotation without reading the image."""

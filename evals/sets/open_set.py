@@ -11,6 +11,8 @@ from .base import EvalSet
 from .task_config import LabelledTaskConfig, SetTaskConfig
 from .wds import ClassFolders, open_images
 
+_OWN_LAYOUTS = {"wds", "folder", "table"}  # layouts that users write for their own images
+
 
 def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> EvalSet:
     """Return the images of a task, limited to `limit` of them if set.
@@ -33,6 +35,8 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
         )
     eval_set = layout.open(config, kind, split or config.split)
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
+    named = config.benchmark_name is not None or config.layout not in _OWN_LAYOUTS
+    eval_set.published = named if config.published is None else config.published
     return eval_set if config.limit is None else eval_set.limited(config.limit)
 
 
@@ -66,7 +70,14 @@ def refuse_shared_groups(train: EvalSet, test: EvalSet, name: str = "train") -> 
 def _open_from_layout(config: LabelledTaskConfig, split: str, kind: str) -> EvalSet:
     """Return the images of one side, as the set `split` of the task's layout."""
     place = getattr(config, split)
-    own = SetTaskConfig(task=config.task, root=place, layout=str(config.layout), split=split, columns=config.columns)
+    own = SetTaskConfig(
+        task=config.task,
+        root=place,
+        layout=str(config.layout),
+        split=split,
+        columns=config.columns,
+        published=config.published,
+    )
     eval_set = open_set(own, kind)
     if eval_set.kind != kind:
         raise DataError(f"{split}: {place} has several labels per image, but task {config.task} needs one")
@@ -88,6 +99,7 @@ def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[Eval
         raise ConfigError(f"layout: missing, and task {config.task} takes its numbers from a table. Set layout=table.")
     if config.layout is None:
         train, test = (open_images(getattr(config, key), kind, key) for key in ("train", "test"))
+        train.published = test.published = bool(config.published)
         _share_label_numbers(train, test, config.test)
     else:
         train, test = (_open_from_layout(config, split, kind) for split in ("train", "test"))

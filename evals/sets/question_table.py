@@ -15,7 +15,8 @@ from PIL import Image
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_text
 
-from .base import Fact, decode_image, sizes_of
+from .base import Fact, sizes_of
+from .pictures import decode_image
 from .questions import ImageRef, Item, QuestionSet
 from .table_rows import TableRow, table_rows
 from .task_config import TableColumns
@@ -124,7 +125,8 @@ class ParquetQuestionSet(QuestionSet):
         if match is None:
             return super().read(number)
         data = embedded_image(self.root / match[1], int(match[2]), match[3])
-        return self._key(number), self._cropped(number, decode_image(data, f"{self.root / name}")), self._facts[number]
+        image = decode_image(data, self.root / name, own=not self.published)
+        return self._key(number), self._cropped(number, image), self._facts[number]
 
     def _content_digest(self, number: int) -> bytes:
         match = _EMBEDDED.fullmatch(self._names[number])

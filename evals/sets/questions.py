@@ -14,8 +14,9 @@ from PIL import Image
 
 from sparo_train.core.errors import DataError
 
-from .base import EvalSet, Fact, evenly, open_image, sha256
+from .base import EvalSet, Fact, evenly, sha256
 from .image_files import FileSet
+from .pictures import open_image
 
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 
@@ -108,7 +109,7 @@ class QuestionSet(FileSet):
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         path = self.root / self._names[number]
-        image = _bgr_array(path) if path.suffix == ".npy" else open_image(path)
+        image = _bgr_array(path) if path.suffix == ".npy" else open_image(path, not self.published)
         return self._key(number), self._cropped(number, image), self._facts[number]
 
     def described(self, number: int) -> tuple[str, Fact]:

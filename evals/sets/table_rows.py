@@ -7,6 +7,7 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from string import Formatter
@@ -35,6 +36,9 @@ def table_rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
         lines = io.StringIO(text, newline="")
         reader = csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else comma, strict=True)
         try:
+            repeated = [name for name, count in Counter(filter(None, reader.fieldnames or ())).items() if count > 1]
+            if repeated:
+                raise DataError(f"{path}: has several columns {repeated[0]!r}. Rename all but one of them.")
             for row in reader:
                 if None in row.values():
                     raise DataError(f"{path}, line {reader.line_num}: has fewer columns than the header. Fill the row.")

@@ -137,6 +137,8 @@ def _class_names(rows: Sequence[TableRow], columns: TableColumns, kind: FactKind
     if kind not in ("label", "metadata") or columns.label is None:
         return []
     texts = {row.class_text(columns.label) for row in rows}
+    if len(written := {row.fill(columns.label).strip() for row in rows}) > len(texts):
+        class_order(name for name in written if name.isdecimal())  # refuses 7 and 007
     return [] if numbered and all(text.isdecimal() for text in texts) else class_order(texts)
 
 
@@ -181,7 +183,7 @@ def _mask_facts(columns: TableColumns, row: TableRow, _key: str) -> list[str]:
 
 def _caption_facts(columns: TableColumns, row: TableRow, _key: str) -> list[list[str]]:
     _one_image(columns, "retrieval")
-    return [[text for template in columns.captions for text in row.texts(template)]]
+    return [[text for template in columns.captions for text in row.texts(template) if text.strip()]]
 
 
 def _pair_facts(columns: TableColumns, row: TableRow, key: str) -> list[list[Pair]]:

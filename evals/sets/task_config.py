@@ -139,6 +139,13 @@ class SetTaskConfig(TaskConfig):
         "clip-benchmark's name of the set, for class names and templates that the folder lacks.",
         examples=["cars"],
     )
+    published: bool | None = field(
+        None,
+        "Decode images as open_clip and DINO's code do, for scores that are comparable with published ones: without EXIF "
+        "orientation, and without white behind transparent pixels. Default: yes for data sets that sparo lists, sets "
+        "with benchmark_name, and layouts of published sets; no for folders, tables and shards of your own, which are decoded "
+        "as in training.",
+    )
     limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[1000])
     workers: int = field(2, "Processes that decode images.", ge=0, le=256)
 
@@ -170,6 +177,13 @@ class LabelledTaskConfig(TaskConfig):
         examples=["wds"],
     )
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")
+    published: bool | None = field(
+        None,
+        "Decode images as open_clip and DINO's code do, for scores that are comparable with published ones: without EXIF "
+        "orientation, and without white behind transparent pixels. Default: yes for data sets that sparo lists, sets "
+        "with benchmark_name, and layouts of published sets; no for folders, tables and shards of your own, which are decoded "
+        "as in training.",
+    )
     resize: int | None = field(
         None, "Shorter side before the center crop. Default: the encoder's own.", gt=0, examples=[256]
     )

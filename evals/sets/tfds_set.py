@@ -21,7 +21,8 @@ from PIL import Image
 from sparo_train.core.errors import DataError
 from sparo_train.data.decode.tfrecord import Value, parse_example, record_at, record_offsets
 
-from .base import EvalSet, Fact, decode_image, lines, sha256, sizes_of
+from .base import EvalSet, Fact, lines, sha256, sizes_of
+from .pictures import decode_image
 
 Features = Mapping[str, Value]
 _VEHICLES = 3  # KITTI's first types of objects: car, van, truck

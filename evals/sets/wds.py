@@ -27,8 +27,9 @@ from sparo_train.data.sources.base import SourceConfig, Storage, open_source
 from sparo_train.data.sources.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.sources.shards import Shard, ShardsConfig
 
-from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, decode_image, label_image, sha256, sizes_of
+from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, sha256, sizes_of
 from .objects import object_rows
+from .pictures import decode_image, label_image
 
 _KINDS_CHECKED_BY_SAMPLE = ("metadata", "masks", "objects", "clips", "views")
 _WITH_LABEL = "a .cls member, or a class folder"
@@ -64,7 +65,9 @@ class SourceSet(EvalSet):
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
-            image = decode_image(image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}")
+            image = decode_image(
+                image_bytes(fields, IMAGE_KEYS), f"{storage.url}: sample {key}", own=not self.published
+            )
         except BadSampleError as bad:
             raise DataError(
                 f"{storage.url}: sample {key}: {bad}. Scoring skips no sample. Repair this one, or remove it from the set."

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.examples.image_text import decode_words
 
-from ..encoders.encoder import Encoder
+from ..encoders.encoder import Encoder, as_list
 from ..sets.base import EvalSet
 from ..sets.task_config import TaskConfig
 from .quality_measures import sharpness
@@ -71,6 +71,10 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     if show is None or encoder.slots < 2:
         raise ConfigError(f"{encoder.label}: has no slots with attention. Use a run or export with a readout.")
     read: Any = getattr(encoder, "text_slots", None)
+    images = as_list(images, "images")
+    captions = captions if captions is None else as_list(captions, "captions")
+    if captions is not None and len(captions) != len(images):
+        raise ConfigError(f"captions: expected one per image, got {len(captions)} for {len(images)} images.")
     attended: list[Attended] = []
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)

@@ -57,6 +57,7 @@ class DatasetEntry(Frozen):
     chance: float | None = field(None, "Score of guessing.")
     licence: str = field("none stated", "License of the images.")
     name: str = field("", "Key of the entry in its file.")
+    shipped: bool = field(False, "The entry is one of sparo's own, whose images are decoded as by open_clip.")
 
 
 _RENDERED = "scene_questions.json"  # manifest of stand-ins, in the folder above the sets
@@ -107,7 +108,9 @@ def _read_entries(path: Path, _modified: int) -> tuple[DatasetEntry, ...]:
     for name, entry in resolve(_Datasets, {"datasets": load_recipe(path)}, str(path)).datasets.items():
         if entry.task not in known:
             raise ConfigError(f"{path}: {name}.task: {entry.task!r}; {did_you_mean(entry.task, known)}")
-        entries.append(entry.model_copy(update={"name": name}))
+        entries.append(
+            entry.model_copy(update={"name": name, "shipped": path.parent == dataset_folders()[-1].absolute()})
+        )
     return tuple(entries)
 
 
@@ -178,6 +181,8 @@ def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     place = root / (listed.folder or listed.name)
     as_wds = next((p for p in _wds_places(listed, root) if (p / "test" / "nshards.txt").is_file()), None)
     options: dict[str, Any] = {"task": task, "root": str(as_wds or place), "benchmark_name": listed.name}
+    if "published" in TASKS.get(task).config.model_fields:
+        options["published"] = listed.shipped
     options |= listed.settings if task == listed.task else {}
     if as_wds is None:
         existing = _existing(listed, place)

@@ -49,7 +49,9 @@ def convert(
     ] = None,
     caption_column: Annotated[
         str | None,
-        typer.Option(help="Column of captions. Default: caption, text, txt, title or sentence, whichever exists."),
+        typer.Option(
+            help="Column of captions. Default: caption, text, txt, captions, title or sentence, whichever exists."
+        ),
     ] = None,
     separator: Annotated[str | None, typer.Option(help="Column separator. Default: detected in the header.")] = None,
     skip_missing: Annotated[

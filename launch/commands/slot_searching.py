@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from evals.report.results_file import refuse_unwritable
-from evals.sets.base import decode_image
+from evals.sets.pictures import decode_image
 from evals.slots.attend import pixels_of
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, thumbnail

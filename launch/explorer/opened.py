@@ -11,7 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from evals.encoders.encoder import Encoder, TextEncoder
-from evals.sets.base import EvalSet, decode_image
+from evals.sets.base import EvalSet
+from evals.sets.pictures import decode_image
 from evals.sets.task_config import TaskConfig
 from evals.slots.attend import attend, captions_of, pixels_of
 from evals.slots.eval_inputs import open_images

@@ -36,6 +36,7 @@ class CroppedSet(EvalSet):
     def __init__(self, whole: EvalSet, area: float):
         self.whole, self.area, self.root, self.kind = whole, area, whole.root, whole.kind
         self.home, self.benchmark_name, self.groups = whole.home, whole.benchmark_name, whole.groups
+        self.published = whole.published
 
     def __len__(self) -> int:
         return len(self.whole)

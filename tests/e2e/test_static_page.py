@@ -14,7 +14,7 @@ from PIL import Image
 
 from evals.encoders.loading import load_encoder
 from evals.encoders.pixels import Pixels
-from evals.sets.base import decode_image
+from evals.sets.pictures import decode_image
 from evals.slots.attend import attend, pixels_of
 from evals.slots.units import units_of
 from launch.explorer.offline_page import PAGE

@@ -8,6 +8,7 @@ import open_clip
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import save_file
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
@@ -16,6 +17,7 @@ from evals.encoders.loading import load_encoder
 from sparo_train.core.errors import CheckpointError
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
+from sparo_train.models.weight_files.backbone_description import describe_backbone
 from sparo_train.models.weight_files.vit_names import infer_vit, official_vit_names
 
 WIDTH, DEPTH, HEADS, PATCH, SIDE = 64, 2, 4, 14, 42
@@ -167,3 +169,40 @@ def test_files_without_a_backbone_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="shapes do not show the number of heads, got width 64 with 2 blocks"):
         infer_vit({**weights}, "file")
     (tmp_path / "config.json").write_text(json.dumps({}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("eva02_tiny_patch14_224", "a gated MLP without LayerScale"),
+        ("vit_small_patch16_rope_224", "rotary positions"),
+        ("vit_small_patch16_rope_mixed_224", "rotary positions"),
+    ],
+)
+def test_vits_with_other_rotary_positions_are_not_read_as_the_built_in_one(tmp_path, name, kind):
+    model = timm.create_model(name, num_classes=0)
+    path = tmp_path / "x.pth"
+    torch.save(model.state_dict(), path)
+    with pytest.raises(CheckpointError, match=rf"{kind}.*timm:NAME@FILE"):
+        load_encoder(path)
+    # With a name, the model of timm itself is used.
+    assert describe_backbone(f"timm:{name}@{path}").config.timm_model_name == name
+
+
+def test_half_precision_folders_of_transformers_run_in_fp32(tmp_path):
+    config = transformers.Dinov2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    model = transformers.Dinov2Model(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    processor = {
+        "image_processor_type": "BitImageProcessor", "do_resize": True, "size": {"shortest_edge": 28}, "resample": 3,
+        "do_center_crop": True, "crop_size": {"height": 28, "width": 28}, "do_rescale": True, "rescale_factor": 1 / 255,
+        "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    encoder = load_encoder(f"hf:{tmp_path}")
+    assert {p.dtype for p in encoder.model.parameters()} == {torch.float32}
+    pixels = torch.rand(2, 3, 28, 28)
+    with torch.no_grad():
+        assert torch.equal(encoder.model(pixels)[0], model.float().eval()(pixels)[0])

@@ -12,7 +12,7 @@ from sparo_train.core.errors import ConfigError
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
 
-CAPTIONS = ["a red cube", "It's a green sphere behind a cone, with more words than it can read", "x"]
+CAPTIONS = ["a red cube", "It's a green sphere behind a cone, with more words than it can read", "x", "wow!! a cube!"]
 
 
 def objective(**model):
@@ -50,8 +50,11 @@ def test_clip_model_gives_the_same_encodings(tmp_path, quick_gelu):
 
 def test_models_that_transformers_does_not_have_are_refused(tmp_path):
     slots = {"kind": "sparo", "slots": 4, "slot_width": 8, "head_width": 16}
-    with pytest.raises(ConfigError, match=r"CLIPModel has no readout sparo\. Use --layout open_clip or onnx"):
-        export(objective(readout=slots), tmp_path / "a")
+    for readout in (slots, {"kind": "linear_bottleneck"}):
+        with pytest.raises(
+            ConfigError, match=rf"CLIPModel has no readout {readout['kind']}\. Use --layout open_clip or onnx"
+        ):
+            export(objective(readout=readout), tmp_path / "a")
     timm = {"timm_model_name": "vit_tiny_patch16_224", "image_size": 32}
     tower = {key: timm.get(key) for key in timm}
     config = ClipObjectiveConfig.model_validate({"model": {"embed_dim": 24, "vision": tower}})

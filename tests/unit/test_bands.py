@@ -14,8 +14,9 @@ from PIL import Image
 
 from evals.encoders.loading import load_encoder
 from evals.encoders.sparo_encoders import PixelEncoder
-from evals.sets.base import open_image, read_batches
+from evals.sets.base import read_batches
 from evals.sets.image_files import FileSet
+from evals.sets.pictures import open_image
 from evals.slots.overlay import image_crop
 from evals.suite.linear_probe import _Crops
 from launch.recipes import load_run

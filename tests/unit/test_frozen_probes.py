@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from evals.encoders.pixels import FlooredPixels, Pixels, SquarePixels
 from evals.encoders.sparo_encoders import DinoEncoder
-from evals.sets.base import label_image
+from evals.sets.pictures import label_image
 from evals.suite.suite import Suite
 from evals.tasks import linear_segmentation, probe, regression
 from evals.tasks.linear_segmentation import PatchFeatures, SegmentationTraining

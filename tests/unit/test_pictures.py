@@ -15,9 +15,10 @@ from PIL import Image, features
 from evals.encoders.pixels import LibraryPixels, MappedPixels, Pixels
 from evals.encoders.selection import MaskedEncoder
 from evals.encoders.sparo_encoders import PixelEncoder
-from evals.sets import base
-from evals.sets.base import lines, open_image, read_batches
+from evals.sets import pictures
+from evals.sets.base import lines, read_batches
 from evals.sets.image_files import FileSet
+from evals.sets.pictures import open_image
 from evals.slots.overlay import image_crop
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.decode.decoding import decode, formats, notes, open_picture, suffixes
@@ -91,7 +92,7 @@ def test_training_turns_photos_upright_and_evaluation_leaves_them_as_open_clip_d
     data = turned(orientation)
     pixels = np.asarray(decode_image(data))
     assert pixels.shape == (20, 30, 3) and pixels[:, :15, 0].min() == 255 and pixels[:, 15:, 2].min() == 255
-    assert base.decode_image(data, "x").size == Image.open(io.BytesIO(data)).size
+    assert pictures.decode_image(data, "x").size == Image.open(io.BytesIO(data)).size
     assert ("rotated by EXIF" in notes(open_picture(data))) == (orientation != 1)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from evals.encoders.dense import dense_patches, last_tokens, slot_similarity
 from evals.encoders.pixels import SquarePixels
 from evals.encoders.sparo_encoders import ClipEncoder
-from evals.sets.base import label_image
+from evals.sets.pictures import label_image
 from evals.sets.segmentation_files import open_segmentation
 from evals.suite import catalogue
 from evals.suite.patch_segmentation import KnnSegmentationTaskConfig

@@ -9,7 +9,7 @@ from PIL import Image
 
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable
-from evals.sets.base import decode_image
+from evals.sets.pictures import decode_image
 from evals.slots.eval_inputs import open_images
 from object_centric.pictures.edits import edit_pictures
 from object_centric.pictures.panels import save_animation, save_sheet

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from evals.encoders.capabilities import ViewsEncoder
 from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable, whole_records
-from evals.sets.base import EvalSet, decode_image
+from evals.sets.base import EvalSet
+from evals.sets.pictures import decode_image
 from evals.sets.task_config import TaskConfig
 from evals.slots.eval_inputs import open_images
 from evals.suite.evaluate import tasks_for

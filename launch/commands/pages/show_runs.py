@@ -11,7 +11,7 @@ from PIL import Image
 
 from evals.encoders.selection import read_selection, selected
 from evals.report.results_file import refuse_unwritable
-from evals.sets.base import decode_image
+from evals.sets.pictures import decode_image
 from evals.slots.attend import Attended, attend, captions_of
 from evals.slots.eval_inputs import open_images
 from sparo_train.core.errors import ConfigError

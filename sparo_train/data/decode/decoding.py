@@ -25,7 +25,10 @@ _FORMATS = (
 _MORE_SUFFIXES = {".jfif": "jpg", ".jpe": "jpg", ".pjpeg": "jpg", ".mpo": "jpg"}
 # Keys of an image's `info`: the encoded file, if Pillow itself reduces 16 bits to eight, and if it is a TIFF.
 _FILE, _TIFF = "sparo file", "sparo tiff"
+# And keys of images of `decode_own`: the image with all of its channels, and whether `to_8bit` finishes decoding it.
+_CHANNELS, _UNFINISHED = "sparo channels", "sparo unfinished"
 _ORIENTATION, _SUBFILE_TYPE, _REDUCED_OR_MASK = 0x0112, 254, 0b101  # tags of EXIF and TIFF, and two flags of TIFF's
+_PHOTOMETRIC = 262  # tag of TIFF; 0: MINISWHITE
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 
 
@@ -48,6 +51,7 @@ class Decoding(NamedTuple):
 
 
 TRAINING = Decoding()
+UNCONVERTED = Decoding(rgb=False)  # upright and on white, in the mode of the file
 # Input of open_clip's evaluation: the file as opened by Pillow, which the transform resizes in the file's own mode.
 PUBLISHED = Decoding(upright=False, on_white=False, rgb=False, pixel_range=None)
 
@@ -96,7 +100,7 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
             image.info[_TIFF] = data
         if how.pixel_range is not None:
             _refuse_pages(image)
-            image = to_8bit(image, how.pixel_range)
+            image = to_8bit(_without_inversion(image), how.pixel_range)
         else:
             image.load()
         return postprocess(image, how)
@@ -104,6 +108,22 @@ def decode(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) 
         raise
     except Exception as error:  # decoders of damaged files raise many kinds of errors
         raise BadSampleError("bad image", detail=_first_line(error)) from None
+
+
+def decode_own(data: bytes) -> Image.Image:
+    """Decode an image of a user's own evaluation set as training does: upright, in RGB, and composited on white.
+
+    Deeper pixels than 8 bits are mapped by `to_8bit`, because the encoder's run decides how. `bands_of` still reads the
+    file's own channels. Raises like `decode`.
+    """
+    image = decode(data, PUBLISHED._replace(upright=True))
+    if _FILE in image.info or image.mode in _DEEP:
+        image = _without_inversion(decode(data, PUBLISHED))  # `to_8bit` rotates after mapping
+        image.info[_UNFINISHED] = True
+        return image
+    shown = postprocess(image, TRAINING)
+    shown.info[_CHANNELS] = image
+    return shown
 
 
 def decode_pixels(data: bytes, how: Decoding = TRAINING, shrink_to: int | None = None) -> np.ndarray:
@@ -133,6 +153,8 @@ def bands_of(image: Image.Image | np.ndarray, how: Decoding) -> np.ndarray:
         BadSampleError: damaged, without one of the bands, or with pixels that `how` does not map.
     """
     assert how.bands is not None
+    if isinstance(image, Image.Image):
+        image = image.info.get(_CHANNELS, image)
     if isinstance(image, np.ndarray):
         values = image[..., None] if image.ndim == 2 else image
         # Readers of TIFF files often return bands first, which would pass as a very low image of many bands.
@@ -182,10 +204,12 @@ def postprocess(image: Image.Image, how: Decoding) -> Image.Image:
 
 def notes(image: Image.Image) -> frozenset[str]:
     """Return unusual properties of an opened image: rotated by EXIF, transparent, 16 bits, float, animated, several pages."""
+    # First, because `getexif` may decode the image, which then has 8 bits.
+    deep = image.mode in _DEEP[:-1] or has_16bit_channels(image)
     conditions = {
         "rotated by EXIF": image.getexif().get(_ORIENTATION, 1) not in (0, 1),
         "transparent": _has_alpha(image),
-        "more than 8 bits": image.mode in _DEEP[:-1] or has_16bit_channels(image),
+        "more than 8 bits": deep,
         "float": image.mode == "F",
         "animated": getattr(image, "is_animated", False) and image.format != "TIFF",
         "several pages": image.format == "TIFF" and getattr(image, "n_frames", 1) > 1,
@@ -216,11 +240,25 @@ def _refuse_pages(image: Image.Image) -> None:
     image.seek(0)
 
 
+def _without_inversion(image: Image.Image) -> Image.Image:
+    """Return a 16-bit TIFF in which low values are bright (MINISWHITE) as an ordinary image; Pillow inverts 8-bit ones only."""
+    if not image.mode.startswith("I;16") or getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) != 0:
+        return image
+    inverted = Image.fromarray(65535 - np.asarray(image).astype(np.uint16))
+    inverted.info = {**image.info, "exif": image.getexif().tobytes()}
+    return inverted
+
+
 def to_8bit(image: Image.Image, how: PixelRange) -> Image.Image:
     """Map an opened image with 16-bit, 32-bit or float pixels to 8 bits; others are unchanged.
 
-    Orientation and transparency are kept. Raises `BadSampleError` like `decode`.
+    Orientation and transparency are kept; for an image of `decode_own`, they are applied. Raises `BadSampleError` like `decode`.
     """
+    mapped = _mapped(image, how)
+    return postprocess(mapped, TRAINING) if _UNFINISHED in image.info else mapped
+
+
+def _mapped(image: Image.Image, how: PixelRange) -> Image.Image:
     if image.mode in _DEEP:
         values, alpha = np.asarray(image), None
         if isinstance(clear := image.info.get("transparency"), int):

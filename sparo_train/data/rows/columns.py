@@ -16,7 +16,8 @@ from ...core.errors import BadSampleError, DataError, did_you_mean
 from ...core.files import read_bytes
 from ..sources.base import SourceConfig
 
-_CAPTION_COLUMNS = ("caption", "text", "txt", "captions", "title", "sentence", "sentences", "alt_text")
+# Usual names of the column of captions; the first one that exists is used.
+CAPTION_COLUMNS = ("caption", "text", "txt", "captions", "title", "sentence", "sentences", "alt_text")
 _NO_CAPTION = "caption"  # default of caption_key, for which the usual names are tried
 
 
@@ -74,7 +75,7 @@ def choose_columns(names: Sequence[str], config: RowsConfig, where: str) -> Colu
         )
     others = {name: name for name in names if name != image}
     if config.captions is None and config.caption_key == _NO_CAPTION and _NO_CAPTION not in names:
-        _, usual = _first(_CAPTION_COLUMNS, list(others))
+        _, usual = _first(CAPTION_COLUMNS, list(others))
         if usual:
             others = {_NO_CAPTION if name == usual else name: name for name in others}
     elif config.has_captions:

@@ -176,8 +176,23 @@ def class_order(names: Iterable[str]) -> list[str]:
     classes.sort(key=int)
     for one, other in pairwise(classes):
         if int(one) == int(other):
-            raise DataError(f"class folders: {one} and {other} are the same number. Rename one of them.")
+            raise DataError(f"classes: {one} and {other} are the same number. Rename one of them.")
     return classes
+
+
+def is_split(classes: Sequence[str]) -> bool:
+    """Return whether all class folders are named like splits of a data set."""
+    return all(name.lower() in _SPLITS for name in classes)
+
+
+def refuse_other_order(listed: object, names: Sequence[str], classes: Sequence[str]) -> None:
+    """Raise `DataError` if a list has the names of the classes in another order, so that each class would get another's name."""
+    plain, own = ([name.replace("_", " ").casefold() for name in group] for group in (names, classes))
+    if plain != own and sorted(plain) == sorted(own):
+        raise DataError(
+            f"{listed}: has the names of the classes in another order, got {names[0]!r} for the class {classes[0]!r}. Sort the "
+            "lines like the classes, or remove the file."
+        )
 
 
 def refuse_splits(root: Path, classes: Sequence[str]) -> None:
@@ -188,7 +203,8 @@ def refuse_splits(root: Path, classes: Sequence[str]) -> None:
 
     splits = [name for name in classes if name.lower() in _SPLITS]
     if splits and (len(splits) == len(classes) or len(splits) > 1) and below(splits[0]):
-        raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / splits[0]}.")
+        first = next((name for name in splits if name.lower().startswith("train")), splits[0])
+        raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / first}.")
     if len(classes) == 1 and classes[0].lower() in _WRAPPERS and (count := below(classes[0])) > 1:
         raise DataError(
             f"{root}: expected one folder per class, got a single folder {classes[0]} that contains {count} folders. Give {root / classes[0]}."

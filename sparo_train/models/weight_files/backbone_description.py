@@ -71,7 +71,9 @@ def _of_timm(name: str) -> BackboneDescription:
         model: Any = timm.create_model(name, pretrained=False, num_classes=0)
     pixels = resolve_model_data_config(model)
     mean, std = tuple(pixels["mean"]), tuple(pixels["std"])
-    if getattr(model, "cls_token", None) is None or not hasattr(model, "blocks"):  # a convnet, or another Transformer
+    rotary = getattr(model, "rope", None) is not None and "dinov3" not in name
+    # A convnet, or a Transformer that the built-in ViT cannot be.
+    if getattr(model, "cls_token", None) is None or not hasattr(model, "blocks") or rotary:
         return BackboneDescription(_timm_config(name), mean, std)
     heads = model.blocks[0].attn.num_heads
     tree = infer_vit(official_vit_names(model.state_dict()), f"timm:{name}", heads)

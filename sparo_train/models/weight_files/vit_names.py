@@ -20,7 +20,7 @@ _HEADS_BY_SIZE = {(arch["width"], arch["depth"]): arch["heads"] for arch in ARCH
 _HEADS_BY_WIDTH = {arch["width"]: arch["heads"] for arch in ARCHS.values()}
 # Parts outside of the backbone, and tables that are computed from the config.
 _NOT_BACKBONE = re.compile(
-    r"(head|dino_head|ibot_head|fc|classifier|pooler|projectors|decoder|local_cls_norm)\.|.*(periods|bias_mask|position_ids|rope\.freqs|attn_mask)$"
+    r"(head|dino_head|ibot_head|fc|classifier|pooler|projectors|decoder|local_cls_norm)\.|.*(periods|bias_mask|position_ids|attn_mask)$"
 )
 
 _Rules = Sequence[tuple[str, str]]
@@ -191,6 +191,7 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
             "backbone of DINO, DINOv2, DINOv3, timm, transformers or CLIP."
         ) from None
     blocks = 1 + max((int(n.split(".")[1]) for n in weights if n.startswith("blocks.")), default=-1)
+    _refuse_other_vits(weights, origin)
     gated = "blocks.0.mlp.w12.weight" in weights
     hidden = (weights["blocks.0.mlp.w3.weight"] if gated else weights["blocks.0.mlp.fc2.weight"]).shape[1]
     rope, registers = "pos_embed" not in weights, weights.get("register_tokens")
@@ -226,6 +227,20 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
     if registers is not None and not rope:  # as in DINOv2's models with registers
         options |= {"interpolate_offset": (0.0, 0.1), "interpolate_antialias": (True, False)}
     return {**tree, **{key: value for key, (value, default) in options.items() if value != default}}
+
+
+def _refuse_other_vits(weights: Mapping[str, Tensor], origin: str) -> None:
+    """Raise `CheckpointError` for kinds of ViT whose names are similar, but whose function is another one."""
+    if "rope.freqs" in weights or ("pos_embed" not in weights and "register_tokens" not in weights):
+        kind = "rotary positions that are not those of DINOv3"
+    elif "blocks.0.mlp.w12.weight" in weights and not {"blocks.0.ls1.gamma", "register_tokens"} & {*weights}:
+        kind = "a gated MLP without LayerScale, as in EVA-02"
+    else:
+        return
+    raise CheckpointError(
+        f"{origin}: is a ViT with {kind}, which the built-in ViT does not have. Score it as timm:NAME@FILE; in a recipe, set "
+        "objective.model.timm_model_name=NAME."
+    )
 
 
 def published_heads(weights: Mapping[str, Tensor], depth: int | None = None) -> int | None:
