@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparo_train.core.accelerator import find_device
 from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk import checkpoint_store as store
@@ -59,16 +60,18 @@ def load_encoder(
         model: for a file: an open_clip model name, ours included (`ViT-B-32-quickgelu`, `gap-ViT-B-16`), or for DINO
             `vit_tiny`, `vit_small`, `vit_base`; default: from the file's own description, otherwise from its shapes
             (assumptions are then logged).
-        device: where the model runs.
+        device: where the model runs: cpu, cuda, cuda:1, xpu, mps or auto.
         slots: number of slots of a trained slot model whose slots are sampled, instead of that in training; also
             written as `RUN?slots=N`.
 
     Raises:
+        ConfigError: this machine has no such device.
         CheckpointError: there is nothing that can be read, or the content does not match the name or form.
     """
+    place = find_device(device, "device")
     try:
         # Read the file to its end: one that is truncated in a matrix may have loaded up to there.
-        encoder = _loaded(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(device)
+        encoder = _loaded(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(str(place))
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
             logger.warning(encoder.assumed)

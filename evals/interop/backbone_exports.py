@@ -163,7 +163,7 @@ def write_folder(
     readout = {name.removeprefix(own): t.contiguous().clone() for name, t in weights.items() if name.startswith(own)}
     if readout and config.timm_model_name is not None:  # it has a norm before it, which timm does not know
         readout |= {name: t for name, t in weights.items() if name.startswith("readout_norm.")}
-    if readout and config.readout.placement.norm != "tokens":
+    if (readout or not config.readout.reads_cls) and config.readout.placement.norm != "tokens":
         raise ConfigError(
             "--layout: the readout reads tokens before the last norm, which this layout does not return. Use --layout torch or dino."
         )

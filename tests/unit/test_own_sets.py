@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from evals.encoders.encoder import encode_texts
+from evals.encoders.loading import load_encoder
 from evals.encoders.pixels import MappedPixels
 from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets.base import read_batches
@@ -18,9 +19,10 @@ from evals.suite import catalogue
 from evals.suite.labelled_tasks import KnnTaskConfig
 from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from sparo_data.convert import apply_exif_orientation, convert_csv, convert_folder
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.decode.decoding import decode, decode_own, notes, open_picture, to_8bit
 from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.folder import FolderConfig
 from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.samples import jpeg
 from tests.unit.test_pictures import saved, turned
@@ -181,3 +183,15 @@ def test_a_single_image_or_caption_is_not_taken_for_several(tmp_path):
     assert torch.equal(encoder.images([torch.from_numpy(pixels.copy())]), encoder.images([pixels]))
     with pytest.raises(DataError, match="captions: expected a list, got one str"):
         encode_texts("a dog", None, None, 1)  # type: ignore[arg-type]
+
+
+def test_training_on_a_folder_of_splits_is_reported(tmp_path, caplog):
+    write(tmp_path / "set", {f"{split}/a/{i}.jpg": jpeg(i) for split in ("train", "test") for i in range(2)})
+    source = open_source("mine", FolderConfig(folder=str(tmp_path / "set")))
+    assert sum(map(len, source.storages)) == 4 and "uses the images of all splits, got test, train" in caplog.text
+
+
+def test_a_missing_device_is_not_a_damaged_checkpoint():
+    with pytest.raises(ConfigError, match=r"device=cuda: torch finds no GPU\. Use device=cpu or auto"):
+        load_encoder("pixels:8", device="cuda")
+    assert load_encoder("pixels:8", device="auto").device.type == "cpu"

@@ -11,6 +11,7 @@ treats a part as a shard.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections import Counter
@@ -27,6 +28,8 @@ from ...core.files import read_bytes
 from ..decode.decoding import suffixes
 from ..servers.remote import remedy
 from .base import SourceConfig, SourceKind, Storage
+
+logger = logging.getLogger(__name__)
 
 _PART = 1000
 # Captions, annotations, and files of file managers, which do not count as skipped images.
@@ -211,4 +214,16 @@ def refuse_splits(root: Path, classes: Sequence[str]) -> None:
         )
 
 
-SOURCE = SourceKind(FolderConfig, lambda config, key, _write_beside: open_folder(config.folder, f"{key}.folder"))
+def _open_source(config: FolderConfig, key: str, _write_beside: bool) -> list[FolderPart]:
+    """Return the images to train on, and warn if they include those of several splits."""
+    parts = open_folder(config.folder, f"{key}.folder")
+    splits = [name for name in parts[0].classes if name.lower() in _SPLITS]
+    if len(splits) > 1:
+        logger.warning(
+            f"{key}.folder: uses the images of all splits, got {', '.join(splits)}. To train on one of them, give its folder, such as "
+            f"{Path(config.folder) / splits[0]}."
+        )
+    return parts
+
+
+SOURCE = SourceKind(FolderConfig, _open_source)
