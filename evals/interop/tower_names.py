@@ -58,9 +58,9 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
             "tensors have equal shapes. Give the run the same number of heads."
         )
     kinds = [_activations(m) for m in (theirs, own)]
-    if unknown := kinds[0] - {"gelu", "quick_gelu"}:
+    if unknown := kinds[0] - kinds[1] - {"gelu", "quick_gelu"}:
         raise CheckpointError(
-            f"{origin}: was trained with the activation {min(unknown)}, which the towers of sparo do not have. Use other weights."
+            f"{origin}: was trained with the activation {min(unknown)}, which the model of the run does not have. Use other weights."
         )
     quick = ["quick_gelu" in kind for kind in kinds]
     if quick[0] != quick[1]:
