@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
 from evals.interop.initial_weights import load_initial_weights
-from evals.interop.tower_names import tower_weights
+from evals.interop.tower_names import refuse_unlike, tower_weights
 from launch.commands.train import train
 from sparo_train import openclip
 from sparo_train.core.config import resolve
@@ -401,3 +401,14 @@ def test_a_finished_run_names_the_options_to_continue_training(shards, tmp_path)
     # With another learning rate as well, it is an ordinary other run, and the message does not mention this.
     with pytest.raises(ConfigError, match="Use another name="):
         train(_run(tree, "name=short", "steps=15", "optim.lr=5"))
+
+
+def test_weights_of_another_activation_are_refused():
+    plain, relu = torch.nn.Sequential(torch.nn.GELU()), torch.nn.Sequential(torch.nn.ReLU())
+    refuse_unlike("x", plain, plain)
+    refuse_unlike("x", relu, relu)
+    for other, name in ((relu, "relu"), (torch.nn.GELU("tanh"), "gelu_tanh")):
+        with pytest.raises(
+            CheckpointError, match=rf"x: was trained with the activation {name}, which the model of the run does not"
+        ):
+            refuse_unlike("x", other, plain)
