@@ -57,7 +57,8 @@ def texts_per_batch(device: torch.device) -> int:
 
 def as_list(values: Iterable[Any], what: str) -> list[Any]:
     """Return captions or images as a list. Raises `DataError` for a single one, whose parts would be taken for several, and for none."""
-    if isinstance(values, str | bytes | Path | Image.Image) or getattr(values, "ndim", 4) < 4:
+    pixels = isinstance(values, Tensor) or (isinstance(values, np.ndarray) and values.dtype.kind not in "OSU")
+    if isinstance(values, str | bytes | Path | Image.Image) or (pixels and getattr(values, "ndim", 4) < 4):
         raise DataError(f"{what}: expected a list, got one {type(values).__name__}. Write brackets around it.")
     if not (listed := list(values)):
         raise DataError(f"{what}: the list is empty. Give at least one.")

@@ -181,6 +181,7 @@ def test_a_single_image_or_caption_is_not_taken_for_several(tmp_path):
     assert torch.equal(encoder.images(path for _ in range(2)), encoder.images([path, path]))
     pixels = np.asarray(Image.open(path))
     assert torch.equal(encoder.images([torch.from_numpy(pixels.copy())]), encoder.images([pixels]))
+    assert torch.equal(encoder.images(np.array([str(path)] * 2)), encoder.images([path, path]))  # a column of names
     with pytest.raises(DataError, match="captions: expected a list, got one str"):
         encode_texts("a dog", None, None, 1)  # type: ignore[arg-type]
 
