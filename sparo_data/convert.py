@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evals.sets.base import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
-from sparo_train.core.files import escape_control_chars
+from sparo_train.core.files import escape_control_chars, read_bytes
 from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
 from sparo_train.data.rows.columns import CAPTION_COLUMNS
 from sparo_train.data.rows.table import IMAGE_COLUMNS, read_table
@@ -121,11 +121,19 @@ def convert_folder(
         raise DataError(f"{source}: no readable image in this folder{others}.")
     _refuse_metadata(source, images)
     class_names = _class_names(source, images)
+    several_lines: list[str] = []
 
     def samples() -> Iterator[tuple[int, CaptionedImage]]:
         for number, name in enumerate(images):
             if is_in_part(number, per_shard, part):
-                yield number, _load_folder_sample(source, name, template, class_names)
+                sample = _load_folder_sample(source, name, template, class_names)
+                if not several_lines and isinstance(sample.caption, bytes) and b"\n" in sample.caption.strip():
+                    several_lines.append(name)
+                    logger.warning(
+                        f"{source / name}: its caption file has several lines, which are one caption. For several captions per image, convert a "
+                        "table with a row for each."
+                    )
+                yield number, sample
 
     settings: dict[str, object] = {"source": str(source), "template": template}
     result = write_dataset(samples, out, per_shard, part, test, settings, template, class_names)
@@ -200,7 +208,7 @@ def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
 def _load_folder_sample(source: Path, name: str, template: str, class_names: Mapping[str, str]) -> CaptionedImage:
     path = source / name
     caption_file, suffix = _caption_file(path), suffixes()[path.suffix.lower()]
-    sample = apply_exif_orientation(path.read_bytes(), suffix)
+    sample = apply_exif_orientation(read_bytes(path, DataError), suffix)
     if caption_file is not None:
         text = caption_file.read_bytes()
         if not text.strip():

@@ -208,15 +208,18 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         raise ConfigError(f"{label}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     if weights and not Path(split_state(weights)[0]).is_file():
         raise CheckpointError(f"{label}: {weights} is not a file")
+    state = timm_state(weights, label) if weights else {}
+    # A fine-tuned ViT may average its patches, although the model of this name reads the class token.
+    averaged: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
     try:
         # Without a classifier, because its input is scored.
-        model = timm.create_model(name, pretrained=not weights, num_classes=0)
-    except (OSError, RuntimeError, ValueError) as error:
+        model = timm.create_model(name, pretrained=not weights, num_classes=0, **averaged)
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: timm:{name}@FILE."
         ) from None
     if weights:
-        load_into(model, _without_head(timm_state(weights, label), model), weights)
+        load_into(model, _without_head(state, model), weights)
     # A config next to the file describes these weights, so it takes precedence over that of the name.
     own: Any = model.pretrained_cfg
     config = resolve_data_config({}, {**own, **_read_pretrained_cfg(Path(split_state(weights)[0]), label)}, model)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.registries import LAYOUTS
 
 from .base import EvalSet
+from .table_set import TableSet
 from .task_config import LabelledTaskConfig, SetTaskConfig
 from .wds import ClassFolders, open_images
 
+logger = logging.getLogger(__name__)
 _OWN_LAYOUTS = {"wds", "folder", "table"}  # layouts that users write for their own images
 
 
@@ -56,6 +59,18 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
             "folders in both."
         )
     test.number_by(train.classes)
+
+
+def _warn_of_untrained_classes(train: EvalSet, test: EvalSet) -> None:
+    """Warn of classes of a table that only test images have, because no score can be right for them."""
+    if not (isinstance(train, TableSet) and isinstance(test, TableSet) and train.kind == "label"):
+        return
+    present = [{table.described(number)[1] for number in range(len(table))} for table in (train, test)]
+    if missing := sorted(present[1] - present[0]):
+        names = [test.classes[number] if test.classes else str(number) for number in missing]
+        logger.warning(
+            f"{test.root}: {len(missing)} class(es) have test images and no training images, such as {names[0]!r}, so their images count as wrong."
+        )
 
 
 def refuse_shared_groups(train: EvalSet, test: EvalSet, name: str = "train") -> None:
@@ -107,6 +122,7 @@ def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[Eval
             raise DataError(
                 f"test: {config.test} and train have different classes, so label ids do not match. Use the same classes in both."
             )
+    _warn_of_untrained_classes(train, test)
     if not config.groups_may_overlap:
         refuse_shared_groups(train, test)
     return (train, test) if config.limit is None else (train.limited(config.limit), test.limited(config.limit))

@@ -145,6 +145,7 @@ class SetTaskConfig(TaskConfig):
         "orientation, and without white behind transparent pixels. Default: yes for data sets that sparo lists, sets "
         "with benchmark_name, and layouts of published sets; no for folders, tables and shards of your own, which are decoded "
         "as in training.",
+        examples=[True],
     )
     limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[1000])
     workers: int = field(2, "Processes that decode images.", ge=0, le=256)
@@ -183,6 +184,7 @@ class LabelledTaskConfig(TaskConfig):
         "orientation, and without white behind transparent pixels. Default: yes for data sets that sparo lists, sets "
         "with benchmark_name, and layouts of published sets; no for folders, tables and shards of your own, which are decoded "
         "as in training.",
+        examples=[True],
     )
     resize: int | None = field(
         None, "Shorter side before the center crop. Default: the encoder's own.", gt=0, examples=[256]

@@ -184,6 +184,8 @@ def test_vits_with_other_rotary_positions_are_not_read_as_the_built_in_one(tmp_p
     path = tmp_path / "x.pth"
     torch.save(model.state_dict(), path)
     with pytest.raises(CheckpointError, match=rf"{kind}.*timm:NAME@FILE"):
+        describe_backbone(str(path))
+    with pytest.raises(CheckpointError, match="timm:NAME@"):
         load_encoder(path)
     # With a name, the model of timm itself is used.
     assert describe_backbone(f"timm:{name}@{path}").config.timm_model_name == name
@@ -206,3 +208,16 @@ def test_half_precision_folders_of_transformers_run_in_fp32(tmp_path):
     pixels = torch.rand(2, 3, 28, 28)
     with torch.no_grad():
         assert torch.equal(encoder.model(pixels)[0], model.float().eval()(pixels)[0])
+
+
+def test_a_vit_of_timm_that_averages_patches_needs_its_name(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, global_pool="avg").eval()
+    randomized(model)
+    path = tmp_path / "x.pt"
+    torch.save(model.state_dict(), path)
+    with pytest.raises(CheckpointError, match=r"averages its patches .*timm:NAME@"):
+        load_encoder(path)
+    encoder = load_encoder(f"timm:vit_tiny_patch16_224@{path}")
+    pixels = torch.rand(1, 3, 224, 224)
+    with torch.no_grad():
+        assert torch.equal(encoder.model(pixels), model(pixels)) and encoder.pooling == "avg"

@@ -196,3 +196,22 @@ def test_a_missing_device_is_not_a_damaged_checkpoint():
     with pytest.raises(ConfigError, match=r"device=cuda: torch finds no GPU\. Use device=cpu or auto"):
         load_encoder("pixels:8", device="cuda")
     assert load_encoder("pixels:8", device="auto").device.type == "cpu"
+
+
+def test_what_is_ignored_or_joined_is_reported(tmp_path, caplog):
+    write(
+        tmp_path / "five", {"1.jpg": jpeg(1), "1.txt": b"a dog\na brown dog\n", "2.jpg": jpeg(2), "2.txt": b"a cat\n"}
+    )
+    assert convert_folder(tmp_path / "five", tmp_path / "out").train == 2
+    assert (
+        "1.jpg: its caption file has several lines, which are one caption" in caplog.text and "2.jpg" not in caplog.text
+    )
+    write(tmp_path / "out", {"x.tar.gz": b""})
+    open_source("mine", ShardsConfig(shards=str(tmp_path / "out")))
+    assert "ignores 1 compressed file(s), such as x.tar.gz" in caplog.text
+    write(tmp_path / "set", {f"{i}.jpg": jpeg(i) for i in range(4)})
+    (tmp_path / "set/t.csv").write_text("image,label,split\n0.jpg,a,train\n1.jpg,b,train\n2.jpg,a,test\n3.jpg,c,test")
+    columns = {"file": "t.csv", "images": ["{image}"], "label": "{label}", "split": "split"}
+    place = str(tmp_path / "set")
+    open_labelled(KnnTaskConfig.model_validate({"train": place, "test": place, "layout": "table", "columns": columns}))
+    assert "1 class(es) have test images and no training images, such as 'c'" in caplog.text

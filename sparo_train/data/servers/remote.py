@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from webdataset.shardlists import expand_urls
 
 from ...core.errors import ConfigError, DataError, SparoError, did_you_mean
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _PAUSES = (1.0, 4.0, 15.0)  # seconds between tries
 _CONNECT, _SILENCE = 20.0, 30.0  # seconds for connecting, and between two packets of an answer
@@ -206,7 +208,12 @@ def _list(filesystem: Any, path: str, suffix: str) -> list[str]:
         return sorted(filesystem.glob(path))
     if filesystem.isdir(path):
         # List instead of glob, because the folder's own name may contain glob characters.
-        return sorted(str(hit) for hit in filesystem.ls(path, detail=False) if str(hit).endswith(suffix))
+        names = [str(hit) for hit in filesystem.ls(path, detail=False)]
+        if packed := [name for name in names if name.endswith(f"{suffix}.gz")]:
+            logger.warning(
+                f"{path}: ignores {len(packed)} compressed file(s), such as {Path(packed[0]).name}. Unpack them with gunzip to use them."
+            )
+        return sorted(name for name in names if name.endswith(suffix))
     return [path] if filesystem.exists(path) else []
 
 

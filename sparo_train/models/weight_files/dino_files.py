@@ -113,6 +113,8 @@ def vit_config(file: DinoFile, name: str | None = None) -> tuple[VitConfig, str]
     config = VitConfig.model_validate(tree)
     if config.readout.kind != "cls":
         note += f", {config.readout.kind.upper()} in place of {config.readout.placement.replaced} block(s)"
+    default = (IMAGENET_MEAN, IMAGENET_STD)
+    note += f", GELU, class token, pixels normalised by {'ImageNet' if file.normalisation == default else 'the file'}'s mean and std"
     return config, f"{note} (for a model of timm: timm:NAME@FILE)"
 
 
