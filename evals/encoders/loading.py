@@ -30,7 +30,7 @@ from sparo_train.models.weight_files.description import (
     with_readout_of,
 )
 from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
-from sparo_train.models.weight_files.state_dicts import read_raw, split_state, state_of
+from sparo_train.models.weight_files.state_dicts import read_raw, split_state
 from sparo_train.models.weight_files.weights import Weights, clip_weights, load_into, read_weights, refuse_non_finite
 from sparo_train.models.weight_files.zero_folder import is_zero_folder, read_zero_folder
 from sparo_train.train.build import build_objective
@@ -142,7 +142,8 @@ def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
     elif path.is_file():
         raw = read_raw(path)
         if is_dino(raw):
-            if any(name.endswith("fc_norm.weight") for name in state_of(raw, str(checkpoint), key)):
+            parts = [part for part in (raw, *raw.values()) if isinstance(part, Mapping)]
+            if any(str(name).endswith("fc_norm.weight") for part in parts for name in part):
                 raise CheckpointError(
                     f"{checkpoint}: is a ViT of timm that averages its patches (fc_norm). Load it as timm:NAME@{checkpoint}, with its name in timm."
                 )
