@@ -130,8 +130,8 @@ def convert_folder(
                 if not several_lines and isinstance(sample.caption, bytes) and b"\n" in sample.caption.strip():
                     several_lines.append(name)
                     logger.warning(
-                        f"{source / name}: its caption file has several lines, which are one caption. For several captions per image, convert a "
-                        "table with a row for each."
+                        f"{source / name}: the caption file has several lines. They are read as one caption. For several captions per image, convert a "
+                        "table with a row for each. Further files of this kind are not reported."
                     )
                 yield number, sample
 
@@ -169,7 +169,7 @@ def _check_classes(source: Path, classes: Sequence[str]) -> None:
     """Warn of a single class, and raise `DataError` for names of splits: captions from class folders would say nothing."""
     if len(classes) == 1:
         logger.warning(
-            f"{source}: has the single folder {escape_control_chars(classes[0])}, so all captions are equal. For other captions, write each to a file "
+            f"{source}: the only class folder is {escape_control_chars(classes[0])}, so all images get the same caption. For other captions, write each to "
             "NAME.txt next to its image, or convert a table of images and captions."
         )
     elif is_split(classes):

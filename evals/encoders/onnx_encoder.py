@@ -106,7 +106,9 @@ class OnnxEncoder(Encoder):
 
     def to(self, device: str) -> Self:
         if device != "cpu":
-            logger.warning(f"{self.label}: runs on the CPU, not on {device}. Use the run itself on other devices.")
+            logger.warning(
+                f"{self.label}: ONNX programs run on the CPU, not on {device}. To use {device}, evaluate the run that was exported."
+            )
         return self
 
     @property

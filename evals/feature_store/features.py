@@ -264,7 +264,9 @@ class FeatureStore:
         except OSError as error:
             if not self._unwritable:
                 self._unwritable = True
-                logger.warning(f"{self.root}: features cannot be stored ({error}); scoring continues without the store")
+                logger.warning(
+                    f"{self.root}: features could not be stored ({error}). Scoring continues, and encodes them again next time."
+                )
             return False
         return True
 

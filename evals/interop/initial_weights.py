@@ -178,8 +178,8 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     # Averages and copies are set from their source, even if the checkpoint lacks them.
     fresh = [name for name in own if name not in weights and name.partition(".")[0] not in objective.follows]
     logger.info(
-        f"start_from: loaded {len(shared)} tensors of {start.checkpoint}"
-        + (f"; {_few(fresh)} keep their initial values" if fresh else "")
+        f"start_from: loaded {len(shared)} tensors from {start.checkpoint}"
+        + (f"; not in the checkpoint, so newly initialized: {_few(fresh)}" if fresh else "")
     )
 
 
@@ -264,9 +264,11 @@ def _init(
             f"{origin}: has no matching {_few(still)}, so with `freeze` these tensors of the new run would stay "
             "random. Set freeze=blocks, which trains everything after the blocks."
         )
-    message = f"{key}: {len(shared)} tensors of {source}"
+    message = f"{key}: loaded {len(shared)} tensors from {source}"
     logger.info(
-        message + (f"; new are {_few(fresh)}" if fresh else "") + (f"; unused are {_few(left)}" if left else "")
+        message
+        + (f"; newly initialized: {_few(fresh)}" if fresh else "")
+        + (f"; not used: {_few(left)}" if left else "")
     )
 
 

@@ -53,7 +53,10 @@ def write_clip_folder(trained: TrainedWeights, folder: Path) -> Path:
     state: dict[str, Tensor] = {}
     for name, value in scored_weights(trained.weights).items():
         if name == "logit_bias":
-            logger.warning("--layout transformers: CLIPModel has no logit_bias, so its logits differ by a constant.")
+            logger.warning(
+                "--layout transformers: CLIPModel has no logit_bias, so logits of the export differ by a constant. "
+                "Rankings and softmax probabilities do not change."
+            )
         elif name in ("visual.proj", "text.text_projection"):
             state["visual_projection.weight" if name[0] == "v" else "text_projection.weight"] = value.T.contiguous()
         else:

@@ -101,4 +101,4 @@ class Grid(NamedTuple):
     def unit(self) -> str:
         """Return the unit of its cells."""
         metrics = {cell.metric for row in self.rows for cell in row.cells if cell is not None}
-        return "per cent" if all(map(is_share, metrics)) else "per cent where no unit stands"
+        return "per cent" if all(map(is_share, metrics)) else "per cent unless another unit is given"

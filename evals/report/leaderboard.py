@@ -65,7 +65,7 @@ def _readable(place: Path) -> list[Record]:
     try:
         return read_records([place])
     except DataError as error:
-        logger.warning(f"skipped: {error}")
+        logger.warning(f"skipped a results file: {error}")
         return []
 
 

@@ -69,7 +69,8 @@ def _warn_of_untrained_classes(train: EvalSet, test: EvalSet) -> None:
     if missing := sorted(present[1] - present[0]):
         names = [test.classes[number] if test.classes else str(number) for number in missing]
         logger.warning(
-            f"{test.root}: {len(missing)} class(es) have test images and no training images, such as {names[0]!r}, so their images count as wrong."
+            f"{test.root}: {len(missing)} class(es) have test images but no training images, such as {names[0]!r}. "
+            "Their test images count as wrong. Add training images, or remove these classes."
         )
 
 

@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 from string import Formatter
 from typing import Any
 
-from sparo_train.core.errors import ConfigError, DataError, did_you_mean
+from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
 from sparo_train.core.files import parse_json
+from sparo_train.data.examples.samples import written_list
 
 _MAX_PIXELS = 1 << 20  # of a coordinate of a region
 
@@ -129,7 +130,12 @@ class TableRow:
                 raise DataError(
                     f"{self.where}: {template} must be a list, got {self.values.get(column)!r:.80}. Correct it."
                 )
-        return [_plain(text) for text in listed] if isinstance(listed, list | tuple) else [self.fill(template)]
+        if isinstance(listed, list | tuple):
+            return [_plain(text) for text in listed]
+        try:
+            return written_list(self.fill(template)) or [self.fill(template)]
+        except BadSampleError as error:
+            raise DataError(f"{self.where}: {template} is {error}, {error.detail}. Write it in JSON.") from None
 
     def box(self, template: str) -> tuple[float, float, float, float]:
         """Return left, top, width and height of a region, separated by commas."""

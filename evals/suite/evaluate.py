@@ -248,12 +248,12 @@ def evaluate_checkpoint(
     if incompatible and len(incompatible) == len(tasks):
         raise incompatible[0]
     for error in incompatible:
-        logger.warning(f"skipped: {error}")
+        logger.warning(f"skipped a task: {error}")
     waiting = len(tasks) - len(incompatible) - len(failed) - len(results)
     if waiting and how.part:
         logger.warning(
-            f"share {how.part[0]} of {how.part[1]} is encoded; {waiting} task(s) wait for other shares. "
-            "The same command without --part scores them."
+            f"part {how.part[0]}/{how.part[1]} is encoded; {waiting} task(s) need the other parts. "
+            "When all are encoded, the same command without --part scores them."
         )
     if how.write_to_run and is_run and results and how.slots is None and ranks.rank == 0:
         try:
@@ -262,7 +262,7 @@ def evaluate_checkpoint(
             logger.warning(f"{checkpoint}/evals/latest.json: could not be written ({error})")
     failed += write_errors
     for error in failed[:-1]:
-        logger.warning(f"error: {error}")
+        logger.warning(f"a task failed: {error}")
     if failed:
         raise failed[-1]
     return results

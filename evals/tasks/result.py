@@ -79,7 +79,7 @@ class Result(NamedTuple):
 
     def remarks(self) -> list[str]:
         """Return warnings to show with the scores."""
-        notes = [f"not the listed data: {self.note}"] if self.note else []
+        notes = [f"the data differ from the catalogue: {self.note}"] if self.note else []
         if skipped := self.left_out():
             notes.append(skipped)
         if count := self.counts.get("images_without_caption"):
@@ -168,7 +168,9 @@ class Result(NamedTuple):
     def odd(self) -> str:
         """Return why its cell in a table is marked: data that differ from the catalogue, or skipped files."""
         return "; ".join(
-            text for text in (f"not the listed data: {self.note}" if self.note else "", self.left_out()) if text
+            text
+            for text in (f"the data differ from the catalogue: {self.note}" if self.note else "", self.left_out())
+            if text
         )
 
     @classmethod

@@ -167,9 +167,9 @@ def _refuse_options(options: Mapping[str, object], applies_to: str) -> None:
 
 def _no_conversion(source: Path) -> str:
     """Return the message for a file that is not converted."""
-    if source.suffix == ".tar" or source.name.endswith((".tar.gz", ".tgz")):
+    if source.suffix == ".tar":
         return f"{source}: is a shard already. Train with data.sources='{{mine: {{shards: {source}}}}}'."
-    if source.suffix == ".gz":
+    if source.suffix in (".gz", ".tgz"):
         return f"{source}: is compressed. Unpack it: gunzip -k {shlex.quote(str(source))}"
     return (
         f"{source}: cannot be converted. Name an image folder, a .csv or .tsv file or a data set, or pass --as NAME for a "
@@ -216,7 +216,7 @@ def _convert_published(source: Path, folder: Path, kind: str, options: dict[str,
     written = convert_published_set(source, folder, kind, **options)
     what = "videos" if options["videos"] else "scenes"
     console.print(
-        f"{folder}: {written.train} {what} to train on, {written.test} to score, {written.without_objects} without an object",
+        f"{folder}: {written.train} {what} for training, {written.test} for evaluation, {written.without_objects} without an object",
         soft_wrap=True,
     )
     for reason, count in written.left_out.items():
@@ -230,30 +230,37 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool, to: s
     from sparo_train.core.recipe.config_keys import value_text
     from sparo_train.data.sources.folder import left_out_text
 
-    scored = f", {converted.test} images to score ({converted.task})" if converted.task else ""
+    scored = f", {converted.test} images for evaluation ({converted.task})" if converted.task else ""
     console.print(
-        f"{folder}: {converted.train} samples{' to train on' if converted.task else ''}{scored}", soft_wrap=True
+        f"{folder}: {converted.train} samples{' for training' if converted.task else ''}{scored}", soft_wrap=True
     )
     for reason, count in converted.skipped.items():
         console.print(f"left out: {count} samples ({reason})", soft_wrap=True)
     if converted.turned:
-        console.print(f"{converted.turned} pictures were turned as their EXIF orientation says")
+        console.print(f"{converted.turned} images were rotated according to EXIF")
     for reason, count in converted.refused.items():
-        console.print(f"{count} pictures cannot be used ({reason}); training skips them, and the next line names them")
+        console.print(
+            f"{count} images cannot be used ({reason}). Training skips them; the next command names them.",
+            soft_wrap=True,
+        )
     if converted.left_out:
-        console.print(f"left out, as no pictures that can be read: {left_out_text(converted.left_out)}", soft_wrap=True)
+        console.print(
+            f"left out because they are not readable images: {left_out_text(converted.left_out)}", soft_wrap=True
+        )
     if converted.missing:
-        console.print(f"{converted.missing} rows without a picture were left out")
+        console.print(f"left out: {converted.missing} rows without an image")
     if converted.numbered:
         console.print(
-            "captions name classes by number; a classnames.txt in the source folder, one name per line in their order, names them",
+            "Captions contain the numbers of classes instead of names. To use names, write them to classnames.txt in the source folder, one per line "
+            "in the order of the classes.",
             soft_wrap=True,
         )
     if converted.copies:
-        console.print(f"{converted.copies} copies of the images to score are kept from training, too", soft_wrap=True)
+        console.print(f"left out of training: {converted.copies} copies of evaluation images", soft_wrap=True)
     if converted.broken:
         console.print(
-            f"{converted.broken} images cannot be decoded and are not scored; the next line names them", soft_wrap=True
+            f"{converted.broken} images cannot be decoded and are not scored. The next command names them.",
+            soft_wrap=True,
         )
     if not whole:
         return

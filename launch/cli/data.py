@@ -204,7 +204,7 @@ def index(
     if merge is not None:
         merge_indexes(merge, source.storages)
     console.print(
-        f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} not whole",
+        f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} truncated or unreadable",
     )
 
 
@@ -314,9 +314,9 @@ def bench(
     from sparo_train.train.build import build_pipeline
 
     timing = run_bench(build_pipeline(load_run_config(recipe, overrides)), samples)
-    out.print(f"one worker: {timing.worker_rate:.0f} samples/s over {timing.samples} samples")
+    out.print(f"one worker: {timing.worker_rate:.0f} samples/s, measured on {timing.samples} samples")
     for stage, share in timing.shares().items():
         out.print(
-            f"  {stage:<9} {share:6.1%}  {1000 * timing.seconds[stage] / timing.samples:7.3f} ms",
+            f"  {stage:<9} {share:6.1%}  {1000 * timing.seconds[stage] / timing.samples:7.3f} ms per sample",
         )
     out.print(f"pipeline with {timing.workers} worker(s): {timing.pipeline_rate:.0f} samples/s")

@@ -230,7 +230,7 @@ def leaderboard(
     refuse_unwritable(page.parent, f"--out {page}")
     board = read_leaderboard(folder, layout)
     write_whole(page, leaderboard_page(board))
-    out.print(f"{page}: {len(board.entries)} checkpoints, {len(board.table.columns)} columns", soft_wrap=True)
+    out.print(f"wrote {page}: {len(board.entries)} checkpoints, {len(board.table.columns)} columns", soft_wrap=True)
 
 
 def export_results(
@@ -242,4 +242,4 @@ def export_results(
     from evals.report.results_file import read_records
 
     written = write(read_records(results), folder)
-    out.print(f"{len(written)} file(s) in {folder}", soft_wrap=True)
+    out.print(f"wrote {len(written)} file(s) to {folder}", soft_wrap=True)

@@ -52,7 +52,7 @@ def status(
     if as_json:
         out.print_json(json.dumps([status.as_dict() for status in shown]))
     elif not everything:
-        out.print("no job was launched from this folder")
+        out.print("no launched run in ./runs; name run folders, or change to the folder of the launch")
     elif not watch:
         if not out.is_terminal and "COLUMNS" not in os.environ:
             out.width = 240  # a pipe has no width, so rows are not folded for it
@@ -122,7 +122,7 @@ def cancel(runs: Runs) -> None:
         else:
             before = ended[str(folder)]
             out.print(
-                f"{folder}: nothing to cancel, its job {before.job} has ended ({before.state})", soft_wrap=True
+                f"{folder}: nothing to cancel; job {before.job} has ended ({before.state})", soft_wrap=True
             )  # fmt: skip
 
 
@@ -131,7 +131,11 @@ def save(runs: Runs) -> None:
     from ..monitor.control import save_now
 
     for folder, jobs in save_now(runs).items():
-        state = f"asked job {', '.join(jobs)} for a checkpoint" if jobs else "no training is running, nothing to save"
+        state = (
+            f"asked job {', '.join(jobs)} for a checkpoint"
+            if jobs
+            else "no training is running, so there is nothing to save"
+        )
         out.print(f"{folder}: {state}", soft_wrap=True)
 
 
@@ -149,5 +153,5 @@ def resubmit(
 
     runs, options = split_options(words)
     for run in resubmit_folders([Path(run) for run in runs], options, force):
-        state = f"job {', '.join(run.jobs)}" if run.jobs else f"not submitted: {run.reason or 'nothing is missing'}"
+        state = f"job {', '.join(run.jobs)}" if run.jobs else f"not submitted: {run.reason or 'all work is done'}"
         out.print(f"{run.folder}  {state}", soft_wrap=True)

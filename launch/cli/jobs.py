@@ -80,7 +80,10 @@ def train(
     for run, job in run_jobs:
         out.print(f"{run}  job {job}", soft_wrap=True)
     if len(runs) > 1:
-        console.print(f"{folder}: stands for these runs in status, logs, cancel, save and resubmit", soft_wrap=True)
+        console.print(
+            f"{folder}: names all of these runs for sparo launch status, logs, cancel, save and resubmit",
+            soft_wrap=True,
+        )
     _exit_with_debug_code(launch_options, [folder for folder, _ in run_jobs])
 
 
@@ -271,7 +274,9 @@ def _launch(fan: FanOut, launch_options: LaunchOptions, dry_run: bool) -> None:
         for line in fan.outdated():
             out.print(line, soft_wrap=True)
     elif not jobs:
-        out.print(f"{fan.folder}: all {len(fan.elements)} elements are done", soft_wrap=True)
+        out.print(
+            f"{fan.folder}: all {len(fan.elements)} elements are done; another --name runs them again", soft_wrap=True
+        )
 
 
 def _check_arguments(arguments: list[str]) -> None:

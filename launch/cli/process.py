@@ -51,7 +51,9 @@ def with_new_options(arguments: Sequence[str]) -> list[str]:
             return renamed + list(arguments[number:])
         name, equals, value = word.partition("=")
         if name in new_names:
-            console.print(f"{name}: is {new_names[name]} now; the next release refuses the old name", soft_wrap=True)
+            console.print(
+                f"{name}: renamed to {new_names[name]}; the next release refuses the old name", soft_wrap=True
+            )
             word = f"{new_names[name]}{equals}{value}"
         renamed.append(word)
     return renamed

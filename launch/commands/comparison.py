@@ -25,7 +25,9 @@ def print_comparison(first: str, second: str, plot: Path | None) -> None:
     sides: list[dict[str, Record]] = []
     for source in (first, second):
         sides.append({record.task: record for record in records_of(source)})
-    table = Table(title=f"{second} against {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=f"{second} compared with {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for name in ("task", "headline", "n", "difference", "95 %", "only 1st", "only 2nd", "p"):
         left = name in ("task", "headline")
         table.add_column(name, justify="left" if left else "right", no_wrap=True, min_width=7 if name == "p" else None)

@@ -55,7 +55,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     zeroshot = predictions_of(records["CLIP+SPARO"]["zeroshot"])
     facts = {**_facts(configs), "scenes": 400 if quick else 8000, "quick": quick, "sizes": model_sizes}
     page = write_page(folder, results, text_only, zeroshot, curves, sparo, data, facts)
-    out.print(rows_table(six_rows(results), model_sizes, "sparo demo: per cent, 95 % intervals; one seed"))
+    out.print(rows_table(six_rows(results), model_sizes, "sparo demo: per cent with 95 % intervals, one seed"))
     out.print(text_only_note(text_only))
     out.print(
         f"page: {page}   picture: {page.with_name('demo.png')}   {time.monotonic() - begin:.0f} s", soft_wrap=True

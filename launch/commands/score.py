@@ -176,6 +176,6 @@ def _print_results(
         print_suite(suite, results_by_checkpoint, seconds)
     elif any(results_by_checkpoint.values()):
         slots_note = f", slots {eval_options.slots_named} of the images" if eval_options.slots else ""
-        out.print_wide(results_table(results_by_checkpoint, f"per cent, 95 % intervals{slots_note}"))
+        out.print_wide(results_table(results_by_checkpoint, f"per cent with 95 % intervals{slots_note}"))
     if unwritten is not None:
         raise ConfigError(f"--json {json_file}: could not be written ({unwritten}). The table above has the scores.")

@@ -36,7 +36,7 @@ def train_masks(
     )
     write_selection(path, written)
     slot_tables.show(slot_tables.five_table([row]))
-    out.print(f"{path}: {described(written)}; seed 0", soft_wrap=True)
+    out.print(f"wrote {path}: {described(written)}, of seed 0", soft_wrap=True)
     write_facts(json_file, {"rows": [_row_facts(row)]})
 
 
@@ -141,7 +141,7 @@ def score_units(
     title = f"{checkpoint}: {bench.units.number} {bench.units.kind}, per cent"
     slot_tables.show(slot_tables.units_table(title, columns, numbers, {}))
     for name, each in materials.items():
-        out.print(f"{name}: n = {_size(each)}" + (f", all together {100 * _full_accuracy(each):.1f}" if not isinstance(each, ProbeTask) else ""))  # fmt: skip
+        out.print(f"{name}: n = {_size(each)}" + (f", with all {100 * _full_accuracy(each):.1f}" if not isinstance(each, ProbeTask) else ""))  # fmt: skip
     write_facts(
         json_file,
         {"checkpoint": checkpoint, "sha256": bench.encoder.weights, "units": options.units, "scores": columns},
@@ -253,9 +253,13 @@ def _manual_selection(
 
 def _print_next_command(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], renormed: bool) -> None:
     if renormed:
-        console.print("sparo eval uses class vectors' slots unchanged (slice), so its scores with this file differ")
+        console.print(
+            "sparo eval does not normalize the slots of class vectors again (as --classifier-slots slice), so its scores with this file differ from those above"
+        )
     if any(r.share == "same data" for r in reports):
-        console.print("same data: the selection was made on it, so its gain is too high; use --held-out or other tasks")
+        console.print(
+            "rows with 'same data' use the images of the selection, so their gain is too high; use --held-out or report other tasks"
+        )
     console.print(f"next: {shlex.join(['sparo', 'eval', checkpoint, '--slots', str(path)])}", soft_wrap=True)
 
 
@@ -285,7 +289,9 @@ def table_four(
             )
         columns.append(four_column(label, name, classes, pairs, choice_options))
     slot_tables.show(slot_tables.four_table(columns))
-    out.print(f"{columns[0].n} pairs; per cent, 95 % intervals; random: the mean of {choice_options.draws} choices")
+    out.print(
+        f"{columns[0].n} pairs; per cent with 95 % intervals; random: mean of {choice_options.draws} random choices"
+    )
     write_facts(json_file, {"columns": [column._asdict() for column in columns]})
 
 

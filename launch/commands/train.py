@@ -102,7 +102,8 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
                     append(rundir.path / "evals", str(config.folder), name, result, facts, predictions=step == total)
             except OSError as error:  # the scores are in metrics.jsonl and in the step's file
                 logger.warning(
-                    f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}); tables lack step {step}"
+                    f"{rundir.path / 'evals/results.jsonl'}: could not be written ({error}). "
+                    f"Tables of results will lack step {step}; metrics.jsonl has its scores."
                 )
             pictures(encoder, step)
         if step == total:  # report it once

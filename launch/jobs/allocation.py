@@ -59,7 +59,7 @@ def run_in_allocation(cluster: ClusterConfig, elements: Sequence[Element], code:
                 path.unlink(missing_ok=True)
             restart += 1
             if again:
-                logger.warning(f"{element.folder}: a rank was lost; starting again from the last checkpoint")
+                logger.warning(f"{element.folder}: a rank was lost. The run restarts from its last checkpoint.")
             if stopped:
                 return
 

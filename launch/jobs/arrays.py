@@ -108,6 +108,6 @@ def submit_eval_job(
         fan = FanOut.make(folder, "eval", eval_elements([str(exported)], None, data, None))
         jobs = launch_elements(fan, LaunchOptions(job.cluster, load_cluster(job.cluster, job.options)))
     except SparoError as error:
-        logger.warning(f"step {step}: eval.job was not submitted: {error}")
+        logger.warning(f"step {step}: the evaluation (eval.job) was not submitted: {error}")
     else:
-        logger.info(f"step {step}: eval.job submitted to {job.cluster}: {', '.join(jobs)}")
+        logger.info(f"step {step}: submitted the evaluation (eval.job) to {job.cluster}: job {', '.join(jobs)}")

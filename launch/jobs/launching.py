@@ -76,7 +76,7 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
         remaining = [run for run in runs if len(runs) == 1 or not Records(run.folder).finished()]
         for run in runs:
             if run not in remaining:
-                logger.info(f"{run.folder}: is finished, and is not submitted again")
+                logger.info(f"{run.folder}: already finished, so it is not submitted again")
         code = take_snapshot(_folder(home / "code"))
         fresh = [run.folder / "config.yaml" for run in remaining if not (run.folder / "config.yaml").exists()]
         elements = [_prepare(run, home) for run in remaining]
@@ -161,7 +161,7 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
     # Written into the recipe, so that ranks that do not find each other fail instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.get(run.engine.kind).one_process:
-        logger.info(f"{run.name}: engine.kind={run.engine.kind} -> ddp, for {ranks} ranks")
+        logger.info(f"{run.name}: uses engine.kind=ddp instead of {run.engine.kind}, for {ranks} ranks")
         # Keys that ddp lacks apply to a single process only.
         ddp_fields = ENGINES.get("ddp").config.model_fields
         engine_config = {key: value for key, value in run.engine.model_dump(mode="json").items() if key in ddp_fields}

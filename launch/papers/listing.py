@@ -56,7 +56,7 @@ def _one_command(item: PaperItem) -> str:
 def _print_item(item: PaperItem) -> None:
     out.print_line((f"{item.paper}: {item.name}", "bold"), f"  {item.about}")
     if item.no_command:
-        out.print(f"  nothing to run: {item.no_command}", soft_wrap=True)
+        out.print(f"  no command: {item.no_command}", soft_wrap=True)
     for heading, cost, commands in (
         ("at the paper's size", item.cost, item.commands),
         ("at a smaller size", item.small_cost, item.small_commands),

@@ -71,7 +71,7 @@ def _train(runs: Sequence[RunConfig], launch_options: LaunchOptions, home: Path)
     if launch_options.cluster.kind == "slurm":
         out.print(summary_line(statuses(folders)), soft_wrap=True)
         out.print(
-            f"{home}: repeat the command when `sparo launch status {home}` shows that all runs have finished.",
+            f"{home}: when `sparo launch status {home}` shows that all runs have finished, repeat the `sparo papers` command for the results.",
             soft_wrap=True,
         )
         return False
@@ -127,7 +127,7 @@ def _report(item: PaperItem, name: str, path: Path, home: Path) -> list[Verdict]
         draw(record, home / "figure.png")
         out.print(str(home / "figure.png"), soft_wrap=True)
     except SparoError as error:  # a table without a score that can be drawn is still printed
-        console.print(f"no figure: {error}", soft_wrap=True)
+        console.print(f"the figure could not be drawn: {error}", soft_wrap=True)
     verdicts = [decide(claim, record) for claim in read_index().claims if claim.sweep == name]
     print_verdicts(verdicts)
     return verdicts

@@ -231,5 +231,9 @@ def _totals(report: Report) -> list[str]:
         lines.append(f"{what}: {duplicates.copies}{examples_text}")
     # The most common mistake, with its remedy.
     if report.samples and report.reasons().get("missing caption") == report.samples:
-        lines.append("no sample has a caption; for images only, use --caption-key ''")
+        detail = next((text for shard in report.shards for text in shard.details.values()), "")
+        lines.append(
+            f"No sample has a caption{f': {detail}' if detail else ''}. Use --caption-key NAME for captions in another member or column, and "
+            "--caption-key '' for images without captions."
+        )
     return lines

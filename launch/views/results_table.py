@@ -48,7 +48,7 @@ def show_catalogue(root: Path) -> None:
     """Show every data set below `root`: whether it is present and complete, and its expected content."""
     from evals.suite import catalogue
 
-    out.print(f"Data sets, each in the folder of its name below {root} (--root), or in the wds layout:\n")
+    out.print(f"Data sets. Each is expected in {root}/NAME (--root), or there in clip-benchmark's wds layout:\n")
     for entry in catalogue.datasets():
         # One line for all languages of a set.
         if entry.languages and not entry.name.endswith(f"/{entry.languages[0]}"):
@@ -130,7 +130,7 @@ def _is_narrow_enough(results: Mapping[str, Mapping[str, Result]]) -> bool:
 
 def _table(results: Mapping[str, Mapping[str, Result]]) -> Table:
     scored = [result for by_task in results.values() for result in by_task.values()]
-    captions = ["not the listed data"] if any(result.note for result in scored) else []
+    captions = ["data differ from the catalogue"] if any(result.note for result in scored) else []
     captions += dict.fromkeys(text for result in scored if (text := result.left_out()))
     table = Table(
         caption=f"{MARK} {'; '.join(captions)}" if captions else None,

@@ -63,7 +63,7 @@ def show_dry(config: RunConfig) -> None:
         table.add_row("trained", f"{dry.trained:,}")
     out.print(table)
     if dry.encoding is None:
-        out.print("the size of a sample is unknown, because the objective has no footprint")
+        out.print("memory per sample cannot be estimated, because the objective does not define `footprint`")
     else:
         tokens = ", per ".join(f"{name} {count}" for name, count in dry.tokens.items())
         out.print(f"tokens per {tokens}; an encoding has {dry.encoding} values")
@@ -79,11 +79,13 @@ def show_dry(config: RunConfig) -> None:
     for f in dry.sources:
         if f.problem:
             out.print(
-                f"training here would be refused: {f.problem}" if f.samples is None else f"{f.name}: {f.problem}",
+                f"training cannot start on this machine: {f.problem}"
+                if f.samples is None
+                else f"{f.name}: {f.problem}",
                 soft_wrap=True,
             )
     out.print(
-        f"epoch {_number(dry.epoch_size)} samples; {_number(dry.steps)} steps x {config.batch_size} = {_number(dry.samples)} samples"
+        f"one epoch: {_number(dry.epoch_size)} samples; training: {_number(dry.steps)} steps x {config.batch_size} = {_number(dry.samples)} samples"
     )
     for line in dry.unused_keys:
         out.print(line, soft_wrap=True)

@@ -57,7 +57,7 @@ class SuiteProgress:
             return
         metric = displayed_metric(result, self._metrics.get(name))
         self._bar.console.print(
-            f"{escape_control_chars(name)}  {metric} {_score_with_span(result, metric)}  n {result.n:,}  {duration(seconds)}",
+            f"{escape_control_chars(name)}  {metric} {_score_with_span(result, metric)}  n = {result.n:,}  {duration(seconds)}",
             soft_wrap=True, markup=False, highlight=False,
         )  # fmt: skip
         self._show("")

@@ -111,7 +111,7 @@ def _warn_of_hidden_entries(group: str, builtin: frozenset[str]) -> None:
     for entry in entry_points(group=group):
         if entry.name in builtin:
             logger.warning(
-                f"{group}: {entry.name!r} of package {_package(entry)} is named like a built-in entry, which is used instead. "
+                f"{group}: {entry.name!r} of package {_package(entry)} has the name of a built-in entry and is ignored. "
                 "Rename the entry point in that package."
             )
 

@@ -188,9 +188,7 @@ class Device:
         if self._compiles(objective):
             # Combined kernels: autocast's copies of a block's weights become one launch instead of eight.
             options = None if self.device.type == "cpu" else {"combo_kernels": True}
-            logger.info(
-                "engine.compile: blocks and readouts are compiled in the first steps, which takes up to a minute"
-            )
+            logger.info("engine.compile: the model is compiled in the first steps, which takes up to a minute")
             for unit in objective.compile_units():
                 # Compile unit by unit: towers share code, and another length recompiles one unit only.
                 unit.compile(options=options)

@@ -50,7 +50,10 @@ class BackboneObjective(Objective):
         for line in fitted.size_changes:
             logger.info(f"start_from: resized {line}")
         if fitted.unused:
-            logger.info(f"start_from: the readout replaces {fitted.unused[0].rpartition('.')[0]} and later blocks")
+            block = fitted.unused[0].rpartition(".")[0]
+            logger.info(
+                f"start_from: {block} and later blocks of the checkpoint are not used; the new readout replaces them"
+            )
         return {f"{net}.backbone.{name}": t for net in self.networks for name, t in fitted.weights.items()}
 
     def weights_of_file(self, content: Any, key: str | None) -> FileWeights | None:

@@ -97,7 +97,7 @@ def fill_token_cache(
     if missing:
         samples = sum(ranges[n].last - ranges[n].first for n in missing)
         logger.info(
-            f"objective.cache: computing the {kind} tokens of {samples:,} samples{size_note(samples)} -> {token_cache.folder}"
+            f"objective.cache: computing {kind} tokens for {samples:,} samples{size_note(samples)}, in {token_cache.folder}"
         )
         with start() as compute:
             # A round ends for all ranks together, so that none waits longer than for one part.
@@ -105,7 +105,7 @@ def fill_token_cache(
                 own = [ranges[n] for n in missing[begin + ranks.rank : begin + ranks.rank + 1]]
                 ranks.call_on_all(lambda o=own: [compute(sample_range) for sample_range in o])
                 if number % _LOG_EVERY == 0:
-                    logger.info(f"objective.cache: {begin + ranks.size:,} of {len(missing):,} parts")
+                    logger.info(f"objective.cache: computed {begin + ranks.size:,} of {len(missing):,} parts")
     # Open it in this process, before workers are forked, so that they share the index.
     ranks.call_on_all(lambda: token_cache.open([sample_range.name(kind) for sample_range in ranges]))
 

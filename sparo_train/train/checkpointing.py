@@ -130,8 +130,8 @@ class Saver:
                     raise
                 aside, before = self.ranks.rank0_broadcast(self._fall_back)
                 logger.warning(
-                    f"{error}\ncheckpoint.fall_back: this checkpoint was renamed to {aside}. Resuming from {before}; later "
-                    "steps are lost"
+                    f"{error}\ncheckpoint.fall_back: the damaged checkpoint was renamed to {aside}. The run resumes from {before}; "
+                    "later steps are trained again"
                 )
 
     def _fall_back(self) -> tuple[Path, Path | None]:
@@ -287,7 +287,7 @@ def find_start(
             logger.warning(warning)
         logger.info(f"resuming from {path} (step {state.step} of {meta.get('total_steps', '?')})")
         if meta.get("suspect"):
-            logger.warning(f"its weights are from a run that diverged; {saver.last_good()}")
+            logger.warning(f"{path}: the weights are from a run that diverged; {saver.last_good()}")
 
     return state, load
 

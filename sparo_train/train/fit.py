@@ -180,7 +180,7 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
             raise
         # Log the total at the end, too, because readers of the log look for it there.
         if unusable := trainer.bad.by_reason():
-            counts_text = ", ".join(f"{reason} {count:,}" for reason, count in unusable.items())
+            counts_text = ", ".join(f"{count:,} ({reason})" for reason, count in unusable.items())
             logger.warning(f"skipped samples: {counts_text}")
         where = f"checkpoint {outcome.checkpoint}" if outcome.checkpoint is not None else "no checkpoint yet"
         logger.info(f"{outcome.reason} at step {outcome.step}; {where}")
@@ -240,5 +240,6 @@ def _log_start(run: Run, newest: Path | None) -> None:
     for source in run.pipeline.sources if ranks.rank == 0 else ():
         for key in missing_caption_keys(source):
             logger.warning(
-                f"data.sources.{source.name}.captions: {key} is missing in all of 64 samples; its probability goes to the other keys"
+                f"data.sources.{source.name}.captions: {key} is missing in all of the 64 samples that were checked. Its probability is shared by the other "
+                "keys. Check the spelling."
             )

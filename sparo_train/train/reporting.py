@@ -78,7 +78,9 @@ class Reporter:
         except Exception as error:  # as in _check_health
             if "log_metrics" not in self._odd:
                 self._odd.add("log_metrics")
-                logger.warning(f"metrics of log steps are omitted ({type(error).__name__}: {error})")
+                logger.warning(
+                    f"the objective's log_metrics failed ({type(error).__name__}: {error}). Its metrics are omitted."
+                )
             return {}
 
     def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -88,14 +90,16 @@ class Reporter:
             if name in _RESERVED:
                 if name not in self._odd:
                     self._odd.add(name)
-                    logger.warning(f"metric {name!r} has a reserved name and is omitted. Rename it.")
+                    logger.warning(
+                        f"metric {name!r} is omitted, because sparo uses this name itself. Rename it in the objective."
+                    )
                 continue
             try:
                 numbers[name] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 if name not in self._odd:
                     self._odd.add(name)
-                    logger.warning(f"metric {name!r} is not a single number and is omitted ({error})")
+                    logger.warning(f"metric {name!r} is omitted, because it is not a single number ({error})")
         return numbers
 
     def first_batch(self, pipeline: DataPipeline, batch: Batch) -> None:
@@ -120,7 +124,7 @@ class Reporter:
         if names and self.ranks.rank == 0:
             listed = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             logger.warning(
-                f"no gradient reaches {len(names)} trainable parameter(s), which keep their values: {listed}"
+                f"{len(names)} trainable parameter(s) get no gradient and keep their initial values: {listed}. Freeze them, or check the loss."
             )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -144,7 +148,7 @@ class Reporter:
         except CollapseError:
             raise  # on all ranks, because the facts are averages
         except Exception as error:  # errors of a plug-in's objective must not end the run while it is only reporting
-            problem = f"its alarm failed ({type(error).__name__}: {error})"
+            problem = f"check_health of the objective failed ({type(error).__name__}: {error})"
         if problem is not None and not self._unhealthy:
             logger.warning(f"step {step}: {problem}")
         self._unhealthy = problem is not None
@@ -162,7 +166,7 @@ class Reporter:
             self.flops = None
             first = str(error).partition("\n")[0][:200]
             logger.warning(
-                f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are omitted. Set log.flops=false"
+                f"model FLOPs cannot be counted ({type(error).__name__}: {first}); tflops and mfu are omitted. log.flops=false hides this warning."
             )
             return {}
         # Per device, as in published figures.
@@ -229,7 +233,7 @@ class Profile:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        logger.info(f"log.profile: {path}")
+        logger.info(f"log.profile: wrote {path}")
 
     def step(self) -> None:
         """Advance the profiler after a step."""
@@ -246,7 +250,7 @@ class Profile:
             call()
         except Exception as error:  # a failing profiler must not end the run
             self._running = None
-            logger.warning(f"log.profile: failed ({type(error).__name__}: {error}). The run continues without it.")
+            logger.warning(f"log.profile: failed ({type(error).__name__}: {error}). The run continues without a trace.")
 
 
 _SINGLE_RANK = Ranks(World(), "gloo", 0.0)
@@ -285,7 +289,7 @@ class Evaluation:
             return True
         if not self._postponed:
             logger.info(
-                f"step {step}: evaluations are skipped while they would take more than eval.max_share of the time"
+                f"step {step}: no evaluation, because evaluations would take more than eval.max_share of the time. They resume when they fit."
             )
         self._postponed = True
         return False

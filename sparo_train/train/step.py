@@ -91,7 +91,7 @@ class SkippedSteps:
             state.skipped_in_a_row += 1
             # Log at once, not at the end, while a user can still lower the rate.
             logger.warning(
-                f"step {step}: gradient norm is {float(norm)}; step skipped ({state.skipped_in_a_row} in a row)"
+                f"step {step}: skipped, because the gradient norm is {float(norm)} ({state.skipped_in_a_row} in a row)"
             )
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(

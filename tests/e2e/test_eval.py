@@ -95,7 +95,7 @@ def test_tasks_are_selected_by_data_folder_and_by_catalogue_group(scored):
     table = sparo("eval", "table", "sc", "--layout", "B.1", "--paper", "CC15M", "--format", "markdown", cwd=root)
     assert "Replace Object" in table.stdout and "paper: CC15M C+SPARO" in table.stdout and "73.0" in table.stdout
     # A score of 21 pairs of ours must not be shown as the paper's SugarCrepe.
-    odd = "sugar_crepe: not the listed data: the JSON files are not the published ones (SHA-256)"
+    odd = "sugar_crepe: the data differ from the catalogue: the JSON files are not the published ones (SHA-256)"
     assert "†" in done.stdout and "the JSON files are not the published ones" in done.stderr and line["note"] in odd
     ours, printed = (next(row for row in table.stdout.splitlines() if name in row) for name in ("| runs/s0", "| paper"))
     assert f"† runs/s0: {odd}" in table.stdout and ours.count("†") == 8 and "†" not in printed
@@ -155,7 +155,7 @@ def test_parts_of_an_array_score_when_all_are_complete(scored):
     )
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "2"}
     first = sparo(*arguments, "--part", "slurm", cwd=root, SLURM_ARRAY_TASK_ID="2", **array)
-    assert first.returncode == 0 and "wait for other shares" in first.stderr and "acc1" not in first.stdout
+    assert first.returncode == 0 and "need the other parts" in first.stderr and "acc1" not in first.stdout
     second = sparo(*arguments, "--part", "0/2", cwd=root)
     assert second.returncode == 0 and "acc1" in second.stdout and "macro" in second.stdout
     for bad, message in (("2/2", "--part 2/2: expected I/N"), ("slurm", "are not set. Use it in a SLURM array")):
@@ -168,7 +168,7 @@ def test_tasks_that_an_encoder_cannot_do_are_skipped_and_reported(scored):
     words = ("--data", "tasks.yaml", "--features", "store", "--no-write-to-run")
     done = sparo("eval", "runs/s0", "pixels:8", *words, "--tasks", "zero,shots", "--json", "mixed.json", cwd=root)
     assert done.returncode == 0, done.stderr
-    assert "skipped: zero: needs a text tower, but pixels:8 has none" in done.stderr
+    assert "skipped a task: zero: needs a text tower, but pixels:8 has none" in done.stderr
     found = json.loads((root / "mixed.json").read_text())["results"]
     assert [name.rpartition("/")[2] for name in found] == ["zero", "shots", "shots"]
     done = sparo("eval", "pixels:8", *words, "--tasks", "zero,ret", cwd=root)

@@ -115,7 +115,7 @@ def test_long_tasks_are_scored_by_a_job_of_their_own(world, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     done = sparo("train", str(tmp_path / "recipe.yaml"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "eval.job submitted to local" in done.stderr
+    assert "submitted the evaluation (eval.job) to local" in done.stderr
     path = tmp_path / "runs/side/evals/side-00000012/results.json"
     for _ in range(600):
         if path.exists():

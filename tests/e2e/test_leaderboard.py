@@ -104,5 +104,5 @@ def test_a_damaged_file_does_not_end_the_leaderboard(world, tmp_path):
     assert (
         done.returncode == 0
         and "2 checkpoints" in done.stdout
-        and "skipped: runs/m0/evals/results.jsonl" in done.stderr.replace("\n", "")
+        and "skipped a results file: runs/m0/evals/results.jsonl" in done.stderr.replace("\n", "")
     )

@@ -143,7 +143,7 @@ def test_two_sharded_ranks_train_like_one_process(place):
 
 def test_the_method_is_counted_scored_and_exported(place):
     code, out = run(place, "train", "recipe.yaml", "--dry-run")
-    assert code == 0 and "the objective has no footprint" in out and "backbone" in out, out
+    assert code == 0 and "the objective does not define `footprint`" in out and "backbone" in out, out
     with Image.open(place / "whole/pictures/step-00000012.png") as drawn:  # drawn by the task's own function
         assert drawn.size == (32 * 6, 32)
     stored = json.loads((place / "whole/evals/step-00000012.json").read_text())["results"]["near"]
@@ -254,7 +254,7 @@ def test_an_entry_with_the_name_of_a_built_in_one_is_reported(monkeypatch, caplo
     with caplog.at_level("WARNING", "sparo_train"):
         assert registry.get("clip") is registry.get("clip") is METHODS.get("clip")
     assert [r.getMessage() for r in caplog.records].count(caplog.messages[0]) == 1
-    assert "'clip' of package rotations:METHOD is named like a built-in entry" in caplog.messages[0]
+    assert "'clip' of package rotations:METHOD has the name of a built-in entry" in caplog.messages[0]
 
 
 def test_tasks_that_do_not_fit_are_refused_before_step_1(place):

@@ -224,7 +224,7 @@ def test_cached_tokens_are_those_of_the_teacher_and_resume_bit_identically(shard
     train(cached)
     assert losses_of(cached.folder)[0] == 0 and losses_of(cached.folder)[-1] > 0.1
     assert losses_of(cached.folder) == pytest.approx(losses_of(whole.folder), rel=1e-4, abs=1e-6)
-    assert capsys.readouterr().err.count("computing the image tokens of 96 samples") == 1
+    assert capsys.readouterr().err.count("computing image tokens for 96 samples") == 1
     parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "tokens").rglob("*.safetensors")}
     train(recipe(shards, tmp_path, teacher, "name=stopped", cache, "stop_after_steps=5"))
     train(recipe(shards, tmp_path, teacher, "name=stopped", cache))

@@ -61,7 +61,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     kill_behind(start_sparo("train", str(recipe)), folder, 5)
     done = sparo("train", str(recipe))
     assert done.returncode == 0 and "views psnr_held_out" in done.stderr and " dB" in done.stderr, done.stderr
-    assert "cannot be drawn" not in done.stderr
+    assert "could not be drawn" not in done.stderr
     with Image.open(max((folder / "pictures").iterdir())) as sheet:  # of the first scene, for every evaluation
         assert sheet.width > 5 * 64
     assert_bit_equal(folder, straight.folder)
@@ -126,7 +126,7 @@ def scenes_of_others_are_scored(folder, cwd):
     for name in ("lego", "ship", "chair"):
         nerf_folder(cwd / "theirs" / name)
     done = sparo("data", "convert", "theirs", "theirs3d", "--as", "nerf", "--size", "16", "--test", "2", cwd=cwd)
-    assert done.returncode == 0 and "1 scenes to train on, 2 to score" in done.stdout + done.stderr, done.stderr
+    assert done.returncode == 0 and "1 scenes for training, 2 for evaluation" in done.stdout + done.stderr, done.stderr
     (cwd / "o.yaml").write_text(json.dumps({"tasks": {"o": {"task": "view_masks", "root": "theirs3d/scenes"}}}))
     done = sparo("eval", str(folder), "--data", "o.yaml", "--features", "kept", "--json", "o.json", cwd=cwd)
     assert done.returncode == 0, done.stderr

@@ -53,7 +53,7 @@ def test_masks_are_scored_while_training_and_afterwards(tmp_path, write_recipe):
     tree["log"] = {**tree["log"], "tensorboard": True}
     done = sparo("train", str(write_recipe(tree)), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "masks fg_ari" in done.stderr and "cannot be drawn" not in done.stderr
+    assert "masks fg_ari" in done.stderr and "could not be drawn" not in done.stderr
     run_folder = str(tmp_path / "runs/slots")
     with Image.open(tmp_path / "runs/slots/pictures/step-00000004.png") as sheet:
         assert sheet.size == (7 * 100 + 4, 6 * 100 + 18)

@@ -59,7 +59,7 @@ def test_a_backbone_starts_student_and_teacher_at_default_settings(recipe, tmp_p
     found = taken(out)
     assert found.keys() == weights.keys()
     assert all(torch.allclose(found[name], t, atol=1e-6) for name, t in weights.items())
-    assert any("start_from: loaded" in text and "keep their initial values" in text for text in messages)
+    assert any("start_from: loaded" in text and "so newly initialized" in text for text in messages)
 
 
 def test_a_readout_takes_the_last_blocks_place(recipe, tmp_path):
@@ -70,7 +70,7 @@ def test_a_readout_takes_the_last_blocks_place(recipe, tmp_path):
     shared = [name for name in found if not name.startswith("sparo.")]
     assert all(torch.allclose(found[name], weights[name], atol=1e-6) for name in shared)
     assert not any(name.startswith("blocks.2.") for name in found)
-    assert any("the readout replaces blocks.2" in text for text in messages)
+    assert any("blocks.2 and later blocks of the checkpoint are not used" in text for text in messages)
 
 
 def test_another_size_patch_and_number_of_registers(recipe, tmp_path):

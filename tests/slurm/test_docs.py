@@ -63,7 +63,7 @@ def test_a_sweep_is_operated_as_in_the_guide(whole, tmp_path, monkeypatch):
             lab.wait(60, lambda: _steps(lab)[0] > 2, "the first run's steps")
         elif words[1] == "save":
             asked = [line.partition(":")[0] for line in said.splitlines() if ": asked job" in line]
-            assert asked and "no training is running, nothing to save" in said
+            assert asked and "no training is running, so there is nothing to save" in said
             saved = (tmp_path / asked[0] / "checkpoints").glob
             lab.wait(30, lambda saved=saved: list(saved("step-*/meta.json")), "a checkpoint")
             assert not any(s["restarts"] for s in lab.status(tmp_path / "runs/lr"))

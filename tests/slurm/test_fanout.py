@@ -49,7 +49,7 @@ def test_shares_of_an_array_score_what_one_process_would(lab):
         name.rpartition("/")[2]: pytest.approx(result["metrics"]) for name, result in whole.items()
     }
     lab.wait(30, lambda: not lab.cluster.says("squeue", "-h", "--name=shares.sh"), "the end")
-    waited = sum("wait for other shares" in (lab.root / f"share-{i}.log").read_text() for i in (3, 4, 5))
+    waited = sum("need the other parts" in (lab.root / f"share-{i}.log").read_text() for i in (3, 4, 5))
     assert waited < 3
 
 
@@ -64,7 +64,7 @@ def test_training_submits_long_tasks_as_a_job(lab):
         {"cluster": "lab", "tasks": {"zero": tasks["zero"]}}, default_flow_style=True, width=1000
     ).strip()
     said = lab.sparo("train", "recipe.yaml", "name=aside", ALONE, f"eval.job={side}")
-    assert "eval.job submitted to lab" in said
+    assert "submitted the evaluation (eval.job) to lab" in said
     path = lab.root / f"aside/evals/side-{STEPS:08d}/results.json"
     lab.wait(60, path.exists, "the side job's results")
     ((name, result),) = json.loads(path.read_text())["results"].items()

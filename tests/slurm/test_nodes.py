@@ -51,7 +51,7 @@ def test_an_interpreter_that_does_not_start_is_shown(whole):
     status = whole.status(folder)[0]
     assert "failed to import submitit: /nowhere/python: No such file" in status["reason"] and status["restarts"] == 0
     again = whole.sparo("launch", "cancel", str(folder))
-    assert "nothing to cancel, its job" in again and "has ended (FAILED)" in again
+    assert "nothing to cancel; job" in again and "has ended (FAILED)" in again
 
 
 def test_one_of_two_simultaneous_launches_is_accepted(whole):
@@ -93,7 +93,7 @@ def test_an_allocation_trains_and_starts_again_in_place(whole):
     ranks = [pid for pid in whole.cluster._processes("n2") if _is_rank(pid)]
     subprocess.run(["kill", "-9", *map(str, ranks)], check=True)
     said, _ = process.communicate(timeout=150)
-    assert process.returncode == 0 and "a rank was lost; starting again" in said, said
+    assert process.returncode == 0 and "a rank was lost. The run restarts" in said, said
     whole.equal(folder)
     assert [start[0] for start in whole.starts(folder)] == [0, 1]
     assert whole.state(folder) == "COMPLETED"

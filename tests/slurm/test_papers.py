@@ -35,9 +35,9 @@ def test_an_item_is_submitted_once_and_finished_by_the_same_command(lab, monkeyp
         assert verdicts == [], "no claim belongs to this sweep"
         return capsys.readouterr().out
 
-    assert "repeat the command when `sparo launch status" in command()
+    assert "shows that all runs have finished, repeat the" in command()
     jobs = [status["job"] for status in lab.status(*folders)]
-    assert "repeat the command when" in command(), "jobs in the queue are not submitted again"
+    assert "repeat the `sparo papers` command" in command(), "jobs in the queue are not submitted again"
     assert [status["job"] for status in lab.status(*folders)] == jobs
     for folder in folders:
         lab.end(folder)

@@ -56,7 +56,7 @@ def test_local_jobs_train_like_the_same_command_without_a_launcher(recipe, tmp_p
     assert folders[1].joinpath("code").is_symlink()
     done = sparo("launch", "cancel", str(folders[0]), cwd=tmp_path)
     assert (
-        done.returncode == 0 and "nothing to cancel, its job" in done.stdout and "has ended (COMPLETED)" in done.stdout
+        done.returncode == 0 and "nothing to cancel; job" in done.stdout and "has ended (COMPLETED)" in done.stdout
     )
     said = sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
     assert (
@@ -91,7 +91,7 @@ def test_two_local_ranks_stop_when_cancelled_and_continue(recipe, tmp_path):
         "2",
     )
     done = sparo(*words, cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0 and "engine.kind=local -> ddp, for 2 ranks" in done.stderr, done.stderr
+    assert done.returncode == 0 and "uses engine.kind=ddp instead of local, for 2 ranks" in done.stderr, done.stderr
     folder = tmp_path / "runs/two"
     wait_for(lambda: state_of(folder, tmp_path)["step"] > 3)
     seen = state_of(folder, tmp_path)

@@ -135,7 +135,7 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
         compare(*two(tmp_path, one, other))
     first, second = two(tmp_path / "mixed", drawn([0.1, 0.2]), drawn([0.2, 0.3], False))
     text = grid_text.markdown(layouts.grid([first, second], None))
-    assert "**" not in text and "per cent where no unit stands" in text
+    assert "**" not in text and "per cent unless another unit is given" in text
     first, second = two(tmp_path / "less", drawn([0.1, 0.1], False), drawn([0.3, 0.3], False))
     assert relative_change({"d": first}, {"d": second}, tmp_path / "c.png")["d"] == pytest.approx(-2)
     first, second = two(tmp_path / "log", drawn([0.1, 0.1]), drawn([0.3, 0.3]))

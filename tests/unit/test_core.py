@@ -224,7 +224,7 @@ def test_scores_are_a_table_in_tensorboard_and_wandb(tmp_path, monkeypatch):
         log.samples(lambda: [][1])  # errors here do not end a run
         log.write("train", 7, {"loss": 1.0})
         log.close()
-    assert len(said) == 1 and "log.samples: cannot be shown (IndexError" in said[0]
+    assert len(said) == 1 and "log.samples: the first batch could not be shown (IndexError" in said[0]
     assert (7, {"train/loss": 1.0}) in recorded.logged and (
         6,
         {"eval/scores": (["task", "metric", "score"], [["near|far", "acc1", 0.5]])},

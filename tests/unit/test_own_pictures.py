@@ -254,7 +254,7 @@ def test_pictures_that_no_reader_takes_are_counted_as_they_are_converted(tmp_pat
     made = convert_folder(tmp_path / "in", tmp_path / "out")
     assert made.train == 3 and made.refused == {"bad image": 1, "too many pixels": 1}
     done = sparo("data", "convert", str(tmp_path / "in"), str(tmp_path / "line"))
-    assert "1 pictures cannot be used (too many pixels)" in done.stderr
+    assert "1 images cannot be used (too many pixels)" in done.stderr
     report = check_storage(
         open_shards([str(tmp_path / "out/00000.tar")], False)[0], ShardsConfig(shards=str(tmp_path / "out"))
     )
@@ -289,7 +289,7 @@ def test_rows_without_an_image_are_named_or_skipped(tmp_path):
     made = convert_csv(table, tmp_path / "some", skip_missing=True, test=2)
     assert (made.train, made.test, made.missing) == (4, 2, 1)
     done = sparo("data", "convert", str(table), str(tmp_path / "line"), "--skip-missing")
-    assert done.returncode == 0 and "1 rows without a picture" in done.stderr, done.stderr
+    assert done.returncode == 0 and "1 rows without an image" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_shards_need_no_conversion(tmp_path, shards):
     assert done.returncode == 2 and "t.csv.gz: is compressed. Unpack it: gunzip -k" in done.stderr
     packed = put(tmp_path / "x.tar.gz", gzip.compress(b"x"))
     done = sparo("data", "convert", str(packed), str(tmp_path / "out"))
-    assert done.returncode == 2 and "is a shard already" in done.stderr
+    assert done.returncode == 2 and "x.tar.gz: is compressed. Unpack it: gunzip -k" in done.stderr
 
 
 SQUARE = [2, 2, 10, 2, 10, 10, 2, 10]

@@ -3,7 +3,10 @@
 import io
 import json
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -14,7 +17,7 @@ from evals.encoders.pixels import MappedPixels
 from evals.encoders.sparo_encoders import PixelEncoder
 from evals.sets.base import read_batches
 from evals.sets.open_set import open_labelled, open_set
-from evals.sets.table_rows import table_rows
+from evals.sets.table_rows import TableRow, table_rows
 from evals.suite import catalogue
 from evals.suite.labelled_tasks import KnnTaskConfig
 from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
@@ -22,6 +25,7 @@ from sparo_data.convert import apply_exif_orientation, convert_csv, convert_fold
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.decode.decoding import decode, decode_own, notes, open_picture, to_8bit
 from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.detect import source_config
 from sparo_train.data.sources.folder import FolderConfig
 from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.samples import jpeg
@@ -126,7 +130,7 @@ def test_a_folder_with_a_table_of_captions_or_with_splits_invents_no_captions(tm
     assert convert_csv(tmp_path / "hf/train/metadata.csv", tmp_path / "out").train == 3
     write(tmp_path / "one", {f"images/{i}.jpg": jpeg(i) for i in range(3)})
     assert convert_folder(tmp_path / "one", tmp_path / "same").train == 3
-    assert "single folder images, so all captions are equal" in caplog.text
+    assert "the only class folder is images, so all images get the same caption" in caplog.text
     write(tmp_path / "one", {f"images/{i}.TXT": b"a dog" for i in range(3)})
     assert convert_folder(tmp_path / "one", tmp_path / "more").train == 3
     (tmp_path / "one/images/1.TXT").write_bytes("un café".encode("latin1"))
@@ -189,7 +193,31 @@ def test_a_single_image_or_caption_is_not_taken_for_several(tmp_path):
 def test_training_on_a_folder_of_splits_is_reported(tmp_path, caplog):
     write(tmp_path / "set", {f"{split}/a/{i}.jpg": jpeg(i) for split in ("train", "test") for i in range(2)})
     source = open_source("mine", FolderConfig(folder=str(tmp_path / "set")))
-    assert sum(map(len, source.storages)) == 4 and "uses the images of all splits, got test, train" in caplog.text
+    assert sum(map(len, source.storages)) == 4 and "uses the images of all splits (test, train)" in caplog.text
+
+
+def test_a_column_of_splits_is_reported(tmp_path, caplog):
+    rows = [{"image": jpeg(i), "caption": "a dog", "split": split} for i, split in enumerate(("train", "train", "val"))]
+    table = write(tmp_path, {f"{i}.jpg": row["image"] for i, row in enumerate(rows)}) / "mine.csv"
+    table.write_text("image,caption,split\n" + "".join(f"{i}.jpg,a dog,{row['split']}\n" for i, row in enumerate(rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "hf")
+    for places in ((str(table),), (str(tmp_path / "mine.parquet"),), (str(tmp_path / "hf"),)):
+        caplog.clear()
+        assert open_source("mine", source_config(places)).samples == 3
+        assert caplog.text.count("uses the rows of all splits. The column 'split' contains train, val") == 1
+    table.write_text("image,caption,split\n0.jpg,a dog,train\n1.jpg,a dog,\n")
+    caplog.clear()
+    assert open_source("mine", source_config((str(table),))).samples == 2 and not caplog.text
+
+
+@pytest.mark.parametrize("cell", ['["a dog", "a cat"]', "['a dog', 'a cat']"])
+def test_a_list_of_captions_in_a_cell_is_several_captions(cell):
+    assert TableRow({"caption": cell}, "mine.csv, row 1").texts("{caption}") == ["a dog", "a cat"]
+    with pytest.raises(
+        DataError, match=r"row 1: \{caption\} is a caption that is a list without commas, got .* Write it in JSON"
+    ):
+        TableRow({"caption": cell.replace(",", "")}, "mine.csv, row 1").texts("{caption}")
 
 
 def test_a_missing_device_is_not_a_damaged_checkpoint():
@@ -204,14 +232,14 @@ def test_what_is_ignored_or_joined_is_reported(tmp_path, caplog):
     )
     assert convert_folder(tmp_path / "five", tmp_path / "out").train == 2
     assert (
-        "1.jpg: its caption file has several lines, which are one caption" in caplog.text and "2.jpg" not in caplog.text
+        "1.jpg: the caption file has several lines. They are read as one caption" in caplog.text and "2.jpg" not in caplog.text
     )
     write(tmp_path / "out", {"x.tar.gz": b""})
     open_source("mine", ShardsConfig(shards=str(tmp_path / "out")))
-    assert "ignores 1 compressed file(s), such as x.tar.gz" in caplog.text
+    assert "1 compressed file(s) are ignored, such as x.tar.gz" in caplog.text
     write(tmp_path / "set", {f"{i}.jpg": jpeg(i) for i in range(4)})
     (tmp_path / "set/t.csv").write_text("image,label,split\n0.jpg,a,train\n1.jpg,b,train\n2.jpg,a,test\n3.jpg,c,test")
     columns = {"file": "t.csv", "images": ["{image}"], "label": "{label}", "split": "split"}
     place = str(tmp_path / "set")
     open_labelled(KnnTaskConfig.model_validate({"train": place, "test": place, "layout": "table", "columns": columns}))
-    assert "1 class(es) have test images and no training images, such as 'c'" in caplog.text
+    assert "1 class(es) have test images but no training images, such as 'c'" in caplog.text

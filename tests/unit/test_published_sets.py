@@ -220,7 +220,7 @@ def test_conversion_cuts_splits_and_counts(tmp_path):
     done = sparo(*line, cwd=tmp_path)
     assert (
         done.returncode == 0
-        and "out: 3 scenes to train on, 1 to score, 1 without an object" in done.stdout + done.stderr
+        and "out: 3 scenes for training, 1 for evaluation, 1 without an object" in done.stdout + done.stderr
     )
     with tarfile.open(tmp_path / "out/masks/test/0.tar") as tar:
         held = {m.name.partition(".")[2]: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]

@@ -339,7 +339,7 @@ def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
         for path in shards.paths:
             client.upload_file(path, "data", f"mine/{Path(path).name}")
         done = sparo("data", "index", "s3://data/mine")
-        assert done.returncode == 0 and "3 shards, 120 samples, 0 not whole" in done.stderr
+        assert done.returncode == 0 and "3 shards, 120 samples, 0 truncated or unreadable" in done.stderr
         names = [item["Key"] for item in client.list_objects_v2(Bucket="data")["Contents"]]
         assert [name for name in names if name.endswith(".idx.npy")] == [f"mine/0000{i}.tar.idx.npy" for i in range(3)]
         shutil.rmtree(tmp_path / "cache")

@@ -85,8 +85,8 @@ def test_unusual_metrics_do_not_end_a_run():
         for _ in range(2):
             assert reporter._numbers({"a": torch.tensor(2.0), "b": torch.zeros(4), "c": "x"}) == {"a": 2.0}
         assert reporter._numbers({"step": torch.tensor(2.0)}) == {}
-    assert "metric 'step' has a reserved name" in said.pop()
-    assert len(said) == 2 and "metric 'b' is not a single number and is omitted" in said[0]
+    assert "metric 'step' is omitted, because sparo uses this name" in said.pop()
+    assert len(said) == 2 and "metric 'b' is omitted, because it is not a single number" in said[0]
     facts = [{"forward_seconds": 1.0, "loss": 1.0, "rare": 5.0}, {"forward_seconds": 1.0, "loss": 3.0}]
     assert average_over_ranks(facts) == {
         "forward_seconds": 1.0,
@@ -170,7 +170,7 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
     with logged() as said:
         for names in reports:
             reporter.without_gradient(names)
-    assert said == ["no gradient reaches 1 trainable parameter(s), which keep their values: unused"]
+    assert said == ["1 trainable parameter(s) get no gradient and keep their initial values: unused. Freeze them, or check the loss."]
 
 
 def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "Tensorboard", lambda *_: 1 / 0)
     with logged() as said:
         metrics.MetricsLog(tmp_path).close()
-    assert len(said) == 1 and "log.tensorboard: cannot be started (ZeroDivisionError" in said[0]
+    assert len(said) == 1 and "log.tensorboard: could not be started (ZeroDivisionError" in said[0]
 
 
 def test_flops_that_cannot_be_counted_are_omitted(tmp_path):

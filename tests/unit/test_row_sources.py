@@ -214,7 +214,7 @@ def test_a_converted_set_keeps_lists_of_captions_and_holds_out_images(tmp_path):
     pq.write_table(pa.Table.from_pylist(bad), tmp_path / "a.parquet")
     done = sparo("data", "convert", place, str(tmp_path / "out"), "--caption-column", "many", "--test", "3")
     assert done.returncode == 0 and "left out: 1 samples (missing caption)" in done.stderr, done.stderr
-    assert "left out: 1 samples (bad image)" in done.stderr and "9 samples to train on, 3 images" in done.stderr
+    assert "left out: 1 samples (bad image)" in done.stderr and "9 samples for training, 3 images" in done.stderr
     train = opened({"shards": str(tmp_path / "out/train"), "caption_key": "json:many"})
     held_out = opened({"shards": str(tmp_path / "out/retrieval/test")}).storages[0].read(0)[1]["txt"].decode()
     lists = [texts for _, texts in contents(train)]

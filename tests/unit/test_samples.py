@@ -7,6 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from sparo_data.writer import write_shards
@@ -20,7 +22,13 @@ from sparo_train.data.examples.image_transforms import (
     resized_crop,
     train_pixels,
 )
-from sparo_train.data.examples.samples import caption, decode_image, missing_caption_keys
+from sparo_train.data.examples.samples import (
+    caption,
+    decode_image,
+    list_captions,
+    missing_caption_keys,
+    written_list,
+)
 from sparo_train.data.sources.base import open_source
 from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.samples import jpeg
@@ -38,6 +46,31 @@ from tests.helpers.samples import jpeg
 def test_unusable_captions_have_a_reason(key, fields, reason):
     with pytest.raises(BadSampleError, match=reason):
         caption(fields, ShardsConfig(shards="x", caption_key=key))
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_lists_of_captions_that_tables_write_as_text_are_read(texts):
+    for written in (json.dumps(texts), json.dumps(texts, ensure_ascii=False), str(texts)):
+        assert written_list(f" {written}\n") == texts
+
+
+@pytest.mark.parametrize(
+    "text", ["[dog]", "['tis the season]", "['a', 2]", "[1]", "['quoted' words 'inside']", "a [dog]"]
+)
+def test_a_caption_in_brackets_is_not_a_list(text):
+    assert caption({"txt": text.encode()}, ShardsConfig(shards="x")) == text
+
+
+def test_written_lists_are_several_captions_and_missing_values_none():
+    config = ShardsConfig(shards="x", caption_key="json:say")
+    fields = {"json": json.dumps({"say": "['a dog', 'a cat']"}).encode()}
+    assert list_captions(fields, config) == ["a dog", "a cat"]
+    with pytest.raises(BadSampleError, match="a list without commas"):
+        caption({"json": json.dumps({"say": "['a dog' 'a cat']"}).encode()}, config)
+    for missing in ("nan", " NaN ", ["nan", ""]):
+        with pytest.raises(BadSampleError, match="missing caption"):
+            caption({"json": json.dumps({"say": missing}).encode()}, config)
+    assert caption({"txt": b"naan bread"}, ShardsConfig(shards="x")) == "naan bread"
 
 
 def test_captions_are_sampled_by_probability_without_changing_crops():
@@ -157,3 +190,9 @@ def test_sixteen_bit_images_keep_their_greys():
     buffer = io.BytesIO()
     Image.fromarray(ramp).save(buffer, format="PNG")
     assert np.array_equal(np.asarray(decode_image(buffer.getvalue()))[..., 0], (ramp >> 8).astype(np.uint8))
+
+
+def test_a_missing_caption_names_the_members_that_exist():
+    with pytest.raises(BadSampleError, match="missing caption") as missing:
+        caption({"jpg": b"", "caption": b"a dog"}, ShardsConfig(shards="x"))
+    assert missing.value.detail == "expected the member txt, got jpg, caption"

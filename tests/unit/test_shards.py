@@ -126,6 +126,17 @@ def test_an_index_older_than_its_shard_is_not_used(tmp_path):
     assert ShardReader().read(str(path), 1) == ("1", second[1][1])
 
 
+def test_two_members_with_one_extension_are_named(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name in ("a.jpg", "a.JPG", "a.txt"):
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"abc"))
+    with pytest.raises(BadSampleError, match="two members with one extension") as bad:
+        ShardReader().read(str(tmp_path / "x.tar"), 0)
+    assert bad.value.detail == "got 'a.JPG' again"
+
+
 def test_a_damaged_header_is_a_bad_sample(shards):
     path = shards / "00000.tar"
     start = int(load_index(str(path), write_index=True).offsets[3])
@@ -170,6 +181,31 @@ def test_folders_globs_braces_and_urls_name_the_same_shards(shards):
     for pattern in (str(shards), f"{shards}/*.tar", f"{shards}/{{00000..00003}}.tar", tuple(expected)):
         assert find_shards(pattern) == expected
     assert find_shards(f"file://{shards}/{{00000..00003}}.tar") == [f"file://{p}" for p in expected]
+
+
+@pytest.mark.parametrize(
+    ("names", "splits", "example"),
+    [
+        (("cc3m-train-0000", "cc3m-train-0001", "cc3m-validation-0000"), "train, validation", "cc3m-train-*.tar"),
+        (("test_000", "train_000", "val_000"), "test, train, validation", "train_*.tar"),
+        (("val000", "test000"), "test, validation", "test*.tar"),
+    ],
+)
+def test_a_folder_with_shards_of_several_splits_is_refused(tmp_path, names, splits, example):
+    for name in names:
+        write_shard(tmp_path / f"{name}.tar", [sample(0)])
+    with pytest.raises(ConfigError) as refused:
+        open_source("mine", ShardsConfig(shards=str(tmp_path)))
+    assert f"{tmp_path} contains the splits {splits}. Name the files of one" in str(refused.value)
+    assert f"{tmp_path}/{example}, or all of them with {tmp_path}/*.tar" in str(refused.value)
+    for chosen, count in ((f"{tmp_path}/*.tar", len(names)), (str(tmp_path / f"{names[0]}.tar"), 1)):
+        assert open_source("mine", ShardsConfig(shards=chosen)).samples == count
+
+
+def test_folders_named_after_one_split_or_with_odd_names_are_read(tmp_path):
+    for name in ("train-0", "train-1", "latest-2", "contest-3"):
+        write_shard(tmp_path / f"{name}.tar", [sample(0)])
+    assert open_source("mine", ShardsConfig(shards=str(tmp_path))).samples == 4
 
 
 def test_shards_at_a_url_read_the_same(tmp_path):

@@ -81,7 +81,7 @@ def test_splits_of_runs_and_sets_are_not_seeds(place):
         (0, None),
     ]
     text = grid_text.markdown(sweep_grid("grid", rows))
-    assert "10.0†" in text and "not the listed data: other pictures" in text and "90.0" not in text
+    assert "10.0†" in text and "the data differ from the catalogue: other pictures" in text and "90.0" not in text
     _scored(runs[3], 0.4, task="imagenetv2")
     done = sparo("eval", "sweep", "grid.yaml", "--layout", "B.2", "--figure", "f.png", cwd=place)
     assert done.returncode == 0 and (place / "f.png").is_file(), done.stderr

@@ -53,7 +53,7 @@ def draw_best_and_worst(
                 row.append(mixed_slots(shares, background_label(labels)))
         heads += [name, f"{name}, shares"] if uncertain else [name]
         score = format_metric(result.headline, result.value, unit=True)
-        printed.print(f"{name} of {len(runs)}: {run}, {result.headline} {score}", soft_wrap=True)
+        printed.print(f"{name} of {len(runs)} runs: {run} ({result.headline} {score})", soft_wrap=True)
     save_sheet(sheet_of(rows, heads, tile), out)
     return out
 

@@ -42,7 +42,9 @@ class TrainingPictures:
         except Exception as error:  # a failing picture must not end a run
             self.task = None
             first = str(error).partition("\n")[0][:200]
-            logger.warning(f"pictures cannot be drawn ({type(error).__name__}: {first}); log.pictures=0 turns them off")
+            logger.warning(
+                f"pictures could not be drawn ({type(error).__name__}: {first}). The run continues without them; log.pictures=0 hides this warning."
+            )
 
     def _write(self, pictures: TaskPictures, step: int) -> None:
         place = self.folder / "pictures" / f"step-{step:08d}.png"

@@ -135,7 +135,7 @@ class MetricsLog:
             raise
         except Exception as error:  # third-party loggers can fail in many ways, which must not end the run
             logger.warning(
-                f"log.{name}: cannot be started ({type(error).__name__}: {error}). The run continues without it."
+                f"log.{name}: could not be started ({type(error).__name__}: {error}). The run continues without {name}."
             )
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ class MetricsLog:
             found = make()
         except Exception as error:  # batches of plug-ins may have any form; the destinations stay in use
             logger.warning(
-                f"log.samples: cannot be shown ({type(error).__name__}: {error}). The run continues without them."
+                f"log.samples: the first batch could not be shown ({type(error).__name__}: {error}). The run continues."
             )
             return
         self._for_each_logger(lambda mirror: mirror.samples(found, 0))
@@ -186,7 +186,7 @@ class MetricsLog:
             except Exception as error:  # as in `__init__`
                 del self._loggers[name]
                 logger.warning(
-                    f"log.{name}: cannot be written ({type(error).__name__}: {error}). The run continues without it."
+                    f"log.{name}: metrics could not be written ({type(error).__name__}: {error}). The run continues without {name}."
                 )
 
 

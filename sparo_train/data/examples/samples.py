@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -21,6 +25,8 @@ MAX_WORD_CHARS, MAX_CAPTION_CHARS = (
     400,
     100_000,
 )  # limits for a word, within which byte pairs are merged, and for a caption
+_STRING_LITERAL = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+_WRITTEN_LIST = re.compile(r"""\[\s*['"].*['"]\s*\]$""", re.DOTALL)
 _PLANES = (
     *"0123456789",
     "mask.",
@@ -47,7 +53,8 @@ def _missing(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> B
     names = [name for name in fields if "." in name and not name.startswith(_PLANES)]
     dotted = next((name for name in names if name.rpartition(".")[2] in keys), None)
     if dotted is None:
-        return BadSampleError(reason)
+        got = ", ".join(list(fields)[:6]) or "none"
+        return BadSampleError(reason, detail=f"expected the member {' or '.join(keys[:3])}, got {got}")
     return BadSampleError(f"{reason}: dots in names", detail=f"a key ends at the first dot, got the member {dotted!r}")
 
 
@@ -146,12 +153,38 @@ def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[
         raise BadSampleError("missing caption") from None
     if not isinstance(text, str | list | None):
         raise BadSampleError(f"a caption that is not text: {type(text).__name__}")
-    texts = [
-        one.strip() for one in (text if isinstance(text, list) else [text]) if isinstance(one, str) and one.strip()
-    ]
+    entries = text if isinstance(text, list) else [text]
+    if isinstance(text, str) and (written := written_list(text)) is not None:
+        entries = written
+    # Pandas writes a missing value as `nan` if it was converted to text before.
+    texts = [one.strip() for one in entries if isinstance(one, str) and one.strip() not in ("", "nan", "NaN")]
     if not texts:
         raise BadSampleError("missing caption")
     return texts
+
+
+def written_list(text: str) -> list[str] | None:
+    """Return the entries of a list of strings that was written as text, in JSON or as Python's `str` does; None for other texts.
+
+    Tables without a type for lists have several captions in this form. Raises `BadSampleError` for the form of numpy arrays, which
+    is ambiguous.
+    """
+    text = text.strip()
+    if not _WRITTEN_LIST.match(text):
+        return None
+    entries: Any = None
+    with suppress(ValueError, RecursionError):
+        entries = json.loads(text, strict=False)
+    if entries is None:
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes of other texts
+            entries = ast.literal_eval(text)
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        return None
+    # Python joins neighbouring strings without a comma between them, as in numpy's ['a' 'b'].
+    if len(_STRING_LITERAL.findall(text)) != len(entries):
+        raise BadSampleError("a caption that is a list without commas", detail=f"got {text[:80]}")
+    return entries
 
 
 def _texts_or_empty(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[str]:

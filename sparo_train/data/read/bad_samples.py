@@ -55,8 +55,12 @@ class BadSampleBudget:
         for (url, reason), key in (keys or {}).items():
             if (url, reason) not in self.counts and self._num_logged < _MAX_LOGGED:
                 self._num_logged += 1
-                more = "; further ones are in metrics.jsonl alone" if self._num_logged == _MAX_LOGGED else ""
-                logger.warning(f"skipped a sample: {url}, {key}: {reason}{more}")
+                more = (
+                    ". Further skipped samples are only counted, in metrics.jsonl"
+                    if self._num_logged == _MAX_LOGGED
+                    else ""
+                )
+                logger.warning(f"skipped a sample: {url}, key {key}: {reason}{more}")
         counts = self.counts + Counter(skipped)
         # Broken shards were judged before the first step; counting them twice would end resumed runs.
         total = sum(n for (_, reason), n in counts.items() if reason not in _SHARDS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ...core.errors import BadSampleError, DataError, did_you_mean
 from ...core.files import read_bytes
 from ..sources.base import SourceConfig
 
+logger = logging.getLogger(__name__)
 # Usual names of the column of captions; the first one that exists is used.
 CAPTION_COLUMNS = ("caption", "text", "txt", "captions", "title", "sentence", "sentences", "alt_text")
 _NO_CAPTION = "caption"  # default of caption_key, for which the usual names are tried
@@ -96,6 +98,21 @@ def _first(keys: Sequence[str], names: Sequence[str]) -> tuple[str, str]:
     plain = {name.strip().lower(): name for name in reversed(names)}
     found = next(((key, key) for key in keys if key in names), None)
     return found or next(((key, plain[key]) for key in keys if key in plain), ("", ""))
+
+
+def split_column(names: Sequence[str]) -> str | None:
+    """Return the column that gives each row's split, if there is one; several data sets on the hub have it."""
+    return next((name for name in names if name.strip().lower() == "split"), None)
+
+
+def warn_of_several_splits(where: str, column: str, splits: Iterable[object]) -> None:
+    """Warn if rows of several splits are used together."""
+    names = sorted({str(split) for split in splits})
+    if len(names) > 1:
+        logger.warning(
+            f"{where}: uses the rows of all splits. The column {column!r} contains {', '.join(names[:6])}. To use one of them, "
+            "write its rows to a separate file."
+        )
 
 
 def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = None) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
 from ..sources.base import SourceKind, Storage, dotted
-from .columns import Columns, RowsConfig, choose_columns, row_members
+from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 
 _PART = 1000
 
@@ -92,6 +92,9 @@ def _open_dataset(config: HfDatasetConfig, key: str, _write_index: bool) -> list
         ) from None
     dataset = _load(config, key)
     columns = choose_columns(dataset.column_names, config, f"{dotted(key, 'dataset')}: {config.dataset}")
+    if split := split_column(dataset.column_names):
+        few = dataset.select_columns(split)[:: max(1, len(dataset) // 1000)]
+        warn_of_several_splits(f"{dotted(key, 'dataset')}: {config.dataset}", split, few[split])
     digest = hashlib.sha256(f"{dataset._fingerprint} {dataset.features}".encode()).hexdigest()[:16]
     for name, feature in dataset.features.items():
         # Encoded bytes instead of pictures: sparo decodes them itself.

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from ..servers.remote import filesystem_of, find_shards, with_retries
+from ..servers.remote import filesystem_of, find_shards, refuse_several_splits, with_retries
 from ..sources.base import SourceKind, dotted
-from .columns import Columns, RowsConfig, choose_columns, row_members
+from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 from .groups import Group, process_groups
-
-_SPLIT = re.compile(r"(train|training|test|validation|valid|val|dev)[-_.]")  # of file names on the hub
 
 
 class ParquetConfig(RowsConfig):
@@ -93,8 +90,8 @@ def _unreadable(url: str, error: Exception) -> Exception:
     return error
 
 
-def _open_file(url: str, config: ParquetConfig) -> list[RowGroup]:
-    """Return the row groups of a file, from its footer."""
+def _open_file(url: str, config: ParquetConfig, splits: set[tuple[str, Any]]) -> list[RowGroup]:
+    """Return the row groups of a file, from its footer, and add its column of splits with two of its values to `splits`."""
     import pyarrow.parquet as pq
 
     def footer() -> tuple[Any, list[str]]:
@@ -107,8 +104,12 @@ def _open_file(url: str, config: ParquetConfig) -> list[RowGroup]:
 
     metadata, names = with_retries(url, footer)
     columns = choose_columns(names, config, url)
-    groups = ((number, metadata.row_group(number)) for number in range(metadata.num_row_groups))
-    return [RowGroup(url, number, group, columns) for number, group in groups if group.num_rows]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    if split := split_column(names):
+        parts = [group.column(i) for group in groups for i in range(group.num_columns)]
+        known = [part.statistics for part in parts if part.path_in_schema == split and part.is_stats_set]
+        splits.update((split, end) for part in known if part.has_min_max for end in (part.min, part.max))
+    return [RowGroup(url, number, group, columns) for number, group in enumerate(groups) if group.num_rows]
 
 
 def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[RowGroup]:
@@ -119,14 +120,13 @@ def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[R
             f"{key or 'parquet'}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout"
         ) from None
     urls = find_shards(config.parquet, dotted(key, "parquet"), ".parquet")
-    splits = {m[1] for url in urls if (m := _SPLIT.match(url.rpartition("/")[2]))}
-    if len(splits) > 1 and isinstance(config.parquet, str) and not re.search(r"[*?{]|\.parquet$", config.parquet):
-        raise ConfigError(
-            f"{dotted(key, 'parquet')}: {config.parquet} contains the splits {', '.join(sorted(splits))}. Name the files of one, as in "
-            f"{config.parquet}/{max(splits)}-*.parquet."
-        )
+    refuse_several_splits(config.parquet, urls, dotted(key, "parquet"), ".parquet")
+    splits: set[tuple[str, Any]] = set()
     with ThreadPoolExecutor(32 if any("://" in url for url in urls) else 8) as pool:
-        return [group for groups in pool.map(lambda url: _open_file(url, config), urls) for group in groups]
+        opened = [group for groups in pool.map(lambda url: _open_file(url, config, splits), urls) for group in groups]
+    for column in {column for column, _ in splits}:
+        warn_of_several_splits(dotted(key, "parquet"), column, [value for _, value in splits])
+    return opened
 
 
 SOURCE = SourceKind(ParquetConfig, _open_parquet)

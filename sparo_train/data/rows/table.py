@@ -17,7 +17,7 @@ from ...core.files import whole_file
 from ..decode.decoding import suffixes
 from ..servers.remote import filesystem_of, remedy, with_retries
 from ..sources.base import SourceKind, Storage, dotted
-from .columns import Columns, RowsConfig, choose_columns, row_members
+from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
 _END_MARKER = "\x1e\x1d\x1e"  # a sentinel after the last line, which no table contains
@@ -71,7 +71,7 @@ def read_table(
         for column in columns:
             if header.count(column) > 1:
                 raise DataError(f"{table}: has {header.count(column)} columns {column!r}. Rename all but one of them.")
-        begin = 2
+        split, splits, begin = split_column(header), set[str](), 2
         try:
             for row in reader:
                 # A row with more columns than the header has a list here.
@@ -89,6 +89,10 @@ def read_table(
                     _swallowed(line, delimiter, header, columns[0]) for cell in cells for line in cell.split("\n")[1:]
                 ):
                     raise csv.Error("a quotation mark makes several rows one cell")
+                # Two are enough for a warning, so that a column of another meaning does not fill the memory.
+                if split and len(splits) < 2 and row[split]:
+                    splits.add(row[split].strip())
+                    warn_of_several_splits(str(table), split, splits)
                 yield reader.line_num, cells
                 begin = reader.line_num + 1
         except csv.Error as error:

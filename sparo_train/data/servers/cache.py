@@ -125,7 +125,7 @@ class SampleCache:
         """Store nothing more in this process, and say why."""
         if not self._full:
             logger.warning(
-                f"data.cache: {self._root} cannot be written ({error}). Samples that are not there are read from the server."
+                f"data.cache: {self._root} cannot be written ({error}). Nothing more is cached; other samples are read from the server."
             )
         self._full = True
 

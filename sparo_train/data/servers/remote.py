@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 _PAUSES = (1.0, 4.0, 15.0)  # seconds between tries
 _CONNECT, _SILENCE = 20.0, 30.0  # seconds for connecting, and between two packets of an answer
 _WHOLE = 600.0  # seconds for one answer of a few megabytes, which a server that sends byte by byte never completes
+# Splits in the names of files: cc3m-train-0000.tar, test-00000-of-00001.parquet, val_001.tar.
+_SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|validation|valid|val|dev)(?:[-_.]|(?=\d))")
+_SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation"}
 _EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "http": "http", "https": "http",
 }  # fmt: skip
@@ -157,6 +160,30 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards", suffix: str
     return list(dict.fromkeys(shard_urls))
 
 
+def refuse_several_splits(place: str | tuple[str, ...], urls: Sequence[str], key: str, suffix: str = ".tar") -> None:
+    """Raise `ConfigError` if a folder's files are named like several splits: training on all of them would include test samples.
+
+    Args:
+        place: the value of `key`; only a folder is checked, because lists and globs are chosen by the user.
+        urls: files of the folder.
+        key: dotted key, for errors.
+        suffix: of the files.
+    """
+    if not isinstance(place, str) or place.endswith(suffix) or any(c in place for c in "*?[{"):
+        return
+    first_by_split: dict[str, str] = {}
+    for url in urls:
+        name = url.rpartition("/")[2]
+        if match := _SPLIT.search(name):
+            first_by_split.setdefault(_SPLIT_NAMES.get(match[1], match[1]), name[: match.end()])
+    if len(first_by_split) > 1:
+        prefix = first_by_split.get("train", min(first_by_split.values()))
+        raise ConfigError(
+            f"{key}: {place} contains the splits {', '.join(sorted(first_by_split))}. Name the files of one, as in "
+            f"{place.rstrip('/')}/{prefix}*{suffix}, or all of them with {place.rstrip('/')}/*{suffix}."
+        )
+
+
 def expand_braces(pattern: str, key: str) -> list[str]:
     """Expand brace ranges, and lists with `::`, without looking for files. Raises `ConfigError` that names `key`."""
     if pattern.startswith("pipe:"):
@@ -211,7 +238,7 @@ def _list(filesystem: Any, path: str, suffix: str) -> list[str]:
         names = [str(hit) for hit in filesystem.ls(path, detail=False)]
         if packed := [name for name in names if name.endswith(f"{suffix}.gz")]:
             logger.warning(
-                f"{path}: ignores {len(packed)} compressed file(s), such as {Path(packed[0]).name}. Unpack them with gunzip to use them."
+                f"{path}: {len(packed)} compressed file(s) are ignored, such as {Path(packed[0]).name}. To use them, unpack them with gunzip."
             )
         return sorted(name for name in names if name.endswith(suffix))
     return [path] if filesystem.exists(path) else []

@@ -220,7 +220,7 @@ def _open_source(config: FolderConfig, key: str, _write_beside: bool) -> list[Fo
     splits = [name for name in parts[0].classes if name.lower() in _SPLITS]
     if len(splits) > 1:
         logger.warning(
-            f"{key}.folder: uses the images of all splits, got {', '.join(splits)}. To train on one of them, give its folder, such as "
+            f"{key}.folder: uses the images of all splits ({', '.join(splits)}). To train on one of them, name its folder, such as "
             f"{Path(config.folder) / splits[0]}."
         )
     return parts

@@ -26,7 +26,7 @@ from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
 from ..servers.cache import CachedFile, SampleCache
 from ..servers.ranges import RangeReader
-from ..servers.remote import filesystem_of, find_shards, size_of, with_retries
+from ..servers.remote import filesystem_of, find_shards, refuse_several_splits, size_of, with_retries
 from .base import SourceConfig, SourceKind, Storage, dotted, on_close
 from .merged_index import MergedShard, read_merged_index, write_merged_index
 from .shard_index import load_index
@@ -199,7 +199,7 @@ def use_cache(cache: SampleCache, storages: Iterable[Storage]) -> None:
     """Set the cache of remote storages, and remove files of other data sets if their samples need the space."""
     remote = [s for s in storages if isinstance(s, RangeStorage) and "://" in s.url]
     if not remote:
-        logger.warning("data.cache: is not used, because no shards, MDS or LitData of this run are on a server")
+        logger.warning("data.cache: has no effect, because no shards, MDS or LitData files of this run are on a server")
     for storage in remote:
         storage.cache = cache
     cache.reserve_space([file for storage in remote if (file := storage.cached()) is not None])
@@ -294,7 +294,9 @@ def open_shards(urls: Sequence[str], write_index: bool) -> list[Shard]:
 
 def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
     if config.index is None:
-        return open_shards(find_shards(config.shards, dotted(key, "shards")), write_index)
+        urls = find_shards(config.shards, dotted(key, "shards"))
+        refuse_several_splits(config.shards, urls, dotted(key, "shards"))
+        return open_shards(urls, write_index)
     return [Shard(s.url, s.samples, s.sha256) for s in read_merged_index(config.index, config.shards, key)]
 
 

@@ -16,6 +16,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from ...core.errors import BadSampleError
+
 BLOCK = 512
 _SMALL, _SAMPLE = (
     4096,
@@ -165,6 +167,7 @@ def unpack(data: bytes) -> tuple[str, dict[str, bytes]]:
 
     Raises:
         ValueError: the bytes are not the whole members of one sample.
+        BadSampleError: two members have one extension, as `a.jpg` and `a.JPG`.
     """
     # A fast path, because an episode has a hundred members and tarfile is slow; anything unusual is left to tarfile.
     return _unpack_plain(data) or unpack_any(data)
@@ -212,7 +215,7 @@ def unpack_any(data: bytes) -> tuple[str, dict[str, bytes]]:
             if key and group[0] != key:
                 raise ValueError("members of two samples")
             if group[1] in fields:
-                raise ValueError(f"two members {group[1]!r}")
+                raise BadSampleError("two members with one extension", detail=f"got {member.name!r} again")
             key, end = group[0], member.offset_data + member.size
             if end > len(data):
                 raise ValueError("a tar member extends beyond the end of its sample")
