@@ -188,17 +188,19 @@ def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
     )
 
 
-def _read_pretrained_cfg(weights: Path, label: str) -> dict[str, Any]:
-    """Return the pretrained_cfg in a `config.json` next to a file, as on timm's hub, which contains the transform; empty without one."""
+def _read_timm_config(weights: Path, name: str, label: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the transform (pretrained_cfg) and the model's arguments in a `config.json` next to a file, as on timm's hub; empty without one."""
     config_file = weights.parent / "config.json"
     if not weights.is_file() or not config_file.is_file():
-        return {}
-    pretrained_cfg = read_json(config_file, dict, CheckpointError).get("pretrained_cfg", {})
-    if not isinstance(pretrained_cfg, dict):
-        raise CheckpointError(
-            f"{label}: {config_file}: pretrained_cfg is not a mapping. Fetch the file again, or remove it."
-        )
-    return pretrained_cfg
+        return {}, {}
+    content = read_json(config_file, dict, CheckpointError)
+    for key in ("pretrained_cfg", "model_args"):
+        if not isinstance(content.setdefault(key, {}), dict):
+            raise CheckpointError(
+                f"{label}: {config_file}: {key} is not a mapping. Fetch the file again, or remove it."
+            )
+    same = content.get("architecture") == name.partition(".")[0]
+    return content["pretrained_cfg"], content["model_args"] if same else {}
 
 
 def from_timm(name: str, weights: str) -> BackboneEncoder:
@@ -209,11 +211,12 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     if weights and not Path(split_state(weights)[0]).is_file():
         raise CheckpointError(f"{label}: {weights} is not a file")
     state = timm_state(weights, label) if weights else {}
+    transform_config, arguments = _read_timm_config(Path(split_state(weights)[0]), name, label)
     # A fine-tuned ViT may average its patches, although the model of this name reads the class token.
     averaged: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
     try:
         # Without a classifier, because its input is scored.
-        model = timm.create_model(name, pretrained=not weights, num_classes=0, **averaged)
+        model = timm.create_model(name, pretrained=not weights, **{**arguments, **averaged, "num_classes": 0})
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: timm:{name}@FILE."
@@ -222,7 +225,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
         load_into(model, _without_head(state, model), weights)
     # A config next to the file describes these weights, so it takes precedence over that of the name.
     own: Any = model.pretrained_cfg
-    config = resolve_data_config({}, {**own, **_read_pretrained_cfg(Path(split_state(weights)[0]), label)}, model)
+    config = resolve_data_config({}, {**own, **transform_config}, model)
     transform: Any = create_transform(**config, is_training=False)
     pixels = LibraryPixels(transform.transforms, label, rgb_first=True)
     size = config["input_size"][-1]

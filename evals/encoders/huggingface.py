@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparo_train.core.errors import CheckpointError, ConfigError
+from sparo_train.core.files import read_json
 
 from .capabilities import PatchesEncoder, TokensEncoder
 from .foreign import BackboneEncoder
@@ -53,6 +55,8 @@ def from_huggingface(place: str) -> BackboneEncoder:
     except ImportError:
         raise ConfigError(f"hf:{place}: needs transformers. pip install -e '.[hf]' in sparo's checkout.") from None
     label = f"hf:{place}"
+    if remedy := _timm_remedy(place):
+        raise CheckpointError(f"{label}: {remedy}")
     try:
         config = AutoConfig.from_pretrained(place)
         processor = AutoImageProcessor.from_pretrained(place, backend="pil").to_dict()
@@ -88,6 +92,18 @@ def from_huggingface(place: str) -> BackboneEncoder:
     )
     refuse_unsteady(encoder)
     return encoder
+
+
+def _timm_remedy(place: str) -> str:
+    """Return what to write for a folder in timm's layout, which looks like one of transformers; empty for others."""
+    config = Path(place) / "config.json"
+    if not config.is_file() or "architecture" not in (facts := read_json(config, dict, CheckpointError)):
+        return ""
+    weights = next(
+        (file for name in ("model.safetensors", "pytorch_model.bin") if (file := config.with_name(name)).is_file()),
+        "FILE",
+    )
+    return f"is in the layout of timm. Write timm:{facts['architecture']}@{weights}."
 
 
 def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:

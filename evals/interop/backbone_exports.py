@@ -87,6 +87,7 @@ def _timm_model(config: VitConfig) -> tuple[str, dict[str, Any]]:
         "num_heads": config.heads,
         "mlp_ratio": config.mlp_ratio,
         "init_values": config.layer_scale,
+        "global_pool": "token",  # timm's models with rope otherwise average their patches
     }
     args = {key: value for key, value in args.items() if value is not None}
     if config.positions == "rope":

@@ -63,7 +63,9 @@ def show_dry(config: RunConfig) -> None:
         table.add_row("trained", f"{dry.trained:,}")
     out.print(table)
     if dry.encoding is None:
-        out.print("memory per sample cannot be estimated, because the objective does not define `footprint`")
+        out.print(
+            "memory per sample cannot be estimated, because the objective does not define `footprint`", soft_wrap=True
+        )
     else:
         tokens = ", per ".join(f"{name} {count}" for name, count in dry.tokens.items())
         out.print(f"tokens per {tokens}; an encoding has {dry.encoding} values")

@@ -50,7 +50,7 @@ class BackboneObjective(Objective):
         for line in fitted.size_changes:
             logger.info(f"start_from: resized {line}")
         if fitted.unused:
-            block = fitted.unused[0].rpartition(".")[0]
+            block = ".".join(fitted.unused[0].split(".")[:2])
             logger.info(
                 f"start_from: {block} and later blocks of the checkpoint are not used; the new readout replaces them"
             )

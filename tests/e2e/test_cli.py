@@ -190,7 +190,7 @@ def test_data_commands(trained):
     done = sparo("data", "bench", str(trained / "recipe.yaml"), "--samples", "32")
     assert done.returncode == 0 and "decode" in done.stdout
     done = sparo("data", "index", str(trained / "shards"))
-    assert "4 shards, 96 samples, 0 not whole" in done.stderr
+    assert "4 shards, 96 samples, 0 truncated or unreadable" in done.stderr
     assert len(list((trained / "shards").glob("*.idx.npy"))) == 4
 
 

@@ -39,7 +39,7 @@ def test_clip_benchmark_builds_tables_from_our_results(scored):
     root, _ = scored
     done = sparo("eval", "export", "results", "--out", "cb", cwd=root)
     written = list((root / "cb").glob("*.json"))
-    assert done.returncode == 0 and written and f"{len(written)} file(s) in cb" in done.stdout
+    assert done.returncode == 0 and written and f"{len(written)} file(s) to cb" in done.stdout
     from clip_benchmark.cli import main_build
 
     class Options:

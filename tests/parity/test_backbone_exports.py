@@ -15,7 +15,7 @@ from evals.interop.backbone_exports import load_readout
 from evals.interop.exporting import export_run
 from launch.commands.train import train
 from sparo_train.core.config import resolve
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.recipes import dino_recipe
@@ -70,6 +70,7 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
     model = timm.create_model(f"local-dir:{export_run(run, None, 'timm')}", pretrained=True).eval()
     with torch.no_grad():
         assert torch.allclose(model.forward_features(normalised)[:, 0], expected, atol=1e-5)
+        assert torch.allclose(model(normalised), expected, atol=1e-5)
     picture = Image.open(io.BytesIO(jpeg(3, (90, 70))))
     ready = encoder.normalised(encoder.stacked([encoder.transform(picture)]))
     theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)(picture)
@@ -81,8 +82,13 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
     assert not info["unexpected_keys"] and all("pooler" in name for name in info["missing_keys"])
     with torch.no_grad():
         assert torch.allclose(loaded.eval()(normalised).last_hidden_state[:, 0], expected, atol=1e-5)
-    again = load_encoder(f"hf:{folder}")  # evaluation can read the export, too
-    assert torch.allclose(again.encode(x), expected, atol=1e-5)
+    with pytest.raises(
+        CheckpointError, match=r"is in the layout of timm\. Write timm:vit_.*timm/model\.safetensors\."
+    ) as refused:
+        load_encoder(f"hf:{export_run(run, None, 'timm')}")
+    for place in (f"hf:{folder}", str(refused.value).partition(" Write ")[2].rstrip(".")):
+        again = load_encoder(place)  # evaluation can read both exports, too
+        assert torch.allclose(again.encode(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dino", "rope"])

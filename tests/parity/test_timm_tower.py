@@ -147,7 +147,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
     image = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(objective.model.visual.tokens(image), same.eval().forward_features(image))
-    assert "new are sparo." in said[0]
+    assert "newly initialized: sparo." in said[0]
     larger = override(tree, ["objective.model.vision.image_size=96", f"start_from={tmp_path}/small"], RunConfig)
     train(resolve(RunConfig, {**tree, "name": "small", "steps": 1, "optim": {}}, "x"))
     train(resolve(RunConfig, {**larger, "name": "large", "steps": 1, "optim": {"lr": 1e-30}}, "x"))

@@ -103,9 +103,7 @@ def test_a_run_on_cached_tokens_resumes_bit_identical(shards, tmp_path, capsys):
     assert len(moved) > 4
     train(_run(tree, "name=several", "+data.sources.a.captions={txt: 1.0}", "steps=1", "optim.warmup_steps=0"))
     said = capsys.readouterr().err
-    assert (
-        "computing text tokens" in said and "image tokens" not in said
-    )  # tokens of images do not depend on captions
+    assert "computing text tokens" in said and "image tokens" not in said  # tokens of images do not depend on captions
     # a branch with the optimizer's moments starts from the towers of the checkpoint
     words = ["optim.schedule=cooldown", "optim.warmup_steps=0", "steps=2", "seed=1"]
     train(_run(tree, "name=branch", *words, f"start_from={{checkpoint: {tmp_path}/whole, optimizer: true}}"))
@@ -183,8 +181,8 @@ def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
     tree["steps"] = 12
     train(_run(tree))
     said = " ".join(capsys.readouterr().err.split())
-    assert "the image tokens of 48 samples (about" in said
-    assert "bad image 2" in said and "missing caption" in said  # as without the cache
+    assert "image tokens for 48 samples (about" in said
+    assert "2 (bad image), 2 (missing caption)" in said  # as without the cache
     with pytest.raises(ConfigError, match=r"Set objective.cache=null"):  # as `sparo data bench` would read it
         build_pipeline(_run(tree)).example(SampleRef(0, 0, 0, 0))
 

@@ -234,19 +234,19 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
         ours, said = begun(*words)
         for mine, theirs in zip((ours.visual(image), ours.text(tokens)), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-        assert "new are" not in said
+        assert "newly initialized" not in said
     assert ours.logit_scale.item() == 3.25
     wider = ["objective.model.embed_dim=20", inits[0]]
-    assert "new are proj" in begun(*wider)[1]
+    assert "newly initialized: proj" in begun(*wider)[1]
     with pytest.raises(
         CheckpointError, match=r"has no matching proj, so with `freeze` these tensors of the new run would stay random"
     ):
         begun(*wider, "objective.model.vision.freeze=true")
-    assert "new are" not in begun(inits[0], "objective.model.vision.freeze=true")[1]
+    assert "newly initialized" not in begun(inits[0], "objective.model.vision.freeze=true")[1]
     # A folder without a text tower is still an image tower.
     hf.vision_model.save_pretrained(tmp_path / "seen")
     shutil.copy(folder / "preprocessor_config.json", tmp_path / "seen")
-    assert "new are proj" in begun(f"objective.model.vision.init_from=hf:{tmp_path}/seen")[1]
+    assert "newly initialized: proj" in begun(f"objective.model.vision.init_from=hf:{tmp_path}/seen")[1]
     with pytest.raises(CheckpointError, match="has no text tower of a CLIP"):
         begun(f"objective.model.text.init_from=hf:{tmp_path}/seen")
 

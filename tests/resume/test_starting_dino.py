@@ -4,6 +4,7 @@ import open_clip
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.layers.patch_embed import resample_patch_embed
 
 from evals.interop.exporting import export_run
@@ -14,6 +15,8 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
+from sparo_train.models.weight_files.backbone_description import describe_backbone
+from sparo_train.models.weight_files.state_dicts import read_raw
 from sparo_train.models.weight_files.vit_names import official_vit_names, published_heads
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged
@@ -117,7 +120,11 @@ def test_backbones_of_timm_transformers_and_clip(recipe, tmp_path):
     config = transformers.Dinov2Config(
         hidden_size=192, num_hidden_layers=3, num_attention_heads=3, image_size=28, patch_size=14
     )
-    transformers.Dinov2Model(config).save_pretrained(tmp_path / "dinov2")
+    dinov2_model = transformers.Dinov2Model(config)
+    dinov2_model.save_pretrained(tmp_path / "dinov2")
+    dinov2_model.save_pretrained(tmp_path / "in_parts", max_shard_size="1MB")
+    assert (tmp_path / "in_parts/model.safetensors.index.json").is_file()
+    assert describe_backbone(f"hf:{tmp_path}/in_parts") == describe_backbone(f"hf:{tmp_path}/dinov2") is not None
     processor = transformers.BitImageProcessor(
         crop_size={"height": 28, "width": 28}, size={"shortest_edge": 32},
         image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
@@ -135,6 +142,17 @@ def test_backbones_of_timm_transformers_and_clip(recipe, tmp_path):
     torch.save(named, tmp_path / "clip.pth")
     pixels = ("objective.model.pre_norm=true", "objective.model.norm_eps=1e-5")
     train(recipe(CLS, *WIDE, *pixels, "name=clip", f"start_from={tmp_path}/clip.pth"))
+
+
+@pytest.mark.parametrize("name", ["renamed.pth", "renamed.bin", "renamed.safetensors"])
+def test_the_format_of_a_weight_file_does_not_depend_on_its_name(tmp_path, name):
+    weights = {"a": torch.arange(3.0)}
+    for save in (torch.save, save_file):
+        save(weights, tmp_path / name)
+        assert torch.equal(read_raw(tmp_path / name)["a"], weights["a"])
+    (tmp_path / name).write_bytes(b"\xff" * 7 + b"\0{" + b"x" * 20)  # a header longer than the file
+    with pytest.raises(CheckpointError, match=f"{name}: not a"):
+        read_raw(tmp_path / name)
 
 
 def test_a_training_continues_with_head_and_centre(recipe, tmp_path):

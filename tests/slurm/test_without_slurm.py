@@ -55,9 +55,7 @@ def test_local_jobs_train_like_the_same_command_without_a_launcher(recipe, tmp_p
     assert_bit_equal(folders[0], tmp_path / "runs/straight")
     assert folders[1].joinpath("code").is_symlink()
     done = sparo("launch", "cancel", str(folders[0]), cwd=tmp_path)
-    assert (
-        done.returncode == 0 and "nothing to cancel; job" in done.stdout and "has ended (COMPLETED)" in done.stdout
-    )
+    assert done.returncode == 0 and "nothing to cancel; job" in done.stdout and "has ended (COMPLETED)" in done.stdout
     said = sparo("launch", "logs", str(folders[1]), cwd=tmp_path).stdout
     assert (
         "finished at step 12" in said and "job-lr0.0005" in said and "job-lr0.001" not in said

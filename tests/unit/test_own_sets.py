@@ -232,7 +232,8 @@ def test_what_is_ignored_or_joined_is_reported(tmp_path, caplog):
     )
     assert convert_folder(tmp_path / "five", tmp_path / "out").train == 2
     assert (
-        "1.jpg: the caption file has several lines. They are read as one caption" in caplog.text and "2.jpg" not in caplog.text
+        "1.jpg: the caption file has several lines. They are read as one caption" in caplog.text
+        and "2.jpg" not in caplog.text
     )
     write(tmp_path / "out", {"x.tar.gz": b""})
     open_source("mine", ShardsConfig(shards=str(tmp_path / "out")))

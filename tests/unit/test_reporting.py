@@ -170,7 +170,9 @@ def test_parameters_that_no_gradient_reaches_are_named_once():
     with logged() as said:
         for names in reports:
             reporter.without_gradient(names)
-    assert said == ["1 trainable parameter(s) get no gradient and keep their initial values: unused. Freeze them, or check the loss."]
+    assert said == [
+        "1 trainable parameter(s) get no gradient and keep their initial values: unused. Freeze them, or check the loss."
+    ]
 
 
 def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
@@ -190,7 +192,9 @@ def test_a_failed_metric_writer_is_reported_once(tmp_path, monkeypatch):
         for step in (1, 2, 3):
             log.write("train", step, {"loss": 1.0})
         log.close()
-    assert said == ["log.tensorboard: cannot be written (ValueError: no room). The run continues without it."]
+    assert said == [
+        "log.tensorboard: metrics could not be written (ValueError: no room). The run continues without tensorboard."
+    ]
     assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     monkeypatch.setattr(metrics, "Tensorboard", lambda *_: 1 / 0)
     with logged() as said:

@@ -15,7 +15,7 @@ from ...core.files import read_json, read_text
 from ...core.recipe.recipe_yaml import parse_yaml
 from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .dino_files import is_dino, read_dino
-from .state_dicts import read_raw, split_state
+from .state_dicts import read_raw, read_raw_parts, split_state
 from .vit_names import infer_vit, official_vit_names, published_heads
 
 
@@ -88,10 +88,10 @@ def _timm_config(name: str) -> VitConfig:
 
 
 def _of_transformers(folder: Path) -> BackboneDescription | None:
-    if not (folder / "model.safetensors").is_file():
+    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         return None  # a name of the hub
     config = read_json(folder / "config.json", dict, CheckpointError)
-    weights = official_vit_names(read_raw(folder / "model.safetensors"))
+    weights = official_vit_names(read_raw_parts(folder))
     tree = infer_vit(weights, f"hf:{folder}", config.get("num_attention_heads"))
     processor = folder / "preprocessor_config.json"
     pixels = read_json(processor, dict, CheckpointError) if processor.is_file() else {}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ...core.errors import CheckpointError
+from ...core.files import read_json
 
 _MAX_MODULES = 100_000  # levels of a model; more indicate modules nested in a cycle
 _DTYPES = {
@@ -166,12 +167,13 @@ def read_raw(path: str | Path) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
-        if path.suffix == ".safetensors":
+        if is_safetensors(path):
             return load_file(path)
         if archive_root(path) is not None:
             return read_torchscript(path)
-        with torch.serialization.safe_globals(PLAIN):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        # A stream, because torch chooses the format of a path by its suffix.
+        with path.open("rb") as stream, torch.serialization.safe_globals(PLAIN):
+            return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
@@ -181,6 +183,27 @@ def read_raw(path: str | Path) -> Any:
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path}: not a readable checkpoint ({error})") from None
+
+
+def is_safetensors(path: Path) -> bool:
+    """Return whether a file has a header of safetensors, whatever its suffix: hubs and users rename files."""
+    with path.open("rb") as stream:
+        start = stream.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+
+
+def read_raw_parts(folder: Path) -> dict[str, Tensor]:
+    """Read model.safetensors of a folder of transformers, or the parts that its index lists for large models. Raises `CheckpointError`."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return read_raw(folder / "model.safetensors")
+    parts = read_json(index, dict, CheckpointError).get("weight_map", {})
+    state: dict[str, Tensor] = {}
+    for name in sorted(set(parts.values())):
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: expected names of files in its folder, got {name!r}.")
+        state |= read_raw(folder / name)
+    return state
 
 
 def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, Tensor]:
