@@ -155,7 +155,7 @@ def knn_rows(quick: bool, device: str) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {}
 
     def ours() -> None:
-        near = knn.nearest(asked.to(device), bank, max(KS))
+        near = knn.find_nearest(asked.to(device), bank, max(KS))
         result = knn.score(near, labels, answers, classes, KS, 0.07, 20)
         found["ours"] = [result.metrics[f"acc1_k{k}"] for k in KS]
 

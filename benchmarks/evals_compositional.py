@@ -30,7 +30,7 @@ from evals.feature_store.features import FeatureStore
 from evals.sets.captions import SPLITS
 from evals.suite import catalogue
 from evals.suite.suite import Suite
-from sparo_data.synthetic.scene_questions import shuffled_orders
+from sparo_data.synthetic.scene_questions import shuffle_words
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 
@@ -95,7 +95,7 @@ def _write_aro(folder: Path, fraction: int, rng: np.random.Generator) -> None:
     orders = []
     for i in range(25010 // fraction):
         text = caption(rng)
-        orders.append({"image_path": f"{i % pool}.jpg", "captions": [text, *shuffled_orders(text, rng)]})
+        orders.append({"image_path": f"{i % pool}.jpg", "captions": [text, *shuffle_words(text, rng)]})
     (folder / "coco_order/order.json").write_text(json.dumps(orders))
 
 
@@ -169,9 +169,7 @@ class Script:
             right.setdefault(kind, []).append(hit)
 
     def _prepared(self, image: Image.Image) -> Tensor:
-        return self.encoder.normalised(
-            self.encoder.stacked([np.asarray(self.encoder.transform(image.convert("RGB")))])
-        )[0]
+        return self.encoder.normalize(self.encoder.stack([np.asarray(self.encoder.transform(image.convert("RGB")))]))[0]
 
     def _padded(self, texts: list[str]) -> Tensor:
         tokens = self.encoder.tokenizer.batch(texts)

@@ -135,7 +135,7 @@ def suite_of(fraction: int) -> Suite:
     entries = {entry.name: entry for entry in catalogue.datasets()}
     tasks = {}
     for name, _ in DATACOMP:
-        task = catalogue.task_of(entries[name], Path("data"), entries[name].task)
+        task = catalogue.make_task(entries[name], Path("data"), entries[name].task)
         tasks[name] = task.model_copy(update={"layout": "stand_in", "workers": 0, "columns": None})
     return Suite(tasks)
 

@@ -49,7 +49,7 @@ def sugar_crepe_rows(quick: bool, device: str) -> list[dict[str, Any]]:
             counts["ours"] = dict(counted)
 
         def prepared(image: Image.Image) -> Tensor:
-            return encoder.normalised(encoder.stacked([np.asarray(encoder.transform(image.convert("RGB")))])).cpu()[0]
+            return encoder.normalize(encoder.stack([np.asarray(encoder.transform(image.convert("RGB")))])).cpu()[0]
 
         def theirs() -> None:
             counted.clear()

@@ -60,7 +60,7 @@ def launched(name: str) -> tuple[float, float]:
         [*SPARO, "launch", "train", RECIPE, f"name={name}", *SAME, "--cluster", "test", "--nodes", "2"], check=True
     )
     first = until(lambda: read(folder / "metrics.jsonl", "train"), begin)
-    record = Records(folder).last()
+    record = Records(folder).last_submission()
     assert record is not None
     job = record["jobs"][0]
     sent = time.monotonic()

@@ -38,7 +38,7 @@ def memory_map(folder: str, rows: int, width: int) -> Tensor:
 
 
 def ours(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> None:
-    knn.score(knn.nearest(queries, bank, max(KS)), labels, answers, CLASSES, KS, TEMPERATURE, 20)
+    knn.score(knn.find_nearest(queries, bank, max(KS)), labels, answers, CLASSES, KS, TEMPERATURE, 20)
 
 
 def theirs(bank: Tensor, labels: Tensor, queries: Tensor, answers: Tensor) -> None:

@@ -59,7 +59,7 @@ def measured(name: str) -> Model:
         kept = _kept_per_pair(objective, config)
         objective.set_grad_checkpointing(True)
         checkpointed = _kept_per_pair(objective, config)
-    return Model(name, Sizes.of(objective), kept, checkpointed, config.width)
+    return Model(name, Sizes.from_objective(objective), kept, checkpointed, config.width)
 
 
 def _kept_per_pair(objective: ClipObjective, config: ClipConfig) -> float:
@@ -119,7 +119,7 @@ def plan(ranks: int, samples: int, shards: int, batch: int) -> dict[str, Any]:
     for stream in range(ranks):  # one stream a rank
         per_rank[stream] = found.stream_length(stream)
         for position in range(found.stream_length(stream)):
-            ref = found.at(stream, position)
+            ref = found.sample_at(stream, position)
             read[ref.shard, ref.ordinal] += 1
     return {
         "ranks": ranks,

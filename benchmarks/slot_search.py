@@ -23,10 +23,10 @@ from torch import Tensor
 
 from evals.encoders.loading import load_encoder
 from evals.sets.wds import WdsSet
-from evals.slots.attend import pixels_of
-from evals.slots.naming import contained, name_slots, roc_auc
+from evals.slots.attend import preprocess_image
+from evals.slots.naming import contain_names, name_slots, roc_auc
 from evals.slots.slot_search import DIFFERENT, rank_for_text, search_slots
-from evals.slots.units import Units, texts_of, units_of
+from evals.slots.units import Units, get_text_tower, make_units
 from sparo_train.train.run_config import load_run
 
 COLOURS = ("red", "blue", "green", "yellow", "purple", "cyan", "brown", "gray")
@@ -39,7 +39,7 @@ def encoded(units: Units, source: WdsSet) -> tuple[Tensor, list[list[str]]]:
     for begin in range(0, len(source), 64):
         samples = [source.read(i) for i in range(begin, min(begin + 64, len(source)))]
         with torch.inference_mode():
-            pixels = units.encoder.stacked([pixels_of(units.encoder, image) for _, image, _ in samples])
+            pixels = units.encoder.stack([preprocess_image(units.encoder, image) for _, image, _ in samples])
             rows.append(units.encoder.encode(pixels).flatten(1))
         captions += [[p.caption for p in fact] if source.kind == "pairs" else list(fact) for _, _, fact in samples]
     return units.images(torch.cat(rows)), captions
@@ -47,13 +47,13 @@ def encoded(units: Units, source: WdsSet) -> tuple[Tensor, list[list[str]]]:
 
 def measured(run: Path) -> dict[str, tuple[float, float]]:
     """Return precision at 10 and overlap of other colours for each kind of search."""
-    units = units_of(load_encoder(run))
+    units = make_units(load_encoder(run))
     tasks = load_run(run / "config.yaml", []).eval.tasks
     images, captions = encoded(units, WdsSet(Path(tasks["pairs"].root), "pairs"))
-    texts = units.texts(texts_of(units).text(list(COLOURS)))
-    naming = name_slots(images, texts, COLOURS, contained(captions, COLOURS), 1, 10, 0)
+    texts = units.texts(get_text_tower(units).text(list(COLOURS)))
+    naming = name_slots(images, texts, COLOURS, contain_names(captions, COLOURS), 1, 10, 0)
     images, captions = encoded(units, WdsSet(Path(tasks["retrieval"].root), "captions"))
-    has = contained(captions, COLOURS)
+    has = contain_names(captions, COLOURS)
     scores: dict[str, list[tuple[float, float]]] = {name: [] for name in (*FORMS, "chance")}
     for one in naming.slots:
         if not one.passing:
@@ -71,7 +71,7 @@ def measured(run: Path) -> dict[str, tuple[float, float]]:
         for name, values in rows.items():
             scores[name].append(tuple(np.mean(values, axis=0)))
         scores["chance"].append((has[:, column].mean(), float("nan")))
-    queries, nothing = texts, units.texts(texts_of(units).text([""]))[0]
+    queries, nothing = texts, units.texts(get_text_tower(units).text([""]))[0]
     for name, base in (("text", torch.zeros_like(nothing)), ("text minus empty text", nothing)):
         best = [int(rank_for_text(images, query - base).parts.argmax()) for query in queries]
         aucs = [

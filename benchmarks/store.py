@@ -57,7 +57,7 @@ def main() -> None:
         known = {path: parts._hash_of(path) for path in folder.glob("part-*.npy")}
 
         def without() -> float:
-            with patch.object(parts, "_hash_of", known.__getitem__):
+            with patch.object(parts, "_hash_file", known.__getitem__):
                 return seconds(lambda: score(folder, spans, weights))
 
         pairs = interleave(lambda: seconds(lambda: score(folder, spans, weights)), without, 3 if options.quick else 15)

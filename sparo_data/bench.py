@@ -36,7 +36,7 @@ def bench(pipeline: Pipeline, samples: int = 512) -> Timing:
     # One thread, as in a loader's worker; several would overestimate a worker's speed.
     torch.set_num_threads(1)
     seconds: dict[str, float] = {}
-    used = sum(_one(pipeline, number, seconds) for number in range(samples))
+    used = sum(_time_one(pipeline, number, seconds) for number in range(samples))
     # Close the reader, because workers open their own, and a forked one would share its file positions.
     close_reader()
     torch.set_num_threads(threads)
@@ -50,7 +50,7 @@ def bench(pipeline: Pipeline, samples: int = 512) -> Timing:
     return Timing(used, seconds, pipeline.workers, count / spent)
 
 
-def _one(pipeline: Pipeline, number: int, seconds: dict[str, float]) -> bool:
+def _time_one(pipeline: Pipeline, number: int, seconds: dict[str, float]) -> bool:
     # Alternate between streams, as batches do, so that shards are opened as often.
     plan, before = pipeline.plan, time.perf_counter()
     spent: dict[str, float] = {}
@@ -61,7 +61,7 @@ def _one(pipeline: Pipeline, number: int, seconds: dict[str, float]) -> bool:
         spent[stage], before = now - before, now
 
     try:
-        pipeline.example(plan.at(number % plan.streams, number // plan.streams), on_stage)
+        pipeline.example(plan.sample_at(number % plan.streams, number // plan.streams), on_stage)
     except BadSampleError:
         return False
     for stage, value in spent.items():

@@ -139,7 +139,7 @@ def _select_test_images(
     for _, sample in samples():
         content = _image_hash(sample)
         if content not in contents:
-            contents[content] = _decodes(sample.image)
+            contents[content] = _can_decode(sample.image)
         broken += not contents[content]
     readable = sorted(content for content, decodes in contents.items() if decodes)
     if test > len(readable) // 2:
@@ -149,7 +149,7 @@ def _select_test_images(
     return set(readable[:test]), broken
 
 
-def _decodes(image: bytes) -> bool:
+def _can_decode(image: bytes) -> bool:
     try:
         decode_image(
             image, pixel_range="percentiles"

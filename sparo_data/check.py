@@ -167,7 +167,7 @@ def check_storage(
         images,
         captions,
         looks,
-        measures.packed(),
+        measures.pack(),
         note_counts,
         details,
     )

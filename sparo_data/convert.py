@@ -15,7 +15,7 @@ from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channe
 from sparo_train.data.rows.columns import CAPTION_COLUMNS
 from sparo_train.data.rows.table import IMAGE_COLUMNS, read_table
 from sparo_train.data.sources.folder import (
-    class_of,
+    class_folder,
     class_order,
     is_split,
     left_out_text,
@@ -185,7 +185,7 @@ def _caption_file(path: Path) -> Path | None:
 
 def _class_names(source: Path, images: Sequence[str]) -> dict[str, str]:
     """Return the name of each class folder, in the order of their labels: from classnames.txt, otherwise the folder's own name."""
-    classes = class_order(label for name in images if (label := class_of(name)) is not None)
+    classes = class_order(label for name in images if (label := class_folder(name)) is not None)
     refuse_splits(source, classes)
     if (
         classes
@@ -224,7 +224,7 @@ def _load_folder_sample(source: Path, name: str, template: str, class_names: Map
                 f"{caption_file}: expected UTF-8, got the byte {text[error.start]:#x}. Convert it, for example with: iconv -f latin1 -t utf-8"
             ) from None
         return sample._replace(caption=text.removeprefix(b"\xef\xbb\xbf"))
-    folder = class_of(name)
+    folder = class_folder(name)
     if folder is None:
         raise DataError(
             f"{path}: has no caption, because there is neither a class folder nor {path.stem}.txt. Add one of them."

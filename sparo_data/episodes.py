@@ -100,7 +100,7 @@ def scene_fields(views: Sequence[Video], metadata: dict[str, Any]) -> dict[str, 
     }
 
 
-def boxes_of(labels: np.ndarray, count: int) -> np.ndarray:
+def compute_boxes(labels: np.ndarray, count: int) -> np.ndarray:
     """Return (T, K, 4) fp32 boxes in 0..1 of (T, H, W) labels 1..K, with zeros if an object is not visible."""
     height, width = labels.shape[1:]
     boxes = np.zeros((len(labels), count, 4), np.float32)

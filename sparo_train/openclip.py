@@ -32,7 +32,7 @@ from .models.clip_model import build_text, build_vision
 from .models.clip_towers import TextTower, VisionTower
 from .models.readout import NoReadOut
 from .models.weight_files.description import IMPORT_FIRST, IMPORT_KEYS, from_model_cfg
-from .models.weight_files.state_dicts import archive_root, read_raw, split_state, state_of, strip_wrapper_prefixes
+from .models.weight_files.state_dicts import archive_root, extract_state, read_raw, split_state, strip_wrapper_prefixes
 from .models.weight_files.weights import OPENAI_MARKS, to_ours
 
 _VISION_KEYS = (
@@ -76,7 +76,7 @@ def names() -> dict[str, ClipConfig]:
     return out
 
 
-def config_of(name: str) -> ClipConfig:
+def find_config(name: str) -> ClipConfig:
     """Return our description of any ViT CLIP that open_clip lists, ours included.
 
     Raises:
@@ -180,7 +180,7 @@ def _wrap_load(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict
         if not path.is_file() or not weights_only:
             return original(checkpoint_path, device, weights_only)
         dropped = OPENAI_MARKS if archive_root(path) is not None else ()
-        state = state_of(read_raw(path), path, key)
+        state = extract_state(read_raw(path), path, key)
         return {name: value.to(device) for name, value in state.items() if name not in dropped}
 
     return load

@@ -36,7 +36,7 @@ def agree_with_the_tasks(page, seed):
         for name, array in (("right", right), ("true", true), ("false", false))
     }
     weights = flat["right"][:classes]
-    near = knn.nearest(kept, torch.from_numpy((right * on[:, None]).reshape(m, -1)), 7)
+    near = knn.find_nearest(kept, torch.from_numpy((right * on[:, None]).reshape(m, -1)), 7)
     expected = {
         "acc1": zeroshot.score([kept], weights, torch.from_numpy(labels)).metrics["acc1"],
         "mean_per_class_recall": zeroshot.score([kept], weights, torch.from_numpy(labels)).metrics[

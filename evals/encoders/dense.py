@@ -19,7 +19,7 @@ class DenseEncoder:
     """Capability of an `Encoder` with an image tower `model.visual`, whose patches can be compared with texts."""
 
     model: Any
-    normalised: Callable[[Tensor], Tensor]
+    normalize: Callable[[Tensor], Tensor]
     autocast: Callable[[], AbstractContextManager[Any]]
 
     @property
@@ -31,7 +31,7 @@ class DenseEncoder:
     def dense(self, pixels: Tensor, last_block: LastBlock = "standard") -> Tensor:
         """Return encodings of patches, fp32 (n, P, D), row by row, for (n, 3, S, S) uint8; see `dense_patches`."""
         with self.autocast():
-            return dense_patches(self.model.visual, self.normalised(pixels), last_block).float()
+            return dense_patches(self.model.visual, self.normalize(pixels), last_block).float()
 
 
 def has_dense_patches(visual: nn.Module) -> bool:
@@ -88,10 +88,10 @@ def last_tokens(visual: Any, pixels: Tensor, last_block: LastBlock) -> Tensor:
             hook.remove()
     batch_first = getattr(visual.transformer, "batch_first", True)
     output, inputs = (captured[name] if batch_first else captured[name].transpose(0, 1) for name in ("output", "input"))
-    return output if last_block == "standard" else _changed(block, inputs, last_block)
+    return output if last_block == "standard" else _forward_block(block, inputs, last_block)
 
 
-def _changed(block: Any, x: Tensor, last_block: LastBlock) -> Tensor:
+def _forward_block(block: Any, x: Tensor, last_block: LastBlock) -> Tensor:
     """Return the output (n, N, d) of a block of open_clip with another attention."""
     attention: nn.MultiheadAttention = block.attn
     q, k, v = F.linear(block.ln_1(x), attention.in_proj_weight, attention.in_proj_bias).chunk(3, dim=-1)

@@ -218,20 +218,20 @@ class Encoder(ABC):
         Raises:
             DataError: not a list of images, arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.
         """
-        encodings = self.encode(self.stacked(self.preprocessed(pictures)))
+        encodings = self.encode(self.stack(self.preprocess(pictures)))
         return encodings.clone()  # an ordinary tensor, with which a probe can be trained
 
-    def preprocessed(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> list[np.ndarray]:
+    def preprocess(self, pictures: Sequence[Image.Image | np.ndarray | str | Path]) -> list[np.ndarray]:
         """Return the pixels (S, S, C) uint8 of images; arguments and errors are those of `images`."""
         rows = []
         for number, picture in enumerate(as_list(pictures, "images")):
             try:
-                rows.append(np.asarray(self.transform(self._opened(picture))))
+                rows.append(np.asarray(self.transform(self._open(picture))))
             except BadSampleError as bad:
                 raise DataError(f"image {number}: cannot be encoded by {self.label}: {bad.full_message()}") from None
         return rows
 
-    def _opened(self, picture: Image.Image | np.ndarray | str | Path) -> Any:
+    def _open(self, picture: Image.Image | np.ndarray | str | Path) -> Any:
         """Return the input of `transform` for a path, an image or an array."""
         how = self.decoding
         if isinstance(picture, str | Path):
@@ -268,16 +268,16 @@ class Encoder(ABC):
                 self.transform = BandPixels(t.size, t.resize, pixel_range=data.pixel_range, bands=data.bands)
 
     @staticmethod
-    def stacked(rows: Sequence[np.ndarray]) -> Tensor:
+    def stack(rows: Sequence[np.ndarray]) -> Tensor:
         """Stack (S, S, C) uint8 images to (n, C, S, S)."""
         return torch.from_numpy(np.stack(rows)).permute(0, 3, 1, 2)
 
-    def normalised(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor) -> Tensor:
         """Normalise (n, 3, S, S) uint8 to the input of the model."""
         # On the device, because uint8 needs a quarter of the transfer.
         return normalise(pixels.to(self.device), self.mean, self.std)
 
-    def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
+    def to_store(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
         """Return the encoder whose encodings are stored, and the function from these to this encoder's (None: they are equal)."""
         return self, None
 
@@ -327,7 +327,7 @@ class TwoTowerEncoder(Encoder, TextEncoder):
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.encode_image(self.normalised(pixels), normalize=True).float()
+            return self.model.encode_image(self.normalize(pixels), normalize=True).float()
 
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         """Return unit-norm fp32 encodings (n, D); each distinct caption is encoded once, together with others of its length."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import read_json
-from sparo_train.models.weight_files.dino_files import backbone_of, dinov2_as_timm
-from sparo_train.models.weight_files.state_dicts import archive_root, read_raw, split_state, state_of
+from sparo_train.models.weight_files.dino_files import dinov2_as_timm, select_backbone
+from sparo_train.models.weight_files.state_dicts import archive_root, extract_state, read_raw, split_state
 from sparo_train.models.weight_files.weights import load_into
 
 from .capabilities import PatchesEncoder, TokensEncoder
@@ -145,7 +145,7 @@ class BackboneEncoder(Encoder):
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self._forward(self.normalised(pixels)).float()
+            return self._forward(self.normalize(pixels)).float()
 
 
 class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
@@ -168,7 +168,7 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.forward_features(self.normalised(pixels)).float()
+            return self.model.forward_features(self.normalize(pixels)).float()
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
         return self.model.forward_features(normalised)[:, self.model.num_prefix_tokens :]
@@ -232,7 +232,9 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
     # A ViT has prefix tokens and a sequence of features, so its patches can be read; other models only return one
     # vector.
     kind = (
-        TimmVitEncoder if hasattr(model, "num_prefix_tokens") and _gives_tokens(model, size, label) else BackboneEncoder
+        TimmVitEncoder
+        if hasattr(model, "num_prefix_tokens") and _has_token_features(model, size, label)
+        else BackboneEncoder
     )
     # In convnets, it is a layer of the model or of its head that has a name.
     pooled: Any = getattr(model, "global_pool", None) or getattr(getattr(model, "head", None), "global_pool", None)
@@ -244,7 +246,7 @@ def from_timm(name: str, weights: str) -> BackboneEncoder:
 
 
 @torch.inference_mode()
-def _gives_tokens(model: Any, size: int, label: str) -> bool:
+def _has_token_features(model: Any, size: int, label: str) -> bool:
     try:
         return model.eval().forward_features(torch.zeros(1, 3, size, size)).dim() == 3
     except Exception as error:  # foreign models may fail in any way
@@ -258,7 +260,7 @@ def timm_state(place: str, label: str) -> dict[str, Tensor]:
     file, key = split_state(place)
     raw = read_raw(file)
     key = "teacher" if key is None and isinstance(raw, dict) and "teacher" in raw else key
-    return dinov2_as_timm(backbone_of(state_of(raw, label, key)))
+    return dinov2_as_timm(select_backbone(extract_state(raw, label, key)))
 
 
 def _without_head(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

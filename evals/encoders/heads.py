@@ -55,7 +55,7 @@ class HeadsEncoder(TwoTowerEncoder):
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            shares, total = self._shares(self.normalised(pixels))
+            shares, total = self._shares(self.normalize(pixels))
         visual = self._visual
         norm = visual.ln_post
         # LayerNorm with fixed mean and deviation is linear; its bias belongs to no head.
@@ -75,12 +75,12 @@ class HeadsEncoder(TwoTowerEncoder):
         x = visual._embeds(x)
         for number, block in enumerate(blocks):
             if number >= len(blocks) - self._layers:
-                shares.append(_written(block, x))
+                shares.append(_head_outputs(block, x))
             x = block(x)
         return torch.cat(shares, dim=1), x[:, 0]
 
 
-def _written(block: Any, x: Tensor) -> Tensor:
+def _head_outputs(block: Any, x: Tensor) -> Tensor:
     """Return (n, heads, width): the heads' outputs at the class token, without the output's bias."""
     attention, h = block.attn, block.ln_1(x)
     heads, width = attention.num_heads, h.shape[-1]
@@ -96,7 +96,7 @@ def _blocks(visual: Any) -> list[Any]:
     return list(visual.transformer.resblocks)
 
 
-def heads_of(encoder: Encoder, layers: int) -> HeadsEncoder:
+def make_heads(encoder: Encoder, layers: int) -> HeadsEncoder:
     """Return the heads of an encoder. Raises `ConfigError` if its image tower is not an ordinary ViT, or has fewer blocks."""
     visual: Any = getattr(encoder.model, "visual", None)
     pooled = getattr(visual, "pool_type", "") == "tok" and getattr(visual, "attn_pool", None) is None
@@ -143,13 +143,13 @@ class SelectedHeads(TwoTowerEncoder):
     def text(self, captions: Sequence[str], batch: int | None = None) -> Tensor:
         return self.heads.text(captions, batch)
 
-    def of(self, encodings: Tensor) -> Tensor:
+    def sum_heads(self, encodings: Tensor) -> Tensor:
         """Sum the shares (n, (U + 1) * D) of the chosen heads and the rest, to (n, D)."""
         shares = encodings.unflatten(-1, (self.heads.slots, -1))
         return shares[:, [*self.head_ids, self.heads.slots - 1]].sum(1)
 
-    def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
-        return self.heads, self.of
+    def to_store(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
+        return self.heads, self.sum_heads
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.of(self.heads.encode(pixels))
+        return self.sum_heads(self.heads.encode(pixels))

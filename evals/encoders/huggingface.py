@@ -37,7 +37,7 @@ class HfVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model(pixel_values=self.normalised(pixels)).last_hidden_state.float()
+            return self.model(pixel_values=self.normalize(pixels)).last_hidden_state.float()
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
         return self.model(pixel_values=normalised).last_hidden_state[:, self.prefix_tokens :]

@@ -14,7 +14,7 @@ from sparo_train.core.config import resolve
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, SparoError
-from sparo_train.core.files import nearest, read_json, read_text
+from sparo_train.core.files import read_json, read_text, suggest_path
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.registries import CHECKPOINTS, ENCODERS
@@ -23,11 +23,11 @@ from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
 from sparo_train.models.weight_files.description import (
     ModelDescription,
+    add_readout,
     from_model_cfg,
     infer_config,
     read_config,
     read_export,
-    with_readout_of,
 )
 from sparo_train.models.weight_files.dino_files import DinoFile, is_dino, read_dino, vit_config
 from sparo_train.models.weight_files.state_dicts import read_raw, split_state
@@ -71,7 +71,7 @@ def load_encoder(
     place = find_device(device, "device")
     try:
         # Read the file to its end: one that is truncated in a matrix may have loaded up to there.
-        encoder = _loaded(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(str(place))
+        encoder = _load(checkpoint if slots is None else f"{checkpoint}?slots={slots}", model).to(str(place))
         refuse_non_finite(encoder.model.state_dict(), str(checkpoint))
         if encoder.assumed:
             logger.warning(encoder.assumed)
@@ -114,7 +114,7 @@ def split_slots(checkpoint: str | Path) -> tuple[str, int | None]:
     return place, int(number)
 
 
-def _loaded(checkpoint: str | Path, model: str | None) -> Encoder:
+def _load(checkpoint: str | Path, model: str | None) -> Encoder:
     checkpoint, slots = split_slots(checkpoint)
     refuse_absent(checkpoint)
     file, key = split_state(checkpoint)
@@ -169,7 +169,7 @@ def refuse_absent(checkpoint: str | Path) -> None:
     """Raise `CheckpointError` if a path does not exist, or only contains runs or checkpoints."""
     path, (scheme, colon, _) = Path(split_state(split_slots(checkpoint)[0])[0]), str(checkpoint).partition(":")
     if not path.exists() and not (colon and scheme.isidentifier()):
-        raise CheckpointError(f"{path}: no such file or folder; {nearest(path)}")
+        raise CheckpointError(f"{path}: no such file or folder; {suggest_path(path)}")
     if not path.is_dir() or any((path / name).is_file() for name in _DESCRIBED):
         return
     if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
@@ -271,7 +271,7 @@ def _from_weights(
     """
     assumed = ""
     if name:  # --model names the architecture; preprocessing still comes from the file
-        config = with_readout_of(_named(name), weights)
+        config = add_readout(_load_by_name(name), weights)
         if quick_gelu and not config.quick_gelu:
             raise ConfigError(
                 f"--model {name}: {label} is OpenAI's file, trained with QuickGELU, got a model with GELU. "
@@ -299,7 +299,7 @@ def _from_weights(
     return encoder
 
 
-def _named(name: str) -> ClipConfig:
+def _load_by_name(name: str) -> ClipConfig:
     from sparo_train import openclip  # wraps open_clip's builders, so only if a name is given
 
     if name.endswith(".json"):
@@ -310,10 +310,10 @@ def _named(name: str) -> ClipConfig:
                 f"--model {name}: is not an open_clip config, which must have embed_dim, vision_cfg and text_cfg. Give open_clip's JSON file of the model."
             )
         return from_model_cfg(cfg, f"--model {name}")
-    return openclip.config_of(name)
+    return openclip.find_config(name)
 
 
-def pixels_of(text: str) -> Encoder:
+def parse_pixels(text: str) -> Encoder:
     """Return the encoder of `pixels:SIZE`: the pixels themselves, as a baseline."""
     if not text.isdigit() or not int(text):
         raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")

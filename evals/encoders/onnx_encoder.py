@@ -124,7 +124,7 @@ class OnnxEncoder(Encoder):
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots with attention maps of a few images."""
-        return self._slots(self._run(self._image, self.facts.image, self.stacked(pixels)))
+        return self._slots(self._run(self._image, self.facts.image, self.stack(pixels)))
 
     def _slots(self, outputs: dict[str, np.ndarray]) -> Slots:
         if "attention" not in outputs:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sparo_train.core.errors import ConfigError
 from sparo_train.data.decode.bands import PixelRange
-from sparo_train.data.decode.decoding import Decoding, bands_of, to_8bit
+from sparo_train.data.decode.decoding import Decoding, to_8bit, to_bands
 from sparo_train.data.examples.image_transforms import centre, eval_pixels, shortest_side, thin_centre
 
 
@@ -56,7 +56,7 @@ class BandPixels(Pixels):
 
     def __call__(self, image: Image.Image | np.ndarray) -> np.ndarray:
         how = Decoding(pixel_range=self.pixel_range, bands=self.bands)
-        return eval_pixels(bands_of(image, how), self.size, self.resize)
+        return eval_pixels(to_bands(image, how), self.size, self.resize)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class FlooredPixels(Pixels):
     """The same with the crop's corner rounded down, as in Hugging Face's processors."""
 
     def __call__(self, image: Image.Image) -> np.ndarray:
-        return self._cropped(shortest_side(image.convert("RGB"), self.resize))
+        return self._crop(shortest_side(image.convert("RGB"), self.resize))
 
     def labels(self, image: Image.Image) -> np.ndarray:
-        return self._cropped(shortest_side(image, self.resize, Image.Resampling.NEAREST))
+        return self._crop(shortest_side(image, self.resize, Image.Resampling.NEAREST))
 
-    def _cropped(self, image: Image.Image) -> np.ndarray:
+    def _crop(self, image: Image.Image) -> np.ndarray:
         # torchvision rounds half to even here, which shifts the crop by a pixel.
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         return np.asarray(image.crop((left, top, left + self.size, top + self.size)))

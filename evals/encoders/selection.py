@@ -16,7 +16,7 @@ from sparo_train.core.files import parse_json, read_text, write_whole
 from sparo_train.models.weight_files.weights import weights_sha256
 
 from .encoder import Encoder, TextEncoder
-from .heads import SelectedHeads, heads_of
+from .heads import SelectedHeads, make_heads
 
 
 class MaskedEncoder(Encoder):
@@ -44,7 +44,7 @@ class MaskedEncoder(Encoder):
         self.mask = mask.float().repeat_interleave(width // slots) if mask.shape == (slots,) else mask.float()
 
     @classmethod
-    def of_slots(cls, inner: Encoder, slots: Sequence[int]) -> MaskedEncoder:
+    def keep_slots(cls, inner: Encoder, slots: Sequence[int]) -> MaskedEncoder:
         """Keep these slots only."""
         mask = torch.zeros(inner.slots)
         mask[list(slots)] = 1
@@ -58,15 +58,15 @@ class MaskedEncoder(Encoder):
     def architecture(self) -> str:
         return f"{self.inner.architecture} mask {weights_sha256({'mask': self.mask})}"
 
-    def of(self, encodings: Tensor) -> Tensor:
+    def apply(self, encodings: Tensor) -> Tensor:
         """Apply the mask to encodings (n, D) of the inner encoder."""
         return encodings * self.mask.to(encodings.device)
 
-    def stored(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
-        return self.inner, self.of
+    def to_store(self) -> tuple[Encoder, Callable[[Tensor], Tensor] | None]:
+        return self.inner, self.apply
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.of(self.inner.encode(pixels))
+        return self.apply(self.inner.encode(pixels))
 
 
 class MaskedTextEncoder(MaskedEncoder, TextEncoder):
@@ -85,7 +85,7 @@ class MaskedTextEncoder(MaskedEncoder, TextEncoder):
         return self.inner
 
 
-def masked(inner: Encoder, mask: Tensor, label: str = "") -> MaskedEncoder:
+def mask_encoder(inner: Encoder, mask: Tensor, label: str = "") -> MaskedEncoder:
     """Return `inner` with a mask, and with its texts if it has any."""
     return _with_text(inner)(inner, mask, label)
 
@@ -187,7 +187,7 @@ def write_selection(path: Path, selection: Selection) -> None:
     write_whole(path, selection.model_dump_json(by_alias=True, indent=1) + "\n")
 
 
-def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> Encoder:
+def keep_units(encoder: Encoder, selection: Selection, where: str = "--slots") -> Encoder:
     """Return the encoder with these units only, or with this mask.
 
     Raises:
@@ -200,7 +200,7 @@ def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> 
             "other weights, whose slots mean something else. Select again, or give numbers (--slots 0,3,8-15)."
         )
     if selection.units == "heads":
-        heads = heads_of(encoder, selection.head_layers)
+        heads = make_heads(encoder, selection.head_layers)
         if heads.slots - 1 != selection.count:
             raise ConfigError(f"{where}: has {selection.count} heads, but {encoder.label} has {heads.slots - 1}")
         # In numerical order, so that the parts of an encoding keep their order.
@@ -211,10 +211,12 @@ def selected(encoder: Encoder, selection: Selection, where: str = "--slots") -> 
         raise ConfigError(
             f"{where}: has {selection.count} {selection.units}, but {encoder.label} has {encoder.slots} slots"
         )
-    return masked(encoder, mask_of(selection, encoder.width), f"{encoder.label} {described(selection)}")
+    return mask_encoder(
+        encoder, mask_factors(selection, encoder.width), f"{encoder.label} {describe_selection(selection)}"
+    )
 
 
-def mask_of(selection: Selection, width: int) -> torch.Tensor:
+def mask_factors(selection: Selection, width: int) -> torch.Tensor:
     """Return the factors (width,) fp32 of encodings. Raises `ConfigError` if a mask has another length."""
     if selection.mask:
         mask = torch.tensor(selection.mask)
@@ -227,14 +229,14 @@ def mask_of(selection: Selection, width: int) -> torch.Tensor:
     return mask.repeat_interleave(width // len(mask))
 
 
-def described(selection: Selection) -> str:
+def describe_selection(selection: Selection) -> str:
     """Describe a selection in a few words, for tables and errors."""
     if selection.mask:
         return f"{selection.method} of {len(selection.mask)} values"
     return f"{selection.method}: {len(selection.chosen)} of {selection.count} {selection.units}"
 
 
-def of_numbers(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Selection:
+def select_slots(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Selection:
     """Keep slots chosen by the user. Raises `ConfigError` if the encoder has no such slot."""
     if encoder.slots < 2:
         raise ConfigError(f"--slots: {encoder.label} has no slots. Use a model with a readout (readout.kind=sparo).")

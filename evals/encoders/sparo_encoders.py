@@ -84,7 +84,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, DenseEncoder, ConditionedEncod
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.visual.tokens(self.normalised(pixels)).float()
+            return self.model.visual.tokens(self.normalize(pixels)).float()
 
     @property
     def pools_by_text(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -93,7 +93,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, DenseEncoder, ConditionedEncod
     @torch.inference_mode()
     def patches(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.encode_local(self.normalised(pixels))[1].float()
+            return self.model.encode_local(self.normalize(pixels))[1].float()
 
     @torch.inference_mode()
     def queries(self, captions: Sequence[str]) -> Tensor:
@@ -113,7 +113,7 @@ class ClipEncoder(TwoTowerEncoder, TokensEncoder, DenseEncoder, ConditionedEncod
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots with attention maps of a few images; SPARO models only."""
-        return self.model.visual.slots(self.normalised(self.stacked(pixels)), need_attention=True)  # type: ignore[operator, return-value]
+        return self.model.visual.slots(self.normalize(self.stack(pixels)), need_attention=True)  # type: ignore[operator, return-value]
 
     @torch.inference_mode()
     def text_slots(self, captions: Sequence[str]) -> Slots:
@@ -166,18 +166,18 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model(self.normalised(pixels)).float()
+            return self.model(self.normalize(pixels)).float()
 
     @torch.no_grad()  # probes are trained on these, which inference tensors do not allow
     def probe(self, pixels: Tensor, n: int = 4, avgpool: bool = False) -> Tensor:
         """Return the input of DINO's linear probe, see `Vit.probe_features`; (n, 3, S, S) uint8 -> fp32 (n, width)."""
         with self.autocast():
-            return self.model.probe_features(self.normalised(pixels), n, avgpool).float()
+            return self.model.probe_features(self.normalize(pixels), n, avgpool).float()
 
     @torch.inference_mode()
     def describe(self, images: Sequence[Image.Image | np.ndarray | str | Path]) -> ImageDescription:
         """Return encoding, class token, patches, slots and their attention of images of any size; see `images`."""
-        x = self.normalised(self.stacked(self.preprocessed(images)))
+        x = self.normalize(self.stack(self.preprocess(images)))
         with self.autocast():
             tokens = self.model.intermediate(x, 1)[0].float()
             slots = None if self.model.read_by is None else self.model.slots(x, need_attention=True)
@@ -191,7 +191,7 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     @torch.inference_mode()
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots with attention maps of a few images; SPARO models only."""
-        return self.model.slots(self.normalised(self.stacked(pixels)), need_attention=True)
+        return self.model.slots(self.normalize(self.stack(pixels)), need_attention=True)
 
     def patch_tokens(self, normalised: Tensor) -> Tensor:
         # Without the class token and registers, which have no position in the image.
@@ -200,12 +200,12 @@ class DinoEncoder(Encoder, BlocksEncoder, PatchesEncoder, TokensEncoder):
     @torch.inference_mode()
     def tokens(self, pixels: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.intermediate(self.normalised(pixels), 1)[0].float()
+            return self.model.intermediate(self.normalize(pixels), 1)[0].float()
 
     @torch.inference_mode()
     def self_attention(self, pixels: Sequence[np.ndarray]) -> Tensor:
         """Return self-attention of the last block, (n, heads, N, N), CLS first."""
-        return self.model.last_attention(self.normalised(self.stacked(pixels)))
+        return self.model.last_attention(self.normalize(self.stack(pixels)))
 
 
 class TimmDinoEncoder(DinoEncoder):
@@ -222,7 +222,7 @@ class TimmDinoEncoder(DinoEncoder):
     @torch.inference_mode()
     def describe(self, images: Sequence[Image.Image | np.ndarray | str | Path]) -> ImageDescription:
         """Return encoding, pooled features (`cls`), features per position (`patches`), slots and their attention."""
-        x = self.normalised(self.stacked(self.preprocessed(images)))
+        x = self.normalize(self.stack(self.preprocess(images)))
         found = super().describe(images)
         with self.autocast():
             net: Any = self.model
@@ -256,7 +256,7 @@ class PixelEncoder(Encoder):
         return "none"
 
     def encode(self, pixels: Tensor) -> Tensor:
-        return self.normalised(pixels).flatten(1)
+        return self.normalize(pixels).flatten(1)
 
 
 def clip_encoder(objective: ClipObjective) -> ClipEncoder:

@@ -119,7 +119,7 @@ class CheckpointTeacher:
             tokens, prefix, has_class_token = encoder.tokens(pixels), encoder.prefix_tokens, encoder.has_class_token
         elif hasattr(encoder.model, "forward_features"):  # a convnet of timm
             with torch.no_grad(), encoder.autocast():
-                features = encoder.model.forward_features(encoder.normalised(pixels)).float()
+                features = encoder.model.forward_features(encoder.normalize(pixels)).float()
             (tokens, prefix), has_class_token = as_tokens(encoder.model, features), False
         else:
             return encoder.encode(pixels).clone()[:, None]

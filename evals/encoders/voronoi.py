@@ -50,7 +50,7 @@ class VoronoiEncoder(Encoder, MasksEncoder):
         return torch.cdist(places.expand(len(points), -1, -1), points).argmin(-1).float()
 
 
-def voronoi_of(text: str) -> Encoder:
+def parse_voronoi(text: str) -> Encoder:
     """Return the encoder of `voronoi:SLOTS@SIZE`."""
     slots, _, size = text.partition("@")
     if not (slots.isdecimal() and size.isdecimal() and 0 < int(slots) <= 4096 and 0 < int(size) <= 4096):

@@ -32,7 +32,7 @@ class Part(NamedTuple):
     digests: np.ndarray | None = None
 
 
-def bounds_of(count: int) -> list[tuple[int, int]]:
+def part_bounds(count: int) -> list[tuple[int, int]]:
     """Return first and last + 1 of every part: 32 parts if that makes 256 to 4,096 images each."""
     # Small enough to lose little and to be distributed, large enough to be read at a disk's speed.
     size = max(256, min(4096, -(-count // 32)))
@@ -59,11 +59,11 @@ def open_part(folder: Path, number: int, span: tuple[int, int]) -> Part | None:
     begin, end = span
     try:
         content = read_sealed(part_path(folder, number, "json"))
-        if any(_hash_of(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
+        if any(_hash_file(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
             return None
         # Mapped instead of read, because a bank of a million rows may not fit in memory.
         array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
-        facts = [fact_of(fact) for fact in content["facts"]]
+        facts = [restore_tuples(fact) for fact in content["facts"]]
         if content.get("tables"):
             with np.load(part_path(folder, number, "facts.npz"), allow_pickle=False) as tables:
                 for name in tables.files:
@@ -84,7 +84,9 @@ def read_part_digests(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         number = int(path.name.split("-")[1].split(".")[0])
         try:
             content = read_sealed(part_path(folder, number, "json"))
-            if any(_hash_of(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()):
+            if any(
+                _hash_file(part_path(folder, number, name)) != digest for name, digest in content["xxh3_128"].items()
+            ):
                 continue
             array = np.load(part_path(folder, number, "npy"), mmap_mode="r", allow_pickle=False)
             digests = np.load(path, allow_pickle=False)
@@ -94,7 +96,7 @@ def read_part_digests(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield digests, array
 
 
-def fact_of(fact: Any) -> Fact:
+def restore_tuples(fact: Any) -> Fact:
     """Restore tuples, which JSON does not have: pairs are stored as lists of four."""
     return [Pair(*p) for p in fact] if isinstance(fact, list) and fact and isinstance(fact[0], list) else fact
 
@@ -123,7 +125,7 @@ def read_sealed(path: Path) -> Any:
     return json.loads(text)
 
 
-def _hash_of(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     # The check finds damage, not manipulation: who can write the array can write the hash. SHA-256 took a sixth of the
     # scoring.
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -138,7 +140,7 @@ def _write(path: Path, save: Callable[[IO[bytes]], None]) -> str:
             save(stream)
             stream.flush()
             os.fsync(stream.fileno())
-        digest = _hash_of(temporary)
+        digest = _hash_file(temporary)
         temporary.replace(path)
         return digest
     finally:
@@ -170,7 +172,7 @@ class StoredTexts:
                     continue
                 self._parts[path.name] = stamp
                 content = read_sealed(path)
-                if _hash_of(path.with_suffix(".npy")) == content["xxh3_128"]:
+                if _hash_file(path.with_suffix(".npy")) == content["xxh3_128"]:
                     self._add(path.with_suffix(".npy"), content["texts"])
             except (OSError, ValueError, EOFError):
                 continue

@@ -31,14 +31,14 @@ from sparo_train.core.files import write_whole
 from sparo_train.core.world import World
 
 from ..encoders.encoder import Encoder, TextEncoder
-from ..sets.base import EvalSet, Transform, batched, read_batches
+from ..sets.base import EvalSet, Transform, read_batches, split_batches
 from .feature_table import (
     Features,
     Part,
     StoredTexts,
     View,
-    bounds_of,
     open_part,
+    part_bounds,
     write_part,
 )
 from .shared_images import SharedImages, begin_parts
@@ -63,7 +63,7 @@ class BatchSize:
             except (ValueError, AttributeError, TypeError):
                 self._sizes = {}  # only a cache, which is filled again
 
-    def of(self, encoder: Encoder, view: str) -> int:
+    def known_size(self, encoder: Encoder, view: str) -> int:
         """Return the size that is known to fit."""
         first = self.first or (_FIRST_ON_CPU if encoder.device.type == "cpu" else _FIRST_ON_ACCELERATOR)
         return self._sizes.get(self._key(encoder, view), first)
@@ -74,7 +74,7 @@ class BatchSize:
         Raises:
             SparoError: a single image does not fit.
         """
-        size = self.of(encoder, view)
+        size = self.known_size(encoder, view)
         while True:
             try:
                 return torch.cat([call(piece).cpu() for piece in pixels.split(size)])
@@ -161,10 +161,10 @@ class FeatureStore:
         of, shareable = None, view is None and transform is None
         if view is None:
             # Slots are masked when they are read, so one pass over the images serves any selection.
-            encoder, of = encoder.stored()
+            encoder, of = encoder.to_store()
         view, transform = view or View("encode", encoder.encode), transform or encoder.transform
         job = _Job(encoder, source, transform, view, workers)
-        spans = bounds_of(len(source))
+        spans = part_bounds(len(source))
         # Assigned by number, so that processes need no communication.
         share, num_shares = part or (ranks.rank, ranks.size)
         if self.root is None:
@@ -200,10 +200,10 @@ class FeatureStore:
 
     def text_rows(self, encoder: TextEncoder, captions: Sequence[str]) -> Callable[[Sequence[str]], Tensor]:
         """Return a function from some of these captions to their encodings, so that not all are in memory twice, or at all with a store."""
-        encodings = self._encoded_texts(encoder, captions)
+        encodings = self._encode_texts(encoder, captions)
         return lambda some: torch.from_numpy(np.stack([encodings[caption] for caption in some]))
 
-    def _encoded_texts(self, encoder: TextEncoder, captions: Sequence[str]) -> dict[str, np.ndarray]:
+    def _encode_texts(self, encoder: TextEncoder, captions: Sequence[str]) -> dict[str, np.ndarray]:
         if self.root is None:
             distinct = list(dict.fromkeys(captions))
             return dict(zip(distinct, _finite(encoder.text(distinct), distinct).numpy(), strict=True))
@@ -272,9 +272,13 @@ class FeatureStore:
 
     def _encode_parts(self, job: _Job, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
         """Encode these parts one after another, with one set of workers."""
-        size, done, total = self.batch.of(job.encoder, job.view.name), 0, sum(end - begin for begin, end in spans)
+        size, done, total = (
+            self.batch.known_size(job.encoder, job.view.name),
+            0,
+            sum(end - begin for begin, end in spans),
+        )
         parts = begin_parts(job.source, spans, job.shared)
-        cuts = [batched(part.unknown, size) for part in parts]
+        cuts = [split_batches(part.unknown, size) for part in parts]
         numbers = [batch for cut in cuts for batch in cut]
         # Close the workers here: the traceback of a failed forward would keep them alive.
         with closing(read_batches(job.source, job.transform, numbers, job.workers)) as batches:
@@ -291,7 +295,7 @@ class FeatureStore:
                     facts += batch.facts
                     done += len(batch.keys)
                     self.on_progress(str(job.source.root), done, total)
-                yield part.finished(job.source, encoded, keys, facts)
+                yield part.complete(job.source, encoded, keys, facts)
 
 
 class _Job(NamedTuple):

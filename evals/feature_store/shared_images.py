@@ -16,7 +16,7 @@ from .feature_table import Part, read_part_digests
 _LENGTH = 16  # bytes of a digest
 
 
-def digests_of(source: EvalSet, numbers: Sequence[int]) -> np.ndarray | None:
+def digest_images(source: EvalSet, numbers: Sequence[int]) -> np.ndarray | None:
     """Return (n, 16) uint8, a digest of the content of each image; None if a set's images are not shared."""
     if not isinstance(source, FileSet) or not source.shares_images:
         return None
@@ -74,14 +74,14 @@ class BegunPart(NamedTuple):
     known: Mapping[int, np.ndarray]
     digests: np.ndarray | None
 
-    def finished(self, source: EvalSet, encoded: Sequence[np.ndarray], keys: list[str], facts: list[Fact]) -> Part:
+    def complete(self, source: EvalSet, encoded: Sequence[np.ndarray], keys: list[str], facts: list[Fact]) -> Part:
         """Return the part with the encodings, keys and facts of its unknown images, in order."""
         if not self.known:
             return Part(self.begin, np.concatenate(encoded), keys, facts, self.digests)
         assert isinstance(source, FileSet)
         rows = dict(zip(self.unknown, [row for block in encoded for row in block], strict=True)) | dict(self.known)
         described = dict(zip(self.unknown, zip(keys, facts, strict=True), strict=True))
-        described |= {number: source.described(number) for number in self.known}
+        described |= {number: source.describe(number) for number in self.known}
         order = range(self.begin, self.end)
         all_keys, all_facts = zip(*(described[number] for number in order), strict=True)
         return Part(self.begin, np.stack([rows[number] for number in order]), [*all_keys], [*all_facts], self.digests)
@@ -96,7 +96,7 @@ def begin_parts(
         source, spans: the set, and first number and last + 1 of each part.
         shared: opens the encodings of other sets, if there is anything to look up; None: there are none.
     """
-    digests = [None if shared is None else digests_of(source, range(*span)) for span in spans]
+    digests = [None if shared is None else digest_images(source, range(*span)) for span in spans]
     table = shared() if shared is not None and any(found is not None for found in digests) else None
     parts = []
     for (begin, end), found in zip(spans, digests, strict=True):

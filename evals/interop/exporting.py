@@ -84,7 +84,7 @@ def _step(facts: Mapping[str, Any]) -> int | None:
 
 def pack(export: Path, facts: CardFacts) -> None:
     """Write card and checksums next to an export: README.md and SHA256SUMS in a folder, FILE.md and FILE.sha256."""
-    write_whole(card_of(export), model_card(facts))
+    write_whole(card_path(export), model_card(facts))
     if export.is_dir():
         # other layouts of the run may be in the folder, with their own checksums
         files = sorted(export.glob("open_clip_*")) or sorted(p for p in export.iterdir() if p.is_file())
@@ -97,7 +97,7 @@ def pack(export: Path, facts: CardFacts) -> None:
     write_whole(sums, "".join(f"{sha256(path)}  {path.name}\n" for path in files))
 
 
-def card_of(export: Path) -> Path:
+def card_path(export: Path) -> Path:
     """Return the path of an export's card: README.md, unless the user's own README exists."""
     if not export.is_dir():
         return export.with_name(f"{export.name}.md")
@@ -148,7 +148,7 @@ class TrainedWeights(NamedTuple):
     data: DataConfig | None = None
 
     @staticmethod
-    def of(config: RunConfig, weights: Mapping[str, Tensor], epochs: int = 0) -> TrainedWeights:
+    def from_checkpoint(config: RunConfig, weights: Mapping[str, Tensor], epochs: int = 0) -> TrainedWeights:
         return TrainedWeights(
             config.name, config.objective, weights, epochs, config.batch_size, config.optim.lr, config.data
         )
@@ -211,7 +211,7 @@ def export_run(
     newest = CheckpointStore(folder / "checkpoints").latest()
     older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
-    trained = TrainedWeights.of(config, weights, _epochs_done(config.samples_per_epoch, meta))
+    trained = TrainedWeights.from_checkpoint(config, weights, _epochs_done(config.samples_per_epoch, meta))
     path = export_weights(trained, home, to, layout)
     export = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0])
     use = export.use if isinstance(export.use, str) else export.use(config.objective)

@@ -27,7 +27,7 @@ from sparo_train.train.run_config import StartConfig
 from ..encoders.encoder import Encoder
 from ..encoders.foreign import BackboneEncoder, timm_state
 from ..encoders.loading import load_encoder, read_run, refuse_absent, run_weights
-from .tower_names import Normalisation, named_as_ours, refuse_other_pixels, refuse_unlike, tower_weights
+from .tower_names import Normalisation, refuse_other_pixels, refuse_unlike, to_our_names, tower_weights
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def load_initial_weights(config: Any, start: StartConfig | None, objective: Obje
     if isinstance(model, Clip):
         for key, tower in (("vision", model.visual), ("text", model.text)):
             if (source := getattr(model.config, key).init_from) is not None:
-                _init(f"objective.model.{key}.init_from", source, model, tower, Normalisation.of(objective))
+                _init(f"objective.model.{key}.init_from", source, model, tower, Normalisation.find(objective))
     objective.on_weights_loaded()
 
 
@@ -129,7 +129,7 @@ def _refuse_other_branch(start: StartConfig, kind: str, objective: Objective) ->
         raise CheckpointError(
             f"{origin}: is a run of objective {theirs.objective.kind}, but start_from.optimizer needs a run with the same objective.kind as the new run"
         )
-    refuse_other_pixels(origin, Normalisation.of(theirs.objective), Normalisation.of(objective))
+    refuse_other_pixels(origin, Normalisation.find(theirs.objective), Normalisation.find(objective))
     with torch.device("meta"):
         refuse_unlike(origin, build_objective(theirs), objective)
     if start.allow_missing or start.allow_unused:
@@ -150,11 +150,13 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     own = objective.state_dict()
     # What no encoder has may be missing as a whole only.
     new = [p for p in objective.not_in_encoders if not any(fnmatchcase(name, p) for name in weights)]
-    missing = _unless([name for name in own if name not in weights], (*start.allow_missing, *new))
-    unused = _unless([name for name in weights if name not in own], start.allow_unused)
-    problems = [f"has no {_few(missing)} (patterns in start_from.allow_missing accept that)"] if missing else []
+    missing = _without_matches([name for name in own if name not in weights], (*start.allow_missing, *new))
+    unused = _without_matches([name for name in weights if name not in own], start.allow_unused)
+    problems = [f"has no {_shorten(missing)} (patterns in start_from.allow_missing accept that)"] if missing else []
     problems += (
-        [f"has {_few(unused)}, which the run lacks (patterns in start_from.allow_unused accept that)"] if unused else []
+        [f"has {_shorten(unused)}, which the run lacks (patterns in start_from.allow_unused accept that)"]
+        if unused
+        else []
     )
     # Report shapes together with names, so that all problems are visible at once.
     shared = {name: value for name, value in weights.items() if name in own}
@@ -170,7 +172,7 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
         if name not in shared and not p.requires_grad and id(p) not in followers and not _is_constant(p)
     ]
     problems += (
-        [f"has no {_few(still)}, which is frozen here and would keep its random initialization"] if still else []
+        [f"has no {_shorten(still)}, which is frozen here and would keep its random initialization"] if still else []
     )
     if problems:
         raise CheckpointError(f"start_from.checkpoint={start.checkpoint}: {'; '.join(problems)}")
@@ -179,7 +181,7 @@ def _start(start: StartConfig, method: str, objective: Objective) -> None:
     fresh = [name for name in own if name not in weights and name.partition(".")[0] not in objective.follows]
     logger.info(
         f"start_from: loaded {len(shared)} tensors from {start.checkpoint}"
-        + (f"; not in the checkpoint, so newly initialized: {_few(fresh)}" if fresh else "")
+        + (f"; not in the checkpoint, so newly initialized: {_shorten(fresh)}" if fresh else "")
     )
 
 
@@ -193,7 +195,7 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
             logger.warning(f"start_from: {doubt}")
         # By this method's own names, so that parts outside the encoder (heads, temperatures) are loaded, too.
         if config.objective.kind == method:  # everything: a teacher, a head, a temperature
-            refuse_other_pixels(origin, Normalisation.of(config.objective), Normalisation.of(objective))
+            refuse_other_pixels(origin, Normalisation.find(config.objective), Normalisation.find(objective))
             # Only names and shapes of the other run are needed, which need no memory.
             weights = run_weights(step)
             with torch.device("meta"):
@@ -202,15 +204,15 @@ def _weights(checkpoint: str, method: str, objective: Objective) -> Mapping[str,
     file = _with_origin(origin, lambda: objective.weights_of_file(read_raw(path), part)) if path.is_file() else None
     if file is not None:
         pixels = Normalisation(tuple(file.mean), tuple(file.std))
-        refuse_other_pixels(origin, pixels, Normalisation.of(objective))
+        refuse_other_pixels(origin, pixels, Normalisation.find(objective))
         return file.weights
     with torch.random.fork_rng(devices=[]):  # building the other model uses random numbers of this one's generator
         encoder = load_encoder(checkpoint)
-    source_model = _source_of(encoder)
-    state = named_as_ours(source_model.state_dict(), origin)
+    source_model = _read_source(encoder)
+    state = to_our_names(source_model.state_dict(), origin)
     weights = _with_origin(origin, lambda: objective.remap_encoder_weights(state, source_model))
     refuse_unlike(origin, source_model, objective)
-    refuse_other_pixels(origin, Normalisation.of(encoder), Normalisation.of(objective))
+    refuse_other_pixels(origin, Normalisation.find(encoder), Normalisation.find(objective))
     return weights
 
 
@@ -221,7 +223,7 @@ def _with_origin(origin: str, read: Callable[[], T]) -> T:
         raise CheckpointError(f"{origin}: {error}") from None
 
 
-def _source_of(encoder: Encoder) -> nn.Module:
+def _read_source(encoder: Encoder) -> nn.Module:
     """Return the whole content of a checkpoint, because the scored part of a foreign model may be one of two towers."""
     return encoder.source if isinstance(encoder, BackboneEncoder) else encoder.model
 
@@ -248,11 +250,11 @@ def _init(
     own = tower.state_dict()
     # A projection of another width and a readout are new, and are to be learned.
     free = ("proj", "text_projection", *([] if tower.read_by is None else [f"{tower.read_by}.*"]))
-    missing = _unless([name for name in own if name not in weights], free)
+    missing = _without_matches([name for name in own if name not in weights], free)
     shared = {
         name: t for name, t in weights.items() if name in own and not (name in free and t.shape != own[name].shape)
     }
-    if problems := ([f"has no {_few(missing)}"] if missing else []) + _shape_mismatches(shared, own):
+    if problems := ([f"has no {_shorten(missing)}"] if missing else []) + _shape_mismatches(shared, own):
         raise CheckpointError(
             f"{origin}: {'; '.join(problems)}. Its tower must have the same kind and sizes as the tower of the new run."
         )
@@ -261,14 +263,14 @@ def _init(
     still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
     if still:
         raise CheckpointError(
-            f"{origin}: has no matching {_few(still)}, so with `freeze` these tensors of the new run would stay "
+            f"{origin}: has no matching {_shorten(still)}, so with `freeze` these tensors of the new run would stay "
             "random. Set freeze=blocks, which trains everything after the blocks."
         )
     message = f"{key}: loaded {len(shared)} tensors from {source}"
     logger.info(
         message
-        + (f"; newly initialized: {_few(fresh)}" if fresh else "")
-        + (f"; not used: {_few(left)}" if left else "")
+        + (f"; newly initialized: {_shorten(fresh)}" if fresh else "")
+        + (f"; not used: {_shorten(left)}" if left else "")
     )
 
 
@@ -288,21 +290,21 @@ def _weights_from_encoder(
         raise CheckpointError(f"{origin}: {error}{hint}") from None
     # Texts have no pixels.
     if part == "visual":
-        refuse_other_pixels(origin, Normalisation.of(encoder), pixels)
-    source_model = _source_of(encoder)
+        refuse_other_pixels(origin, Normalisation.find(encoder), pixels)
+    source_model = _read_source(encoder)
     state = source_model.state_dict()
     weights = trunk_weights(state, origin) if isinstance(tower, TimmTower) else tower_weights(state, part, origin)
-    refuse_unlike(origin, _tower_of(source_model, part), tower)
+    refuse_unlike(origin, _find_tower(source_model, part), tower)
     return weights
 
 
-def _tower_of(model: nn.Module, part: str) -> nn.Module:
+def _find_tower(model: nn.Module, part: str) -> nn.Module:
     """Return the tower in our models and open_clip's, in transformers', or the model itself."""
     names = (part, "vision_model" if part == "visual" else "text_model")
     return next((getattr(model, name) for name in names if isinstance(getattr(model, name, None), nn.Module)), model)
 
 
-def _unless(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+def _without_matches(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -316,5 +318,5 @@ def _shape_mismatches(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) 
     return [f"{n} is {tuple(weights[n].shape)}, but the run's is {tuple(own[n].shape)}" for n in wrong[:3]]
 
 
-def _few(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

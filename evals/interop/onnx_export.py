@@ -277,7 +277,7 @@ def _write_small(folder: Path, name: str, program: _Program, separate: bool) -> 
         with _whole_program(quarter) as temporary:
             kind = quantization.QuantType.QInt8
             quantization.quantize_dynamic(source, temporary, weight_type=kind, use_external_data_format=separate)
-    inputs = {key: value.numpy() for key, value in _more(program.inputs).items()}
+    inputs = {key: value.numpy() for key, value in _make_more_inputs(program.inputs).items()}
     exact, *others = (torch.from_numpy(session(path).run(None, inputs)[0]) for path in (source, half, quarter))
     cosines = [round(float(F.cosine_similarity(exact, other).min()), 6) for other in others]
     return dict(zip(("fp16", "int8"), cosines, strict=True))
@@ -304,7 +304,7 @@ def _half_weights(model: Any) -> Any:
     return model
 
 
-def _more(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _make_more_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return more inputs of the same kinds: images, captions of random words, or the same floats."""
     random = torch.Generator().manual_seed(1)
     more: dict[str, Tensor] = {}

@@ -24,7 +24,7 @@ class Normalisation(NamedTuple):
     std: tuple[float, ...]
 
     @classmethod
-    def of(cls, holder: Any) -> Self | None:
+    def find(cls, holder: Any) -> Self | None:
         """Return that of an objective, an encoder (both have tensors) or a recipe's block (numbers); None without a unique one."""
         if not (hasattr(holder, "mean") and hasattr(holder, "std")):
             return None
@@ -110,7 +110,7 @@ _HF = {
 }  # fmt: skip
 
 
-def named_as_ours(state: Mapping[str, Tensor], origin: str) -> Mapping[str, Tensor]:
+def to_our_names(state: Mapping[str, Tensor], origin: str) -> Mapping[str, Tensor]:
     """Rename transformers' CLIP to our names; other state dicts are unchanged."""
     if not {"visual_projection.weight", "text_projection.weight", "logit_scale"} <= set(state):
         return state

@@ -60,7 +60,7 @@ def write_clip_folder(trained: TrainedWeights, folder: Path) -> Path:
         elif name in ("visual.proj", "text.text_projection"):
             state["visual_projection.weight" if name[0] == "v" else "text_projection.weight"] = value.T.contiguous()
         else:
-            state |= _renamed(name, value)
+            state |= _rename(name, value)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(_config(config), indent=2) + "\n")
     with whole_file(folder / "model.safetensors") as temporary:
@@ -80,7 +80,7 @@ def _refuse_others(config: ClipConfig) -> None:
         )
 
 
-def _renamed(name: str, value: Tensor) -> dict[str, Tensor]:
+def _rename(name: str, value: Tensor) -> dict[str, Tensor]:
     """Return a weight of open_clip under transformers' names; queries, keys and values are separate there."""
     block = re.fullmatch(r"(visual|text)\.transformer\.resblocks\.(\d+)\.(.+)", name)
     if block is None:

@@ -10,8 +10,8 @@ from scipy.stats import binomtest
 from sparo_train.core.errors import DataError
 
 from ..tasks.clusters import difference_test
-from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, by_group, percentiles
-from .results_file import Record, predictions_of
+from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles, sum_groups
+from .results_file import Record, load_predictions
 
 # Options that must be equal for two scores of one name to be comparable; older results may lack those of the second
 # row.
@@ -77,7 +77,7 @@ def compare(first: Record, second: Record, metric: str | None = None) -> Compari
             f"{second.result.headline} on data {second.dataset[:12]}"
         )
     _refuse_other_kind(first, second)
-    a, b = predictions_of(first), predictions_of(second)
+    a, b = load_predictions(first), load_predictions(second)
     # Paired statistics of samples that do not correspond would still be numbers.
     if not np.array_equal(a["keys"], b["keys"]):
         raise DataError(f"{first.task}: the samples of {first.checkpoint} and {second.checkpoint} have different keys")
@@ -163,7 +163,7 @@ def _compare_per_sample(
         raise DataError(f"{first.task}: no sample has {metric} for both checkpoints. Compare another metric.")
     change, clusters = (y - x)[there], _clusters(a, b)
     groups = None if clusters is None else clusters[there].tolist()
-    draws = bootstrap(by_group(change[:, None], groups), by_group(np.ones((len(change), 1)), groups))[:, 0]
+    draws = bootstrap(sum_groups(change[:, None], groups), sum_groups(np.ones((len(change), 1)), groups))[:, 0]
     gain = -change if metric in LOWER_IS_BETTER else change
     return Comparison(
         first.task,

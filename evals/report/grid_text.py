@@ -91,14 +91,14 @@ def latex(table: Grid, transpose: bool = False) -> str:
     Neither tabulate nor pandas writes headings that span columns together with bold cells and a rule between measured and printed rows.
     """
     number = lambda cell: "--" if cell is None else _latex_number(cell)  # noqa: E731
-    heads, names, cells = _format_cells(table, transpose, number, ("\\textbf{", "}"), _escaped)
+    heads, names, cells = _format_cells(table, transpose, number, ("\\textbf{", "}"), _escape)
     top = [" & ".join(["", *heads])]
     if not transpose:
         groups = [(group, len(list(members))) for group, members in itertools.groupby(c.group for c in table.columns)]
         groups = [*((("", len(table.heads)),) if table.heads else ()), *groups]
-        spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" for group, n in groups)
+        spans = " & ".join(f"\\multicolumn{{{n}}}{{c}}{{{_escape(group)}}}" for group, n in groups)
         labels = [*table.heads, *(c.label for c in table.columns)]
-        top = [f" & {spans}", " & ".join(["", *map(_escaped, labels)])]
+        top = [f" & {spans}", " & ".join(["", *map(_escape, labels)])]
     body = [" & ".join([name, *row]) for name, row in zip(names, cells, strict=True)]
     # Printed rows are below a rule, so that they are not mistaken for measured ones.
     ruled = next((i for i, row in enumerate(table.rows) if row.paper and not transpose), len(body))
@@ -157,7 +157,7 @@ def _text(cell: Cell | None) -> str:
     return cell.number + (f" ({cell.span})" if cell.span else "")
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     text = " ".join(text.split())
     for sign in "\\&%$#_{}":
         text = text.replace(sign, "\\textbackslash " if sign == "\\" else "\\" + sign)

@@ -122,12 +122,12 @@ def grid(
         # In the order of scoring, which is that of the recipe.
         columns = [Column("", task, task, None) for task in tasks]
     else:
-        columns = columns_of(layout)
+        columns = find_columns(layout)
     heads = HEADS if layout == "6" else ()
     rows = [
         Row(
             name,
-            [_cell_of(column, by_task) for column in columns],
+            [_make_cell(column, by_task) for column in columns],
             readout_cells=readout_cells_of(name) if heads else (),
         )
         for name, by_task in table.items()
@@ -141,8 +141,12 @@ def grid(
     tasks = dict.fromkeys(task for column in columns for task in column.tasks)
     odd = [(name, t, record.result.odd()) for name, found in table.items() for t, record in found.items() if t in tasks]
     notes += odd_notes(odd)
-    notes += [f"{name}: {remark}" for name, found in table.items() if (remark := _mixed(list(found.values())))]
-    of_several = {t: remark for t in tasks if (remark := several_data([f[t] for f in table.values() if t in f]))}
+    notes += [
+        f"{name}: {remark}" for name, found in table.items() if (remark := _describe_mixture(list(found.values())))
+    ]
+    of_several = {
+        t: remark for t in tasks if (remark := describe_different_data([f[t] for f in table.values() if t in f]))
+    }
     notes += of_several.values()
     notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment in LaTeX
     found = Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several), heads=heads)
@@ -165,7 +169,7 @@ def _without_empty(
     return [columns[i] for i in kept], rows, [f"no results: {', '.join(absent)}"] if absent else []
 
 
-def _cell_of(column: Column, by_task: Mapping[str, Record]) -> Cell | None:
+def _make_cell(column: Column, by_task: Mapping[str, Record]) -> Cell | None:
     if not column.members:
         return _cell(by_task[column.task].result, column.metric) if column.task in by_task else None
     # A mean of some of its members would be another number.
@@ -178,7 +182,7 @@ def _cell_of(column: Column, by_task: Mapping[str, Record]) -> Cell | None:
     return Cell(value, value - half, value + half, any(cell.odd for cell in known), known[0].metric)
 
 
-def columns_of(layout: str) -> list[Column]:
+def find_columns(layout: str) -> list[Column]:
     """Return the columns of a table of the paper. Raises `ConfigError` with a suggestion."""
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout}: {did_you_mean(layout, LAYOUTS)}")
@@ -191,14 +195,14 @@ def odd_notes(odd: Sequence[tuple[str, str, str]]) -> list[str]:
     for name, task, text in odd:
         if text:
             names.setdefault((task, text), []).append(name)
-    return [f"{MARK} {_listed(found)}: {task}: {text}" for (task, text), found in names.items()]
+    return [f"{MARK} {_list_names(found)}: {task}: {text}" for (task, text), found in names.items()]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others"
 
 
-def several_data(records: Sequence[Record]) -> str:
+def describe_different_data(records: Sequence[Record]) -> str:
     """Return a message if results of one task are not on the same samples; otherwise empty."""
     # Results of a plug-in may have no identity of the data; then at least the size must be equal.
     if len({record.dataset or record.result.n for record in records}) < 2:
@@ -209,7 +213,7 @@ def several_data(records: Sequence[Record]) -> str:
     return f"{records[0].task}: rows were not scored on the same samples ({sizes_text}): another set, or {what}; the best is not marked"
 
 
-def _mixed(records: Sequence[Record]) -> str:
+def _describe_mixture(records: Sequence[Record]) -> str:
     """Return what differs between records of one name: a file that was rewritten, or another precision."""
     record_facts = [r.facts for r in records if r.facts.get("checkpoint")]
     facts = {

@@ -19,7 +19,7 @@ import numpy as np
 
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.errors import ConfigError, DataError, SparoError
-from sparo_train.core.files import nearest, read_bytes, read_text, write_whole
+from sparo_train.core.files import read_bytes, read_text, suggest_path, write_whole
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 
 from ..tasks.result import Result
@@ -88,7 +88,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
     """
     newest: dict[tuple[str, str], Record] = {}
     for place in places:
-        path, names = _file_of(Path(place)), _names(Path(place))
+        path, names = _find_file(Path(place)), _names(Path(place))
         for number, line in enumerate(read_bytes(path, DataError).decode("utf-8", "replace").split("\n"), 1):
             try:
                 content = json.loads(line)
@@ -100,7 +100,7 @@ def read_records(places: Iterable[str | Path]) -> list[Record]:
                 raise DataError(
                     f"{path}: line {number} is not a result of this version (schema {SCHEMA}). Remove this line, or score again."
                 )
-            record = _of_place(_record(content, path, number), Path(place), names)
+            record = _rename_for_place(_record(content, path, number), Path(place), names)
             before = newest.get((record.checkpoint, record.task))
             # A later score on part of a set does not replace one on the whole set.
             if before is None or before.facts.get("limit") or not record.facts.get("limit"):
@@ -128,7 +128,7 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
     return Record(checkpoint, task, result, facts, predictions, path.parent)
 
 
-def records_of(place: str) -> list[Record]:
+def find_records(place: str) -> list[Record]:
     """Return the results of one checkpoint: a run's own, those of a folder with a single one, or those of a name as printed in tables, `RUN (slots 0,1)`.
 
     Raises:
@@ -167,7 +167,7 @@ def _names(place: Path) -> frozenset[str]:
     return frozenset([place.resolve().name, *([named] if isinstance(named, str) else [])])
 
 
-def _of_place(record: Record, place: Path, names: frozenset[str]) -> Record:
+def _rename_for_place(record: Record, place: Path, names: frozenset[str]) -> Record:
     """Return a run's own results under the path as typed now, so that two runs with one name in two folders stay separate."""
     scored, slots, rest = record.checkpoint.partition(" (slots ")
     return record._replace(checkpoint=f"{place}{slots}{rest}") if Path(scored).name in names else record
@@ -183,7 +183,7 @@ def refuse_unwritable(folder: Path, key: str) -> None:
         raise ConfigError(f"{key}: {folder} is not writable ({error}). Give another folder.") from None
 
 
-def predictions_of(record: Record) -> dict[str, np.ndarray]:
+def load_predictions(record: Record) -> dict[str, np.ndarray]:
     """Return keys and arrays of a record. Raises `DataError` if they were not stored."""
     path = record.folder / "predictions" / record.predictions
     if not record.predictions and not record.result.keys and not record.result.predictions:
@@ -205,7 +205,7 @@ def predictions_of(record: Record) -> dict[str, np.ndarray]:
         ) from None
 
 
-def _file_of(place: Path) -> Path:
+def _find_file(place: Path) -> Path:
     # Accept a file, a results folder, or a run folder.
     candidates = [place, place / "results.jsonl", place / "evals" / "results.jsonl"]
     for path in candidates:
@@ -217,7 +217,7 @@ def _file_of(place: Path) -> Path:
 def no_results(place: Path) -> str:
     """Return why a path has no results, and what to do."""
     if not place.exists():
-        return f"no such folder; {nearest(place)}"
+        return f"no such folder; {suggest_path(place)}"
     return (
         f"no results. Give a folder with results.jsonl, or the folder of a run that was scored. Training "
         f"scores eval.tasks when it ends; `sparo eval {place}` at any time"

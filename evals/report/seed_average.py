@@ -17,7 +17,7 @@ from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.train.run_config import RunConfig
 
 from .grid import Cell, Grid, Row
-from .significance import separated_best
+from .significance import mark_separated_best
 
 _SEED_DEPENDENT_KEYS = (
     "seed",
@@ -83,9 +83,9 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
     groups: dict[str, list[Row]] = {}
     own = [row for row in table.rows if not row.paper]
     for row in own:
-        recipe, seed = recipe_of(row.name)
+        recipe, seed = split_seed(row.name)
         # The same seed twice would make the range too narrow.
-        if any(recipe_of(other.name)[1] == seed for other in groups.get(recipe, [])):
+        if any(split_seed(other.name)[1] == seed for other in groups.get(recipe, [])):
             raise ConfigError(
                 f"--seeds: {row.name} has seed {seed}, like another run of its recipe. Leave one of them out of the command."
             )
@@ -98,7 +98,7 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
     printed = [row for row in table.rows if row.paper]
     if baseline is None:
         aggregate_rows = [Row(name, _cells(rows, mean), readout_cells=rows[0].readout_cells) for name, rows in named]
-        return separated_best(table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean)))
+        return mark_separated_best(table._replace(rows=aggregate_rows + printed, spans=spread_caption(mean)))
     if printed:
         raise ConfigError(
             f"--baseline {baseline}: a comparison with a baseline needs seeds, and rows of the paper have none. Remove --paper."
@@ -135,7 +135,7 @@ def _cells(rows: Sequence[Row], mean: bool, others: Sequence[Row] | None = None)
     return cells
 
 
-def recipe_of(name: str) -> tuple[str, Any]:
+def split_seed(name: str) -> tuple[str, Any]:
     """Return the recipe and scoring options of a row without the seed, and the seed. A checkpoint belongs to the run whose folder contains it."""
     path, bracket, how = name.partition(" (")  # options of scoring: slots, a limit
     place = Path(path)

@@ -59,10 +59,10 @@ def with_significance(table: Grid, records: Mapping[str, ByTask], reference: str
         reference = ends[0]
     best = tuple(_best(table, number, rows, records) for number in range(len(table.columns)))
     table = table._replace(best=best)
-    return table if reference is None else _signed(table, rows, records, reference)
+    return table if reference is None else _mark_differences(table, rows, records, reference)
 
 
-def separated_best(table: Grid) -> Grid:
+def mark_separated_best(table: Grid) -> Grid:
     """Mark the best of each column if its interval is above all others, for rows without single results (several seeds)."""
     best: list[int | None] = []
     for number, column in enumerate(table.columns):
@@ -70,12 +70,12 @@ def separated_best(table: Grid) -> Grid:
             i: cell for i, row in enumerate(table.rows) if not row.paper and (cell := row.cells[number]) is not None
         }
         first = _largest(cells) if column.task not in table.unranked else None
-        apart = first is not None and all(_above(cells[first], cell) for i, cell in cells.items() if i != first)
+        apart = first is not None and all(_is_above(cells[first], cell) for i, cell in cells.items() if i != first)
         best.append(first if apart else None)
     return table._replace(best=tuple(best), bold="above all others with its whole range or interval")
 
 
-def _above(one: Cell, other: Cell) -> bool:
+def _is_above(one: Cell, other: Cell) -> bool:
     """Return whether an interval is entirely on the better side of another."""
     if one.low is None or one.high is None or other.low is None or other.high is None:
         return False
@@ -107,7 +107,7 @@ def _best(table: Grid, number: int, rows: Sequence[Row], records: Mapping[str, B
     return first if apart else None
 
 
-def _signed(table: Grid, rows: Sequence[Row], records: Mapping[str, ByTask], reference: str) -> Grid:
+def _mark_differences(table: Grid, rows: Sequence[Row], records: Mapping[str, ByTask], reference: str) -> Grid:
     """Mark every cell that differs significantly from that of the row `reference`."""
     (base,) = (row for row in rows if row.name == reference)
     found: dict[tuple[str, int], Difference] = {}
@@ -140,10 +140,10 @@ def _signed(table: Grid, rows: Sequence[Row], records: Mapping[str, ByTask], ref
 
 def _difference(column: Column, records: Mapping[str, ByTask], first: Row, second: Row, a: Cell, b: Cell) -> Difference:
     members = column.members or ((column.task, column.metric),)
-    found = [_of_task(task, metric, records[first.name], records[second.name]) for task, metric in members]
+    found = [_task_difference(task, metric, records[first.name], records[second.name]) for task, metric in members]
     known = [difference for difference in found if difference is not None]
     if len(known) < len(members):
-        return _unpaired(a, b)
+        return _unpaired_difference(a, b)
     if len(known) == 1:
         return known[0]
     error = sum(difference.error**2 for difference in known) ** 0.5 / len(known)
@@ -151,12 +151,12 @@ def _difference(column: Column, records: Mapping[str, ByTask], first: Row, secon
     return Difference(value, error, _p(value, error), True)
 
 
-def _of_task(task: str, metric: str | None, first: ByTask, second: ByTask) -> Difference | None:
+def _task_difference(task: str, metric: str | None, first: ByTask, second: ByTask) -> Difference | None:
     """Return the paired difference of a task; None if its samples cannot be paired."""
     if task not in first or task not in second:
         return None
     one, other = first[task], second[task]
-    return _paired(_Key(one), _Key(other), metric or one.result.headline)
+    return _can_pair(_Key(one), _Key(other), metric or one.result.headline)
 
 
 class _Key:
@@ -174,7 +174,7 @@ class _Key:
 
 
 @lru_cache(4096)
-def _paired(one: _Key, other: _Key, metric: str) -> Difference | None:
+def _can_pair(one: _Key, other: _Key, metric: str) -> Difference | None:
     try:
         found = compare(one.record, other.record, metric)
     except DataError:
@@ -188,7 +188,7 @@ def _paired(one: _Key, other: _Key, metric: str) -> Difference | None:
     return Difference(found.difference, error, p, True)
 
 
-def _unpaired(a: Cell, b: Cell) -> Difference:
+def _unpaired_difference(a: Cell, b: Cell) -> Difference:
     """Return the difference of two scores by their intervals."""
     if a.low is None or a.high is None or b.low is None or b.high is None:
         return Difference(b.value - a.value, 0.0, 1.0, False)

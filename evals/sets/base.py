@@ -157,7 +157,7 @@ class EvalSet(ABC):
         """Raise `DataError` before scoring if a required file is missing."""
         self.stamp()
 
-    def limited(self, count: int) -> EvalSet:
+    def limit_to(self, count: int) -> EvalSet:
         """Return about `count` samples, evenly spaced."""
         return Limited(self, count)
 
@@ -226,7 +226,7 @@ def read_batches(
     """
     # Starting processes takes longer than reading so few samples.
     few = sum(map(len, numbers)) < _FEW
-    with closing(WorkerItems(_Samples(source, transform), 0 if few else workers, _collated, numbers)) as batches:
+    with closing(WorkerItems(_Samples(source, transform), 0 if few else workers, _collate, numbers)) as batches:
         for batch in batches:
             if stoppable:
                 stop_here()  # a signal must not wait for a whole set
@@ -264,7 +264,7 @@ def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:
         raise DataError(f"{source.root}: {key} has label {fact}, but there are {below} classes")
 
 
-def _collated(rows: list[Any]) -> ImageBatch | DataError:
+def _collate(rows: list[Any]) -> ImageBatch | DataError:
     for row in rows:
         if isinstance(row, DataError):
             return row
@@ -279,7 +279,7 @@ def _collated(rows: list[Any]) -> ImageBatch | DataError:
     return ImageBatch(pixels, [row[1] for row in rows], [row[2] for row in rows])
 
 
-def batched(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+def split_batches(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     """Cut into batches; the last one may be smaller."""
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
@@ -294,7 +294,7 @@ def sha256(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def sizes_of(paths: Sequence[Path]) -> tuple[bytes, bytes]:
+def stat_files(paths: Sequence[Path]) -> tuple[bytes, bytes]:
     """Return byte sizes and modification times of local files. Raises `DataError` naming the first that is missing."""
     sizes, times = np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64)
     for i, path in enumerate(paths):

@@ -15,7 +15,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
-from .base import EvalSet, Fact, FactKind, Layout, sha256, sizes_of
+from .base import EvalSet, Fact, FactKind, Layout, sha256, stat_files
 from .pictures import label_image, open_image
 from .task_config import SetTaskConfig
 
@@ -56,7 +56,7 @@ class FileSet(EvalSet):
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         return self._names[number], open_image(self.root / self._names[number], not self.published), self._facts[number]
 
-    def described(self, number: int) -> tuple[str, Fact]:
+    def describe(self, number: int) -> tuple[str, Fact]:
         """Return key and annotation without reading the image."""
         return self._names[number], self._facts[number]
 
@@ -80,7 +80,7 @@ class FileSet(EvalSet):
 
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
-        return sizes_of([self.root / name for name in self._names])
+        return stat_files([self.root / name for name in self._names])
 
 
 class MaskedFiles(FileSet):
@@ -109,7 +109,7 @@ class MaskedFiles(FileSet):
 
     @cached_property
     def _mask_stat(self) -> tuple[bytes, bytes]:
-        return sizes_of([self.root / name for name in self._facts])
+        return stat_files([self.root / name for name in self._facts])
 
 
 class ImageNetSet(FileSet):

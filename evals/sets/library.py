@@ -19,22 +19,24 @@ from torchvision import datasets
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 from sparo_train.core.files import read_text
 
-from .base import OWN, EvalSet, Fact, Layout, lines, sha256, sizes_of
+from .base import OWN, EvalSet, Fact, Layout, lines, sha256, stat_files
 from .image_files import FileSet
 from .tfds_set import SPECS
 from .vtab_files import open_vtab
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "cars": lambda root, split: datasets.StanfordCars(root, split),
-    "cifar10": lambda root, split: datasets.CIFAR10(root, train=_one_of(split, "train", "test") == "train"),
+    "cifar10": lambda root, split: datasets.CIFAR10(root, train=_check_choice(split, "train", "test") == "train"),
     "country211": lambda root, split: datasets.Country211(root, split),
     "fgvc_aircraft": lambda root, split: datasets.FGVCAircraft(root, split),
     "food101": lambda root, split: datasets.Food101(root, split),
     "gtsrb": lambda root, split: datasets.GTSRB(root, split),
-    "mnist": lambda root, split: datasets.MNIST(root, train=_one_of(split, "train", "test") == "train"),
+    "mnist": lambda root, split: datasets.MNIST(root, train=_check_choice(split, "train", "test") == "train"),
     "renderedsst2": lambda root, split: datasets.RenderedSST2(root, split),
     "stl10": lambda root, split: datasets.STL10(root, split),
-    "vtab/cifar100": lambda root, split: datasets.CIFAR100(root, train=_one_of(split, "train", "test") == "train"),
+    "vtab/cifar100": lambda root, split: datasets.CIFAR100(
+        root, train=_check_choice(split, "train", "test") == "train"
+    ),
     "vtab/dtd": lambda root, split: datasets.DTD(root, split),
     "vtab/flowers": lambda root, split: datasets.Flowers102(root, split),
     "vtab/pcam": lambda root, split: datasets.PCAM(root, split),
@@ -118,7 +120,7 @@ class TorchvisionSet(EvalSet):
 
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
-        return sizes_of(self._files)
+        return stat_files(self._files)
 
 
 class SunSet(FileSet):
@@ -202,7 +204,7 @@ def _clevr_label(task: str, objects: list[dict[str, Any]]) -> int:
     return int(np.searchsorted(_DISTANCES, min(thing["pixel_coords"][2] for thing in objects), side="left"))
 
 
-def _one_of(split: str, *choices: str) -> str:
+def _check_choice(split: str, *choices: str) -> str:
     if split not in choices:
         raise ValueError(f"known splits are {', '.join(choices)}")
     return split

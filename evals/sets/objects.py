@@ -34,7 +34,7 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
     tables = {name: [_table(one, name, len(episode), frames) for one in objects] for name in _NUMBERS}
     if any(table is None for table in tables["positions"]):
         raise DataError(f"{where}: an object has no positions (a row of three numbers per frame)")
-    numbers = {short: _by_time(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
+    numbers = {short: _time_first(tables[name]) for name, short in _NUMBERS.items() if None not in tables[name]}
     for short, (names, shape) in _CONSTANT.items():
         candidates = ([_array(one.get(name), shape) for one in objects] for name in names)
         values = next((rows for rows in candidates if rows and None not in rows), None)
@@ -67,7 +67,7 @@ def _array(value: Any, shape: tuple[int, ...]) -> Any:
     return table.tolist() if table.shape == shape and np.isfinite(table).all() else None
 
 
-def _by_time(tables: list[Any]) -> list[Any]:
+def _time_first(tables: list[Any]) -> list[Any]:
     """Rearrange (M, T, c) to (T, M, c)."""
     return [list(row) for row in zip(*tables, strict=True)]
 

@@ -40,7 +40,7 @@ def open_set(config: SetTaskConfig, kind: str, split: str | None = None) -> Eval
     eval_set.home, eval_set.benchmark_name = Path(config.root), config.benchmark_name
     named = config.benchmark_name is not None or config.layout not in _OWN_LAYOUTS
     eval_set.published = named if config.published is None else config.published
-    return eval_set if config.limit is None else eval_set.limited(config.limit)
+    return eval_set if config.limit is None else eval_set.limit_to(config.limit)
 
 
 def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
@@ -65,7 +65,7 @@ def _warn_of_untrained_classes(train: EvalSet, test: EvalSet) -> None:
     """Warn of classes of a table that only test images have, because no score can be right for them."""
     if not (isinstance(train, TableSet) and isinstance(test, TableSet) and train.kind == "label"):
         return
-    present = [{table.described(number)[1] for number in range(len(table))} for table in (train, test)]
+    present = [{table.describe(number)[1] for number in range(len(table))} for table in (train, test)]
     if missing := sorted(present[1] - present[0]):
         names = [test.classes[number] if test.classes else str(number) for number in missing]
         logger.warning(
@@ -126,4 +126,4 @@ def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[Eval
     _warn_of_untrained_classes(train, test)
     if not config.groups_may_overlap:
         refuse_shared_groups(train, test)
-    return (train, test) if config.limit is None else (train.limited(config.limit), test.limited(config.limit))
+    return (train, test) if config.limit is None else (train.limit_to(config.limit), test.limit_to(config.limit))

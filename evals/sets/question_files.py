@@ -106,7 +106,9 @@ def _svo_items(path: Path) -> Iterator[Item]:
     for number, row in enumerate(table_rows(read_text(path, DataError), path)):
         try:
             kinds = [kind for kind in ("subj", "verb", "obj") if _is_true(row, f"{kind}_neg")]
-            images = tuple(ImageRef(f"images/{_whole(row[name])}.jpg") for name in ("pos_image_id", "neg_image_id"))
+            images = tuple(
+                ImageRef(f"images/{_to_integer(row[name])}.jpg") for name in ("pos_image_id", "neg_image_id")
+            )
             sentence = str(row["sentence"])
         except KeyError as missing:
             raise DataError(f"{path}: row {number + 1}: no column {missing}. Fetch it again.") from None
@@ -118,7 +120,7 @@ def _is_true(row: Mapping[str, Any], name: str) -> bool:
     return str(row[name]).strip().lower() in ("true", "1", "1.0")
 
 
-def _whole(text: Any) -> str:
+def _to_integer(text: Any) -> str:
     # pandas writes numbers of columns with gaps as 12.0.
     return str(text).strip().removesuffix(".0")
 

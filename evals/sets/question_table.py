@@ -15,7 +15,7 @@ from PIL import Image
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_text
 
-from .base import Fact, sizes_of
+from .base import Fact, stat_files
 from .pictures import decode_image
 from .questions import ImageRef, Item, QuestionSet
 from .table_rows import TableRow, table_rows
@@ -34,7 +34,7 @@ def open_questions(root: Path, columns: TableColumns, split: str) -> QuestionSet
     if not columns.captions:
         raise ConfigError("columns.captions: missing, and questions need texts. Name their columns.")
     paths = _files(root, columns.file)
-    rows = [row for path in paths for row in _rows_of(root, path, len(paths) > 1)]
+    rows = [row for path in paths for row in _iter_rows(root, path, len(paths) > 1)]
     if columns.split is not None:
         values = dict.fromkeys(row.value(columns.split) for row in rows)
         rows = [row for row in rows if row.value(columns.split) == split]
@@ -85,7 +85,7 @@ def _files(root: Path, pattern: str) -> list[Path]:
     raise DataError(f"{root / pattern}: no such file. Fetch the set again, or correct columns.file.")
 
 
-def _rows_of(root: Path, path: Path, several: bool) -> Iterator[TableRow]:
+def _iter_rows(root: Path, path: Path, several: bool) -> Iterator[TableRow]:
     """Yield the rows of a file; if there are several files, `file_stem` is a column, too."""
     if path.suffix == ".parquet":
         rows: Iterator[Mapping[str, Any]] = _parquet_rows(path, path.relative_to(root).as_posix())
@@ -126,7 +126,7 @@ class ParquetQuestionSet(QuestionSet):
             return super().read(number)
         data = embedded_image(self.root / match[1], int(match[2]), match[3])
         image = decode_image(data, self.root / name, own=not self.published)
-        return self._key(number), self._cropped(number, image), self._facts[number]
+        return self._key(number), self._crop(number, image), self._facts[number]
 
     def _content_digest(self, number: int) -> bytes:
         match = _EMBEDDED.fullmatch(self._names[number])
@@ -136,7 +136,7 @@ class ParquetQuestionSet(QuestionSet):
 
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
-        return sizes_of([self.root / name for name in self._paths])
+        return stat_files([self.root / name for name in self._paths])
 
 
 def _parquet_rows(path: Path, name: str) -> Iterator[Mapping[str, Any]]:
@@ -200,11 +200,11 @@ def _read_group(path: Path, group: int, columns: Sequence[str]) -> Any:
 
 
 def _parquet(path: Path) -> Any:
-    return _opened(path, _stamp(path), os.getpid())
+    return _open_parquet(path, _stamp(path), os.getpid())
 
 
 @lru_cache(4)
-def _opened(path: Path, _stamp: tuple[int, int], _process: int) -> Any:
+def _open_parquet(path: Path, _stamp: tuple[int, int], _process: int) -> Any:
     """Open a Parquet file, again in every process (handles do not survive a fork) and after a change."""
     try:
         import pyarrow.parquet as pq

@@ -110,9 +110,9 @@ class QuestionSet(FileSet):
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
         path = self.root / self._names[number]
         image = _bgr_array(path) if path.suffix == ".npy" else open_image(path, not self.published)
-        return self._key(number), self._cropped(number, image), self._facts[number]
+        return self._key(number), self._crop(number, image), self._facts[number]
 
-    def described(self, number: int) -> tuple[str, Fact]:
+    def describe(self, number: int) -> tuple[str, Fact]:
         return self._key(number), self._facts[number]
 
     def digest(self, number: int) -> bytes:
@@ -129,7 +129,7 @@ class QuestionSet(FileSet):
         """Return the file of an image below the root; regions of one picture have one file."""
         return self._names[number]
 
-    def _cropped(self, number: int, image: Image.Image) -> Image.Image:
+    def _crop(self, number: int, image: Image.Image) -> Image.Image:
         """Return the region of an image, black where it exceeds the image, as in ARO's and CREPE's scripts."""
         box = self._boxes[number]
         if box is None:
@@ -152,7 +152,7 @@ class QuestionSet(FileSet):
     def identity(self) -> str:
         return sha256(super().identity(), json.dumps(self._boxes))
 
-    def limited(self, count: int) -> EvalSet:
+    def limit_to(self, count: int) -> EvalSet:
         """Return evenly spaced questions with the images that they need; questions of a group stay together."""
         units: dict[object, list[Question]] = {}
         for place, question in enumerate(self.questions):
@@ -174,11 +174,11 @@ class QuestionSet(FileSet):
         """Return the captions that are right for each of `count` images, which pages show with it."""
         captions: list[dict[str, None]] = [{} for _ in range(count)]
         for question in questions:
-            for image, text in self.right(question):
+            for image, text in self.right_pairs(question):
                 captions[image][text] = None
         return [list(texts) for texts in captions]
 
-    def right(self, question: Question) -> list[tuple[int, str]]:
+    def right_pairs(self, question: Question) -> list[tuple[int, str]]:
         """Return the images and texts of a question that belong together."""
         if len(question.images) == len(question.texts):
             return list(zip(question.images, question.texts, strict=True))
@@ -190,7 +190,7 @@ class QuestionSet(FileSet):
 class AssociationSet(QuestionSet):
     """Questions of a text and several images; the first `answer` images belong to the text."""
 
-    def right(self, question: Question) -> list[tuple[int, str]]:
+    def right_pairs(self, question: Question) -> list[tuple[int, str]]:
         return [(image, question.texts[0]) for image in question.images[: question.answer]]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
 from sparo_train.core.files import parse_json
-from sparo_train.data.examples.samples import written_list
+from sparo_train.data.examples.samples import parse_list
 
 _MAX_PIXELS = 1 << 20  # of a coordinate of a region
 
@@ -133,7 +133,7 @@ class TableRow:
         if isinstance(listed, list | tuple):
             return [_plain(text) for text in listed]
         try:
-            return written_list(self.fill(template)) or [self.fill(template)]
+            return parse_list(self.fill(template)) or [self.fill(template)]
         except BadSampleError as error:
             raise DataError(f"{self.where}: {template} is {error}, {error.detail}. Write it in JSON.") from None
 

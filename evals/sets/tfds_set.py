@@ -21,7 +21,7 @@ from PIL import Image
 from sparo_train.core.errors import DataError
 from sparo_train.data.decode.tfrecord import Value, parse_example, record_at, record_offsets
 
-from .base import EvalSet, Fact, lines, sha256, sizes_of
+from .base import EvalSet, Fact, lines, sha256, stat_files
 from .pictures import decode_image
 
 Features = Mapping[str, Value]
@@ -102,7 +102,7 @@ SPECS = {
 }
 
 
-def split_of(spec: RecordSpec, split: str, root: Path) -> Split:
+def select_split(spec: RecordSpec, split: str, root: Path) -> Split:
     """Return a split of VTAB. Raises `DataError` for another name."""
     if split not in spec.splits:
         raise DataError(f"{root}: has no split {split}. Name one of {', '.join(spec.splits)}.")
@@ -145,8 +145,8 @@ class RecordSet(EvalSet):
 
     def __init__(self, root: Path, name: str, split: str, files: Sequence[Path]):
         self.root, self._spec, self._files = root, SPECS[name], list(files)
-        self._split = split_of(self._spec, split, root)
-        self._sizes = sizes_of(self._files)
+        self._split = select_split(self._spec, split, root)
+        self._sizes = stat_files(self._files)
         counts = [len(_offsets(path, self._sizes)) for path in self._files]
         self._ends = [0, *accumulate(counts)]
         self._begin, self._end = self._split.bounds(self._ends[-1])
@@ -196,7 +196,7 @@ def _offsets(path: Path, _stamp: tuple[bytes, bytes]) -> list[int]:
     return record_offsets(path)
 
 
-def absent(root: Path, name: str, raw: str) -> DataError:
+def absent_error(root: Path, name: str, raw: str) -> DataError:
     """Return the error for a folder that has a set in none of the known forms."""
     spec = SPECS[name]
     records = f"{spec.builder}-{spec.splits['test'].records}.tfrecord-*"

@@ -73,7 +73,7 @@ class ClipSet(WdsSet):
         return sha256("clips", str(self.frames), super().identity())
 
     def _episode(self, number: int) -> tuple[str, str, Episode]:
-        storage, ordinal = self.at(number)
+        storage, ordinal = self.locate(number)
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
@@ -127,7 +127,7 @@ class ViewSet(WdsSet):
 
     def read(self, number: int) -> tuple[str, Any, Any]:
         """Return key, `Views` and annotations."""
-        key, where, scene = self._whole(number)
+        key, where, scene = self._read_scene(number)
         try:
             every = [[(t, v) for v in range(self.views)] for t in range(self.frames)]
             images = [[scene.views[v].picture(t) for t, v in row] for row in every]
@@ -158,7 +158,7 @@ class ViewSet(WdsSet):
     def identity(self) -> str:
         return sha256("views", f"{self.frames} {self.views}", super().identity())
 
-    def _whole(self, number: int) -> tuple[str, str, MultiViewScene]:
+    def _read_scene(self, number: int) -> tuple[str, str, MultiViewScene]:
         """Return a scene with the scored numbers of times and cameras."""
         key, where, scene = self._scene(number)
         if self._alike and scene.frames > self.frames:
@@ -179,7 +179,7 @@ class ViewSet(WdsSet):
         return key, where, scene
 
     def _scene(self, number: int) -> tuple[str, str, MultiViewScene]:
-        storage, ordinal = self.at(number)
+        storage, ordinal = self.locate(number)
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
@@ -199,7 +199,7 @@ class ObjectViewSet(ViewSet):
 
     def read(self, number: int) -> tuple[str, Any, Any]:
         key, views, _ = super().read(number)
-        _, where, scene = self._whole(number)
+        _, where, scene = self._read_scene(number)
         return key, views, object_annotations(scene.views[0], self.frames, where)
 
     def identity(self) -> str:

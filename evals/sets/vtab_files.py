@@ -21,9 +21,9 @@ from PIL import Image
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import read_text
 
-from .base import EvalSet, Fact, lines, sha256, sizes_of
+from .base import EvalSet, Fact, lines, sha256, stat_files
 from .image_files import FileSet
-from .tfds_set import SPECS, RecordSet, absent, md5_order, record_files, split_of, vehicle_class
+from .tfds_set import SPECS, RecordSet, absent_error, md5_order, record_files, select_split, vehicle_class
 
 _DSPRITES = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.npz"
 _LATENTS = {"vtab/dsprites_label_orientation": 3, "vtab/dsprites_label_x_position": 4}  # columns of latents_classes
@@ -40,7 +40,7 @@ def open_vtab(root: Path, name: str, split: str) -> EvalSet:
     Raises:
         DataError: neither exists, or a file is damaged.
     """
-    records = split_of(SPECS[name], split, root).records
+    records = select_split(SPECS[name], split, root).records
     if files := record_files(root, SPECS[name].builder, records):
         return RecordSet(root, name, split, files)
     if name in _FOLDERS:
@@ -52,12 +52,12 @@ def open_vtab(root: Path, name: str, split: str) -> EvalSet:
     if name.startswith("vtab/kitti"):
         return _kitti(root, split)
     # Their test images cannot be derived from the authors' files: an order of files, or an image filter, is missing.
-    raise absent(root, name, "any other form that VTAB's split can be derived from")
+    raise absent_error(root, name, "any other form that VTAB's split can be derived from")
 
 
 def _part(name: str, split: str, keys: Sequence[str], root: Path) -> list[int]:
     """Return the numbers of a split's examples, in its order, among those with these names."""
-    part = split_of(SPECS[name], split, root)
+    part = select_split(SPECS[name], split, root)
     begin, end = part.bounds(len(keys))
     return md5_order(part.records, keys)[begin:end]
 
@@ -66,7 +66,7 @@ def _class_folders(root: Path, name: str, split: str) -> FileSet:
     top = next((root / folder for folder in _FOLDERS[name] if (root / folder).is_dir()), root)
     paths = sorted(path for path in top.glob("*/*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
-        raise absent(root, name, f"{_FOLDERS[name][0]}/CLASS/*.jpg")
+        raise absent_error(root, name, f"{_FOLDERS[name][0]}/CLASS/*.jpg")
     classes = sorted({path.parent.name for path in paths})
     keys = [f"{path.parent.name}_{path.name}" for path in paths]
     chosen = [paths[i] for i in _part(name, split, keys, root)]
@@ -139,11 +139,11 @@ class ArraySet(EvalSet):
     def identity(self) -> str:
         names = [path.name for path in self._table.paths]
         return sha256(
-            "array", self._name, str(names), str(self._numbers[:16]), str(len(self)), sizes_of(self._table.paths)[0]
+            "array", self._name, str(names), str(self._numbers[:16]), str(len(self)), stat_files(self._table.paths)[0]
         )
 
     def stamp(self) -> str:
-        return sha256(sizes_of(self._table.paths)[1])
+        return sha256(stat_files(self._table.paths)[1])
 
     def own_classnames(self) -> list[str]:
         return [str(number) for number in range(SPECS[self._name].classes)]
@@ -167,7 +167,7 @@ def _dsprites_blocks(path: Path) -> Iterator[np.ndarray]:
 def _dsprites(root: Path, name: str) -> Table:
     path = root / _DSPRITES
     if not path.is_file():
-        raise absent(root, name, _DSPRITES)
+        raise absent_error(root, name, _DSPRITES)
     try:
         with np.load(path, allow_pickle=False) as archive:
             latents = archive["latents_classes"]
@@ -195,7 +195,7 @@ def _smallnorb(root: Path, benchmark: str, records: str) -> Table:
         stem = f"{_NORB[records]}-{part}.mat"
         path = next((root / name for name in (stem, f"{stem}.gz") if (root / name).is_file()), None)
         if path is None:
-            raise absent(root, benchmark, f"{stem}(.gz)")
+            raise absent_error(root, benchmark, f"{stem}(.gz)")
         paths.append(path)
     with _norb_stream(paths[1]) as stream:
         shape, kind = _norb_header(stream, paths[1])
@@ -235,7 +235,7 @@ def _kitti(root: Path, split: str) -> FileSet:
         (p for p in (top / "mapping", top / "devkit/mapping", top / "devkit_object/mapping") if p.is_dir()), None
     )
     if mapping is None or not (top / "training/image_2").is_dir():
-        raise absent(
+        raise absent_error(
             root, "vtab/kitti_closest_vehicle_distance", "training/{image_2,label_2} and mapping/ of devkit_object.zip"
         )
     try:

@@ -22,12 +22,12 @@ from PIL import Image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_text
 from sparo_train.data.examples.samples import image_bytes
-from sparo_train.data.servers.remote import filesystem_of, remedy, with_retries
+from sparo_train.data.servers.remote import open_filesystem, remedy, with_retries
 from sparo_train.data.sources.base import SourceConfig, Storage, open_source
 from sparo_train.data.sources.folder import FolderConfig, FolderPart, refuse_splits
 from sparo_train.data.sources.shards import Shard, ShardsConfig
 
-from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, sha256, sizes_of
+from .base import IMAGE_KEYS, EvalSet, Fact, FactKind, Layout, Pair, sha256, stat_files
 from .objects import object_rows
 from .pictures import decode_image, label_image
 
@@ -46,7 +46,7 @@ class SourceSet(EvalSet):
         self.source, self.kind, self.root = open_source(key, config, block=""), kind, root
         # Binary search, so that no list of millions of samples is needed.
         self._ends = np.cumsum([len(storage) for storage in self.source.storages])
-        broken = self.source.broken()
+        broken = self.source.incomplete_storages()
         if broken:
             raise DataError(
                 f"{broken[0].url}: {broken[0].reason}. Fetch it again; a score on part of a data set is not comparable."
@@ -55,13 +55,13 @@ class SourceSet(EvalSet):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def at(self, number: int) -> tuple[Storage, int]:
+    def locate(self, number: int) -> tuple[Storage, int]:
         """Return the storage of a sample, and its number there."""
         shard = int(np.searchsorted(self._ends, number, side="right"))
         return self.source.storages[shard], number - (int(self._ends[shard - 1]) if shard else 0)
 
     def read(self, number: int) -> tuple[str, Image.Image, Fact]:
-        storage, ordinal = self.at(number)
+        storage, ordinal = self.locate(number)
         key = f"number {ordinal}"
         try:
             key, fields = storage.read(ordinal)
@@ -94,7 +94,7 @@ class ShardSet(SourceSet):
 
     def stamp(self) -> str:
         # A link may refer to another file tomorrow, so ask the server again.
-        places = [(s.url, *filesystem_of(s.url)) for s in self.source.storages]
+        places = [(s.url, *open_filesystem(s.url)) for s in self.source.storages]
         infos = [with_retries(url, partial(filesystem.info, path)) for url, filesystem, path in places]
         return sha256(*(f"{i['size']} {i.get('mtime', i.get('ETag', ''))}" for i in infos))
 
@@ -129,7 +129,7 @@ class ClassFolders(SourceSet):
 
     @cached_property
     def _stat(self) -> tuple[bytes, bytes]:
-        return sizes_of([self.root / name for name in self._names()])
+        return stat_files([self.root / name for name in self._names()])
 
 
 def open_images(place: str, kind: FactKind, key: str) -> ShardSet | ClassFolders:
@@ -160,7 +160,7 @@ class WdsSet(ShardSet):
         for path in shards:
             if not path.is_file():
                 raise DataError(f"{path}: missing, but {counter} lists {number} shard(s)")
-        declared = _declared(folder)
+        declared = _read_dataset_type(folder)
         super().__init__(
             tuple(map(str, shards)),
             "labels" if kind == "label" and declared == "multilabel" else kind,
@@ -178,7 +178,7 @@ class WdsSet(ShardSet):
         return sha256("wds", super().identity())
 
 
-def _declared(root: Path) -> str:
+def _read_dataset_type(root: Path) -> str:
     path = root / "dataset_type.txt"
     return read_text(path, DataError, 4096).strip() if path.is_file() else ""
 

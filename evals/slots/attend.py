@@ -43,7 +43,7 @@ class Attended(NamedTuple):
     sharp: Tensor
 
 
-def captions_of(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
+def caption_per_image(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
     """Return an image's caption, or a prompt with the name of its class; None without texts.
 
     Raises:
@@ -78,7 +78,7 @@ def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[s
     attended: list[Attended] = []
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
-        image = show([pixels_of(encoder, one) for one in images[some]])
+        image = show([preprocess_image(encoder, one) for one in images[some]])
         # On the CPU in fp32, because maps of a whole set are kept, and pictures need no more.
         maps, on_class = _maps(image.attention.float().cpu(), getattr(encoder, "prefix_tokens", 1))
         if read is None or captions is None:
@@ -113,7 +113,7 @@ def top_words(one: Attended, slot: int, count: int = 2) -> list[str]:
     return [f"{one.words[i]} {float(one.weights[slot, i]):.0%}" for i in top]
 
 
-def pixels_of(encoder: Encoder, image: Image.Image) -> np.ndarray:
+def preprocess_image(encoder: Encoder, image: Image.Image) -> np.ndarray:
     """Return the preprocessed pixels of an image. Raises `DataError` if the encoder cannot read it, for example for lack of a band."""
     try:
         return np.asarray(encoder.transform(image))
@@ -192,7 +192,7 @@ class WordProfiles(NamedTuple):
     shares: Tensor
     content: Tensor
 
-    def of(self, slot: int, count: int) -> list[tuple[str, float]]:
+    def top_words(self, slot: int, count: int) -> list[tuple[str, float]]:
         """Return the words with the highest mean attention of a slot."""
         top = self.shares[slot].topk(min(count, len(self.words)))
         return [(self.words[i], share) for share, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)]

@@ -19,15 +19,15 @@ from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
 from ..suite.image_text_tasks import PairsTaskConfig
 from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
-from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, questions_of
-from ..suite.scoring import labels_of
+from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, load_questions
+from ..suite.scoring import collect_labels
 from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from ..tasks import zeroshot
-from ..tasks.clusters import clusters_of
-from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormed
+from ..tasks.clusters import assign_clusters
+from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormalize
 from .probe_tasks import Linear, Neighbours, ProbeTask
 from .question_inputs import Questions
-from .units import Units, texts_of
+from .units import Units, get_text_tower
 
 ClassifierSlots = str  # slice | renorm
 
@@ -147,7 +147,7 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
         raise ConfigError(
             f"language={task.language}: slots are scored with the set's own class names. Remove language."
         )
-    source, tower = open_set(task, "label"), texts_of(units)
+    source, tower = open_set(task, "label"), get_text_tower(units)
     names, templates = source.classnames(), source.templates()
     # Check labels while encoding, because an index beyond the classes has no class vector.
     source.label_below = len(names)
@@ -161,12 +161,12 @@ def _classes(task: ZeroshotTaskConfig, units: Units, store: FeatureStore, classi
     vectors = zeroshot.classifier(store.texts(tower, zeroshot.prompts(names, templates)), len(names))
     weights = units.texts(vectors)
     if classifier_slots == "renorm":
-        weights = renormed(weights)
-    return Classes(units, features, weights, labels_of(features, source), identities(source))
+        weights = renormalize(weights)
+    return Classes(units, features, weights, collect_labels(features, source), identities(source))
 
 
 def _pairs(task: PairsTaskConfig, units: Units, store: FeatureStore) -> Pairs:
-    source, tower = open_set(task, "pairs"), texts_of(units)
+    source, tower = open_set(task, "pairs"), get_text_tower(units)
     features = encode_set(source, units, store, task.workers)
     caption_pairs = [(i, pair) for i, row in enumerate(features.facts) for pair in row]
     if not caption_pairs:
@@ -191,8 +191,8 @@ def _as_pairs(
 
 def _questions(task: QuestionsTaskConfig, units: Units, store: FeatureStore) -> Pairs | Questions:
     """Return the questions of a task; those with a single wrong caption are pairs."""
-    tower = texts_of(units)
-    source, questions = questions_of(task)
+    tower = get_text_tower(units)
+    source, questions = load_questions(task)
     features = encode_set(source, units, store, task.workers)
     texts = store.text_rows(tower, [text for question in questions for text in question.texts])
     each = Questions(units, features, texts, task, questions, identities(source))
@@ -202,7 +202,7 @@ def _questions(task: QuestionsTaskConfig, units: Units, store: FeatureStore) -> 
     return each
 
 
-def pairs_of(name: str, each: Material) -> Pairs:
+def make_pairs(name: str, each: Material) -> Pairs:
     """Return pairs of captions, on which masks are trained: of questions, every right caption with each wrong one.
 
     Raises:
@@ -233,11 +233,11 @@ def _probe_inputs(
         )
     bank, test = (store.images(units.encoder, s, transform, workers=workers) for s in (bank_set, test_set))
     assert bank is not None and test is not None
-    labels = labels_of(bank, bank_set), labels_of(test, test_set)
+    labels = collect_labels(bank, bank_set), collect_labels(test, test_set)
     return units, bank, labels[0], test, labels[1], f"{identities(bank_set)} {identities(test_set)}"
 
 
-def images_of(material: Material) -> list[tuple[str | int, ...]]:
+def question_images(material: Material) -> list[tuple[str | int, ...]]:
     """Return the images of each question: keys, or numbers."""
     if isinstance(material, ProbeTask):
         return [(key,) for key in material.test.keys]
@@ -248,7 +248,7 @@ def images_of(material: Material) -> list[tuple[str | int, ...]]:
     return [(image,) for image in material.owner.tolist()]
 
 
-def groups_of(material: Material) -> list[str]:
+def question_groups(material: Material) -> list[str]:
     """Return a group name per question; questions with one image, or pairs with a common true caption, share a group.
 
     A set may contain an image once per pair, or several images of one object.
@@ -263,8 +263,10 @@ def groups_of(material: Material) -> list[str]:
         ]
     else:
         captions = [pair.caption for pair in material.caption_pairs]
-    shown = [(("caption", caption), *images) for caption, images in zip(captions, images_of(material), strict=True)]
-    found = clusters_of(shown)
+    shown = [
+        (("caption", caption), *images) for caption, images in zip(captions, question_images(material), strict=True)
+    ]
+    found = assign_clusters(shown)
     member = range(len(captions)) if found is None else found.tolist()
     # The smallest caption, so that a group's name does not depend on the order of its questions.
     name: dict[int, str] = {}
@@ -279,7 +281,7 @@ def halves(name: str, material: Material, seed: int) -> Tensor:
     Raises:
         DataError: so few images that one half would be empty.
     """
-    keys = groups_of(material)
+    keys = question_groups(material)
     # By name, so that a question stays in its half whatever else the set contains.
     in_half = torch.tensor(
         [hashlib.sha256(f"{seed} {key}".encode()).digest()[0] < 128 for key in keys], dtype=torch.bool

@@ -49,7 +49,7 @@ class Margins(NamedTuple):
         """Return U."""
         return self.values.shape[1]
 
-    def only(self, rows: Tensor) -> Margins:
+    def select(self, rows: Tensor) -> Margins:
         """Return some of the questions, by number or by a mask."""
         numbers = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
         keys = [self.keys[int(i)] for i in numbers]
@@ -62,7 +62,7 @@ class Margins(NamedTuple):
         # A half may lack a kind; the others share its weight.
         return 1.0 / ((of > 0).sum() * of)[self.kinds].double()
 
-    def right(self, total: Tensor) -> Tensor:
+    def right_answers(self, total: Tensor) -> Tensor:
         """Return right answers (n, …) bool from sums of margins (n, K, …), including the fixed part."""
         # One comparison instead of three: at least zero is the same as above the number next to zero.
         zero = torch.where(self.tie, torch.nextafter(torch.tensor(0.0), torch.tensor(-1.0)), torch.tensor(0.0))
@@ -147,7 +147,7 @@ def unit_logits(block: Tensor, weights: Tensor, out: Tensor | None = None) -> Te
     return torch.bmm(block.transpose(0, 1), weights.permute(1, 2, 0), out=out)
 
 
-def renormed(weights: Tensor) -> Tensor:
+def renormalize(weights: Tensor) -> Tensor:
     """Scale every unit of class vectors (C, U, d) to one norm.
 
     The mean over prompts shortens a slot in which prompts disagree; `classifier_slots: renorm` undoes that.
@@ -174,10 +174,10 @@ def each_unit(images: Iterable[Tensor], weights: Tensor, labels: Tensor, rest: i
     single_unit, without, whole = [], [], []
     for logits, truth in _logits(images, weights, labels):
         total, own = logits.sum(0), logits[: len(logits) - rest]
-        whole.append(_first_best(total) == truth)
-        single_unit.append((_first_best(own) == truth).T)
+        whole.append(_argmax(total) == truth)
+        single_unit.append((_argmax(own) == truth).T)
         # In place, because the next images overwrite `own` anyway.
-        without.append((_first_best(torch.sub(total, own, out=own)) == truth).T)
+        without.append((_argmax(torch.sub(total, own, out=own)) == truth).T)
     return EachUnit(torch.cat(single_unit), torch.cat(without), torch.cat(whole))
 
 
@@ -219,7 +219,7 @@ def _logits(images: Iterable[Tensor], weights: Tensor, labels: Tensor) -> Iterat
             yield unit_logits(rows, weights, buffer), truth
 
 
-def _first_best(logits: Tensor) -> Tensor:
+def _argmax(logits: Tensor) -> Tensor:
     """Return argmax over the last dimension, the first of ties; numpy's is five times as fast as torch's on a CPU."""
     return torch.from_numpy(logits.numpy().argmax(-1))
 

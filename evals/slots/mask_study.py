@@ -21,7 +21,7 @@ class Factors(NamedTuple):
     q: Tensor
     kinds: Tensor
 
-    def only(self, rows: Tensor) -> Factors:
+    def select(self, rows: Tensor) -> Factors:
         return Factors(*(t[rows] for t in self))
 
 
@@ -75,7 +75,7 @@ def train_mask(train_factors: Factors, how: MaskTraining = MaskTraining()) -> Tr
     optimizer = torch.optim.SGD([theta, alpha], lr=how.lr, momentum=how.momentum)
     generator = torch.Generator().manual_seed(how.seed)
     n, size = len(train_factors.d), how.batch or len(train_factors.d)
-    mask = mask_of(theta, alpha, how.clamp).detach()
+    mask = compute_mask(theta, alpha, how.clamp).detach()
     curve, losses, best = [accuracy(train_factors, mask)], [], (mask, 0)
     for epoch in range(1, how.epochs + 1):
         total = 0.0
@@ -86,7 +86,7 @@ def train_mask(train_factors: Factors, how: MaskTraining = MaskTraining()) -> Tr
             optimizer.step()
             total += batch_loss.item() * len(train_factors.d[rows])
         losses.append(total / n)
-        mask = mask_of(theta, alpha, how.clamp).detach()
+        mask = compute_mask(theta, alpha, how.clamp).detach()
         curve.append(accuracy(train_factors, mask))
         # The first of equal epochs, because later ones only drift.
         if not how.best or curve[-1] > max(curve[:-1]):
@@ -96,13 +96,13 @@ def train_mask(train_factors: Factors, how: MaskTraining = MaskTraining()) -> Tr
 
 def loss(d: Tensor, q: Tensor, theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:
     """Return the mean cross-entropy of pairs, in the factored form."""
-    m = mask_of(theta, alpha, clamp)
+    m = compute_mask(theta, alpha, clamp)
     # An all-zero mask has no direction; without the floor, its gradient would be NaN.
     cosine = (d @ m) / (q @ m.square()).clamp(min=1e-24).sqrt()
     return F.softplus(-_scale(alpha, clamp) * cosine).mean()
 
 
-def mask_of(theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:
+def compute_mask(theta: Tensor, alpha: Tensor, clamp: str) -> Tensor:
     """Return sigmoid(s/4 theta)."""
     return torch.sigmoid(_scale(alpha, clamp) / 4 * theta)
 
@@ -120,7 +120,7 @@ def accuracy(pair_factors: Factors, mask: Tensor) -> float:
 
 def masked_margins(margins: Margins, mask: Tensor) -> Tensor:
     """Return (n,) bool: right answers with a mask (U,), where a mask per unit is applied to the margins."""
-    return margins.right(torch.einsum("nuk,u->nk", margins.values, mask) + margins.fixed)
+    return margins.right_answers(torch.einsum("nuk,u->nk", margins.values, mask) + margins.fixed)
 
 
 Granularity = Literal["unit", "dimension"]
@@ -165,11 +165,13 @@ def mask_row(
     if held_out:
         # One half for all training seeds, so that their spread comes from training only.
         half = halves(label, pairs, how[0].seed)
-        train_factors, eval_factors = train_factors.only(half), train_factors.only(~half)
+        train_factors, eval_factors = train_factors.select(half), train_factors.select(~half)
     trained_masks = [train_mask(train_factors, one) for one in how]
     width = pairs.units.encoder.width
     ones = torch.ones(train_factors.d.shape[1])
-    scores = {name: _folded(task, [ones, *(one.mask for one in trained_masks)], width) for name, task in tasks.items()}
+    scores = {
+        name: _fold_masks(task, [ones, *(one.mask for one in trained_masks)], width) for name, task in tasks.items()
+    }
     number = len(ones)
     shape = (width,) if pairs.units.kind == "parts" else (pairs.units.number, width // pairs.units.number)
     row = MaskRow(
@@ -193,7 +195,7 @@ def mask_factors(pairs: Pairs, per: Granularity) -> Factors:
     return factors(image, u.texts(pairs.true), u.texts(pairs.false), kinds, per)
 
 
-def _folded(task: Classes, masks: Sequence[Tensor], width: int) -> list[float]:
+def _fold_masks(task: Classes, masks: Sequence[Tensor], width: int) -> list[float]:
     """Return accuracy with each mask: argmax_c <m*y, w_c> = argmax_c <y, m*w_c>, so images are not encoded again."""
     weights = task.weights.flatten(1)
     folded = [weights * mask.repeat_interleave(width // len(mask)) for mask in masks]

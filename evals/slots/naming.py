@@ -73,7 +73,7 @@ def caption_words(captions: Sequence[Sequence[str]], limit: int) -> list[str]:
     return [word for word, _ in counts.most_common() if word not in FUNCTION_WORDS][:limit]
 
 
-def contained(captions: Sequence[Sequence[str]], names: Sequence[str]) -> np.ndarray:
+def contain_names(captions: Sequence[Sequence[str]], names: Sequence[str]) -> np.ndarray:
     """Return (n, W): whether a caption of the image contains the name as whole words, in upper or lower case."""
     labels = np.zeros((len(captions), len(names)), dtype=bool)
     # Most names are single words, which are found by looking up the words of a caption.
@@ -99,7 +99,7 @@ def testable(labels: np.ndarray, halves: tuple[np.ndarray, np.ndarray], min_imag
     return enough.nonzero()[0]
 
 
-def halves_of(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_halves(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two random halves of image numbers: one chooses names, the other tests them."""
     order = np.random.default_rng(seed).permutation(count)
     return order[: count // 2], order[count // 2 :]
@@ -154,7 +154,7 @@ def name_slots(
     Raises:
         ConfigError: no name can be tested.
     """
-    choosing, held_out = halves_of(len(images), seed)
+    choosing, held_out = split_halves(len(images), seed)
     usable = testable(labels, (choosing, held_out), min_images)
     if not len(usable):
         raise ConfigError(

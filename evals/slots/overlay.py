@@ -85,7 +85,7 @@ def contour(level: np.ndarray, looked: np.ndarray) -> np.ndarray:
 def _laid(what: ImageCrop, heat: Tensor, brightest: float, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return at one size: the image (H, W, 3) in 0..1, its attention (H, W) in 0..1, and the mask of the crop."""
     scale = size / max(what.image.size)
-    shape = _scaled(what.image.size, scale)
+    shape = _scale(what.image.size, scale)
     picture = np.asarray(resize_for_page(what.image.convert("RGB"), shape), np.float32) / 255
     left, top, right, bottom = (round(v * scale) for v in what.box)
     left, top = max(0, left), max(0, top)
@@ -104,7 +104,7 @@ def _image(pixels: np.ndarray) -> Image.Image:
 def thumbnail(what: ImageCrop, size: int = 160) -> Image.Image:
     """Return the image itself, at the size of its overlays."""
     scale = size / max(what.image.size)
-    return resize_for_page(what.image.convert("RGB"), _scaled(what.image.size, scale))
+    return resize_for_page(what.image.convert("RGB"), _scale(what.image.size, scale))
 
 
 def resize_for_page(image: Image.Image, size: tuple[int, int]) -> Image.Image:
@@ -113,7 +113,7 @@ def resize_for_page(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.resize(size, how)
 
 
-def _scaled(size: tuple[int, int], by: float) -> tuple[int, int]:
+def _scale(size: tuple[int, int], by: float) -> tuple[int, int]:
     return max(1, round(size[0] * by)), max(1, round(size[1] * by))
 
 

@@ -21,11 +21,11 @@ from ..sets.base import EvalSet
 from ..sets.open_set import open_labelled, open_set
 from ..sets.task_config import LabelledTaskConfig, TaskConfig
 from ..suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig
-from ..suite.question_tasks import QuestionsTaskConfig, form_of
+from ..suite.question_tasks import QuestionsTaskConfig, choose_form
 from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from .eval_inputs import Classes, Pairs, Questions, encode_set, material, open_images
 from .probe_tasks import Neighbours
-from .units import Units, texts_of
+from .units import Units, get_text_tower
 
 LIMIT = 500  # default number of a task's images on a page; pairs are small and sent completely
 _K = 20  # DINO's headline
@@ -54,7 +54,7 @@ class Arrays(NamedTuple):
     facts: dict[str, Any]
 
 
-def limited(task: TaskConfig, count: int | None) -> TaskConfig:
+def limit_task(task: TaskConfig, count: int | None) -> TaskConfig:
     """Limit a task to the number of images for a page. An explicit number is the task's own `limit`, like `sparo eval --limit`."""
     if count is None:
         sizes = [len(s) for s in (open_labelled(task) if isinstance(task, LabelledTaskConfig) else [open_images(task)])]
@@ -63,7 +63,7 @@ def limited(task: TaskConfig, count: int | None) -> TaskConfig:
     return task.model_copy(update={"limit": count or LIMIT})
 
 
-def arrays_of(
+def make_arrays(
     name: str, task: TaskConfig, units: Units, store: FeatureStore, classifier_slots: str = "slice"
 ) -> Arrays:
     """Return a task's arrays.
@@ -85,12 +85,12 @@ def arrays_of(
     sources = open_labelled(task) if isinstance(task, LabelledTaskConfig) else (open_images(task),)
     set_facts = _set_facts(sources)
     if isinstance(task_material, Pairs | Questions):
-        return _margins_of(task, task_material, set_facts)
+        return _make_margins(task, task_material, set_facts)
     if isinstance(task_material, Classes):
         images = torch.cat(list(task_material.blocks()))
         arrays = {
-            "left": _by_unit(images),
-            "right": _by_unit(task_material.weights),
+            "left": _unit_first(images),
+            "right": _unit_first(task_material.weights),
             "labels": _int32(task_material.labels),
         }
         # Other metrics are not computed on a page.
@@ -107,7 +107,7 @@ def arrays_of(
     )
 
 
-def _margins_of(task: TaskConfig, each: Pairs | Questions, set_facts: Mapping[str, Any]) -> Arrays:
+def _make_margins(task: TaskConfig, each: Pairs | Questions, set_facts: Mapping[str, Any]) -> Arrays:
     """Return margins instead of encodings: two captions are one value per unit, so a page stays small."""
     margins = each.margins()
     names = [pair.kind for pair in each.caption_pairs] if isinstance(each, Pairs) else each.kinds
@@ -120,7 +120,7 @@ def _margins_of(task: TaskConfig, each: Pairs | Questions, set_facts: Mapping[st
     arrays["left"] = _fp32(margins.values.transpose(0, 1).flatten(1))
     arrays["tie"] = _int32(margins.tie.flatten())
     facts["comparisons"] = margins.values.shape[2]
-    headline = next(iter(form_of(each.task, each.questions[0]).comparisons))
+    headline = next(iter(choose_form(each.task, each.questions[0]).comparisons))
     return Arrays("questions", headline, margins.questions, arrays=arrays, facts=facts, **set_facts)
 
 
@@ -134,7 +134,7 @@ def _knn(neighbours: Neighbours, set_facts: Mapping[str, Any]) -> Arrays:
     number = neighbours.units.number
     left, right = (f.in_memory().flatten(1).unflatten(-1, (number, -1)) for f in (neighbours.test, neighbours.bank))
     arrays = {
-        "left": _by_unit(left), "right": _by_unit(right), "labels": _int32(neighbours.labels), "bank_labels": _int32(neighbours.bank_labels),
+        "left": _unit_first(left), "right": _unit_first(right), "labels": _int32(neighbours.labels), "bank_labels": _int32(neighbours.bank_labels),
     }  # fmt: skip
     classes = 1 + int(torch.cat([neighbours.bank_labels, neighbours.labels]).max())
     facts = {"k": k, "temperature": neighbours.config.temperature, "classes": classes}
@@ -142,7 +142,7 @@ def _knn(neighbours: Neighbours, set_facts: Mapping[str, Any]) -> Arrays:
 
 
 def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> Arrays:
-    source, tower = open_set(task, "captions"), texts_of(units)
+    source, tower = open_set(task, "captions"), get_text_tower(units)
     features = encode_set(source, units, store, task.workers)
     lines = [line for captions in features.facts for line in captions]
     owner = torch.tensor([i for i, found in enumerate(features.facts) for _ in found], dtype=torch.int64)
@@ -153,7 +153,7 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
         raise ConfigError(f"k={list(task.k)}: {source.root} has {len(features)} images and {len(lines)} captions. Use a smaller k.")  # fmt: skip
     k = 5 if 5 in both else max(both)
     left, right = units.images(features.in_memory()), units.texts(store.texts(tower, lines))
-    arrays = {"left": _by_unit(left), "right": _by_unit(right), "owner": _int32(owner)}
+    arrays = {"left": _unit_first(left), "right": _unit_first(right), "owner": _int32(owner)}
     # Images without a caption are candidates for other texts, but no queries.
     num_queries = len(owner.unique())
     return Arrays("retrieval", f"mean_R@{k}", num_queries, arrays=arrays, facts={"k": k}, **_set_facts((source,)))
@@ -167,7 +167,7 @@ def _set_facts(sources: Sequence[EvalSet]) -> dict[str, Any]:
     return {"images": len(sources[-1]), "of": len(whole[-1]), "data": tuple(dict.fromkeys(names))}
 
 
-def _by_unit(rows: Tensor) -> np.ndarray:
+def _unit_first(rows: Tensor) -> np.ndarray:
     """Rearrange (n, U, d) to (U, n, d)."""
     return _fp32(rows.transpose(0, 1))
 

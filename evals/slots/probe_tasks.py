@@ -50,10 +50,10 @@ class ProbeTask(ABC):
         return self._answers([list(order[: k + 1]) for k in range(len(order))])
 
     def _answers(self, sets: Sequence[Sequence[int]]) -> Tensor:
-        return torch.stack([self._right(units) for units in sets], dim=1)
+        return torch.stack([self._right_answers(units) for units in sets], dim=1)
 
     @abstractmethod
-    def _right(self, units: Sequence[int]) -> Tensor:
+    def _right_answers(self, units: Sequence[int]) -> Tensor:
         """Return (n,) bool: right answers with these units only."""
 
 
@@ -69,11 +69,11 @@ class Neighbours(ProbeTask):
         test, bank = (f.in_memory().flatten(1).unflatten(-1, (self.units.number, -1)) for f in (self.test, self.bank))
         return test, bank
 
-    def _right(self, units: Sequence[int]) -> Tensor:
+    def _right_answers(self, units: Sequence[int]) -> Tensor:
         test, bank = (rows[:, units].flatten(1) for rows in self._rows)
         # A bank with fewer images has no twentieth neighbour.
         k = min(_K, len(self.bank))
-        near = knn.nearest(test, bank, k)
+        near = knn.find_nearest(test, bank, k)
         result = knn.score(near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k)
         return torch.from_numpy(result.predictions["right"])
 
@@ -112,7 +112,7 @@ class Linear(ProbeTask):
     def _test(self) -> Tensor:
         return F.normalize(self.test.in_memory().flatten(1), dim=-1).double()
 
-    def _right(self, units: Sequence[int]) -> Tensor:
+    def _right_answers(self, units: Sequence[int]) -> Tensor:
         gram, cross, mean, share = self._fitted
         size = self.bank.width // self.units.number
         at = (torch.tensor(list(units))[:, None] * size + torch.arange(size)).flatten()

@@ -14,7 +14,7 @@ from sparo_train.core.errors import ConfigError, DataError
 
 from ..encoders.encoder import Encoder
 from ..feature_store.features import FeatureStore
-from ..sets.base import EvalSet, batched, read_batches
+from ..sets.base import EvalSet, read_batches, split_batches
 from .units import Units
 
 
@@ -110,7 +110,7 @@ class Quality(NamedTuple):
     alike: float | None
 
 
-def quality_of(
+def measure_quality(
     label: str, units: Units, source: EvalSet, store: FeatureStore, by: Encoder | None, workers: int = 0
 ) -> Quality:
     """Compute the measures for a checkpoint.
@@ -175,7 +175,7 @@ def _images(encoder: Encoder, source: EvalSet, workers: int) -> Iterator[list[np
     """Yield some images as the model takes them, evenly spaced over the set."""
     count = min(_ATTENTION_IMAGES, len(source))
     numbers = [i * len(source) // count for i in range(count)]
-    for batch in read_batches(source, encoder.transform, batched(numbers, 32), workers):
+    for batch in read_batches(source, encoder.transform, split_batches(numbers, 32), workers):
         yield list(batch.pixels.permute(0, 2, 3, 1).numpy())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..feature_store.feature_table import Features
 from ..sets.base import Pair
 from ..sets.questions import Question
-from ..suite.question_tasks import QuestionsTaskConfig, encoded_blocks, form_of
+from ..suite.question_tasks import QuestionsTaskConfig, choose_form, encode_blocks
 from .margins import Average, Margins
 from .units import Units
 
@@ -43,8 +43,8 @@ class Questions(NamedTuple):
         """Return the comparisons of the headline metric; a question with fewer than others repeats its last one."""
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         units = self.units
-        for block in encoded_blocks(self.questions, self.features.rows, self.texts):
-            comparisons = next(iter(form_of(self.task, block.questions[0]).comparisons.values()))
+        for block in encode_blocks(self.questions, self.features.rows, self.texts):
+            comparisons = next(iter(choose_form(self.task, block.questions[0]).comparisons.values()))
             images = units.images(block.images.flatten(0, 1)).unflatten(0, block.images.shape[:2])
             texts = units.texts(block.texts.flatten(0, 1)).unflatten(0, block.texts.shape[:2])
             # (b, m, 1, U, d) by (b, 1, k, U or 1, d)

@@ -27,7 +27,7 @@ def comparable(scores: Tensor) -> Tensor:
 
 def _single_unit_answers(margins: Margins) -> Tensor:
     """(n, U) bool."""
-    return margins.right(margins.values.transpose(1, 2))
+    return margins.right_answers(margins.values.transpose(1, 2))
 
 
 def best_first(scores: Tensor) -> list[int]:
@@ -45,7 +45,7 @@ def forward(margins: Margins) -> list[int]:
     values, total = margins.values.transpose(1, 2).contiguous(), margins.fixed
     order: list[int] = []
     while len(order) < margins.units:
-        scores = comparable(margins.accuracy(margins.right(total[..., None] + values)))
+        scores = comparable(margins.accuracy(margins.right_answers(total[..., None] + values)))
         scores[order] = -1  # already selected
         order.append(int(scores.argmax()))
         total = total + values[..., order[-1]]
@@ -58,7 +58,7 @@ def backward(margins: Margins) -> list[int]:
     total, gone = values.sum(-1) + margins.fixed, list[int]()
     # Exclude units that were removed already.
     while len(gone) < margins.units:
-        scores = comparable(margins.accuracy(margins.right(total[..., None] - values)))
+        scores = comparable(margins.accuracy(margins.right_answers(total[..., None] - values)))
         scores[gone] = -1
         # Among ties, remove the higher number.
         gone.append(margins.units - 1 - int(scores.flip(0).argmax()))
@@ -106,7 +106,7 @@ def random_order(units: int, seed: int) -> list[int]:
 
 def curve(margins: Margins, order: Sequence[int]) -> Tensor:
     """Return right answers (n, U) among the candidates with the first 1, 2, … U units of an order."""
-    return margins.right(margins.values[:, list(order)].cumsum(1).transpose(1, 2) + margins.fixed[..., None])
+    return margins.right_answers(margins.values[:, list(order)].cumsum(1).transpose(1, 2) + margins.fixed[..., None])
 
 
 def random_curves(margins: Margins, draws: int, seed: int = 0) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor
 from sparo_train.core.errors import ConfigError
 
 from ..encoders.selection import Selection, SelectionData
-from ..tasks.clusters import clusters_of, difference_test
+from ..tasks.clusters import assign_clusters, difference_test
 from ..tasks.result import DRAWS, percentiles
 from . import selection_methods as choosing
-from .eval_inputs import Classes, Material, Pairs, Questions, groups_of, halves, images_of
+from .eval_inputs import Classes, Material, Pairs, Questions, halves, question_groups, question_images
 from .margins import Margins, interval
 from .probe_tasks import ProbeTask
 
@@ -99,7 +99,7 @@ def choose(
         order = _order(material, how, scores, half)
     best = 0
     if how.k == 0:
-        kinds, (right,) = _right(material, [order])
+        kinds, (right,) = _right_answers(material, [order])
         kinds, right = (kinds, right) if half is None else (kinds[half], right[half])
         # The smallest of several numbers of units with equal scores, because argmax returns the first.
         best = int(choosing.comparable(_accuracies(kinds)(right)).argmax()) + 1
@@ -124,14 +124,14 @@ def choose(
 
 
 def _num_questions(material: Material, half: Tensor | None) -> int:
-    return len(groups_of(material)) if half is None else int(half.sum())
+    return len(question_groups(material)) if half is None else int(half.sum())
 
 
 def _single_unit_accuracies(material: Classes | Pairs | Questions, half: Tensor | None) -> Tensor:
     """Return (U,) each unit's own accuracy; for classes, over all of them."""
     if not isinstance(material, Classes):
         margins = material.margins()
-        return choosing.accuracies(margins if half is None else margins.only(half))
+        return choosing.accuracies(margins if half is None else margins.select(half))
     answers = material.each().single_unit.double()
     return (answers if half is None else answers[half]).mean(0)
 
@@ -146,7 +146,7 @@ def _order(material: Classes | Pairs | Questions, how: ChoiceOptions, scores: Te
         order = choosing.best_first(scores)
         return order if how.method == "top" else order[::-1]
     margins = material.margins()
-    return choosing.METHODS[how.method](margins if half is None else margins.only(half))
+    return choosing.METHODS[how.method](margins if half is None else margins.select(half))
 
 
 def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -> tuple[list[int], Tensor]:
@@ -162,7 +162,7 @@ def _by_learning(material: ProbeTask, how: ChoiceOptions, half: Tensor | None) -
     return order[::-1] if how.method == "bottom" else order, scores
 
 
-def _right(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
+def _right_answers(material: Material, orders: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:
     """Return kinds (n,), and for each order the right answers (n, U) with its first 1, 2, … units."""
     if isinstance(material, ProbeTask):
         kinds = torch.zeros(len(material.test), dtype=torch.int64)
@@ -192,17 +192,17 @@ def report(name: str, material: Material, selection: Selection, how: ChoiceOptio
         else _single_unit_accuracies(material, None)
     )[::-1]
     draws = min(how.draws, _PROBE_DRAWS) if isinstance(material, ProbeTask) else how.draws
-    kinds, answers = _right(
+    kinds, answers = _right_answers(
         # Far from the seeds of `--method random`, which would otherwise be its own control.
         material,
         [order, worst, *(choosing.random_order(len(order), 1000 + i) for i in range(draws))],
     )
-    images = images_of(material)
+    images = question_images(material)
     if rows is not None:
         kinds, answers = kinds[rows], [right[rows] for right in answers]
         images = [images[i] for i in rows.nonzero().flatten().tolist()]
     ours, bottom, *random_answers = answers
-    clusters = clusters_of(images)
+    clusters = assign_clusters(images)
     accuracy = _accuracies(kinds)
     random = torch.stack([accuracy(right) for right in random_answers])
     low, high = (random.quantile(q, 0) for q in (0.025, 0.975))
@@ -253,7 +253,7 @@ def gain(first: Tensor, second: Tensor, kinds: Tensor, clusters: np.ndarray | No
     return Score(float(np.mean(values)), *percentiles(np.mean(draws, axis=0)))
 
 
-def by_hand(selection: Selection, order: Sequence[int]) -> Selection:
+def complete_selection(selection: Selection, order: Sequence[int]) -> Selection:
     """Complete a selection made by hand with the other units in their order, so that curves can be drawn."""
     rest = [unit for unit in order if unit not in selection.chosen]
     return selection.model_copy(update={"order": (*selection.chosen, *rest)})
@@ -287,7 +287,7 @@ def four_column(label: str, name: str, selection_data: Classes, pairs: Pairs, ho
 
     order = list(selection.order)
     random_scores = [
-        by_kind(first(choosing.random_order(margins.units, 1000 + i), k), margins) for i in range(how.draws)
+        accuracy_by_kind(first(choosing.random_order(margins.units, 1000 + i), k), margins) for i in range(how.draws)
     ]
     random = [sum(values[i].value for values in random_scores) / len(random_scores) for i in range(len(names) + 1)]
     share = f"{100 * k / margins.units:.0f} %"
@@ -297,16 +297,16 @@ def four_column(label: str, name: str, selection_data: Classes, pairs: Pairs, ho
         margins.questions,
         how.draws,
         [*names, "Average"],
-        by_kind(first(order, margins.units), margins),
-        by_kind(first(order, k), margins),
+        accuracy_by_kind(first(order, margins.units), margins),
+        accuracy_by_kind(first(order, k), margins),
         random,
-        by_kind(first(order[::-1], k), margins),
+        accuracy_by_kind(first(order[::-1], k), margins),
     )
 
 
-def by_kind(right: Tensor, margins: Margins) -> list[Score]:
+def accuracy_by_kind(right: Tensor, margins: Margins) -> list[Score]:
     """Return the accuracy of each kind, and their mean, with 95 % intervals."""
-    scores, clusters = [], clusters_of([[key] for key in margins.keys])
+    scores, clusters = [], assign_clusters([[key] for key in margins.keys])
     for kind in range(int(margins.kinds.max()) + 1):
         here = margins.kinds == kind
         of_kind = None if clusters is None else clusters[here.numpy()]

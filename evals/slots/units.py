@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from sparo_train.core.errors import ConfigError
 
 from ..encoders.encoder import Encoder, TextEncoder
-from ..encoders.heads import heads_of
+from ..encoders.heads import make_heads
 
 Kind = Literal["slots", "parts", "heads"]
 KINDS: tuple[Kind, ...] = ("slots", "parts", "heads")
@@ -47,7 +47,7 @@ class Units(NamedTuple):
         return unit[:, None] if self.kind == "heads" else unit.unflatten(-1, (self.number, -1))
 
 
-def units_of(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, layers: int = 4) -> Units:
+def make_units(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, layers: int = 4) -> Units:
     """Return the units of an encoder.
 
     Args:
@@ -59,7 +59,7 @@ def units_of(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, l
         ConfigError: the encoder has no such units.
     """
     if kind == "heads":
-        heads_encoder = heads_of(encoder, layers)
+        heads_encoder = make_heads(encoder, layers)
         return Units(kind, heads_encoder.slots - 1, heads_encoder, 1)
     if kind == "parts":
         if parts is None or not 1 < parts <= encoder.width or encoder.width % parts:
@@ -74,7 +74,7 @@ def units_of(encoder: Encoder, kind: Kind = "slots", parts: int | None = None, l
     return Units(kind, encoder.slots, encoder)
 
 
-def texts_of(units: Units) -> TextEncoder:
+def get_text_tower(units: Units) -> TextEncoder:
     """Return the text tower for the units. Raises `ConfigError` if there is none."""
     if not isinstance(units.encoder, TextEncoder):
         raise ConfigError(

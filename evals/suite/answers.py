@@ -60,7 +60,9 @@ def answers_task(
         (images,) = scoring.features([source], task.workers)
 
         def score() -> Result:
-            return result_of(answer(F.normalize(images.in_memory(), dim=-1), scoring.texts, images.facts), task.task)
+            return score_answers(
+                answer(F.normalize(images.in_memory(), dim=-1), scoring.texts, images.facts), task.task
+            )
 
         result = scoring.ranks.rank0_broadcast(score)
         return attach_data_info(result, images, source, options(task), list(result.keys) or None)
@@ -68,7 +70,7 @@ def answers_task(
     return Task(config, run, lambda task: open_set(task, facts).check(), ("texts",), facts)
 
 
-def result_of(answers: Answers, task: str) -> Result:
+def score_answers(answers: Answers, task: str) -> Result:
     """Return the scores, intervals and predictions of answers."""
     n = len(next(iter(answers.correct.values())))
     for name in ("keys", "kinds", "images"):

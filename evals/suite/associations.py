@@ -17,7 +17,7 @@ from ..sets.task_config import SetTaskConfig
 from ..tasks import associations
 from ..tasks.questions import similarities
 from ..tasks.result import Result
-from .question_tasks import encoded_blocks
+from .question_tasks import encode_blocks
 from .scoring import Scoring, attach_data_info
 from .task import Task
 
@@ -43,7 +43,7 @@ def run_associations(scoring: Scoring, task: AssociationsTaskConfig) -> Result:
     def score() -> Result:
         texts = scoring.text_rows([question.texts[0] for question in questions])
         values = torch.empty(len(questions), dtype=torch.float64)
-        for block in encoded_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
+        for block in encode_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
             similarity = similarities(block.images, block.texts)[..., 0]
             values[block.numbers] = associations.jaccard(similarity, block.questions[0].answer)
         chances = [associations.chance(len(question.images), question.answer) for question in questions]

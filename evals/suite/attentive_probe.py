@@ -22,7 +22,7 @@ from ..tasks import attentive
 from ..tasks.probe import Labelled
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, attach_data_info, chance, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, chance, collect_labels, training_details
 from .task import Task
 
 
@@ -69,7 +69,7 @@ def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tupl
             f"head.kind={config.kind}: pools with the help of texts, and a probe has no texts. Use head.kind=map or head.kind=ep."
         )
     # A probe standardises its input, so slots are not normalized, unless the block sets it.
-    config = config.resolved(normalize=False)
+    config = config.resolve_defaults(normalize=False)
     place, readout = config.placement, config.build(dim, None, dim).image
     if config.reads_cls and not has_cls:
         raise ConfigError(f"head.kind={config.kind}: needs a class token, which this encoder lacks. Use gap.")
@@ -91,7 +91,7 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
     train, test = scoring.features(
         [train_set, test_set], task.workers, encoder.transform_with_resize(task.resize), view
     )
-    label_sets = [labels_of(features, source) for features, source in ((train, train_set), (test, test_set))]
+    label_sets = [collect_labels(features, source) for features, source in ((train, train_set), (test, test_set))]
     classes = 1 + int(torch.cat(label_sets).max())
     how = attentive.AttentiveTraining(
         task.lr, task.weight_decay, task.epochs, task.batch_size, task.warmup_epochs, task.seed, encoder.device
@@ -114,7 +114,10 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
         )  # fmt: skip
 
     return attach_data_info(
-        scoring.ranks.rank0_broadcast(train_and_score), test, test_set, learned_on(train_set, test_set, task.resize)
+        scoring.ranks.rank0_broadcast(train_and_score),
+        test,
+        test_set,
+        training_details(train_set, test_set, task.resize),
     )
 
 

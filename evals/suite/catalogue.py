@@ -116,10 +116,10 @@ def _read_entries(path: Path, _modified: int) -> tuple[DatasetEntry, ...]:
 
 def names() -> list[str]:
     """Return the names that `tasks` accepts: sets, `SET:probe`, and groups."""
-    return list(dict.fromkeys(name for listed in datasets() for name in _names_of(listed)))
+    return list(dict.fromkeys(name for listed in datasets() for name in _selecting_names(listed)))
 
 
-def _names_of(listed: DatasetEntry) -> tuple[str, ...]:
+def _selecting_names(listed: DatasetEntry) -> tuple[str, ...]:
     """Return the names that select a set: its own, its group, and what is before the slash (`aro` for `aro/vg_relation`)."""
     prefix, slash, _ = listed.name.partition("/")
     return (listed.name, listed.group, *([prefix] if slash else []))
@@ -131,9 +131,9 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     Of a group, sets that do not exist are skipped with a warning, unless none exists.
     """
     base, _, other = name.partition(":")
-    entries = [listed for listed in datasets() if base in _names_of(listed)]
+    entries = [listed for listed in datasets() if base in _selecting_names(listed)]
     if all(listed.name != base for listed in entries):
-        absent = [listed.name for listed in entries if _is_absent(task_of(listed, root, listed.task))]
+        absent = [listed.name for listed in entries if _is_absent(make_task(listed, root, listed.task))]
         if absent and len(absent) < len(entries):
             _warn_once(f"--tasks {name}: {len(absent)} set(s) are not in {root}: {', '.join(absent)}")
             entries = [listed for listed in entries if listed.name not in absent]
@@ -142,7 +142,7 @@ def tasks(name: str, root: Path) -> dict[str, TaskConfig]:
     if other:
         entries = [listed for listed in entries if listed.task == "zeroshot"]
     return {
-        listed.name + (":probe" if other else ""): task_of(listed, root, other or listed.task) for listed in entries
+        listed.name + (":probe" if other else ""): make_task(listed, root, other or listed.task) for listed in entries
     }
 
 
@@ -155,7 +155,7 @@ def suite_tasks_below(suite: str, root: Path) -> dict[str, TaskConfig]:
     entries = {listed.name: listed for listed in datasets()}
     found = {}
     for name, metric in suite_tasks(suite):
-        config = task_of(entries[name], root, entries[name].task)
+        config = make_task(entries[name], root, entries[name].task)
         # A score by another metric would be mistaken for the suite's.
         named = metric is not None and "headline" in type(config).model_fields
         found[name] = config.model_copy(update={"headline": metric}) if named else config
@@ -176,7 +176,7 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def task_of(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
+def make_task(listed: DatasetEntry, root: Path, task: str) -> TaskConfig:
     """Return the config of a set's task, in the layout that exists on disk."""
     place = root / (listed.folder or listed.name)
     as_wds = next((p for p in _wds_places(listed, root) if (p / "test" / "nshards.txt").is_file()), None)
@@ -241,16 +241,16 @@ def _is_absent(config: TaskConfig) -> bool:
 def check_presence(listed: DatasetEntry, root: Path) -> Presence:
     """Check whether a set is present and complete. Files are counted and their sizes read; images are not decoded."""
     try:
-        config = task_of(listed, root, listed.task)
+        config = make_task(listed, root, listed.task)
         assert isinstance(config, SetTaskConfig)
         if _is_absent(config):
             return Presence("absent", listed.files)
         TASKS.get(listed.task).check(config)
-        return _presence_of(listed, open_set(config, TASKS.get(listed.task).facts))
+        return _describe_presence(listed, open_set(config, TASKS.get(listed.task).facts))
     except SparoError as error:
         return Presence("odd", str(error))
     except Exception as error:  # a plug-in's reader may fail in any way, and other sets are still listed
-        return Presence("odd", f"cannot be opened ({UnexpectedError.of(error)})")
+        return Presence("odd", f"cannot be opened ({UnexpectedError.from_error(error)})")
 
 
 def oddity(name: str, task: TaskConfig) -> str:
@@ -262,11 +262,13 @@ def oddity(name: str, task: TaskConfig) -> str:
     if listed is None or task.task not in (listed.task, "probe"):
         return ""
     # Check the whole set, because `limit` is reported with the score.
-    presence = _presence_of(listed, open_set(task.model_copy(update={"limit": None}), TASKS.get(listed.task).facts))
+    presence = _describe_presence(
+        listed, open_set(task.model_copy(update={"limit": None}), TASKS.get(listed.task).facts)
+    )
     return presence.note if presence.state == "odd" else ""
 
 
-def _presence_of(listed: DatasetEntry, source: EvalSet) -> Presence:
+def _describe_presence(listed: DatasetEntry, source: EvalSet) -> Presence:
     notes, root = [], Path(source.root)
     if any((folder / _RENDERED).is_file() for folder in (root, *root.parents[:2])):
         return Presence("odd", "rendered scenes (sparo data scene-questions) in the form of the set")

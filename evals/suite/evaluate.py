@@ -26,7 +26,7 @@ from sparo_train.train.run_config import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe, refuse_absent, split_slots
-from ..encoders.selection import described, of_numbers, read_selection, selected
+from ..encoders.selection import describe_selection, keep_units, read_selection, select_slots
 from ..feature_store.features import FeatureStore, Storage
 from ..report.results_file import append, write_results
 from ..sets.task_config import SetTaskConfig, TaskConfig
@@ -71,7 +71,7 @@ class EvalOptions:
     def slots_named(self) -> str:
         """Describe the slots in a few words, for names and titles."""
         if isinstance(self.slots, Path):
-            return f"of {self.slots}: {described(read_selection(self.slots))}"
+            return f"of {self.slots}: {describe_selection(read_selection(self.slots))}"
         return ranges(self.slots or ())
 
 
@@ -294,8 +294,8 @@ def _score_each(
 def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:
     """Return an encoder with only these slots, or those of a selection; others are zero. Raises `ConfigError` for a slot that it does not have."""
     if isinstance(slots, Path):
-        return selected(encoder, read_selection(slots), f"--slots {slots}")
-    return selected(encoder, of_numbers(encoder, tuple(slots)))
+        return keep_units(encoder, read_selection(slots), f"--slots {slots}")
+    return keep_units(encoder, select_slots(encoder, tuple(slots)))
 
 
 def ranges(numbers: Sequence[int]) -> str:

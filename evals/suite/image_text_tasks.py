@@ -60,12 +60,12 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     """Compute R@k in both directions over the set's captions."""
     source = open_set(task, "captions")
     (images,) = scoring.features([source], task.workers)
-    texts, owner = captions_of(images, task.k, source)
+    texts, owner = collect_captions(images, task.k, source)
 
     def score() -> Result:
         result = retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
         if task.headline is not None:
-            result = _headed(result, task, len(images))
+            result = _choose_headline(result, task, len(images))
         # Padding tells how long captions are; tokenizers of other libraries pad in other ways.
         encoder = scoring.encoder
         if isinstance(encoder, TwoTowerEncoder) and encoder.causal and (count := encoder.texts_at_limit(texts)):
@@ -75,7 +75,7 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})
 
 
-def _headed(result: Result, task: RetrievalTaskConfig, images: int) -> Result:
+def _choose_headline(result: Result, task: RetrievalTaskConfig, images: int) -> Result:
     """Return the result with the metric that the task names first. Raises `ConfigError` if `k` lacks its rank."""
     if task.headline not in result.metrics:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _headed(result: Result, task: RetrievalTaskConfig, images: int) -> Result:
     return result._replace(headline=task.headline, chance=min(1.0, int(task.headline.rpartition("@")[2]) / images))
 
 
-def captions_of(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:
+def collect_captions(images: Features, ks: Sequence[int], source: EvalSet) -> tuple[list[str], Tensor]:
     """Return all captions of a set, and the number of each one's image (T,). Raises `ConfigError` if there are too few for `ks`."""
     owner = torch.tensor([i for i, lines in enumerate(images.facts) for _ in lines], dtype=torch.int64)
     texts = [line for lines in images.facts for line in lines]
@@ -145,7 +145,7 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
     source = open_set(task, "captions")
     view = View("patches", lambda pixels: encoder.patches(pixels).flatten(1))
     (images,) = scoring.features([source], task.workers, None, view)
-    texts, owner = captions_of(images, task.k, source)
+    texts, owner = collect_captions(images, task.k, source)
 
     def scored() -> Result:
         queries = encoder.queries(texts)

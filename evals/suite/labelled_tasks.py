@@ -18,7 +18,7 @@ from ..sets.open_set import open_labelled, open_set, refuse_shared_groups
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..tasks import knn, probe
 from ..tasks.result import Result
-from .scoring import Scoring, attach_data_info, chance, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, chance, collect_labels, training_details
 from .task import Task
 
 
@@ -74,7 +74,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     """Run clip-benchmark's linear probe on the encodings."""
     parts = _parts(task)
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
-    labels = {name: labels_of(features[name], source) for name, source in parts.items()}
+    labels = {name: collect_labels(features[name], source) for name, source in parts.items()}
     # Over all parts, because a class that only the test has needs a row in the layer.
     several = labels["test"].ndim == 2
     classes = labels["test"].shape[1] if several else 1 + max(int(class_ids.max()) for class_ids in labels.values())
@@ -82,11 +82,11 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
         raise ConfigError("fewshot_k: needs one label per image, but these have several. Remove it.")
     if task.repeats > 1 and task.fewshot_k < 1:
         raise ConfigError(f"repeats={task.repeats}: applies to few-shot probes only. Set fewshot_k, or remove repeats.")
-    labelled_parts = {name: _labelled(features[name], labels[name], task.normalize) for name in parts}
+    labelled_parts = {name: _with_labels(features[name], labels[name], task.normalize) for name in parts}
     train, held_out = labelled_parts["train"], labelled_parts.get("val")
     if held_out is None and task.val_proportion > 0:
         own, other = _held_out(task, len(train.labels), parts["train"].groups)
-        train, held_out = train.only(own), train.only(other)
+        train, held_out = train.select(own), train.select(other)
     how = probe.Training(task.lr, task.epochs, task.batch_size, task.seed, scoring.encoder.device)
     found = scoring.ranks.rank0_broadcast(
         lambda: probe.score(
@@ -96,7 +96,7 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     if not several:
         found = found._replace(chance=chance([*labels.values()]))
     val_source = task.val_split or task.val_proportion
-    options = {"normalize": task.normalize, "held_out": val_source, **learned_on(parts["train"], parts["test"])}
+    options = {"normalize": task.normalize, "held_out": val_source, **training_details(parts["train"], parts["test"])}
     return attach_data_info(found, features["test"], parts["test"], options)
 
 
@@ -145,7 +145,7 @@ def _check_probe(task: ProbeTaskConfig) -> None:
         source.check()
 
 
-def _labelled(features: Features, labels: torch.Tensor, normalize: bool) -> probe.Labelled:
+def _with_labels(features: Features, labels: torch.Tensor, normalize: bool) -> probe.Labelled:
     def rows(numbers: torch.Tensor) -> torch.Tensor:
         encodings = features.rows(numbers)
         return F.normalize(encodings, dim=-1) if normalize else encodings
@@ -165,15 +165,15 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
         raise ConfigError(f"k={list(task.k)}: exceeds the {len(bank)} images of {task.train}. Use a smaller k.")
     queries, k = test.in_memory().to(encoder.device), max(ks)
     # Queries stay in memory and the bank is streamed, because it may not fit.
-    facts = learned_on(bank_set, test_set, task.resize)
+    facts = training_details(bank_set, test_set, task.resize)
     # If the sets are the same, an image would vote for itself; images of one patient or slide would for each other.
     same = bool(facts.pop("scored_on_training", False))
     groups = _groups(bank_set, test_set, same)
-    neighbours = knn.nearest(queries, share.blocks(knn.block_of(encoder.device)[1]), k, first, groups=groups)
+    neighbours = knn.find_nearest(queries, share.blocks(knn.choose_block(encoder.device)[1]), k, first, groups=groups)
     # Every rank searched its share of the bank; the best of all ranks are the result.
     neighbours = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in neighbours))), k)
     neighbours = knn.Nearest(*(t.to(encoder.device) for t in neighbours))
-    labels, bank_labels = labels_of(test, test_set), labels_of(bank, bank_set)
+    labels, bank_labels = collect_labels(test, test_set), collect_labels(bank, bank_set)
     # A test class without training images counts as an error, and needs no index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
     headline = 20 if 20 in ks else ks[0]

@@ -17,18 +17,18 @@ from sparo_train.core.distributed import Ranks, sum_over_ranks
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.rng import generator, torch_seed
 from sparo_train.core.world import stop_here
-from sparo_train.data.decode.decoding import TRAINING, Decoding, bands_of, to_8bit
-from sparo_train.data.examples.image_transforms import random_resized_crop_box, resized_crop, size_of
+from sparo_train.data.decode.decoding import TRAINING, Decoding, to_8bit, to_bands
+from sparo_train.data.examples.image_transforms import get_size, random_resized_crop_box, resized_crop
 
 from ..encoders.capabilities import BlocksEncoder
 from ..feature_store.feature_table import Features, View
-from ..sets.base import EvalSet, Fact, batched, read_batches
+from ..sets.base import EvalSet, Fact, read_batches, split_batches
 from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
 from ..tasks import linear
 from ..tasks.result import Result
 from .labelled_tasks import check_labelled
-from .scoring import Scoring, attach_data_info, chance, labels_of, learned_on
+from .scoring import Scoring, attach_data_info, chance, collect_labels, training_details
 from .task import Task
 
 _BATCH = 256
@@ -67,8 +67,8 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     view = View(f"probe n={task.n_last_blocks} avgpool={task.avgpool}", probe)
     transform = encoder.transform_with_resize(task.resize)
     test_features, *rest = scoring.features([test] if task.augment else [test, train], task.workers, transform, view)
-    bank, answers = (rest[0] if rest else None), labels_of(test_features, test)
-    label_sets = [answers] if bank is None else [answers, labels_of(bank, train)]
+    bank, answers = (rest[0] if rest else None), collect_labels(test_features, test)
+    label_sets = [answers] if bank is None else [answers, collect_labels(bank, train)]
     classes = task.classes or 1 + max(torch.cat(label_sets).tolist())
     # Every rank scores its own share of the test after each epoch; counts are summed.
     own, first = test_features.share(ranks.rank, ranks.size)
@@ -100,7 +100,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     steps = task.epochs * -(-len(train) // task.batch_size)
     guess = chance(label_sets) if task.classes is None else 1 / task.classes
     result = result._replace(options={**result.options, "steps": steps}, chance=guess)
-    return attach_data_info(result, test_features, test, learned_on(train, test, task.resize))
+    return attach_data_info(result, test_features, test, training_details(train, test, task.resize))
 
 
 def _split_like(features: Features, labels: Tensor) -> list[Tensor]:
@@ -110,7 +110,7 @@ def _split_like(features: Features, labels: Tensor) -> list[Tensor]:
 
 def _rank_batches(order: list[int], size: int, ranks: Ranks) -> Iterator[tuple[list[int], list[int]]]:
     """Yield global batches, and this rank's part of each."""
-    for numbers in batched(order, size):
+    for numbers in split_batches(order, size):
         yield list(numbers), list(numbers[ranks.rank :: ranks.size])
 
 
@@ -161,13 +161,13 @@ class _Crops(EvalSet):
             picture = (
                 to_8bit(image, how.pixel_range or "by_type").convert("RGB")
                 if how.bands is None
-                else bands_of(image, how)
+                else to_bands(image, how)
             )
         except BadSampleError as bad:
             raise DataError(f"{self.root}: {key}: {bad.full_message()}; scores need all images") from None
         rng = generator(self.names[0], "probe-augment", self.names[1], number)
         # Seeded by the image's number, not by the order in which workers process images.
-        box = random_resized_crop_box(size_of(picture), (0.08, 1.0), rng)
+        box = random_resized_crop_box(get_size(picture), (0.08, 1.0), rng)
         pixels = resized_crop(picture, box, self.size, Image.Resampling.BILINEAR)
         return key, np.ascontiguousarray(pixels[:, ::-1]) if rng.random() < 0.5 else pixels, fact
 

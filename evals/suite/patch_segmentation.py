@@ -24,7 +24,7 @@ from ..tasks import dense_segmentation as dense
 from ..tasks import knn, linear_segmentation
 from ..tasks.linear_segmentation import PatchFeatures, SegmentationTraining, class_counts, largest_label, mean_iou
 from ..tasks.result import Result
-from .scoring import Scoring, attach_data_info, learned_on
+from .scoring import Scoring, attach_data_info, training_details
 from .task import Task
 
 _MOST_CLASSES = 1000
@@ -74,7 +74,7 @@ def run_segmentation(scoring: Scoring, task: SegmentationTaskConfig) -> Result:
     options = {
         "features": task.features, "lr": task.lr, "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed,
         "steps": task.epochs * -(-len(sets[0]) // task.batch_size), "ignore": task.ignore, "mask_size": encoder.image_size,
-        **learned_on(*sets, task.resize),
+        **training_details(*sets, task.resize),
     }  # fmt: skip
     return attach_data_info(scoring.ranks.rank0_broadcast(train_and_score), stored[1], sets[1], options)
 
@@ -108,7 +108,7 @@ def run_knn_segmentation(scoring: Scoring, task: KnnSegmentationTaskConfig) -> R
         step = max(1, _QUERIES // side**2)
         for numbers in torch.arange(len(test.masks)).split(step):
             patches = test.rows(numbers).to(encoder.device)
-            found = knn.nearest(patches.flatten(0, 1), bank, min(task.k, len(bank)))
+            found = knn.find_nearest(patches.flatten(0, 1), bank, min(task.k, len(bank)))
             voted = dense.vote(found.similarity.cpu(), labels[found.row.cpu()], task.temperature)
             maps = voted.mT.unflatten(-1, (len(numbers), side, side)).transpose(0, 1)
             size = test.masks.shape[1:]
@@ -119,7 +119,7 @@ def run_knn_segmentation(scoring: Scoring, task: KnnSegmentationTaskConfig) -> R
 
     options = {
         "k": task.k, "temperature": task.temperature, "bank": task.bank, "ignore": task.ignore, "mask_size": encoder.image_size,
-        "ignored_in_bank": "patches without a counted pixel", **learned_on(*sets, task.resize),
+        "ignored_in_bank": "patches without a counted pixel", **training_details(*sets, task.resize),
     }  # fmt: skip
     return attach_data_info(scoring.ranks.rank0_broadcast(score), stored[1], sets[1], options)
 

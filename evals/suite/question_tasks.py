@@ -71,7 +71,7 @@ class Encoded(NamedTuple):
     texts: Tensor
 
 
-def questions_of(task: QuestionsTaskConfig) -> tuple[QuestionSet, list[Question]]:
+def load_questions(task: QuestionsTaskConfig) -> tuple[QuestionSet, list[Question]]:
     """Return the set of a task, and the questions that are scored.
 
     Raises:
@@ -108,7 +108,7 @@ def _misfit(task: QuestionsTaskConfig, images: int, texts: int) -> str:
     return ""
 
 
-def form_of(task: QuestionsTaskConfig, question: Question) -> Form:
+def choose_form(task: QuestionsTaskConfig, question: Question) -> Form:
     """Return the comparisons that a question's answer consists of; the task's headline metric is the first."""
     if isinstance(task, ChoiceTaskConfig):
         return _choice((len(question.images), len(question.texts)), question.answer, task.ties)
@@ -122,7 +122,7 @@ def form_of(task: QuestionsTaskConfig, question: Question) -> Form:
 _choice, _matching = lru_cache(8)(forms.choice), lru_cache(8)(forms.matching)
 
 
-def encoded_blocks(
+def encode_blocks(
     questions: Sequence[Question], images: Callable[[Tensor], Tensor], texts: Callable[[Sequence[str]], Tensor]
 ) -> Iterator[Encoded]:
     """Yield questions in blocks of equal numbers of images and texts and equal answers, so that memory does not grow with the set.
@@ -148,7 +148,7 @@ def encoded_blocks(
 
 
 def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
-    source, questions = questions_of(task)
+    source, questions = load_questions(task)
     (images,) = scoring.features([source], task.workers)
 
     def score() -> Result:
@@ -156,8 +156,8 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
         right: dict[str, Tensor] = {}
         chance: dict[str, Tensor] = {}
         ties = 0
-        for block in encoded_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
-            form = form_of(task, block.questions[0])
+        for block in encode_blocks(questions, lambda of: F.normalize(images.rows(of), dim=-1), texts):
+            form = choose_form(task, block.questions[0])
             similarity = forms.similarities(block.images, block.texts)
             decided = {name: comparisons.decide(similarity) for name, comparisons in form.comparisons.items()}
             answers = {name: correct for name, (correct, _) in decided.items()}
@@ -200,7 +200,7 @@ def _with_blind(result: Result, task: QuestionsTaskConfig, questions: Sequence[Q
 
 
 def _check(task: QuestionsTaskConfig) -> None:
-    questions_of(task)[0].check()
+    load_questions(task)[0].check()
 
 
 CHOICE, MATCHING, PARAPHRASES = (

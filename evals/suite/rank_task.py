@@ -84,7 +84,7 @@ def run_rank(scoring: Scoring, task: RankTaskConfig) -> Result:
 
 def _open(task: RankTaskConfig) -> EvalSet:
     source = open_images(task.images, "images", "images")
-    source = source if task.limit is None else source.limited(task.limit)
+    source = source if task.limit is None else source.limit_to(task.limit)
     if len(source) < 2:
         raise DataError(
             f"{task.images}: the rank of encodings needs at least two images, got {len(source)}. Use more images."

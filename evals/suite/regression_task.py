@@ -14,7 +14,7 @@ from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
 from ..tasks import regression
 from ..tasks.result import Result
-from .scoring import Scoring, attach_data_info, learned_on
+from .scoring import Scoring, attach_data_info, training_details
 from .task import Task
 
 
@@ -41,9 +41,9 @@ def run_regression(scoring: Scoring, task: RegressionTaskConfig) -> Result:
         found = regression.score(
             encodings(train), numbers[0], encodings(test), numbers[1], train_set.groups, test_set.groups
         )
-        return found.headed(task.headline)
+        return found.with_headline(task.headline)
 
-    options = {"normalize": task.normalize, **learned_on(train_set, test_set, task.resize)}
+    options = {"normalize": task.normalize, **training_details(train_set, test_set, task.resize)}
     return attach_data_info(scoring.ranks.rank0_broadcast(fit), test, test_set, options)
 
 

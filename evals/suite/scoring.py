@@ -19,7 +19,7 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..feature_store.feature_table import Features, View
 from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Transform, evenly, refuse_label
-from ..tasks.result import Result, bootstrap, by_group, percentiles
+from ..tasks.result import Result, bootstrap, percentiles, sum_groups
 
 
 class Scoring(NamedTuple):
@@ -64,7 +64,7 @@ class PartsMissingError(DataError):
     """Raised while several processes share the encoding; the last one of them scores."""
 
 
-def labels_of(features: Features, source: EvalSet) -> Tensor:
+def collect_labels(features: Features, source: EvalSet) -> Tensor:
     """Return (n,) int64, or (n, C) for a multilabel set. Raises `DataError` for a label that is not below `source.label_below`."""
     for key, fact in zip(features.keys, features.facts, strict=True):  # stored features were not checked by the reader
         refuse_label(source, key, fact)
@@ -80,7 +80,7 @@ def chance(label_sets: Sequence[Tensor]) -> float:
     return 1 / len(torch.cat([*label_sets]).unique())
 
 
-def learned_on(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict[str, Any]:
+def training_details(train: EvalSet, test: EvalSet, resize: int | None = None) -> dict[str, Any]:
     """Return the options of a score with training: the training images, skipped files, and the resize."""
     options: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
     if train.left_out:
@@ -127,7 +127,7 @@ def _over_groups(result: Result, groups: Sequence[str]) -> Result:
     # Only a mean of right answers can be resampled here.
     if right is None or len(right) != len(groups) or not math.isclose(np.mean(right), result.value, abs_tol=1e-6):
         return result
-    draws = bootstrap(by_group(right[:, None], groups), by_group(np.ones((len(right), 1)), groups))
+    draws = bootstrap(sum_groups(right[:, None], groups), sum_groups(np.ones((len(right), 1)), groups))
     intervals = {**result.intervals, result.headline: percentiles(draws[:, 0])}
     return result._replace(counts={**result.counts, "groups": len(set(groups))}, intervals=intervals)
 

@@ -106,5 +106,5 @@ def _score_task(scoring: Scoring, task: TaskConfig) -> Result:
     except SparoError:
         raise
     except Exception as error:  # a plug-in's task may fail in any way
-        raise TaskError(f"{scoring.name}: task={task.task} failed ({UnexpectedError.of(error)})") from error
+        raise TaskError(f"{scoring.name}: task={task.task} failed ({UnexpectedError.from_error(error)})") from error
     return result

@@ -113,7 +113,7 @@ def check_compatible(name: str, task: TaskConfig, encoder: Encoder) -> None:
         raise IncompatibleTaskError(f"{name}.{reason}")
 
 
-def encoder_of(objective: Objective, config: Any) -> Encoder:
+def build_encoder(objective: Objective, config: Any) -> Encoder:
     """Return the encoder of a training objective, on its device, in evaluation mode; `config` is the run's recipe."""
     encoder: Encoder = encoder_entry(config.objective.kind)(objective)
     encoder.trained = TrainingRun(objective, config)
@@ -132,7 +132,7 @@ def check_tasks_compatible(
     if not tasks:
         return
     try:
-        encoder = encoder_of(objective, config)
+        encoder = build_encoder(objective, config)
         if exported:
             encoder.trained = None
         encoder.label = encoder.label or f"objective.kind={config.objective.kind}"

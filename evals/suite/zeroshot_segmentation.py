@@ -108,7 +108,7 @@ def run_zeroshot_segmentation(scoring: Scoring, task: ZeroshotSegmentationTaskCo
         ):
             truth = _truth(source, key, mask, task, len(names))
             predicted = dense.classify(
-                dense.enlarged(similarity, truth.shape),
+                dense.enlarge(similarity, truth.shape),
                 class_of_query,
                 len(names),
                 task.scale,

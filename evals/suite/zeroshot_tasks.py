@@ -20,7 +20,7 @@ from ..sets.open_set import open_set
 from ..sets.task_config import MetadataTaskConfig
 from ..tasks import attributes, zeroshot
 from ..tasks.result import Result
-from .scoring import Scoring, attach_data_info, labels_of
+from .scoring import Scoring, attach_data_info, collect_labels
 from .task import Task
 
 _ROWS = 4096  # encodings that are read at once
@@ -91,7 +91,7 @@ class AttributesTaskConfig(MetadataTaskConfig):
 def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
     """Compute accuracy over the set's class names with its templates, or mean average precision for a multilabel set."""
     source = open_set(task, "label" if task.group_by is None else "metadata")
-    named = _prompted(source, task)
+    named = _resolve_prompts(source, task)
     names, templates = named.names, named.templates
     # A label without a name would be scored as the last class.
     source.label_below = len(names) if named.classes is None else IMAGENET_CLASSES
@@ -141,7 +141,7 @@ def _labels_and_groups(
 ) -> tuple[Tensor, list[int | str] | None]:
     """Return the class (n,) of each image, and its group if the task has `group_by`."""
     if task.group_by is None:
-        return labels_of(images, source), None
+        return collect_labels(images, source), None
     for key, fact in zip(images.keys, images.facts, strict=True):
         refuse_label(source, key, fact)
         _refuse_short(source, key, fact, task.metadata)
@@ -176,7 +176,7 @@ class Prompted(NamedTuple):
     classes: Tensor | None = None
 
 
-def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
+def _resolve_prompts(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
     """Return class names and templates. Raises `DataError` without any, or if their number differs from the task's."""
     if task.language is not None:
         numbers, names, templates = babel_imagenet(Path(task.root), task.language)
@@ -195,7 +195,7 @@ def _prompted(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
 def _check_zeroshot(task: ZeroshotTaskConfig) -> None:
     source = open_set(task, "label" if task.group_by is None else "metadata")
     source.check()
-    _prompted(source, task)
+    _resolve_prompts(source, task)
     if source.kind == "metadata":
         _check_metadata(source, task.metadata)
 

@@ -18,7 +18,7 @@ from scipy.stats import norm
 from .result import Z, wilson
 
 
-def clusters_of(names: Sequence[Iterable[Hashable]]) -> np.ndarray | None:
+def assign_clusters(names: Sequence[Iterable[Hashable]]) -> np.ndarray | None:
     """Return the cluster of each of n answers, (n,) int64, or None if no two share a name.
 
     Answers with a name in common are in one cluster, and so are answers that are connected through others.

@@ -48,7 +48,7 @@ def classify(
     return predicted if threshold is None else predicted.where(value >= threshold, 0)
 
 
-def enlarged(maps: Tensor, size: tuple[int, int]) -> Tensor:
+def enlarge(maps: Tensor, size: tuple[int, int]) -> Tensor:
     """Enlarge maps (Q, h, w) bilinearly."""
     return F.interpolate(maps[None].float(), size, mode="bilinear", align_corners=False)[0]
 

@@ -30,7 +30,7 @@ class Nearest(NamedTuple):
     row: Tensor
 
 
-def nearest(
+def find_nearest(
     queries: Tensor,
     bank: Tensor | Iterable[Tensor],
     k: int,
@@ -50,7 +50,7 @@ def nearest(
             similarity -inf. None: every row counts.
         block: queries and rows whose similarities are stored at once; None: a size that suits the device.
     """
-    block = block or block_of(queries.device)
+    block = block or choose_block(queries.device)
     parts = [F.normalize(q.float(), dim=-1) for q in queries.split(block[0])]
     nearest_parts: list[Nearest | None] = [None] * len(parts)
     buffer = queries.new_empty(
@@ -58,7 +58,7 @@ def nearest(
     )  # one buffer for all blocks, because new pages cost a fifth of the product
     for piece in [bank] if isinstance(bank, Tensor) else bank:
         for rows in piece.split(block[1]):
-            rows = normalised(rows, queries.device)
+            rows = normalize_rows(rows, queries.device)
             for number, q in enumerate(parts):
                 if buffer.numel() < len(q) * len(rows):
                     buffer = buffer.new_empty(len(q) * len(rows))
@@ -67,7 +67,7 @@ def nearest(
                     asked = groups[0][number * block[0] : number * block[0] + len(q)]
                     of_rows = groups[1][first_row : first_row + len(rows)]
                     product.masked_fill_(asked.to(q.device)[:, None] == of_rows.to(q.device), -torch.inf)
-                best, before = best_of(product, k, first_row), nearest_parts[number]
+                best, before = select_best(product, k, first_row), nearest_parts[number]
                 nearest_parts[number] = best if before is None else merge([before, best], k)
             first_row += len(rows)
     if any(part is None for part in nearest_parts) or not parts:
@@ -77,12 +77,12 @@ def nearest(
     return Nearest(torch.cat([p.similarity for p in whole]), torch.cat([p.row for p in whole]))
 
 
-def block_of(device: torch.device) -> tuple[int, int]:
+def choose_block(device: torch.device) -> tuple[int, int]:
     """Return how many queries and rows of the bank are compared at once on a device."""
     return _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
 
 
-def normalised(rows: Tensor, device: torch.device) -> Tensor:
+def normalize_rows(rows: Tensor, device: torch.device) -> Tensor:
     """Normalize fp32 rows like `F.normalize`, without a second copy of converted rows."""
     converted = rows.to(device).float()  # moved first: a GPU converts faster, and half as many bytes travel
     norm = torch.linalg.vector_norm(converted, dim=1, keepdim=True).clamp_min_(1e-12)
@@ -96,7 +96,7 @@ def merge(parts: Sequence[Nearest], k: int) -> Nearest:
     return Nearest(similarity.gather(1, order), row.gather(1, order))
 
 
-def best_of(table: Tensor, k: int, first: int) -> Nearest:
+def select_best(table: Tensor, k: int, first: int) -> Nearest:
     """Return the k largest of every row (m, n), ties to the lower column; columns are counted from `first`."""
     k = min(k, table.shape[1])
     value, row = _largest(table, min(k + 1, table.shape[1]))
@@ -153,9 +153,9 @@ def predictions(
     """
     k = min(k, neighbours.row.shape[1])
     # In parts that fit into the cache: sorting the votes of all queries for all classes at once would take most of the time.
-    part = block_of(neighbours.row.device)[0]
+    part = choose_block(neighbours.row.device)[0]
     best = [
-        _voted(similarity, row, labels, classes, temperature, class_weights)[:, : min(top, classes)].clone()
+        _vote(similarity, row, labels, classes, temperature, class_weights)[:, : min(top, classes)].clone()
         for similarity, row in zip(
             neighbours.similarity[:, :k].split(part), neighbours.row[:, :k].split(part), strict=True
         )
@@ -165,7 +165,7 @@ def predictions(
     return chosen
 
 
-def _voted(
+def _vote(
     similarity: Tensor, row: Tensor, labels: Tensor, classes: int, temperature: float, class_weights: Tensor | None
 ) -> Tensor:
     """Return all classes for some queries, best first."""

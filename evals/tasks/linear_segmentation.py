@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sparo_train.core.errors import DataError
 
-from .result import Result, bootstrap, by_group, percentiles
+from .result import Result, bootstrap, percentiles, sum_groups
 
 Rows = Callable[[Tensor], Tensor]
 
@@ -126,13 +126,13 @@ def mean_iou(task: str, counts_by_image: np.ndarray, groups: Sequence[str] | Non
     union = true + predicted - hits
     here = union.sum(0) > 0
     iou = hits.sum(0)[here] / union.sum(0)[here]
-    draws = bootstrap(by_group(hits[:, here], groups), by_group(union[:, here], groups)).mean(1)
+    draws = bootstrap(sum_groups(hits[:, here], groups), sum_groups(union[:, here], groups)).mean(1)
     pixels, right, truth = true.sum(1), hits.sum(1), true.sum(0)
     metrics = {"miou": float(iou.mean()), "pixel_accuracy": float(right.sum() / max(pixels.sum(), 1))}
     intervals = {
         "miou": percentiles(draws),
         "pixel_accuracy": percentiles(
-            bootstrap(by_group(right[:, None], groups), by_group(pixels[:, None], groups))[:, 0]
+            bootstrap(sum_groups(right[:, None], groups), sum_groups(pixels[:, None], groups))[:, 0]
         ),
     }
     options = {

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
-from .clusters import clusters_of, share_interval
+from .clusters import assign_clusters, share_interval
 from .result import DRAWS, Result, percentiles, wilson
 
 
@@ -36,10 +36,10 @@ def score(
     image = F.normalize(image.float(), dim=-1)
     # As one difference, so that rounding of a common part cannot decide.
     margin = (image * (F.normalize(true.float(), dim=-1) - F.normalize(false.float(), dim=-1))).sum(dim=1)
-    return of_margins(margin, kinds, average, texts, owners)
+    return score_margins(margin, kinds, average, texts, owners)
 
 
-def of_margins(
+def score_margins(
     margin: Tensor,
     kinds: Sequence[str],
     average: Literal["macro", "micro"] = "macro",
@@ -70,7 +70,7 @@ def of_margins(
         counts["order_only"] = int(same.sum())
     options = {"average": average, "ties": "lose", "macro_interval": "bootstrap within kind"}
     predictions = {"margin": margin.numpy(), "right": right, "kind": table}
-    if (clusters := clusters_of([[owner] for owner in owners]) if owners else None) is not None:
+    if (clusters := assign_clusters([[owner] for owner in owners]) if owners else None) is not None:
         intervals = _over_clusters(right, table, same, clusters, intervals)
         predictions["cluster"], counts["clusters"] = clusters, int(clusters.max()) + 1
         options["macro_interval"] = "effective number of answers"

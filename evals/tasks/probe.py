@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
     rows: Callable[[Tensor], Tensor]
     labels: Tensor
 
-    def only(self, numbers: Tensor) -> Labelled:
+    def select(self, numbers: Tensor) -> Labelled:
         """Return some of them."""
         return Labelled(lambda at: self.rows(numbers[at]), self.labels[numbers])
 
@@ -159,7 +159,7 @@ def search(train: Labelled, held_out: Labelled, classes: int, how: Training) -> 
     return DECAYS[peak], {DECAYS[i]: accuracy for i, accuracy in sorted(accuracies.items())}
 
 
-def few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
+def draw_few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
     """Return numbers of k samples per class, in a random order by `seed`. Raises `DataError` if a class has fewer."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     # Stable sort of a random order: the first k of each class are a random sample.
@@ -191,14 +191,14 @@ def score(
     weight decay is selected once.
     """
     tried: dict[float, float] = {}
-    first = train.only(few_shots(train.labels, fewshot_k, how.seed)) if fewshot_k > 0 else train
+    first = train.select(draw_few_shots(train.labels, fewshot_k, how.seed)) if fewshot_k > 0 else train
     if held_out is not None:
         decay, tried = search(first, held_out, classes, how)
     whole = train if held_out is None else train.with_more(held_out)
     results, chosen = [], whole
     for seed in range(how.seed, how.seed + repeats):
         if fewshot_k > 0:  # training excludes the held-out images
-            chosen = train.only(few_shots(train.labels, fewshot_k, seed))
+            chosen = train.select(draw_few_shots(train.labels, fewshot_k, seed))
         results.append(_score_once(chosen, test, classes, how._replace(seed=seed), decay))
     steps = how.epochs * -(-len(chosen.labels) // how.batch_size)
     options = {
@@ -206,7 +206,7 @@ def score(
         "seed": how.seed, "weight_decay": decay, "tried": {f"{d:.3g}": a for d, a in tried.items()}, "fewshot_k": fewshot_k,
         "repeats": repeats,
     }  # fmt: skip
-    return _averaged(results)._replace(options=options)
+    return _average(results)._replace(options=options)
 
 
 def _score_once(train: Labelled, test: Labelled, classes: int, how: Training, decay: float) -> Result:
@@ -217,7 +217,7 @@ def _score_once(train: Labelled, test: Labelled, classes: int, how: Training, de
     return result_from_ranking(top_classes, test.labels, classes, "probe")
 
 
-def _averaged(results: Sequence[Result]) -> Result:
+def _average(results: Sequence[Result]) -> Result:
     """Return the mean over repeated trainings with its 95 % t-interval, which contains the choice of training images only."""
     if len(results) == 1:
         return results[0]

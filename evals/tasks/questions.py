@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .clusters import clusters_of, share_interval
+from .clusters import assign_clusters, share_interval
 from .result import DRAWS, Result, percentiles, wilson
 
 Ties = Literal["lose", "first"]
@@ -163,7 +163,7 @@ def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "mic
     metrics: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
     options: dict[str, object] = {"average": average}
-    clusters = clusters_of(answers.images) if answers.images else None
+    clusters = assign_clusters(answers.images) if answers.images else None
     strata = kinds if average == "macro" else np.zeros(len(kinds))
     for metric, correct in answers.right.items():
         rows = correct.numpy()
@@ -181,14 +181,14 @@ def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "mic
             options[f"{metric}_by_kind"] = {kind: [float(of.mean()), len(of)] for kind, of in by_kind.items()}
         else:
             metrics |= {f"{metric}/{kind}": float(of.mean()) for kind, of in by_kind.items()}
-            intervals |= {f"{metric}/{kind}": _of_kind(rows, kinds == kind, clusters) for kind in by_kind}
+            intervals |= {f"{metric}/{kind}": _kind_interval(rows, kinds == kind, clusters) for kind in by_kind}
     headline = next(iter(answers.right))
     weight = weights(kinds, average)
     chance = {metric: float((values.numpy() * weight).sum()) for metric, values in answers.chance.items()}
     for metric, (right, firsts, luck) in _by_group(answers, headline).items():
         of_groups = None if clusters is None else clusters[firsts]
         metrics[metric], chance[metric] = float(right.mean()), luck
-        intervals[metric] = _of_kind(right, np.ones(len(right), bool), of_groups)
+        intervals[metric] = _kind_interval(right, np.ones(len(right), bool), of_groups)
     options |= {f"chance_{metric}": value for metric, value in chance.items() if metric != headline}
     predictions = {name: right.numpy() for name, right in answers.right.items()}
     predictions |= {"right": predictions[headline], "kind": kinds}
@@ -199,7 +199,7 @@ def score(task: str, answers: Answers, average: Literal["macro", "micro"] = "mic
     return Result(task, len(keys), headline, metrics, chance[headline], intervals, options, counts, predictions, keys)
 
 
-def _of_kind(right: np.ndarray, here: np.ndarray, clusters: np.ndarray | None) -> tuple[float, float]:
+def _kind_interval(right: np.ndarray, here: np.ndarray, clusters: np.ndarray | None) -> tuple[float, float]:
     """Return the interval of the share of right answers among those marked in `here` (n,) bool."""
     if clusters is None:
         return wilson(float(right[here].mean()), int(here.sum()))

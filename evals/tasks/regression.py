@@ -9,7 +9,7 @@ from scipy import stats
 
 from sparo_train.core.errors import DataError
 
-from .result import Result, bootstrap, by_group, percentiles
+from .result import Result, bootstrap, percentiles, sum_groups
 
 ALPHAS = np.logspace(-3, 5, 17)
 _FOLDS = 5
@@ -57,7 +57,7 @@ def score(
     one = np.ones(n)
     # Sums per image, so that a resampled set has its own mean.
     sums = np.stack([errors**2, np.abs(errors), truth, truth**2], axis=1)
-    draws = bootstrap(by_group(sums, test_groups), by_group(np.stack([one] * 4, axis=1), test_groups))
+    draws = bootstrap(sum_groups(sums, test_groups), sum_groups(np.stack([one] * 4, axis=1), test_groups))
     squared, absolute, mean, square = draws.T
     # A draw of one patient, whose images have the same number, has no R2.
     variance = square - mean**2

@@ -72,7 +72,7 @@ class Result(NamedTuple):
     def interval(self) -> tuple[float, float]:
         return self.intervals.get(self.headline) or wilson(self.value, self.n)
 
-    def headed(self, headline: str) -> Result:
+    def with_headline(self, headline: str) -> Result:
         """Return the result with another of its metrics as headline, with the number of samples that have it."""
         column = self.predictions.get(headline)
         return self._replace(headline=headline, n=self.n if column is None else int((~np.isnan(column)).sum()))
@@ -198,7 +198,7 @@ def is_share(metric: str) -> bool:
     return metric not in _METRIC_FORMATS
 
 
-def axis_of(metric: str) -> tuple[float, str]:
+def axis_scale(metric: str) -> tuple[float, str]:
     """Return the display factor of a score on a plot's axis, and the axis unit."""
     times, _, name = _METRIC_FORMATS.get(metric, (100, 0, "per cent"))
     return times, name.strip()
@@ -249,7 +249,7 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS, seed: in
     return np.concatenate(out)
 
 
-def by_group(values: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
+def sum_groups(values: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
     """Return sums of rows (n, …) over the images of each group, in fp64; the rows themselves without groups.
 
     Images of one patient are not independent, so intervals resample patients.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .knn import Nearest, best_of, merge, normalised
+from .knn import Nearest, merge, normalize_rows, select_best
 from .result import Result, bootstrap, percentiles
 
 KS = (1, 5, 10)
@@ -31,18 +31,18 @@ def score(image: Tensor, text: Tensor, image_of_text: Tensor, ks: Sequence[int] 
         each metric's sum and the number of its queries. Images without a text are not queries and are counted
         (clip-benchmark counts them as misses). Intervals resample images, each with its texts.
     """
-    most = _most(ks, len(image), len(text))
-    return _result_from_neighbours(nearest_both(image, text, *most), len(image), image_of_text, ks, most)
+    most = _largest_k(ks, len(image), len(text))
+    return _result_from_neighbours(find_nearest_both(image, text, *most), len(image), image_of_text, ks, most)
 
 
 def score_table(table: Tensor, image_of_text: Tensor, ks: Sequence[int] = KS) -> Result:
     """Return the same for similarities (I, T) that are not products of encodings."""
-    most = _most(ks, *table.shape)
-    neighbours = best_of(table, most[0], 0), best_of(table.T.contiguous(), most[1], 0)
+    most = _largest_k(ks, *table.shape)
+    neighbours = select_best(table, most[0], 0), select_best(table.T.contiguous(), most[1], 0)
     return _result_from_neighbours(neighbours, len(table), image_of_text, ks, most)
 
 
-def _most(ks: Sequence[int], images: int, texts: int) -> tuple[int, int]:
+def _largest_k(ks: Sequence[int], images: int, texts: int) -> tuple[int, int]:
     """Return how many texts of an image, and images of a text, must be found."""
     if min(ks) > min(texts, images):
         raise ValueError(f"k={list(ks)}: all exceed the {min(texts, images)} candidates")
@@ -98,15 +98,15 @@ def _result_from_neighbours(
     )
 
 
-def nearest_both(image: Tensor, text: Tensor, texts: int, images: int) -> tuple[Nearest, Nearest]:
+def find_nearest_both(image: Tensor, text: Tensor, texts: int, images: int) -> tuple[Nearest, Nearest]:
     """Return the nearest `texts` texts of every image, and the nearest `images` images of every text; each similarity is computed once."""
-    image, text = (normalised(x, image.device) for x in (image, text))
+    image, text = (normalize_rows(x, image.device) for x in (image, text))
     rows = min(len(text), max(64, _BLOCK // len(image) // 64 * 64))  # round numbers can be divided into equal groups
     buffer = image.new_empty(rows * len(image))
     by_image: list[Nearest] = []
     by_text: list[Nearest] = []
     for first, part in zip(range(0, len(text), rows), text.split(rows), strict=True):
         product = torch.mm(part, image.T, out=buffer[: len(part) * len(image)].view(len(part), len(image)))
-        by_text.append(best_of(product, images, 0))
-        by_image = [merge([*by_image, best_of(product.T, texts, first)], texts)]
+        by_text.append(select_best(product, images, 0))
+        by_image = [merge([*by_image, select_best(product.T, texts, first)], texts)]
     return by_image[0], Nearest(*(torch.cat(parts) for parts in zip(*by_text, strict=True)))

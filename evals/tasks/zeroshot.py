@@ -90,7 +90,7 @@ def with_macro_f1(result: Result) -> Result:
     present, size = np.unique(labels), int(pairs.max()) + 1
     right = pairs[:, 0] == pairs[:, 1]
 
-    def of(weights: np.ndarray) -> float:
+    def macro_f1(weights: np.ndarray) -> float:
         # Twice the right images of a class, divided by its images plus those predicted as it.
         both = np.bincount(pairs.T.ravel(), weights=np.tile(weights, 2), minlength=size)[present]
         twice = 2 * np.bincount(pairs[right, 0], weights=weights[right], minlength=size)[present]
@@ -98,9 +98,9 @@ def with_macro_f1(result: Result) -> Result:
         return float((twice[both > 0] / both[both > 0]).mean())
 
     rng, total = np.random.default_rng(0), int(counts.sum())
-    draws = [of(rng.multinomial(total, counts / total)) for _ in range(DRAWS)]
+    draws = [macro_f1(rng.multinomial(total, counts / total)) for _ in range(DRAWS)]
     return result._replace(
-        metrics={**result.metrics, "f1_macro": of(counts)},
+        metrics={**result.metrics, "f1_macro": macro_f1(counts)},
         intervals={**result.intervals, "f1_macro": percentiles(np.asarray(draws))},
     )
 

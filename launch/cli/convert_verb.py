@@ -154,7 +154,7 @@ def convert(
             source, folder, image_column, caption_column, separator, per_shard, own, test, skip_missing
         )
     else:
-        raise ConfigError(_no_conversion(source))
+        raise ConfigError(_conversion_error(source))
     _print_summary(folder, converted, own is None, to)
 
 
@@ -165,7 +165,7 @@ def _refuse_options(options: Mapping[str, object], applies_to: str) -> None:
             raise ConfigError(f"{name}: applies to {applies_to} only. Remove it.")
 
 
-def _no_conversion(source: Path) -> str:
+def _conversion_error(source: Path) -> str:
     """Return the message for a file that is not converted."""
     if source.suffix == ".tar":
         return f"{source}: is a shard already. Train with data.sources='{{mine: {{shards: {source}}}}}'."

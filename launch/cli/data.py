@@ -204,7 +204,7 @@ def index(
     if merge is not None:
         merge_indexes(merge, source.storages)
     console.print(
-        f"{len(source.storages)} shards, {source.samples} samples, {len(source.broken())} truncated or unreadable",
+        f"{len(source.storages)} shards, {source.samples} samples, {len(source.incomplete_storages())} truncated or unreadable",
     )
 
 

@@ -263,7 +263,7 @@ def _launch(fan: FanOut, launch_options: LaunchOptions, dry_run: bool) -> None:
         out.print(f"{fan.folder}  {len(jobs)} element(s), job {jobs[0]} …", soft_wrap=True)
         _exit_with_debug_code(launch_options, [fan.folder])
     results = fan.results()
-    if results and not fan.missing():
+    if results and not fan.missing_elements():
         if not (fan.folder / "results.json").exists():
             fan.merge()
         # Short, because columns are narrow.
@@ -304,13 +304,13 @@ def _exit_with_debug_code(launch_options: LaunchOptions, folders: Sequence[Path]
 
 def _last_code(records: Records) -> int:
     """Return the exit code of the newest submission of a folder; 1 if it left no record of its end."""
-    last = records.last()
+    last = records.last_submission()
     if last is None:
         return 0
     if (records.folder / "plan.json").exists():
         from ..jobs.fanout import FanOut
 
-        return int(bool(FanOut(records.folder).missing()))
+        return int(bool(FanOut(records.folder).missing_elements()))
     lines = [line for job in last["jobs"] for line in records.starts(job)]
     # In an allocation, the submission is recorded before its starts; in this process, after them.
     recent = last["cluster"]["kind"] == "debug" or (bool(lines) and lines[-1]["time"] >= last["time"])

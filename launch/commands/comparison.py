@@ -9,7 +9,7 @@ from rich.table import Table
 
 from evals.report.compare import compare
 from evals.report.plots import relative_change
-from evals.report.results_file import Record, records_of
+from evals.report.results_file import Record, find_records
 from evals.tasks.result import format_metric
 from sparo_train.core.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ def print_comparison(first: str, second: str, plot: Path | None) -> None:
     """
     sides: list[dict[str, Record]] = []
     for source in (first, second):
-        sides.append({record.task: record for record in records_of(source)})
+        sides.append({record.task: record for record in find_records(source)})
     table = Table(
         title=f"{second} compared with {first}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

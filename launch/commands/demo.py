@@ -10,7 +10,7 @@ from typing import Any
 
 from evals.encoders.loading import load_encoder
 from evals.encoders.sparo_encoders import ClipEncoder
-from evals.report.results_file import predictions_of, read_records
+from evals.report.results_file import load_predictions, read_records
 from evals.sets.base import Pair
 from evals.sets.wds import WdsSet
 from evals.tasks import textonly
@@ -52,7 +52,7 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     curves = {name: read(config.folder / "metrics.jsonl", "train") for name, config in configs.items()}
     sparo = encoders["CLIP+SPARO"]
     assert isinstance(sparo, ClipEncoder)
-    zeroshot = predictions_of(records["CLIP+SPARO"]["zeroshot"])
+    zeroshot = load_predictions(records["CLIP+SPARO"]["zeroshot"])
     facts = {**_facts(configs), "scenes": 400 if quick else 8000, "quick": quick, "sizes": model_sizes}
     page = write_page(folder, results, text_only, zeroshot, curves, sparo, data, facts)
     out.print(rows_table(six_rows(results), model_sizes, "sparo demo: per cent with 95 % intervals, one seed"))

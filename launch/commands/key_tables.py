@@ -15,7 +15,7 @@ from sparo_train.core.recipe.config_keys import (
     Key,
     RegistryBlock,
     default_text,
-    keys_of,
+    list_keys,
     type_text,
     value_text,
 )
@@ -64,7 +64,7 @@ def find_keys(word: str) -> list[Key]:
     Raises:
         ConfigError: there is none; with suggestions.
     """
-    keys = _once_each(keys_of(RunConfig))
+    keys = _deduplicate(list_keys(RunConfig))
     if not word:
         return [key for key in keys if "." not in key.dotted]
     words = word.split(".")
@@ -73,7 +73,7 @@ def find_keys(word: str) -> list[Key]:
         words = words[:-1]
     exact = [key for key in keys if _matches_suffix(key.dotted.split("."), words)]
     # keys of an inner registry's entries are listed under that registry
-    near = [key for key in exact if not _inside_registry(key, len(words), exact)]
+    near = [key for key in exact if not _add_registry_keys(key, len(words), exact)]
     # tasks of separate jobs have the same keys as tasks
     matches = near or [key for key in keys if key.name == word and not key.dotted.startswith("eval.job.tasks.")]
     if not matches:
@@ -81,7 +81,7 @@ def find_keys(word: str) -> list[Key]:
     return matches
 
 
-def _once_each(keys: Iterable[Key]) -> list[Key]:
+def _deduplicate(keys: Iterable[Key]) -> list[Key]:
     """Return the keys without repetitions; a key that several entries of a registry inherit from one class names all of them."""
     labels: dict[tuple[str, type], list[str]] = {}
     first: dict[tuple[str, type], Key] = {}
@@ -113,7 +113,7 @@ def _matches_suffix(key: list[str], words: list[str]) -> bool:
     return len(key) >= len(words) and all(k.removesuffix("[]") in (w, NAME) for k, w in zip(key, words, strict=False))
 
 
-def _inside_registry(key: Key, depth: int, keys: list[Key]) -> bool:
+def _add_registry_keys(key: Key, depth: int, keys: list[Key]) -> bool:
     above = key.dotted.split(".")
     tables = {
         other.dotted for other in keys if isinstance(other.shape, RegistryBlock) and other.dotted.count(".") >= depth
@@ -126,7 +126,7 @@ def examples() -> dict[FieldId, str]:
     example_by_key: dict[FieldId, str] = {}
     for shipped in shipped_recipes():
         tree = load_recipe(shipped.path)
-        for key in keys_of(RunConfig, tree):
+        for key in list_keys(RunConfig, tree):
             # A key that no recipe sets has its default as example.
             value = _value_at(tree, key.dotted.split("."))
             if value is not None and not isinstance(value, Mapping):
@@ -156,7 +156,7 @@ def _value_at(tree: Any, keys: list[str]) -> Any:
 def own_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """Return the keys of a model without those of registries below it."""
     tables: list[str] = []
-    for key in keys_of(model, None, prefix):
+    for key in list_keys(model, None, prefix):
         if any(key.dotted.startswith(f"{above}.") for above in tables):
             continue
         shape = key.shape.value_shape if isinstance(key.shape, Entries) else key.shape

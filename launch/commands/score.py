@@ -24,7 +24,7 @@ from ..recipes import find_recipe
 from ..views.results_table import Encoding, results_table
 from ..views.suite_table import SuiteProgress
 from ..views.terminal import out
-from .suite import metrics_of, print_suite
+from .suite import print_suite, suite_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _score_all(
                 with Encoding(checkpoint, ranks.rank > 0) as report:
                     evaluate_checkpoint(checkpoint, tasks, eval_options, ranks, report, results)
             else:
-                _score_suite(checkpoint, tasks, eval_options, ranks, results, seconds, metrics_of(suite))
+                _score_suite(checkpoint, tasks, eval_options, ranks, results, seconds, suite_metrics(suite))
         except (LostRankError, StoppedError):
             raise
         except SparoError as error:
@@ -143,11 +143,11 @@ def _score_suite(
     share = {name: -(-(size if limit is None else min(limit, size)) // ranks.size) for name, size in sizes.items()}
     with SuiteProgress(Path(checkpoint).name, share, metrics, ranks.rank > 0) as progress:
 
-        def scored(name: str, spent: float) -> None:
+        def add_score(name: str, spent: float) -> None:
             seconds[name] = seconds.get(name, 0.0) + spent
-            progress.scored(name, results[name], spent)
+            progress.add_score(name, results[name], spent)
 
-        evaluate_checkpoint(checkpoint, tasks, eval_options, ranks, progress.encoding, results, scored)
+        evaluate_checkpoint(checkpoint, tasks, eval_options, ranks, progress.encoding, results, add_score)
 
 
 def _print_results(

@@ -10,8 +10,8 @@ from evals.encoders.selection import Selection, write_selection
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import EvalSet, lines
 from evals.slots.eval_inputs import open_images
-from evals.slots.naming import Naming, caption_words, contained, name_slots
-from evals.slots.units import texts_of
+from evals.slots.naming import Naming, caption_words, contain_names, name_slots
+from evals.slots.units import get_text_tower
 from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
@@ -54,7 +54,7 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
         raise ConfigError(f"--template {name_options.template!r}: must contain {{c}}, which stands for the name.")
     vocabulary = None if name_options.vocabulary is None else _read_names(name_options.vocabulary)
     bench = Bench(checkpoint, options)
-    tower = texts_of(bench.units)
+    tower = get_text_tower(bench.units)
     selection = _open_selection(bench, name_options.out)
     name, task = bench.single_task(name_options.task_name, "--task")
     source = open_images(task)
@@ -69,7 +69,7 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
         bench.units.images(features.in_memory()),
         bench.units.texts(tower.text([name_options.template.replace("{c}", one) for one in names])),
         names,
-        contained(captions, names),
+        contain_names(captions, names),
         name_options.per_slot,
         name_options.min_images,
         name_options.seed,

@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evals.encoders.loading import load_encoder
-from evals.encoders.selection import Selection, described, of_numbers, read_selection, selected, write_selection
+from evals.encoders.selection import (
+    Selection,
+    describe_selection,
+    keep_units,
+    read_selection,
+    select_slots,
+    write_selection,
+)
 from evals.report.results_file import refuse_unwritable
 from evals.slots import selection_methods as choosing
-from evals.slots.eval_inputs import Classes, Material, Pairs, Questions, pairs_of
+from evals.slots.eval_inputs import Classes, Material, Pairs, Questions, make_pairs
 from evals.slots.mask_study import Granularity, MaskRow, MaskTraining, mask_row, mask_selection, relative_change
 from evals.slots.probe_tasks import ProbeTask
 from evals.slots.quality_measures import refuse_same
-from evals.slots.selection_report import ChoiceOptions, ChoiceReport, by_hand, choose, four_column, report
+from evals.slots.selection_report import ChoiceOptions, ChoiceReport, choose, complete_selection, four_column, report
 from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
@@ -36,7 +43,7 @@ def train_masks(
     )
     write_selection(path, written)
     slot_tables.show(slot_tables.five_table([row]))
-    out.print(f"wrote {path}: {described(written)}, of seed 0", soft_wrap=True)
+    out.print(f"wrote {path}: {describe_selection(written)}, of seed 0", soft_wrap=True)
     write_facts(json_file, {"rows": [_row_facts(row)]})
 
 
@@ -83,7 +90,7 @@ def _train_mask(
         tasks = {n: t for n, t in tasks.items() if is_readable(n, t)}
     materials = bench.material({name: task, **tasks})
     pairs, classes = (
-        pairs_of(name, materials.pop(name)),
+        make_pairs(name, materials.pop(name)),
         {n: m for n, m in materials.items() if isinstance(m, Classes)},
     )
     row, trained = mask_row(label, pairs, classes, per, trainings, held_out)
@@ -157,7 +164,7 @@ def _columns(name: str, each: Material) -> dict[str, list[float]]:
         return {f"{name} alone": each.single_unit().double().mean(0).tolist()}
     margins = each.margins()
     total = margins.values.sum(1, keepdim=True) + margins.fixed[:, None]
-    without = margins.accuracy(margins.right((total - margins.values).transpose(1, 2)))
+    without = margins.accuracy(margins.right_answers((total - margins.values).transpose(1, 2)))
     return {f"{name} alone": choosing.accuracies(margins).tolist(), f"{name} without": without.tolist()}
 
 
@@ -165,7 +172,7 @@ def _full_accuracy(each: Classes | Pairs | Questions) -> float:
     if isinstance(each, Classes):
         return float(each.each().whole.double().mean())
     margins = each.margins()
-    return float(margins.accuracy(margins.right(margins.values.sum(1) + margins.fixed)))
+    return float(margins.accuracy(margins.right_answers(margins.values.sum(1) + margins.fixed)))
 
 
 def _size(each: Material) -> int:
@@ -208,7 +215,7 @@ def select_units(
     provenance = (
         f"selected on {selection.made_on.task} (n = {selection.made_on.n})" if selection.made_on.data else "by hand"
     )
-    title = f"{checkpoint}: {described(selection)}, {provenance}"
+    title = f"{checkpoint}: {describe_selection(selection)}, {provenance}"
     slot_tables.show(slot_tables.report_table(title, reports, len(selection.chosen), selection.count, selection.units))
     out.print(f"{select_options.out}: {selection.units} {' '.join(map(str, selection.chosen))}", soft_wrap=True)
     _print_next_command(checkpoint, select_options.out, reports, options.classifier_slots == "renorm")
@@ -236,19 +243,19 @@ def _manual_selection(
     """Return a selection made by hand; its data are unknown, so nothing counts as held out."""
     if isinstance(slots, Path):
         selection = read_selection(slots)
-        selected(bench.encoder, selection, f"--slots {slots}")
+        keep_units(bench.encoder, selection, f"--slots {slots}")
         if (selection.units, selection.count) != (ranked.units, ranked.count):
             raise ConfigError(f"--slots {slots}: selects from {selection.count} {selection.units}, but --units {ranked.units} has {ranked.count}.")  # fmt: skip
         if selection.mask:
             raise ConfigError(f"--slots {slots}: is a mask. Score it with sparo eval --slots.")
-        return by_hand(selection, ranked.order)
-    selection = of_numbers(bench.encoder, slots) if bench.options.units == "slots" else None
+        return complete_selection(selection, ranked.order)
+    selection = select_slots(bench.encoder, slots) if bench.options.units == "slots" else None
     if selection is None:
         raise ConfigError(
             f"--slots: numbers can only select slots, got --units {bench.options.units}. Remove --units, or name a "
             "selection.json."
         )
-    return by_hand(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
+    return complete_selection(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
 
 
 def _print_next_command(checkpoint: str, path: Path, reports: Sequence[ChoiceReport], renormed: bool) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from evals.report.results_file import refuse_unwritable
 from evals.sets.pictures import decode_image
-from evals.slots.attend import pixels_of
+from evals.slots.attend import preprocess_image
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, thumbnail
 from evals.slots.slot_search import DIFFERENT, Match, search_slots
-from evals.slots.units import texts_of
+from evals.slots.units import get_text_tower
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import escape_control_chars, read_bytes, write_whole
 from sparo_train.data.decode.decoding import display_image
@@ -124,13 +124,13 @@ def _slot_numbers(bench: Bench, slots: tuple[int, ...] | Path) -> list[int]:
 
 
 def _encode_image(bench: Bench, image: Image.Image) -> Tensor:
-    pixels = bench.encoder.stacked([pixels_of(bench.encoder, image)])
+    pixels = bench.encoder.stack([preprocess_image(bench.encoder, image)])
     with torch.inference_mode():
         return bench.units.images(bench.encoder.encode(pixels).flatten(1).cpu())[0]
 
 
 def _encode_text(bench: Bench, text: str) -> Tensor:
-    return bench.units.texts(texts_of(bench.units).text([text]))[0]
+    return bench.units.texts(get_text_tower(bench.units).text([text]))[0]
 
 
 def _row(match: Match, key: str, captions: list[str]) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from typing import Any
 
 from evals.encoders.encoder import Encoder
 from evals.encoders.loading import load_encoder
-from evals.encoders.selection import Selection, read_selection, selected
+from evals.encoders.selection import Selection, keep_units, read_selection
 from evals.feature_store.feature_table import Features
 from evals.feature_store.features import FeatureStore
 from evals.sets.base import EvalSet
 from evals.sets.task_config import TaskConfig
 from evals.slots.eval_inputs import Material, encode_set, material, open_images
-from evals.slots.page_arrays import Arrays, arrays_of, limited
-from evals.slots.quality_measures import Quality, quality_of
-from evals.slots.units import KINDS, Units, units_of
+from evals.slots.page_arrays import Arrays, limit_task, make_arrays
+from evals.slots.quality_measures import Quality, measure_quality
+from evals.slots.units import KINDS, Units, make_units
 from evals.suite.evaluate import tasks_for
 from sparo_train.core.accelerator import available_device
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
@@ -71,7 +71,7 @@ class Bench:
         if kind == EITHER:
             # Table 5 compares models without slots by cutting their encodings into equally many parts.
             kind = "slots" if self.encoder.slots > 1 else "parts"
-        self.units: Units = units_of(self.encoder, kind, options.parts, options.head_layers)
+        self.units: Units = make_units(self.encoder, kind, options.parts, options.head_layers)
 
     def tasks(self, names: Sequence[str] | None, option: str = "--report-tasks") -> dict[str, TaskConfig]:
         """Return tasks by the names that `sparo eval --tasks` accepts; None: all of the run or YAML."""
@@ -91,11 +91,11 @@ class Bench:
 
     def arrays(self, tasks: dict[str, TaskConfig]) -> dict[str, Arrays]:
         """Return the arrays of tasks for a page, limited to a page's number of images."""
-        some = {name: limited(task, self.options.limit) for name, task in tasks.items()}
+        some = {name: limit_task(task, self.options.limit) for name, task in tasks.items()}
         with Encoding(self.checkpoint, False) as report:
             store = self._store(report)
             return {
-                name: arrays_of(name, task, self.units, store, self.options.classifier_slots)
+                name: make_arrays(name, task, self.units, store, self.options.classifier_slots)
                 for name, task in some.items()
             }
 
@@ -107,7 +107,7 @@ class Bench:
     def read_selection(self, path: Path, option: str) -> Selection:
         """Return a selection of this checkpoint's units. Raises `ConfigError`, beginning with `option`, for any other."""
         selection = read_selection(path)
-        selected(self.encoder, selection, f"{option} {path}")
+        keep_units(self.encoder, selection, f"{option} {path}")
         if (selection.units, selection.count) != (self.units.kind, self.units.number):
             raise ConfigError(
                 f"{option} {path}: selects from {selection.count} {selection.units}, but --units {self.units.kind} has "
@@ -119,7 +119,7 @@ class Bench:
         """Return the quality of units on a task's images, with a reference encoder if given."""
         source = open_images(task)
         with Encoding(self.checkpoint, False) as report:
-            return quality_of(label, self.units, source, self._store(report), judge, getattr(task, "workers", 0))
+            return measure_quality(label, self.units, source, self._store(report), judge, getattr(task, "workers", 0))
 
     def _store(self, report: Any) -> FeatureStore:
         return FeatureStore(self.options.features, "fp32", report)

@@ -26,7 +26,7 @@ def print_suite(
         results_by_checkpoint: results by checkpoint and task.
         seconds: time that each task took, over all checkpoints.
     """
-    out.print_wide(suite_table(results_by_checkpoint, metrics_of(suite), seconds))
+    out.print_wide(suite_table(results_by_checkpoint, suite_metrics(suite), seconds))
     averages = _averages(suite, results_by_checkpoint)
     if averages is not None:
         out.print_wide(grid_table(averages, False))
@@ -34,7 +34,7 @@ def print_suite(
         out.print(line, soft_wrap=True)
 
 
-def metrics_of(suite: str) -> dict[str, str | None]:
+def suite_metrics(suite: str) -> dict[str, str | None]:
     """Return the metric of each task in a suite; None: its headline."""
     return {task.name: task.metric for task in suite_tasks(suite)}
 

@@ -14,15 +14,15 @@ from evals.report.paper_tables import (
     LAYOUTS,
     TITLES,
     UNKNOWN_READOUT,
-    columns_of,
+    describe_different_data,
+    find_columns,
     odd_notes,
     paper_rows,
     readout_cells,
-    several_data,
 )
 from evals.report.results_file import Record, whole_records
-from evals.report.seed_average import difference, recipe_of, spread, spread_caption
-from evals.report.significance import separated_best
+from evals.report.seed_average import difference, split_seed, spread, spread_caption
+from evals.report.significance import mark_separated_best
 from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
 from sparo_train.train.build import num_trained_parameters
 
@@ -109,7 +109,7 @@ def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
             raise ConfigError(
                 f"{folder}: is named like a row of the sweep but has another objective. Move it, or pass --runs."
             )
-        recipe, seed = recipe_of(str(folder))
+        recipe, seed = split_seed(str(folder))
         other, where = next(iter(runs_by_seed.values()), (recipe, folder))
         if seed in runs_by_seed or other != recipe:
             why = "have one seed" if seed in runs_by_seed else "differ in more than their seed"
@@ -152,7 +152,7 @@ def sweep_grid(
     baseline_row = next((row for row in rows if row.name == baseline), None)
     if layout is None and paper:
         raise ConfigError(f"--paper {','.join(paper)}: rows of the paper need a --layout: {', '.join(LAYOUTS)}")
-    columns = columns_of(layout) if layout is not None else []
+    columns = find_columns(layout) if layout is not None else []
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
         raise DataError(
@@ -178,7 +178,9 @@ def sweep_grid(
     grid_rows += paper_rows(layout, paper) if layout is not None else []
     note = "M: trained parameters; n: scored runs, which differ in their seed"
     mixed_data_notes = {
-        t: warning for t in tasks if (warning := several_data([r for row in rows for r in row.results.get(t, [])]))
+        t: warning
+        for t in tasks
+        if (warning := describe_different_data([r for row in rows for r in row.results.get(t, [])]))
     }
     column_tasks = dict.fromkeys(column.task for column in columns)  # in the same order at every start
     odd = [(r.checkpoint, t, r.result.odd()) for row in rows for t in column_tasks for r in row.results.get(t, [])]
@@ -188,4 +190,4 @@ def sweep_grid(
         title, columns, grid_rows, notes, spread_caption(mean, baseline or ""), frozenset(mixed_data_notes), heads
     )
     # Differences to a baseline are not ranked.
-    return found if baseline else separated_best(found)
+    return found if baseline else mark_separated_best(found)

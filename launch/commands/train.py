@@ -13,7 +13,7 @@ from evals.interop.initial_weights import load_initial_weights
 from evals.report.results_file import append, write_results
 from evals.suite.evaluate import EvalOptions, result_facts
 from evals.suite.suite import Suite
-from evals.suite.task import check_recipe_compatible, encoder_of
+from evals.suite.task import build_encoder, check_recipe_compatible
 from evals.tasks.result import Result, format_metric
 from sparo_train.core.contracts import Objective
 from sparo_train.core.disk.rundir import RunDir
@@ -74,11 +74,11 @@ def make_evaluate(run: Run, display: Display) -> Evaluate | None:
 
     def evaluate(objective: Objective, step: int, ranks: Ranks) -> dict[str, Any]:
         if side is not None and ranks.rank == 0:
-            submit_eval_job(side, TrainedWeights.of(config, objective.state_dict()), rundir.path, step)
+            submit_eval_job(side, TrainedWeights.from_checkpoint(config, objective.state_dict()), rundir.path, step)
         if not config.eval.tasks:
             return {}
         # A new encoder each time, because it caches values derived from weights, such as their hash.
-        encoder, begin = encoder_of(objective, config), time.monotonic()
+        encoder, begin = build_encoder(objective, config), time.monotonic()
         # NaN weights still produce a ranking, whose score would merely look bad.
         refuse_non_finite(encoder.model.state_dict(), f"step {step}", TrainingError)
         results: dict[str, Result] = {}

@@ -269,7 +269,9 @@ def _model_requests(explorer: Explorer) -> dict[str, Callable[[int, dict[str, An
             raise ConfigError("alike: expected an image's number and a list of slots")
         explorer.pictures.check(number)
         return {
-            "matches": explorer.run_locked(lambda: [one._asdict() for one in explorer.side(side).alike(number, slots)])
+            "matches": explorer.run_locked(
+                lambda: [one._asdict() for one in explorer.side(side).find_alike(number, slots)]
+            )
         }
 
     def edit(side: int, body: dict[str, Any]) -> Any:

@@ -14,10 +14,10 @@ from evals.encoders.encoder import Encoder, TextEncoder
 from evals.sets.base import EvalSet
 from evals.sets.pictures import decode_image
 from evals.sets.task_config import TaskConfig
-from evals.slots.attend import attend, captions_of, pixels_of
+from evals.slots.attend import attend, caption_per_image, preprocess_image
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
-from evals.slots.page_arrays import LIMIT, Arrays, limited
+from evals.slots.page_arrays import LIMIT, Arrays, limit_task
 from evals.slots.slot_search import DIFFERENT, Match, rank_for_text, search_slots
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.registries import TASKS
@@ -49,10 +49,10 @@ class Pictures:
         self._decoding = encoder.decoding
         # More than a page scores by default, unless --limit or the recipe says less.
         more = count if count > LIMIT and getattr(task, "limit", None) is None else None
-        self.source: EvalSet = open_images(limited(task, more))
+        self.source: EvalSet = open_images(limit_task(task, more))
         count = min(count, len(self.source))
         self.numbers = [i * len(self.source) // count for i in range(count)]
-        self._caption = captions_of(task, self.source, "texts" in encoder.offers)
+        self._caption = caption_per_image(task, self.source, "texts" in encoder.offers)
         self.entries: list[Picture] = []
         self._adding = threading.Lock()  # requests come from several threads
         self._own: list[bytes] = []  # as files, because a few decoded ones would fill the memory
@@ -161,7 +161,7 @@ class Side:
 
     def edit(self, number: int, edit: dict[str, Any]) -> bytes:
         """Return a JPEG of an image as drawn after an edit: `slot`, `move` [dx, dy], `scale`, `delete`. Raises `ConfigError`."""
-        from object_centric.pictures.edits import edited_image
+        from object_centric.pictures.edits import draw_edit
         from object_centric.tasks.slot_editing import SlotEdit, check_edit, editable
 
         model = editable(self.encoder)
@@ -171,7 +171,7 @@ class Side:
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ConfigError("edit: expected slot, move [dx, dy], scale and delete") from None
         check_edit(model, one)
-        return jpeg(edited_image(model, self.pictures.image(number), one, SIZE))
+        return jpeg(draw_edit(model, self.pictures.image(number), one, SIZE))
 
     def facts(self) -> dict[str, Any]:
         """Return the data that the page needs first."""
@@ -233,7 +233,7 @@ class Side:
         order = ranking.parts.argsort(descending=True, stable=True).tolist()
         return [SearchHit(slot, float(ranking.parts[slot]), images[slot]) for slot in order]
 
-    def alike(self, number: int, units: Sequence[int]) -> list[Match]:
+    def find_alike(self, number: int, units: Sequence[int]) -> list[Match]:
         """Return the images of the page that are most like an image in these units, and different from it in the others.
 
         Raises:
@@ -248,7 +248,7 @@ class Side:
         if number < len(self.vectors):
             return self.vectors[number]
         if number not in self._own:
-            pixels = self.encoder.stacked([pixels_of(self.encoder, self.pictures.image(number))])
+            pixels = self.encoder.stack([preprocess_image(self.encoder, self.pictures.image(number))])
             with torch.inference_mode():
                 self._own[number] = self.units.images(self.encoder.encode(pixels).flatten(1).cpu())[0]
         return self._own[number]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from evals.encoders.selection import Selection, read_selection, selected, write_selection
+from evals.encoders.selection import Selection, keep_units, read_selection, write_selection
 from sparo_train.core.errors import ConfigError
 
 from .opened import Side
@@ -45,7 +45,7 @@ class SelectionFile:
             return None, ""
         try:
             selection = read_selection(self.path)
-            selected(self.side.encoder, selection, f"--slots {self.path}")
+            keep_units(self.side.encoder, selection, f"--slots {self.path}")
         except ConfigError as error:
             raise ConfigError(
                 f"--out {str(error).removeprefix('--slots ')} To keep this file, name another --out, or move it away."

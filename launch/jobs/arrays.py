@@ -61,23 +61,23 @@ def eval_elements(
 
 def plan_elements(fan: FanOut, launch_options: LaunchOptions) -> LaunchPlan:
     """Return what `launch_elements` would submit."""
-    cluster = _for_elements(launch_options).cluster
-    names = tuple(f"{fan.folder} element {number}" for number in fan.missing())
+    cluster = _element_options(launch_options).cluster
+    names = tuple(f"{fan.folder} element {number}" for number in fan.missing_elements())
     return LaunchPlan(names, cluster, fan.job_name(), fan.folder)
 
 
-def _for_elements(launch_options: LaunchOptions) -> LaunchOptions:
+def _element_options(launch_options: LaunchOptions) -> LaunchOptions:
     """Return the options with one rank and at most one GPU per element."""
     return replace(launch_options, cluster=with_one_gpu(launch_options.cluster))
 
 
 def launch_elements(fan: FanOut, launch_options: LaunchOptions) -> list[str]:
     """Submit missing elements as one array, with one rank and at most one GPU each; return the jobs, empty if nothing is missing."""
-    launch_options = _for_elements(launch_options)
+    launch_options = _element_options(launch_options)
     with launch_lock([fan.folder]):
         refuse_busy(fan.folder)
         code = take_snapshot(fan.folder / "code")
-        missing = fan.missing()
+        missing = fan.missing_elements()
         elements = [Element(fan.arguments(number, str(fan.folder)), str(fan.folder)) for number in missing]
         jobs = submit_and_record(launch_options, elements, fan.folder, fan.job_name(), code) if elements else []
     if launch_options.cluster.kind == "allocation":

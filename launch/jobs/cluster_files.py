@@ -18,7 +18,7 @@ from sparo_train.core.world import whole_number
 
 from .. import config_folders
 from .clusters import ClusterConfig
-from .sbatch_options import translated
+from .sbatch_options import translate_options
 from .slurm import ask
 
 
@@ -46,10 +46,10 @@ def load_cluster(name: str, options: Sequence[str] = ()) -> ClusterConfig:
             )
         path = paths[0]
     tree = with_options(load_recipe(path), options)
-    return resolve(ClusterConfig, allocated(tree) if tree.get("kind") == "allocation" else tree, str(path))
+    return resolve(ClusterConfig, add_allocation(tree) if tree.get("kind") == "allocation" else tree, str(path))
 
 
-def allocated(tree: Tree, environment: Mapping[str, str] | None = None) -> Tree:
+def add_allocation(tree: Tree, environment: Mapping[str, str] | None = None) -> Tree:
     """Return a cluster's keys with the nodes, GPUs and tasks of the allocation of this shell, where they are not set.
 
     Raises:
@@ -149,7 +149,7 @@ def split_options(arguments: Sequence[str], others: bool = False) -> tuple[list[
     """
     plain: list[str] = []
     options: list[str] = []
-    rest = list(arguments) if others else translated(arguments, tuple(ClusterConfig.model_fields), _FLAGS)
+    rest = list(arguments) if others else translate_options(arguments, tuple(ClusterConfig.model_fields), _FLAGS)
     while rest:
         word = rest.pop(0)
         key = word.removeprefix("--").partition("=")[0].partition(".")[0].replace("-", "_")

@@ -109,7 +109,7 @@ class ClusterConfig(Frozen):
         return value
 
     @model_validator(mode="after")
-    def _one_machine(self) -> ClusterConfig:
+    def _check_local(self) -> ClusterConfig:
         if self.kind not in ("slurm", "allocation") and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine. Use a SLURM cluster.")
         if self.kind == "allocation" and self.starter == "torchrun":

@@ -64,7 +64,7 @@ class FanOut:
         """Return the arguments of a job for one element."""
         return ("launch", "element", folder, str(number))
 
-    def missing(self) -> list[int]:
+    def missing_elements(self) -> list[int]:
         """Return the elements that are not done yet."""
         return [number for number in range(len(self.elements)) if not self.part(number).exists()]
 
@@ -96,7 +96,7 @@ class FanOut:
             # A part exists when its element is done, so killed elements run again.
             temporary.replace(target)
         # Two elements may both be last: they write the same file, atomically.
-        if self.kind == "eval" and not self.missing():
+        if self.kind == "eval" and not self.missing_elements():
             self.merge()
 
     def merge(self) -> None:

@@ -198,7 +198,7 @@ def _supervise(command: list[str], torchrun: bool, output: Path | None = None) -
     def forward(number: int, _frame: object) -> None:
         if number != _SAVE:
             received.append(number)
-        for pid in _children(child.pid) if torchrun else [child.pid]:
+        for pid in _child_processes(child.pid) if torchrun else [child.pid]:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -212,6 +212,6 @@ def _supervise(command: list[str], torchrun: bool, output: Path | None = None) -
     return code if code >= 0 else 128 - code
 
 
-def _children(pid: int) -> list[int]:
+def _child_processes(pid: int) -> list[int]:
     listings = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(word) for listing in listings for word in listing.read_text().split()]

@@ -73,7 +73,7 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
             RunDir(run.folder).refuse_changes(run)
         if home == sweep and len(runs) > 1:
             record_sweep(home, [os.path.relpath(run.folder, home.parent) for run in runs])
-        remaining = [run for run in runs if len(runs) == 1 or not Records(run.folder).finished()]
+        remaining = [run for run in runs if len(runs) == 1 or not Records(run.folder).is_finished()]
         for run in runs:
             if run not in remaining:
                 logger.info(f"{run.folder}: already finished, so it is not submitted again")
@@ -98,7 +98,7 @@ def plan_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep: 
         refuse_busy(run.folder)
         RunDir(run.folder).refuse_changes(resolved)
     home, name = (runs[0].folder, runs[0].name) if len(runs) == 1 else (sweep, sweep.name)
-    remaining = [str(run.folder) for run in runs if len(runs) == 1 or not Records(run.folder).finished()]
+    remaining = [str(run.folder) for run in runs if len(runs) == 1 or not Records(run.folder).is_finished()]
     return LaunchPlan(tuple(remaining), launch_options.cluster, name, home)
 
 
@@ -184,7 +184,7 @@ def _refuse_untrainable(run: RunConfig) -> None:
 
 def refuse_busy(folder: Path) -> None:
     """Raise ConfigError if a job of this folder is queued or running."""
-    submissions = Records(folder).submitted()
+    submissions = Records(folder).submissions()
     # Two jobs of one folder would keep taking it from each other.
     jobs = {
         kind: [job for s in submissions if s["cluster"]["kind"] == kind for job in s["jobs"]]
@@ -215,7 +215,7 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
     """
     waiting = []
     for folder in folders:
-        last = Records(folder).last()
+        last = Records(folder).last_submission()
         if last is None:
             raise ConfigError(f"--after {folder}: no job was submitted there")
         if last["cluster"]["kind"] != "slurm":

@@ -47,7 +47,7 @@ _DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
 _KEPT = {"SLURM_CONF", "SLURM_CLUSTERS"}  # variables through which SLURM's commands find their cluster
 
 
-def inherited(name: str, outer: Mapping[str, str]) -> bool:
+def is_inherited(name: str, outer: Mapping[str, str]) -> bool:
     """Return whether a variable belongs to an outer job instead of the user."""
     if name in _KEPT:
         return False
@@ -59,7 +59,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables, and remove those of an outer job, for submissions in this context."""
     before = dict(os.environ)
     for name in before:
-        if inherited(name, before):
+        if is_inherited(name, before):
             del os.environ[name]
     os.environ.update(values)
     try:

@@ -40,13 +40,13 @@ class Records:
     def __init__(self, folder: Path):
         self.folder, self.jobs = folder, folder / "jobs"
 
-    def submitted(self) -> list[dict[str, Any]]:
+    def submissions(self) -> list[dict[str, Any]]:
         """Return all submissions, oldest first."""
         return self._read("submitted")
 
-    def last(self) -> dict[str, Any] | None:
+    def last_submission(self) -> dict[str, Any] | None:
         """Return the newest submission."""
-        submissions = self.submitted()
+        submissions = self.submissions()
         return submissions[-1] if submissions else None
 
     def starts(self, job: str) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class Records:
         """Return the errors of a job's ranks, oldest first."""
         return [line for line in self._read("failures") if _belongs_to(line["job"], job)]
 
-    def cancelled(self, record: Mapping[str, Any], job: str) -> bool:
+    def is_cancelled(self, record: Mapping[str, Any], job: str) -> bool:
         """Return whether a job was cancelled; it is recorded in the folder of its logs, which the runs of one lane share."""
         cancellations = read(Path(str(record.get("logs", self.jobs))) / "cancelled.jsonl")
         return any(_belongs_to(str(line.get("job")), job) for line in cancellations)
@@ -88,7 +88,7 @@ class Records:
         """Return the step of the newest checkpoint; 0 without one."""
         return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0)
 
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether the training has done all of its steps and evaluations."""
         return self.heartbeat().get("phase") == "finished"
 

@@ -88,7 +88,7 @@ def option_table() -> dict[str, str]:
     return {short_forms.get(name, f"--{name}"): spelling(name) or "" for name in names}
 
 
-def translated(words: Sequence[str], own_keys: Sequence[str], own_flags: Sequence[str] = ()) -> list[str]:
+def translate_options(words: Sequence[str], own_keys: Sequence[str], own_flags: Sequence[str] = ()) -> list[str]:
     """Return a command line in which options of sbatch have the form that clusters' options have.
 
     Args:

@@ -154,7 +154,7 @@ def _expand_recipe(
     for text in overrides:
         key, equals, value = text.partition("=")
         parsed = parse_yaml(value, f"override {text!r}") if equals else None
-        if isinstance(parsed, list) and not _takes_list(recipe, overrides, text):
+        if isinstance(parsed, list) and not _accepts_list(recipe, overrides, text):
             if not parsed:
                 raise ConfigError(f"override {text!r}: an empty list of values")
             axes[key.strip()] = parsed
@@ -181,7 +181,7 @@ def _expand_recipe(
     return base.name, configs
 
 
-def _takes_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
+def _accepts_list(recipe: Path, overrides: Sequence[str], text: str) -> bool:
     """Return whether the recipe's key takes a list, so that the override is a value instead of a sweep."""
     others = [o for o in overrides if o != text and not isinstance(parse_yaml(o.partition("=")[2], o), list)]
     tree = override(load_recipe(recipe), [*others, text], RunConfig)

@@ -77,7 +77,7 @@ def read_reports(folder: Path, cluster: ClusterConfig) -> list[NodeReport]:
         for node, ranks in by_node.items()
     ]
     records = Records(folder)
-    record = records.last()
+    record = records.last_submission()
     bad = {n: t for job in (record or {"jobs": []})["jobs"] for n, t in records.bad_nodes(record or {}, job).items()}
     reports += [NodeReport(node, 0, {}, (text,)) for node, text in bad.items()]
     expected = cluster.ranks

@@ -24,7 +24,7 @@ def cancel(folders: Sequence[Path]) -> dict[Path, list[str]]:
         ConfigError: a run has ended, and its local job continues with other runs of a sweep.
     """
     runs = run_folders(folders)
-    cancelled = _open_by_run(runs)
+    cancelled = _open_jobs_by_run(runs)
     _refuse_lanes(runs, cancelled)
     queued = [job for folder, jobs in cancelled.items() for job in jobs if _kind(folder, job) == "slurm"]
     if queued:
@@ -43,7 +43,7 @@ def cancel(folders: Sequence[Path]) -> dict[Path, list[str]]:
 def save_now(folders: Sequence[Path]) -> dict[Path, list[str]]:
     """Let the trainings of these folders write a checkpoint and continue; return the jobs by run, none for one that has no steps yet."""
     running: dict[Path, list[str]] = {}
-    for folder, jobs in _open_by_run(run_folders(folders)).items():
+    for folder, jobs in _open_jobs_by_run(run_folders(folders)).items():
         lines = [line for job in jobs for line in Records(folder).starts(job)]
         # Before its first step, a run has nothing to save, and its processes may not be ready for the signal. After its
         # end, a local job trains another run.
@@ -58,8 +58,8 @@ def save_now(folders: Sequence[Path]) -> dict[Path, list[str]]:
     return running
 
 
-def _open_by_run(runs: Sequence[Path]) -> dict[Path, list[str]]:
-    submissions = {folder: Records(folder).submitted() for folder in runs}
+def _open_jobs_by_run(runs: Sequence[Path]) -> dict[Path, list[str]]:
+    submissions = {folder: Records(folder).submissions() for folder in runs}
     states: dict[str, JobState] = {}
     queued = slurm_jobs([record for records in submissions.values() for record in records])
     if queued:
@@ -78,7 +78,7 @@ def _open_by_run(runs: Sequence[Path]) -> dict[Path, list[str]]:
 def _record(folder: Path, job: str) -> dict:
     """Return the newest submission of a job."""
     base = job.partition("_")[0]
-    return next(r for r in reversed(Records(folder).submitted()) if job in r["jobs"] or base in r["jobs"])
+    return next(r for r in reversed(Records(folder).submissions()) if job in r["jobs"] or base in r["jobs"])
 
 
 def _kind(folder: Path, job: str) -> str:

@@ -33,7 +33,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         runs += _sweep_runs(folder) or [folder]
     for folder in runs:
-        if Records(folder).last() is None:
+        if Records(folder).last_submission() is None:
             others = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
             raise ConfigError(f"{folder}: no job was submitted there{'; there are ' + others if others else ''}")
     return list(dict.fromkeys(runs))
@@ -78,7 +78,7 @@ def current_submission(folder: Path, slurm_states: Mapping[str, JobState]) -> tu
 
     It is the one that owns the folder, if it is not over; otherwise the newest that is not over; otherwise the newest.
     """
-    submissions = Records(folder).submitted()
+    submissions = Records(folder).submissions()
     alive = [record for record in submissions if open_jobs(folder, record, slurm_states)]
     if not alive:
         return submissions[-1], []

@@ -46,10 +46,10 @@ def read_progress(folder: Path, since: float) -> RunProgress:
     """
     if (folder / "plan.json").exists():
         fan = FanOut(folder)
-        return RunProgress(len(fan.elements) - len(fan.missing()), len(fan.elements))
+        return RunProgress(len(fan.elements) - len(fan.missing_elements()), len(fan.elements))
     records = Records(folder)
     beat = records.heartbeat()
-    step, total = _whole(beat.get("step")) or 0, _whole(beat.get("total"))
+    step, total = _to_integer(beat.get("step")) or 0, _to_integer(beat.get("total"))
     time = beat.get("time", since)
     fresh = bool(beat) and isinstance(time, int | float) and time >= since
     newest = read_tail(folder / "metrics.jsonl", ("train", "eval"))
@@ -65,7 +65,7 @@ def read_progress(folder: Path, since: float) -> RunProgress:
     return RunProgress(step, total, phase, rate, eta, records.step() or None, _metric(newest), slow)
 
 
-def _whole(value: Any) -> int | None:
+def _to_integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -66,7 +66,7 @@ def resubmit(folders: Sequence[Path], options: Sequence[str], force: bool = Fals
 
 def _refuse(folder: Path, force: bool) -> None:
     refuse_busy(folder)
-    if not force and not (folder / "plan.json").exists() and Records(folder).finished():
+    if not force and not (folder / "plan.json").exists() and Records(folder).is_finished():
         raise ConfigError(
             f"{folder}: is finished at step {Records(folder).step()}. Pass --force to submit it again, or train further "
             "with a new run (docs/guides/resume.md)."
@@ -79,7 +79,7 @@ def _refuse(folder: Path, force: bool) -> None:
 
 
 def _newest(folder: Path) -> dict[str, Any]:
-    record = Records(folder).last()
+    record = Records(folder).last_submission()
     assert record is not None  # `run_folders` checks it
     return record
 
@@ -107,7 +107,7 @@ def _submit(folders: Sequence[Path], options: Sequence[str]) -> dict[Path, list[
         arguments = [tuple(words) for words in record["arguments"]]
         if (folder / "plan.json").exists():
             fan = FanOut(folder)
-            arguments = [fan.arguments(number, record["folder"]) for number in fan.missing()]
+            arguments = [fan.arguments(number, record["folder"]) for number in fan.missing_elements()]
         elements += [Element(words, record["folder"]) for words in arguments]
         owners += [folder] * len(arguments)
     if not elements:

@@ -79,7 +79,7 @@ def statuses(folders: Sequence[Path]) -> list[Status]:
         ConfigError: a folder without submitted jobs.
     """
     runs = run_folders(folders)
-    queued = slurm_jobs([record for folder in runs for record in Records(folder).submitted()])
+    queued = slurm_jobs([record for folder in runs for record in Records(folder).submissions()])
     slurm_error = ""
     try:
         # One query for all folders, because a query per job would load the scheduler.
@@ -93,7 +93,7 @@ def current_submissions(runs: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the submission of each run that `statuses` shows; the newest one if SLURM does not answer."""
     try:
         slurm_states = slurm.states(
-            slurm_jobs([r for folder in runs for r in Records(folder).submitted()]), accounting=False
+            slurm_jobs([r for folder in runs for r in Records(folder).submissions()]), accounting=False
         )
     except SparoError:
         slurm_states = {}
@@ -172,8 +172,8 @@ def _job_states(
     for job in record["jobs"]:
         if kind == "slurm":
             own = {j: state for j, state in slurm_states.items() if j == job or j.startswith(f"{job}_")}
-            if own and {s.state for s in own.values()} == {"COMPLETED"} and _missing(records.folder):
-                own = {job: JobState("FAILED", f"{_missing(records.folder)} element(s) have no result")}
+            if own and {s.state for s in own.values()} == {"COMPLETED"} and _count_missing(records.folder):
+                own = {job: JobState("FAILED", f"{_count_missing(records.folder)} element(s) have no result")}
             job_states |= own or {job: JobState(_forgotten_state(record, job, records) if answered else slurm.UNKNOWN)}
         elif kind == "allocation":
             alive = slurm_states.get(job, JobState()).active
@@ -210,7 +210,7 @@ def _lane_state(record: Mapping[str, Any], job: str, records: Records) -> str:
 
 def _forgotten_state(record: Mapping[str, Any], job: str, records: Records) -> str:
     """Return the state of a job that SLURM does not know any more, from the records of its ranks."""
-    if records.cancelled(record, job):
+    if records.is_cancelled(record, job):
         return "CANCELLED"
     ends = [s["end"] for s in records.starts(job) if "end" in s]
     # After a stop, or without a record, the job may have been killed while it waited for its restart.
@@ -222,14 +222,14 @@ def _ended_state(record: Mapping[str, Any], job: str, records: Records) -> str:
     # Without a record of its end, it was killed.
     ends = [s["end"] for s in lines if "end" in s] or [1]
     # A lane of a fan-out has many elements; the last may have succeeded and another not.
-    if ends[-1] == 0 and not _missing(records.folder):
+    if ends[-1] == 0 and not _count_missing(records.folder):
         return "COMPLETED"
-    return "CANCELLED" if records.cancelled(record, job) else "FAILED"
+    return "CANCELLED" if records.is_cancelled(record, job) else "FAILED"
 
 
-def _missing(folder: Path) -> int:
+def _count_missing(folder: Path) -> int:
     """Return the number of elements of a fan-out that are not done; 0 for a training."""
-    return len(FanOut(folder).missing()) if (folder / "plan.json").exists() else 0
+    return len(FanOut(folder).missing_elements()) if (folder / "plan.json").exists() else 0
 
 
 def _summary(job_states: dict[str, JobState]) -> str:
@@ -263,7 +263,9 @@ def _failure_reason(records: Records, record: dict[str, Any], state: str, reason
         return "" if ends[-1]["reason"] == "finished" else ends[-1]["reason"]
     if "CANCELLED" in state or state == slurm.UNKNOWN:
         return reason
-    return _before_python(records, record, nodes) or reason or "ended without a message (killed, or out of memory?)"
+    return (
+        _describe_early_end(records, record, nodes) or reason or "ended without a message (killed, or out of memory?)"
+    )
 
 
 def _bad_nodes(records: Records, record: Mapping[str, Any]) -> list[str]:
@@ -275,7 +277,7 @@ def _bad_nodes(records: Records, record: Mapping[str, Any]) -> list[str]:
     return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in nodes.items()]
 
 
-def _before_python(records: Records, record: Mapping[str, Any], nodes: str) -> str:
+def _describe_early_end(records: Records, record: Mapping[str, Any], nodes: str) -> str:
     """Return why a job ended before a rank could report anything; empty if unknown."""
     if bad := _bad_nodes(records, record):
         return "; ".join(bad)

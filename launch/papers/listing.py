@@ -79,7 +79,7 @@ def _print_item(item: PaperItem) -> None:
     out.print_wide(table)
 
 
-def record_of(claim: Claim) -> Path | None:
+def find_record(claim: Claim) -> Path | None:
     """Return the record with which this project decided a claim; None without one, or outside a checkout."""
     for root in config_folders():
         path = root.parent / "docs" / RECORDS / f"{claim.sweep}.json"
@@ -98,7 +98,7 @@ def print_claims(words: Sequence[str]) -> None:
         text = f"{claim.number} {claim.claim} {' '.join(claim.items)}".lower()
         if not all(word.lower() in text for word in words):
             continue
-        path = record_of(claim)
+        path = find_record(claim)
         if path is not None:
             print_verdicts([decide(claim, read_record(path))])
             continue

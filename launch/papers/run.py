@@ -62,7 +62,7 @@ def _train(runs: Sequence[RunConfig], launch_options: LaunchOptions, home: Path)
         DataError: a run ended before it was finished.
     """
     folders = [run.folder for run in runs]
-    waiting = [f for f in folders if not Records(f).finished()]
+    waiting = [f for f in folders if not Records(f).is_finished()]
     if not waiting:
         return True
     known = [folder for folder in waiting if folder.exists()]
@@ -81,7 +81,7 @@ def _train(runs: Sequence[RunConfig], launch_options: LaunchOptions, home: Path)
             console.print(text, soft_wrap=True)
         last = text
         time.sleep(_POLL)
-    if failed := [status for status in statuses(waiting) if not Records(Path(status.folder)).finished()]:
+    if failed := [status for status in statuses(waiting) if not Records(Path(status.folder)).is_finished()]:
         raise DataError(
             f"{failed[0].folder}: ended before it was finished, {failed[0].state} {failed[0].reason}. `sparo launch logs "
             f"{failed[0].folder}` shows why; repeat the command to continue."

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evals.report.results_file import whole_records
-from evals.report.seed_average import recipe_of
-from evals.tasks.result import axis_of
+from evals.report.seed_average import split_seed
+from evals.tasks.result import axis_scale
 from sparo_train.core.disk import metrics
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import read_json, write_whole
@@ -31,7 +31,7 @@ _PLAIN = frozenset({"grad_norm_peak", "effective_number"})
 def score_axis(score: str) -> tuple[float, str]:
     """Return the display factor of TASK/METRIC, and its unit."""
     metric = score.rpartition("/")[2]
-    return (1.0, "") if metric in _PLAIN else axis_of(metric)
+    return (1.0, "") if metric in _PLAIN else axis_scale(metric)
 
 
 class _Stored(BaseModel):
@@ -107,7 +107,7 @@ def _run_scores(folder: Path, measures: Mapping[str, Any], row: str) -> RunScore
         if path.exists() and (not measure.rows or row in measure.rows):
             tree = read_json(path, dict)
             for score, where in measure.scores.items():
-                scores[f"{name}/{score}"] = round(_at(tree, where, path), _DIGITS)
+                scores[f"{name}/{score}"] = round(_look_up(tree, where, path), _DIGITS)
     trained = [line for line in metrics.read(folder / "metrics.jsonl") if line.get("kind") == "train"]
     scores |= _training_scores(trained)
     # A logged line has the mean time of the steps since the line before.
@@ -118,7 +118,7 @@ def _run_scores(folder: Path, measures: Mapping[str, Any], row: str) -> RunScore
         line.get("step_seconds", 0) * (line["step"] - before) for line, before in zip(trained, steps, strict=False)
     )
     return RunScores(
-        seed=recipe_of(str(folder))[1],
+        seed=split_seed(str(folder))[1],
         steps=int(trained[-1]["step"]) if trained else 0,
         seconds=round(seconds, 1),
         scores=scores,
@@ -135,7 +135,7 @@ def _training_scores(lines: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _at(tree: Any, where: str, path: Path) -> float:
+def _look_up(tree: Any, where: str, path: Path) -> float:
     """Return the number at a path of keys, element numbers, and values of an element's `task`."""
     found = tree
     for part in where.split("."):

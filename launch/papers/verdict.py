@@ -34,7 +34,7 @@ class Finding(NamedTuple):
         numbers = [times * value for value in self.spread if value is not None]
         interval = f" ({numbers[1]:.1f} to {numbers[2]:.1f})" if len(numbers) == 3 else ""
         found = f"{numbers[0]:.1f}{interval}{unit}, {self.seeds} seed{'' if self.seeds == 1 else 's'}"
-        return f"{t.score}: {rows} is {found}. Expected {_expected(t)}: {self.outcome}"
+        return f"{t.score}: {rows} is {found}. Expected {_describe_expected(t)}: {self.outcome}"
 
 
 class Verdict(NamedTuple):
@@ -50,7 +50,7 @@ def _rows(test: ClaimTest) -> str:
     return f"`{test.row}` minus `{test.than}`" if test.than else f"`{test.row}`"
 
 
-def _expected(test: ClaimTest) -> str:
+def _describe_expected(test: ClaimTest) -> str:
     times, _ = score_axis(test.score)
     value = 0.0 if test.than else test.value
     low, middle, high = (f"{times * (value + step):g}" for step in (-test.margin, 0.0, test.margin))
@@ -65,7 +65,7 @@ def _expected(test: ClaimTest) -> str:
 
 def test_text(test: ClaimTest) -> str:
     """Describe a test: score, rows, and expected range."""
-    return f"{test.score}: {_rows(test)}, expected {_expected(test)}"
+    return f"{test.score}: {_rows(test)}, expected {_describe_expected(test)}"
 
 
 def control_text(control: Control) -> str:

@@ -80,7 +80,7 @@ def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Se
             )
             for i, view in zip(some, views, strict=True)
         ]
-        words = ", ".join(f"{word} {share:.0%}" for word, share in profiles.of(slot, 3))
+        words = ", ".join(f"{word} {share:.0%}" for word, share in profiles.top_words(slot, 3))
         galleries.append(SlotGallery(slot, passes[slot], words, tiles))
     plain = [(thumbnail(view, _SIZE), captions[i]) for i, view in zip(some, views, strict=True)]
     return DemoSlots(plain, galleries, len(images))

@@ -27,7 +27,7 @@ def report_table(title: str, reports: Sequence[ChoiceReport], k: int, of: int, u
         at = k - 1
         control = f"{_percent(r.random_mean[at])}\n{_percent(r.random_low[at])}–{_percent(r.random_high[at])}"
         name = f"{r.task}\n{r.share}, n = {r.n}"
-        table.add_row(name, _score(r.whole), _score(r.chosen), control, _score(r.bottom), _signed(r.gain))
+        table.add_row(name, _score(r.whole), _score(r.chosen), control, _score(r.bottom), _format_signed(r.gain))
     if reports:
         draw_counts = " or ".join(map(str, sorted({r.draws for r in reports})))
         table.caption = (
@@ -188,7 +188,7 @@ def _score(score: Score) -> str:
     return f"{_percent(score.value)}\n{_percent(score.low)}–{_percent(score.high)}"
 
 
-def _signed(score: Score) -> str:
+def _format_signed(score: Score) -> str:
     return f"{100 * score.value:+.1f}\n{100 * score.low:+.1f}–{100 * score.high:+.1f}"
 
 

@@ -49,7 +49,7 @@ class SuiteProgress:
         self._current = done, total
         self._show(Path(place).name)
 
-    def scored(self, name: str, result: Result, seconds: float) -> None:
+    def add_score(self, name: str, result: Result, seconds: float) -> None:
         """Show a score. A set whose encodings were stored takes no time, and no longer counts."""
         self._encoded, self._current = self._encoded + self._current[1], (0, 0)
         self._waiting.pop(name, None)

@@ -75,18 +75,18 @@ class ConvNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(self._padded(x, layer.stride[0]))  # type: ignore[union-attr, index, operator]
+            x = layer(self._pad(x, layer.stride[0]))  # type: ignore[union-attr, index, operator]
             if number + 1 < len(self.layers) or self.config.last_relu:
                 x = F.relu(x)
         # Channels last, because slots read rows of features.
         return x.permute(0, 2, 3, 1)
 
-    def _padded(self, x: Tensor, stride: int) -> Tensor:
+    def _pad(self, x: Tensor, stride: int) -> Tensor:
         kernel = self.config.kernel
-        return F.pad(x, [kernel // 2] * 4) if self.config.padding == "symmetric" else same_padded(x, kernel, stride)
+        return F.pad(x, [kernel // 2] * 4) if self.config.padding == "symmetric" else pad_same(x, kernel, stride)
 
 
-def same_padded(x: Tensor, kernel: int, stride: int) -> Tensor:
+def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
     """Apply SAME padding: an output per `stride` pixels, with the odd pixel of padding at the right and bottom."""
     pads: list[int] = []
     # flax and Keras put the odd pixel last; torch's own padding puts it first.
@@ -158,7 +158,7 @@ class ResNet34(nn.Module):
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.norm(self.stem(same_padded(x, 3, 1)))).permute(0, 2, 3, 1)
+        return self.blocks(self.norm(self.stem(pad_same(x, 3, 1)))).permute(0, 2, 3, 1)
 
 
 class _Block(nn.Module):
@@ -176,8 +176,8 @@ class _Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norms[0](self.conv1(same_padded(x, 3, self.stride))))
-        y = self.norms[1](self.conv2(same_padded(y, 3, 1)))
+        y = F.relu(self.norms[0](self.conv1(pad_same(x, 3, self.stride))))
+        y = self.norms[1](self.conv2(pad_same(y, 3, 1)))
         shortcut = (
             x if self.downsample is None or self.downsample_norm is None else self.downsample_norm(self.downsample(x))
         )

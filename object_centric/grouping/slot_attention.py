@@ -111,7 +111,7 @@ class SlotAttention(nn.Module):
         self.rounds = nn.ModuleList(
             SlotAttentionIteration(c, in_width) for _ in range(c.iterations if c.layers == "own" else 1)
         )
-        self.gru = _gru_of(c) if c.share_gru else None
+        self.gru = _build_gru(c) if c.share_gru else None
         if c.slot_init == "gaussian":
             # Keras' glorot_uniform for (1, 1, D) uses fans D and 1; torch's own would use others.
             limit = (6 / (1 + c.width)) ** 0.5
@@ -217,7 +217,7 @@ class SplitByGround(nn.Module):
         return torch.cat([module(*(t[:, slots] for t in tables)) for module, slots in parts], dim=1)
 
 
-def _gru_of(c: SlotAttentionConfig) -> nn.Module:
+def _build_gru(c: SlotAttentionConfig) -> nn.Module:
     """Return the GRU that updates slots, split if the background has its own."""
     kind, input_size = c.gru, c.width if c.out_proj else c.qkv
     assert kind != "none"
@@ -245,7 +245,7 @@ class SlotAttentionIteration(nn.Module):
             nn.LayerNorm(wide, c.ln_eps, bias=False) if c.qk_norm else nn.Identity() for _ in "qk"
         )
         self.norm_update = nn.LayerNorm(c.qkv, eps=c.ln_eps) if c.renorm == "layer" else nn.Identity()
-        self.gru = None if c.gru == "none" or c.share_gru else _gru_of(c)
+        self.gru = None if c.gru == "none" or c.share_gru else _build_gru(c)
         if c.mlp_width:
             self.norm_mlp = make_slot_module(lambda: nn.LayerNorm(c.width, eps=c.ln_eps))
             self.mlp = make_slot_module(

@@ -257,13 +257,13 @@ class Transport(nn.Module):
             raise ConfigError(
                 f"grouping.transport.exact={config.exact}: needs POT. pip install -e '.[transport]' in sparo's checkout."
             )
-        self.input_marginal = _scored(in_width, config.hidden)
+        self.input_marginal = _score_layer(in_width, config.hidden)
         if config.slot_marginal == "learned":
-            self.slot_marginal = _scored(width, config.hidden)
+            self.slot_marginal = _score_layer(width, config.hidden)
         if config.learn_rate:
             self.rate = nn.Parameter(torch.tensor(config.entropy_rate))
         if config.regulariser:
-            self.likeness = _scored(2 * width, config.hidden)
+            self.likeness = _score_layer(2 * width, config.hidden)
 
     def forward(self, queries: Tensor, normed: Tensor, token_inputs: TransportInputs) -> Tensor:
         """Return the weight of each token for each slot, (b, K, N) in fp32 at least, for queries (b, K, d) of slots (b, K, D)."""
@@ -322,5 +322,5 @@ def costs(c: TransportConfig, queries: Tensor, keys: Tensor) -> Tensor:
     return c.cost_scale * (long - 2 * queries @ keys.transpose(1, 2))
 
 
-def _scored(width: int, hidden: int | None) -> nn.Sequential:
+def _score_layer(width: int, hidden: int | None) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, hidden or width), nn.ReLU(), nn.Linear(hidden or width, 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..tasks.slot_editing import EditableEncoder, SlotEdit, apply_edit, draw_state, slot_state
-from .panels import background_label, coloured_slots, sheet_of
+from .panels import arrange_sheet, background_label, colour_slots
 
 _STEPS = 4  # pictures of a gradual edit, the last one of the whole edit
 
@@ -49,16 +49,16 @@ def edit_pictures(
             if drawing.shares is not None
         ]
         background = background_label(labels[0])
-        rows.append([torch.ones_like(original), *(coloured_slots(one, background) for one in labels)])
+        rows.append([torch.ones_like(original), *(colour_slots(one, background) for one in labels)])
     steps = np.linspace(0, 1, num_frames) if edit.is_gradual else np.repeat([0.0, 1.0], num_frames // 2)
     frames = []
     for amount in steps.tolist():
         changed = state if amount == 0 else apply_edit(state, edit, side, amount)
         frames.append(_picture(draw_state(encoder, changed).image, tile))
-    return EditPictures(sheet_of(rows, heads, tile), [*frames, *frames[::-1]])
+    return EditPictures(arrange_sheet(rows, heads, tile), [*frames, *frames[::-1]])
 
 
-def edited_image(encoder: EditableEncoder, image: Image.Image, edit: SlotEdit, size: int) -> Image.Image:
+def draw_edit(encoder: EditableEncoder, image: Image.Image, edit: SlotEdit, size: int) -> Image.Image:
     """Return an image as drawn after an edit, with sides of about `size` pixels."""
     state = apply_edit(slot_state(encoder, image), edit, encoder.image_size)
     return _picture(draw_state(encoder, state).image, size)

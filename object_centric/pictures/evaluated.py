@@ -21,14 +21,14 @@ from .scene_sheets import read_sample, scene_sheet
 _CLIPS = 3  # each has several rows
 
 
-def of_images(encoder: Encoder, task: MasksTaskConfig, count: int) -> TaskPictures | None:
+def draw_images(encoder: Encoder, task: MasksTaskConfig, count: int) -> TaskPictures | None:
     """Return panels of `count` images."""
     if not isinstance(encoder, MaskingEncoder):
         return None
     return TaskPictures(panels(encoder, [panel for _, panel in image_panels(open_masks(task), count)]))
 
 
-def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPictures | None:
+def draw_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPictures | None:
     """Return frames of at most three clips, and an animation of the clips."""
     if not isinstance(encoder, TimedEncoder):
         return None
@@ -36,7 +36,7 @@ def of_clips(encoder: Encoder, task: VideoMasksTaskConfig, count: int) -> TaskPi
     return TaskPictures(clip_sheet(encoder, clips), clip_animation(encoder, clips))
 
 
-def of_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPictures | None:
+def draw_views(encoder: Encoder, task: ViewMasksTaskConfig, count: int) -> TaskPictures | None:
     """Return every view of the first scene, because a sheet of one is as large as one of several images."""
     if not isinstance(encoder, SceneEncoder):
         return None

@@ -54,9 +54,9 @@ def panels(encoder: MaskingEncoder, samples: Sequence[Panel], tile: int = 96, un
         tile: pixels per side of each tile.
         uncertain: also draw masks whose colours are mixed by the slots' shares of a pixel.
     """
-    pixels = encoder.stacked([encoder.transform(s.image) for s in samples])
+    pixels = encoder.stack([encoder.transform(s.image) for s in samples])
     true_masks, decomposition = [s.true for s in samples], encoder.decompose(pixels)
-    return sheet_of(*tiles_of(encoder, pixels, true_masks, decomposition, uncertain=uncertain), tile)
+    return arrange_sheet(*make_tiles(encoder, pixels, true_masks, decomposition, uncertain=uncertain), tile)
 
 
 def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64, frames: int = 6) -> Image.Image:
@@ -67,7 +67,7 @@ def clip_sheet(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64
         # Include the first and the last frame, which show where slots started and ended.
         times = [round(i * (len(tiles) - 1) / max(frames - 1, 1)) for i in range(min(frames, len(tiles)))]
         rows += [tiles[t] for t in times]
-    return sheet_of(rows, heads, tile)
+    return arrange_sheet(rows, heads, tile)
 
 
 def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int = 64) -> list[Image.Image]:
@@ -75,7 +75,7 @@ def clip_animation(encoder: TimedEncoder, clips: Sequence[ClipPanel], tile: int 
     clip_tiles = list(_tiles_of_clips(encoder, clips))
     longest = max(len(tiles) for tiles, _ in clip_tiles)
     return [
-        sheet_of([tiles[min(t, len(tiles) - 1)] for tiles, _ in clip_tiles], clip_tiles[0][1], tile)
+        arrange_sheet([tiles[min(t, len(tiles) - 1)] for tiles, _ in clip_tiles], clip_tiles[0][1], tile)
         for t in range(longest)
     ]
 
@@ -100,7 +100,7 @@ def _tiles_of_clips(
 ) -> Iterator[tuple[list[list[Tensor]], list[str]]]:
     has_masks = any(clip.true is not None for clip in clips)
     for clip in clips:
-        pixels = encoder.stacked([encoder.transform(image) for image in clip.images])
+        pixels = encoder.stack([encoder.transform(image) for image in clip.images])
         model_input = pixels
         if encoder.conditional and clip.true is not None:
             # Resized to the model's size as for its score, so that hints match the images.
@@ -108,10 +108,10 @@ def _tiles_of_clips(
             model_input = torch.cat([pixels, plane.expand(len(pixels), 1, -1, -1)], 1)
         (decomposition,) = encoder.decompose_clips(model_input[None], clip.window)
         true_masks = [None] * len(pixels) if clip.true is None else list(clip.true)
-        yield tiles_of(encoder, pixels, true_masks, decomposition, has_masks, one_clip=True)
+        yield make_tiles(encoder, pixels, true_masks, decomposition, has_masks, one_clip=True)
 
 
-def tiles_of(
+def make_tiles(
     encoder: MaskingEncoder,
     pixels: Tensor,
     true_masks: Sequence[np.ndarray | None],
@@ -139,7 +139,7 @@ def tiles_of(
     for i, labels in enumerate(true_masks):
         image = pixels[i].float() / 255
         # All rows of a sheet have the same columns, even if one lacks some.
-        true = blank if labels is None else coloured(transform_mask(encoder, labels))
+        true = blank if labels is None else colour_labels(transform_mask(encoder, labels))
         own = [image] * len(soft_masks[i]) if slot_images is None else slot_images[i]
         # On white, because slots can be black.
         slot_tiles = [share * picture + (1 - share) for share, picture in zip(soft_masks[i], own, strict=True)]
@@ -147,8 +147,8 @@ def tiles_of(
         tiles = [
             image,
             true if has_masks else None,
-            coloured_slots(predicted[i], ground),
-            mixed_slots(soft_masks[i], ground) if uncertain else None,
+            colour_slots(predicted[i], ground),
+            mix_slots(soft_masks[i], ground) if uncertain else None,
             None if reconstruction is None else reconstruction[i],
             *slot_tiles,
         ]
@@ -159,7 +159,7 @@ def tiles_of(
     return rows, heads
 
 
-def coloured(labels: np.ndarray) -> Tensor:
+def colour_labels(labels: np.ndarray) -> Tensor:
     """Convert a label map to colours (3, h, w), 0 grey."""
     table = torch.tensor(_COLOURS)
     numbers = torch.from_numpy(labels.astype(np.int64))
@@ -175,19 +175,19 @@ def background_label(labels: np.ndarray) -> int:
     return int(np.bincount(np.concatenate([rows.ravel(), columns.ravel()])).argmax())
 
 
-def coloured_slots(labels: np.ndarray, background: int) -> Tensor:
+def colour_slots(labels: np.ndarray, background: int) -> Tensor:
     """Convert a map of slot numbers to colours (3, h, w), the background's slot grey."""
-    return coloured(np.where(labels == background, 0, labels + 1))
+    return colour_labels(np.where(labels == background, 0, labels + 1))
 
 
-def mixed_slots(soft_masks: Tensor, background: int) -> Tensor:
+def mix_slots(soft_masks: Tensor, background: int) -> Tensor:
     """Return the slots' colours (3, h, w), mixed by their shares (K, h, w): pale borders are uncertain (Biza et al. 2023, Fig. 4)."""
     shares = soft_masks.float() / soft_masks.float().sum(0, keepdim=True).clamp(min=1e-12)
-    colours = coloured_slots(np.arange(len(shares))[None], background)[:, 0]
+    colours = colour_slots(np.arange(len(shares))[None], background)[:, 0]
     return (colours @ shares.flatten(1)).view(3, *shares.shape[1:])
 
 
-def sheet_of(
+def arrange_sheet(
     rows: Sequence[Sequence[Tensor]], heads: Sequence[str], tile: int, names: Sequence[str] | None = None
 ) -> Image.Image:
     """Arrange tiles (3, s, s) in 0..1 below their titles; `names` are printed after the rows."""

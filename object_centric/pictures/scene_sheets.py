@@ -16,7 +16,7 @@ from sparo_train.data.video.cameras import look_at
 from ..scenes3d.rays import common_point, pixel_rays
 from ..tasks.mask_task import transform_mask
 from ..tasks.scene_encoder import EveryView, SceneEncoder
-from .panels import background_label, coloured, coloured_slots, sheet_of
+from .panels import arrange_sheet, background_label, colour_labels, colour_slots
 
 
 def scene_sheet(
@@ -37,7 +37,7 @@ def scene_sheet(
         tile: pixels per side of each tile.
         window: number of context frames, as in the task.
     """
-    slots = encoder.slots_of(posed[:, :num_context_views], window)
+    slots = encoder.encode_slots(posed[:, :num_context_views], window)
     # In a static scene, these are the same.
     times = sorted({0, len(posed) - 1})
     heads = ["view", "true", "masks", "rendered", *(["depth"] if encoder.predicts_depth else [])]
@@ -52,14 +52,14 @@ def scene_sheet(
             background = background_label(labels) if background is None else background  # that of the first view
             parts = [
                 view[:3],
-                coloured(transform_mask(encoder, true_masks[t, number])),
-                coloured_slots(labels, background),
+                colour_labels(transform_mask(encoder, true_masks[t, number])),
+                colour_slots(labels, background),
                 rendered.colours[0],
             ]
             parts += [] if rendered.depth is None else [_grey(rendered.depth[0])]
             rows.append([*parts, *slot_images])
             names.append(f"t {t}, {'context' if number < num_context_views else 'held out'}")
-    return sheet_of(rows, heads, tile, names)
+    return arrange_sheet(rows, heads, tile, names)
 
 
 def turntable(
@@ -76,17 +76,17 @@ def turntable(
     themselves.
     """
     # Slots of the last time include all earlier ones.
-    slots = encoder.slots_of(posed[:, :num_context_views], window)[-1:]
+    slots = encoder.encode_slots(posed[:, :num_context_views], window)[-1:]
     poses = orbit_poses(posed[-1, :num_context_views], turns)
     side = posed.shape[-1]
-    lens = intrinsics_of(posed[-1, 0])
+    lens = infer_intrinsics(posed[-1, 0])
     heads = ["rendered", *(["depth"] if encoder.predicts_depth else []), *(f"slot {k}" for k in range(encoder.slots))]
     sheets = []
     for pose in poses:
         rays = pixel_rays(torch.from_numpy(pose).float(), lens, side).movedim(-1, 0)[None]
         rendered, slot_images = encoder.render(slots, rays), encoder.render_slots(slots, rays)[0]
         sheets.append(
-            sheet_of(
+            arrange_sheet(
                 [[rendered.colours[0], *([] if rendered.depth is None else [_grey(rendered.depth[0])]), *slot_images]],
                 heads,
                 tile,
@@ -127,7 +127,7 @@ def orbit_poses(views: Tensor, turns: int) -> list[np.ndarray]:
     return [look_at([*(middle[:2] + reach * step[:2]), high], middle) for step in around]
 
 
-def intrinsics_of(view: Tensor) -> Tensor:
+def infer_intrinsics(view: Tensor) -> Tensor:
     """Return (4,) fx, fy, cx, cy of a view (9, S, S), from its rays; the central ray points ahead."""
     side = view.shape[-1]
     rays = view[6:].double()

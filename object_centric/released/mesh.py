@@ -76,7 +76,7 @@ def from_mesh(text: str) -> SlotEncoder:
         t.label,
     )
     # Take everything before building the model, so that only unknown tensors are left.
-    _renamed(t, learned)
+    _rename(t, learned)
     model = SlotModel(config)
     t.into(model)
     made = SlotEncoder(model, signed=True, label=t.label)
@@ -84,7 +84,7 @@ def from_mesh(text: str) -> SlotEncoder:
     return made
 
 
-def _renamed(t: Tensors, learned: bool) -> None:
+def _rename(t: Tensors, learned: bool) -> None:
     for number, layer in enumerate((0, 2, 4, 6)):
         t.take(f"encoder.{layer}", f"tower.encoder.layers.{number}")
     place = "encoder.8.dense"

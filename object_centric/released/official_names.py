@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def _joined(*parts: tuple[str, str, Mapping[str, str]]) -> dict[str, str]:
+def _join_maps(*parts: tuple[str, str, Mapping[str, str]]) -> dict[str, str]:
     """Return one map from parts that have a common beginning on either side."""
     return {theirs + a: ours + b for theirs, ours, names in parts for a, b in names.items()}
 
@@ -58,7 +58,7 @@ _FLAX_POSITION_MLP = {
 }
 
 # google-research/slot-attention-video: SAVi-S and SAVi-M (CNN_0), SAVi-L (ResNet_0).
-SAVI: Mapping[str, str] = _joined(
+SAVI: Mapping[str, str] = _join_maps(
     ("FrameEncoder_0/CNN_0/", "tower.encoder.", {"conv_{i}": "layers.{i}"}),
     ("FrameEncoder_0/ResNet_0/", "tower.encoder.", _FLAX_RESNET),
     ("FrameEncoder_0/", "tower.", _FLAX_POSITION_MLP),
@@ -89,7 +89,7 @@ SAVI: Mapping[str, str] = _joined(
 )
 
 # google-research/google-research, invariant_slot_attention: translation, and translation and scale.
-ISA: Mapping[str, str] = _joined(
+ISA: Mapping[str, str] = _join_maps(
     ("FrameEncoder_0/SimpleCNN_0/", "tower.encoder.", {"conv_simple_{i}": "layers.{i}"}),
     ("FrameEncoder_0/ResNet_0/", "tower.encoder.", _FLAX_RESNET),
     ("ParamStateInitRandomPositionsScales_0/", "tower.grouping.", {"state_init": "initial_slots"}),
@@ -125,7 +125,7 @@ ISA: Mapping[str, str] = _joined(
 )
 
 # NVlabs/PSB, with the spatial broadcast decoder.
-PSB: Mapping[str, str] = _joined(
+PSB: Mapping[str, str] = _join_maps(
     (
         "encoder.",
         "tower.",
@@ -170,7 +170,7 @@ PSB: Mapping[str, str] = _joined(
 )
 
 # singhgautam/steve. Its dvae.py could not be read; the names of that part are those of the author's SLATE, with convolutions that have biases.
-STEVE: Mapping[str, str] = _joined(
+STEVE: Mapping[str, str] = _join_maps(
     (
         "dvae.",
         "dvae.",
@@ -244,7 +244,7 @@ STEVE: Mapping[str, str] = _joined(
 )
 
 # stelzner/osrt: the improved SRT encoder, its slot attention, and the slot mixer of five render layers.
-OSRT: Mapping[str, str] = _joined(
+OSRT: Mapping[str, str] = _join_maps(
     (
         "encoder.srt_encoder.",
         "tower.encoder.",

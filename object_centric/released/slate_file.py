@@ -52,7 +52,7 @@ def from_slate(text: str) -> SlateEncoder:
         },
         t.label,
     )
-    _renamed(t, config.decoder.blocks)
+    _rename(t, config.decoder.blocks)
     model = SlateModel(config)
     t.into(model)
     made = SlateEncoder(model, signed=False, label=t.label)
@@ -60,7 +60,7 @@ def from_slate(text: str) -> SlateEncoder:
     return made
 
 
-def _renamed(t: Tensors, blocks: int) -> None:
+def _rename(t: Tensors, blocks: int) -> None:
     # Numbers are positions in the original modules; pixel shuffles have no weights.
     for part, layers in (("encoder", range(7)), ("decoder", (0, 1, 2, 3, 4, 6, 7, 8, 9))):
         for number in layers:

@@ -37,7 +37,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     backbone = next((n.partition(".patch_embed.")[0] for n in t.tensors if ".patch_embed." in n), "encode_backbone.1")
     encoder = vit(t, backbone, options.heads, options.final_norm, options.shrink)
     unspecified.set_inferred("heads", encoder["heads"])
-    for theirs, ours in (("0", "norm"), ("1", "project.0"), (_last(t, "encode_project"), "project.2")):
+    for theirs, ours in (("0", "norm"), ("1", "project.0"), (_last_layer(t, "encode_project"), "project.2")):
         t.take(f"encode_project.{theirs}", ours)
     # In evaluation, its slots start from their means, whatever deviations were used in training.
     if "initializ.mean" in t and t["initializ.mean"].shape[1] > 1:
@@ -49,7 +49,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     }
     width, mlp = t["aggregat.proj_q.weight"].shape[0], t["aggregat.ffn.0.weight"].shape[0]
     # Some of them contain dropout, which shifts the numbers of layers.
-    last = _last(t, "aggregat.ffn")
+    last = _last_layer(t, "aggregat.ffn")
     grouping(t, "aggregat", {**_NAMES, "ffn.0": "rounds.0.mlp.0", f"ffn.{last}": "rounds.0.mlp.2"})
     knobs = {"preset": "vqvfm", "width": width, "iterations": options.iterations, "mlp_width": mlp}
     if begin["slot_init"] != "learned":
@@ -73,7 +73,7 @@ def from_vqvfm(text: str) -> GroupingEncoder:
     return made
 
 
-def _last(t: Tensors, prefix: str) -> str:
+def _last_layer(t: Tensors, prefix: str) -> str:
     """Return the number of the last layer with weights, which is larger by one with dropout in between."""
     numbers = [n.removeprefix(f"{prefix}.").partition(".")[0] for n in t.tensors if n.startswith(f"{prefix}.")]
     return str(max((int(n) for n in numbers if n.isdigit()), default=0))

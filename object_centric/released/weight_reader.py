@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparo_train.core.config import Frozen, resolve
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
-from sparo_train.models.weight_files.state_dicts import read_raw, state_of
+from sparo_train.models.weight_files.state_dicts import extract_state, read_raw
 from sparo_train.models.weight_files.weights import load_into
 
 Options = TypeVar("Options", bound=Frozen)
@@ -79,7 +79,7 @@ def open_weight_file(scheme: str, text: str, options: type[Options]) -> tuple[Te
     user_options = {key: parse_yaml(value, f"{label}?{key}") for key, value in parse_qsl(query, keep_blank_values=True)}
     state = user_options.pop("state", None)
     resolved_options = resolve(options, user_options, f"{label}?{query}")
-    weights = state_of(read_raw(Path(file)), file, None if state is None else str(state))
+    weights = extract_state(read_raw(Path(file)), file, None if state is None else str(state))
     return (
         Tensors(weights, label),
         resolved_options,
@@ -99,7 +99,7 @@ class Tensors:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
-            raise CheckpointError(f"{self.label}: has no {name!r}, got {self._some()}. Is it another model?")
+            raise CheckpointError(f"{self.label}: has no {name!r}, got {self._describe_some()}. Is it another model?")
         return self.tensors[name]
 
     def take(self, theirs: str, ours: str) -> None:
@@ -130,7 +130,7 @@ class Tensors:
     def into(self, model: nn.Module) -> None:
         """Load them. Raises `CheckpointError` if some are left over, missing, or have other shapes."""
         if self.tensors:
-            raise CheckpointError(f"{self.label}: has unknown tensors: {self._some()}")
+            raise CheckpointError(f"{self.label}: has unknown tensors: {self._describe_some()}")
         load_into(model, self.ours, self.label)
 
     def square(self, tokens: int, what: str) -> int:
@@ -140,7 +140,7 @@ class Tensors:
             raise CheckpointError(f"{self.label}: {what} has {tokens} positions, which is not a square number")
         return side
 
-    def _some(self) -> str:
+    def _describe_some(self) -> str:
         names = sorted(self.tensors)
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

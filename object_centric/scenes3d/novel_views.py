@@ -45,7 +45,7 @@ class ViewsConfig(Frozen):
     rays: int = field(128, "Rays that are rendered per view and time step.", gt=0)
 
     @model_validator(mode="after")
-    def _some(self) -> Self:
+    def _check_counts(self) -> Self:
         if not self.num_target_views:
             raise ValueError("targets=held_out: held_out=0 leaves no view to render. Set targets: all.")
         return self

@@ -100,7 +100,7 @@ def run_masks(scoring: Scoring, task: MasksTaskConfig) -> Result:
                 f"{source.root}: no image has an object. Label {task.background} counts as background. If that "
                 "label is an object, correct the key `background`."
             )
-        return result.headed(task.headline)
+        return result.with_headline(task.headline)
 
     options = {
         "mask_size": size,
@@ -132,7 +132,7 @@ MASKS = Task(
     needs=("masks",),
     facts="masks",
     incompatibility=lambda task, encoder: conditional_incompatibility(encoder),
-    pictures="object_centric.pictures.evaluated:of_images",
+    pictures="object_centric.pictures.evaluated:draw_images",
 )
 
 

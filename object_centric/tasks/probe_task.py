@@ -123,7 +123,7 @@ def run_probe(scoring: Scoring, task: Any, make_probe_input: Callable[[Any, Any]
 
 
 def _score_encoder(scoring: Scoring, encoder: Encoder, task: ObjectProbeConfig, probe_input: ProbeInput) -> Result:
-    source = probe_input.source if task.limit is None else probe_input.source.limited(task.limit)
+    source = probe_input.source if task.limit is None else probe_input.source.limit_to(task.limit)
     assert isinstance(encoder.transform, Pixels)
 
     def encode(batch: Tensor) -> Tensor:

@@ -31,14 +31,15 @@ _UNKNOWN = -2.0  # in place of a missing score; SSIM itself is at least -1
 class EveryView:
     """Transform of `Views` to (T, V, S, S, 9) fp32: images as in `of`, with colours in 0..1, origin and direction of rays."""
 
-    of: Pixels
+    to_pixels: Pixels
 
     def __call__(self, views: Any) -> np.ndarray:
         assert isinstance(views, Views)
         width, height = views.images[0][0].size
-        size = self.of.size
+        size = self.to_pixels.size
         colours = (
-            np.stack([np.stack([self.of(image) for image in row]) for row in views.images]).astype(np.float32) / 255
+            np.stack([np.stack([self.to_pixels(image) for image in row]) for row in views.images]).astype(np.float32)
+            / 255
         )
         # Crop lenses like the images, or rays would not match their pixels.
         lenses = np.stack([cut_lens(lens, width, height, size) for lens in views.lenses])
@@ -107,7 +108,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
         return made
 
     @torch.inference_mode()
-    def slots_of(self, posed: Tensor, window: int | None = None) -> Tensor:
+    def encode_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
         """Return slots (T, K, D) of the context views (T, V, 9, S, S) of one scene; for a binder, those of each time from its last `window` times."""
         if window is not None and not self.windowed:
             raise ConfigError(
@@ -128,7 +129,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
             return torch.cat([one.slots for one in outputs], 1)[0].float()
 
     def scene_slots(self, posed: Tensor, window: int | None = None) -> Tensor:
-        return torch.stack([self.slots_of(scene, window) for scene in posed])
+        return torch.stack([self.encode_slots(scene, window) for scene in posed])
 
     @torch.inference_mode()
     def render(self, slots: Tensor, rays: Tensor) -> RenderedViews:
@@ -161,7 +162,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
     def scenes(self, posed: Tensor, num_context_views: int, window: int | None = None) -> Tensor:
         rows = []
         for scene in posed:
-            slots = self.slots_of(scene[:, :num_context_views], window)
+            slots = self.encode_slots(scene[:, :num_context_views], window)
             facts, labels, depths = [], [], []
             for own, views in zip(slots, scene.to(self.device), strict=True):
                 # All views of a time step, context views and others, are rendered from the slots of that step.

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from evals.encoders.encoder import Encoder
-from evals.slots.attend import pixels_of
+from evals.slots.attend import preprocess_image
 from sparo_train.core.errors import ConfigError
 
 from .slot_encoder import SlateEncoder, SlotEncoder
@@ -82,11 +82,11 @@ def supported_edits(encoder: Encoder) -> list[str]:
 @torch.inference_mode()
 def slot_state(encoder: EditableEncoder, image: Image.Image) -> SlotState:
     """Return the slots of an image, and their frames."""
-    pixels = encoder.stacked([pixels_of(encoder, image)])
+    pixels = encoder.stack([preprocess_image(encoder, image)])
     if isinstance(encoder, SlateEncoder):
         return SlotState(encoder.run_model(pixels).slots[0], None, None)
     with encoder.autocast():
-        output = encoder.model.tower(encoder.normalised(pixels), encoder.noise.to(encoder.device)[None])
+        output = encoder.model.tower(encoder.normalize(pixels), encoder.noise.to(encoder.device)[None])
     positions, scales = (None, None) if output.frames is None else (output.frames[0][0], output.frames[1][0])
     return SlotState(output.slots[0], positions, scales)
 

@@ -60,7 +60,7 @@ class TowerEncoder(Encoder):
     def run_model(self, pixels: Tensor) -> Any:
         """Run the model on (n, 3, S, S) uint8."""
         with self.autocast():
-            return self.model(self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
+            return self.model(self.normalize(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1))
 
 
 class Decomposition(NamedTuple):
@@ -103,7 +103,7 @@ class MaskingEncoder(TowerEncoder, MasksEncoder):
             DataError: pixels that the run's `data.pixel_range` does not map.
         """
         slots = self.images([image])[0].unflatten(0, (self.slots, -1))
-        pixels = self.stacked([np.asarray(self.transform(image))])
+        pixels = self.stack([np.asarray(self.transform(image))])
         masks = self.soft_masks(pixels)[0].clone()
         masks = masks / masks.sum(0, keepdim=True).clamp_min(torch.finfo(masks.dtype).tiny)
         shares = F.one_hot(masks.argmax(0).flatten(), self.slots).float().mean(0)
@@ -168,9 +168,9 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
     @torch.inference_mode()
     def squared_error(self, pixels: Tensor) -> Tensor:
         output = self.run_model(pixels)
-        return self.error_of(output.decoded, output.target)
+        return self.reconstruction_error(output.decoded, output.target)
 
-    def error_of(self, decoded: DecoderOutput, target: Tensor) -> Tensor:
+    def reconstruction_error(self, decoded: DecoderOutput, target: Tensor) -> Tensor:
         """Return the mean squared error of each image, (n, 1)."""
         residual = decoded.image.float() - target
         if self.draws == "pixels":
@@ -179,7 +179,7 @@ class SlotEncoder(MaskingEncoder, DrawingEncoder):
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots and their masks for pictures: (n, K, S * S), normalized per slot to a sum of one."""
-        output = self.run_model(self.stacked(pixels))
+        output = self.run_model(self.stack(pixels))
         return Slots(output.slots.float(), normalize_masks(output.decoded.masks))
 
 
@@ -199,7 +199,7 @@ class GroupingEncoder(MaskingEncoder):
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots and their attention to tokens for pictures: (n, K, s * s)."""
-        output = self.run_model(self.stacked(pixels))
+        output = self.run_model(self.stack(pixels))
         return Slots(output.slots.float(), normalize_masks(output.attention))
 
 
@@ -216,7 +216,7 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
     def run_model(self, pixels: Tensor) -> TowerOutput:
         with self.autocast():
             return self.model.encode_slots(
-                self.normalised(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1)
+                self.normalize(pixels), self.noise.to(self.device).expand(len(pixels), -1, -1)
             )
 
     @torch.inference_mode()
@@ -230,7 +230,7 @@ class SlateEncoder(GroupingEncoder, DrawingEncoder):
     def squared_error(self, pixels: Tensor) -> Tensor:
         reconstruction = self.decompose(pixels).reconstruction
         assert reconstruction is not None
-        return (reconstruction - self.normalised(pixels)).square().flatten(1).mean(1, keepdim=True)
+        return (reconstruction - self.normalize(pixels)).square().flatten(1).mean(1, keepdim=True)
 
 
 class SetEncoder(TowerEncoder, ObjectsEncoder):
@@ -244,7 +244,7 @@ class SetEncoder(TowerEncoder, ObjectsEncoder):
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots and their attention to tokens for pictures: (n, K, s * s)."""
-        tower_output = self.run_model(self.stacked(pixels)).tower_output
+        tower_output = self.run_model(self.stack(pixels)).tower_output
         return Slots(tower_output.slots.float(), normalize_masks(tower_output.attention))
 
 

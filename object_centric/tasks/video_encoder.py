@@ -50,14 +50,14 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return grouping.binder is not None or grouping.pooled is not None
 
     @abstractmethod
-    def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
+    def compute_soft_masks(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
         """Return the masks (n, K, s, s) of n frames with slots (n, K, D) and attention (n, K, N), and the decoded output."""
 
     @abstractmethod
     def to_decomposition(self, output: GroupingOutput) -> Decomposition:
         """Convert decoded output, for pictures."""
 
-    def errors_of(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
+    def reconstruction_errors(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
         """Return the mean squared error (n,) of every frame's reconstruction in 0..1; -1 if it does not reconstruct pixels."""
         return torch.full((len(frames),), -1.0, device=self.device)
 
@@ -122,10 +122,12 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
             labels, errors = [], []
             for frames, *own in zip(*(table.split(_FRAMES) for table in (clip[:, :3], *clip_output)), strict=True):
                 output = GroupingOutput(*own)
-                soft_masks, decoded = self.soft_masks_of(output)
+                soft_masks, decoded = self.compute_soft_masks(output)
                 soft_masks = self.upsample_masks(soft_masks)
                 labels.append(soft_masks.argmax(1).float().masked_fill(~soft_masks.isfinite().all(1), torch.nan))
-                errors.append(self.generation_errors(output, frames) if generated else self.errors_of(decoded, frames))
+                errors.append(
+                    self.generation_errors(output, frames) if generated else self.reconstruction_errors(decoded, frames)
+                )
             rows.append(torch.cat([torch.cat(labels).flatten(), torch.cat(errors)]))
         return torch.stack(rows)
 
@@ -139,19 +141,19 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
         return self.encode_stills(pixels).slots.float().flatten(1)
 
     def soft_masks(self, pixels: Tensor) -> Tensor:
-        return self.upsample_masks(self.soft_masks_of(self.encode_stills(pixels))[0])
+        return self.upsample_masks(self.compute_soft_masks(self.encode_stills(pixels))[0])
 
     def decompose(self, pixels: Tensor) -> Decomposition:
         return self.to_decomposition(self.encode_stills(pixels))
 
     def image_slots(self, pixels: Sequence[np.ndarray]) -> Slots:
         """Return slots and their masks for pictures: (n, K, s * s), normalized per slot to a sum of one."""
-        output = self.encode_stills(self.stacked(pixels))
-        return Slots(output.slots.float(), normalize_masks(self.soft_masks_of(output)[0]))
+        output = self.encode_stills(self.stack(pixels))
+        return Slots(output.slots.float(), normalize_masks(self.compute_soft_masks(output)[0]))
 
     def _tokens(self, frames: Tensor) -> Tensor:
         with self.autocast():
-            return self.model.frame_tokens(self.normalised(frames))
+            return self.model.frame_tokens(self.normalize(frames))
 
     def _group_slots(self, tokens: Tensor, hint: Tensor | None, window: int | None) -> GroupingOutput:
         """Group tokens (1, T, N, F); with a window, each frame's slots depend on its last `window` frames."""
@@ -189,14 +191,14 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
         return self.model.config.target_side**2 * self.model.config.target_channels
 
     @torch.inference_mode()
-    def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
+    def compute_soft_masks(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
         decoder = self.model.decoder
         with self.autocast():
             decoded = decoder(output.slots, grid(decoder.side, output.slots))
         return decoded.masks, decoded
 
     def to_decomposition(self, output: GroupingOutput) -> Decomposition:
-        soft_masks, decoded = self.soft_masks_of(output)
+        soft_masks, decoded = self.compute_soft_masks(output)
         assert decoded is not None
         if self.draws == "pixels":
             return Decomposition(
@@ -208,10 +210,10 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
             )
         return Decomposition(self.upsample_masks(soft_masks), None, None)
 
-    def errors_of(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
+    def reconstruction_errors(self, decoded: DecoderOutput | None, frames: Tensor) -> Tensor:
         if decoded is None or not self.frame_scores:
-            return super().errors_of(decoded, frames)
-        pixels = self.normalised(frames)
+            return super().reconstruction_errors(decoded, frames)
+        pixels = self.normalize(frames)
         if self.draws != "pixels":
             with self.autocast():
                 pixels = self.model.tower.encoder(pixels).permute(0, 3, 1, 2).float()
@@ -225,7 +227,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
             raise ConfigError(
                 f"model.target={self.draws}: a single image has no {self.draws} to compare with. Score clips (task: video_masks)."
             )
-        return self.errors_of(self.soft_masks_of(self.encode_stills(pixels))[1], pixels)[:, None]
+        return self.reconstruction_errors(self.compute_soft_masks(self.encode_stills(pixels))[1], pixels)[:, None]
 
 
 class TimedGroupingEncoder(TimedEncoder):
@@ -233,12 +235,12 @@ class TimedGroupingEncoder(TimedEncoder):
 
     masks_are = "slots' attention, bilinear"
 
-    def soft_masks_of(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
+    def compute_soft_masks(self, output: GroupingOutput) -> tuple[Tensor, DecoderOutput | None]:
         side = self.model.config.encoder.side(self.image_size)
         return output.attention.unflatten(-1, (side, side)), None
 
     def to_decomposition(self, output: GroupingOutput) -> Decomposition:
-        return Decomposition(self.upsample_masks(self.soft_masks_of(output)[0]), None, None)
+        return Decomposition(self.upsample_masks(self.compute_soft_masks(output)[0]), None, None)
 
 
 class TowerModel(nn.Module):
@@ -260,7 +262,9 @@ class VideoSlateEncoder(TimedGroupingEncoder):
 
     @torch.inference_mode()
     def to_decomposition(self, output: GroupingOutput) -> Decomposition:
-        return Decomposition(self.upsample_masks(self.soft_masks_of(output)[0]), self._generate_frames(output), None)
+        return Decomposition(
+            self.upsample_masks(self.compute_soft_masks(output)[0]), self._generate_frames(output), None
+        )
 
     @torch.inference_mode()
     def generation_errors(self, output: GroupingOutput, frames: Tensor) -> Tensor:

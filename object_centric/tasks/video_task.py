@@ -69,7 +69,7 @@ class VideoMasksTaskConfig(TaskConfig):
     workers: int = field(2, "Processes that decode frames.", ge=0, le=256)
 
     @model_validator(mode="after")
-    def _some_frames(self) -> Self:
+    def _check_frames(self) -> Self:
         if self.frames == 1 and not self.first_frame:
             raise ValueError("first_frame=false: frames=1 leaves no frame to score. Set frames to 2 or more.")
         return self
@@ -79,14 +79,14 @@ class VideoMasksTaskConfig(TaskConfig):
 class EveryFrame:
     """Transform of a clip's images to (T, S, S, 3), each as in `of`; `told`: the last image is labels, which become a fourth plane of all frames."""
 
-    of: Pixels
+    to_pixels: Pixels
     with_labels: bool = False
 
     def __call__(self, images: Any) -> np.ndarray:
-        frames = np.stack([self.of(image) for image in (images[:-1] if self.with_labels else images)])
+        frames = np.stack([self.to_pixels(image) for image in (images[:-1] if self.with_labels else images)])
         if not self.with_labels:
             return frames
-        plane = np.broadcast_to(self.of.labels(images[-1]).astype(np.uint8), frames.shape[:-1])
+        plane = np.broadcast_to(self.to_pixels.labels(images[-1]).astype(np.uint8), frames.shape[:-1])
         return np.concatenate([frames, plane[..., None]], axis=-1)
 
 
@@ -101,7 +101,7 @@ def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEnco
 def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
     """Return the episodes of the task; for `num_hint_slots` see `ClipSet`. Raises `DataError` if they are missing."""
     clips = ClipSet(task.root, task.frames, task.split, num_hint_slots)
-    return clips if task.limit is None else clips.limited(task.limit)
+    return clips if task.limit is None else clips.limit_to(task.limit)
 
 
 def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
@@ -139,7 +139,7 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
                 f"{source.root}: {task.headline} cannot be computed for any episode. Label {task.background} counts as "
                 "background. If that label is an object, correct the key `background`."
             )
-        return result.headed(task.headline)
+        return result.with_headline(task.headline)
 
     frames = len(features.facts[0])
     options = {
@@ -173,5 +173,5 @@ VIDEO_MASKS = Task(
     needs=("clips",),
     facts="clips",
     incompatibility=_incompatibility,
-    pictures="object_centric.pictures.evaluated:of_clips",
+    pictures="object_centric.pictures.evaluated:draw_clips",
 )

@@ -65,7 +65,7 @@ class ViewMasksTaskConfig(TaskConfig):
 def open_views(task: ViewMasksTaskConfig) -> EvalSet:
     """Return the scenes of the task. Raises `DataError` if they are missing."""
     scenes = ViewSet(task.root, task.frames, task.views, task.split)
-    return scenes if task.limit is None else scenes.limited(task.limit)
+    return scenes if task.limit is None else scenes.limit_to(task.limit)
 
 
 def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
@@ -100,7 +100,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
             raise DataError(
                 f"{source.root}: {task.headline} cannot be computed for any scene. Set headline to another score."
             )
-        return result.headed(task.headline)
+        return result.with_headline(task.headline)
 
     shape = np.asarray(features.facts[0]).shape
     options = {
@@ -152,5 +152,5 @@ VIEW_MASKS = Task(
     needs=("views",),
     facts="views",
     incompatibility=_incompatibility,
-    pictures="object_centric.pictures.evaluated:of_views",
+    pictures="object_centric.pictures.evaluated:draw_views",
 )

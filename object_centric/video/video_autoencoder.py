@@ -245,7 +245,7 @@ class SlotContrastConfig(VideoAutoencoderConfig):
     contrast: ContrastConfig = field(ContrastConfig(), "Contrastive loss that keeps slots with their objects.")
 
     @model_validator(mode="after")
-    def _two_frames(self) -> Self:
+    def _check_frames(self) -> Self:
         if self.frames.count < 2:
             raise ValueError(
                 f"frames.count={self.frames.count}: slots are contrasted with those of the previous frame. Set two or more."

@@ -38,7 +38,7 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
             isinstance(word, str) and word != ".." and Path(word).name == word for word in (name, split)
         ):
             raise DataError(f"{root}: scene {number} has no image_filename, or its split is not a name")
-        folder = folder or _pictures_of(root, str(split), str(name))
+        folder = folder or _find_pictures(root, str(split), str(name))
         path = folder / str(name)
         image = decode_array(read_bytes(path, DataError), path)
         objects = scene.get("objects", [])  # the test split has none
@@ -47,7 +47,7 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
         yield PublishedScene(Path(str(name)).stem, image, None, {"objects": objects})
 
 
-def _pictures_of(root: Path, split: str, name: str) -> Path:
+def _find_pictures(root: Path, split: str, name: str) -> Path:
     """Return the folder of a scenes file's images: as published, or next to or below the file. Raises `DataError`."""
     above, here = root.parent.parent, root.parent
     places = [above / "images" / split, above / "images", here / "images" / split, here / "images", here / split, here]

@@ -18,7 +18,7 @@ from .clips import movi, npy_shards
 from .folders import clevr, clevrtex, coco
 from .lmdb_file import lmdb_scenes
 from .published import PublishedConfig, PublishedScene, WriteSummary, to_label_map, write_published
-from .real_videos import REAL_VIDEOS, davis, frames_of, youtube_vis
+from .real_videos import REAL_VIDEOS, davis, iter_frames, youtube_vis
 from .sunds import sunds_scenes
 from .videos import VIDEOS, write_videos
 from .viewed import PublishedViews, nerf_scenes, write_multi_view
@@ -143,11 +143,11 @@ FORMATS: dict[str, Format] = {
     "clevr3d": Format(None, "ObSuRF's folder of metadata.npz, images and masks"),
     "sunds": Format(None, "TFDS' *.tfrecord-* of MultiShapeNet (MSN-Hard, MSN-Easy), one scene per record", "tfrecord"),
     "davis": Format(
-        partial(frames_of, davis),
+        partial(iter_frames, davis),
         "DAVIS/ImageSets/2017/SPLIT.txt with JPEGImages and Annotations, one image per frame, or whole videos with --videos",
     ),
     "youtube_vis": Format(
-        partial(frames_of, youtube_vis),
+        partial(iter_frames, youtube_vis),
         "YouTube-VIS' train.json or instances.json with JPEGImages, one image per frame, or whole videos with --videos",
     ),
     "lmdb": Format(lmdb_scenes, "*.lmdb of images of the Genera1Z family", ".lmdb"),

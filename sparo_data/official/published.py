@@ -140,7 +140,7 @@ def write_published(
             counts["all"] += 1
             counts["empty"] += scene.label is not None and not ((scene.label > 0) & (scene.label < IGNORE)).any()
             on_progress(counts["all"])
-            yield scene.key, fields_of(scene)
+            yield scene.key, build_fields(scene)
 
     # One stream for both parts: the scored part is its beginning, and nothing is read twice.
     stream, splitter = _with_unique_keys(samples()), _TestSplitter()
@@ -290,7 +290,7 @@ def crop_and_resize(scene: PublishedScene, config: PublishedConfig) -> Published
     return scene._replace(image=image, label=label, semantic=semantic)
 
 
-def fields_of(scene: PublishedScene) -> dict[str, bytes]:
+def build_fields(scene: PublishedScene) -> dict[str, bytes]:
     """Return the members of a scene's sample."""
     fields = {"png": encode_image(np.ascontiguousarray(scene.image)), "json": json.dumps(scene.metadata).encode()}
     for name, plane in (("mask.png", scene.label), ("semantic.png", scene.semantic)):

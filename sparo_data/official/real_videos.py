@@ -11,7 +11,7 @@ import numpy as np
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json, read_text
 
-from ..episodes import Video, boxes_of
+from ..episodes import Video, compute_boxes
 from .clips import sanitize_key
 from .published import IGNORE, PublishedScene, decode_array
 from .run_lengths import decode_run_lengths
@@ -90,7 +90,7 @@ def youtube_vis(annotations: Path) -> Iterator[Video]:
             )
         key = PurePosixPath(names[0]).parent.name or str(number)
         where, found = f"{annotations}: video {key}", objects.get(number, [])
-        labels = _outlined(found, len(names), side, where) if "annotations" in tree else []
+        labels = _decode_outlines(found, len(names), side, where) if "annotations" in tree else []
         facts = [
             {"id": i + 1, "category": classes.get(int(one.get("category_id") or 0), "unknown")}
             for i, one in enumerate(found)
@@ -105,7 +105,7 @@ def youtube_vis(annotations: Path) -> Iterator[Video]:
         )
 
 
-def _outlined(objects: list[dict[str, Any]], times: int, side: tuple[int, int], where: str) -> list[np.ndarray]:
+def _decode_outlines(objects: list[dict[str, Any]], times: int, side: tuple[int, int], where: str) -> list[np.ndarray]:
     """Return a label map for every frame from the run lengths of its objects."""
     if len(objects) >= IGNORE:
         raise DataError(f"{where}: expected at most {IGNORE - 1} objects, got {len(objects)}")
@@ -147,7 +147,7 @@ def _video(
         raise DataError(f"{where}: masks of unequal sizes")
     planes = np.stack(labels) if labels else None
     highest = 0 if planes is None else int(planes[planes != IGNORE].max(initial=0))
-    boxes = None if planes is None else boxes_of(planes, highest if count is None else count)
+    boxes = None if planes is None else compute_boxes(planes, highest if count is None else count)
     return Video(sanitize_key(name), encoded, planes, boxes, {"video": name, **metadata})
 
 
@@ -161,7 +161,7 @@ def _frame_files(folder: Path) -> list[Path]:
 REAL_VIDEOS: dict[str, Callable[[Path], Iterator[Video]]] = {"davis": davis, "youtube_vis": youtube_vis}
 
 
-def frames_of(read: Callable[[Path], Iterator[Video]], place: Path) -> Iterator[PublishedScene]:
+def iter_frames(read: Callable[[Path], Iterator[Video]], place: Path) -> Iterator[PublishedScene]:
     """Yield every frame of the videos as an image."""
     for video in read(place):
         for t, data in enumerate(video.frames):

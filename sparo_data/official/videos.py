@@ -14,7 +14,7 @@ from PIL import Image
 from sparo_train.core.errors import DataError
 from sparo_train.data.decode.tfrecord import Value
 
-from ..episodes import MAX_LEVEL, QuantizedArray, Video, boxes_of, episode_fields
+from ..episodes import MAX_LEVEL, QuantizedArray, Video, compute_boxes, episode_fields
 from ..writer import Fields
 from .clips import movi_records, npy_arrays, sanitize_key
 from .published import PublishedConfig, WriteSummary, decode_array, to_label_map, write_test_and_train
@@ -48,8 +48,8 @@ def movi_videos(path: Path) -> Iterator[Video]:
         frames = features["video"]
         masks = features["segmentations"]
         assert isinstance(frames, list) and isinstance(masks, list)
-        pictures = _stacked([decode_array(data, f"{where}, frame {t}") for t, data in enumerate(frames)], where)
-        labels = _stacked([to_label_map(decode_array(m, where, labels=True), where, True) for m in masks], where)
+        pictures = _stack_planes([decode_array(data, f"{where}, frame {t}") for t, data in enumerate(frames)], where)
+        labels = _stack_planes([to_label_map(decode_array(m, where, labels=True), where, True) for m in masks], where)
         times, height, width = labels.shape
         if pictures.shape[:3] != labels.shape:
             raise DataError(
@@ -79,7 +79,7 @@ def npy_videos(path: Path) -> Iterator[Video]:
         where = f"{path}: {name}"
         labels = None if masks is None else np.stack([to_label_map(m.astype(np.int64), where) for m in masks])
         # npy shards have no boxes, so they are derived from the masks.
-        boxes = None if labels is None else boxes_of(labels, int(labels.max(initial=0)))
+        boxes = None if labels is None else compute_boxes(labels, int(labels.max(initial=0)))
         yield Video(sanitize_key(name), video, labels, boxes, {"video": name})
 
 
@@ -135,7 +135,7 @@ def resize_video(video: Video, side: int | None) -> Video:
     )
 
 
-def _stacked(planes: list[np.ndarray], where: str) -> np.ndarray:
+def _stack_planes(planes: list[np.ndarray], where: str) -> np.ndarray:
     sizes = {plane.shape for plane in planes}
     if len(sizes) != 1:
         raise DataError(f"{where}: frames have unequal sizes ({', '.join(str(s[1::-1]) for s in sorted(sizes))})")
@@ -180,7 +180,7 @@ def _depth(features: dict[str, Value], shape: tuple[int, int, int], where: str) 
     planes, bounds = features.get("depth"), _range(features, "depth", where)
     if not isinstance(planes, list) or bounds is None:
         return None
-    levels = _stacked([decode_array(data, where, labels=True) for data in planes], where)
+    levels = _stack_planes([decode_array(data, where, labels=True) for data in planes], where)
     if levels.dtype.itemsize < 2:
         raise DataError(
             f"{where}: depth: expected 16 bits a pixel, got {8 * levels.dtype.itemsize}. Fetch the file again."
@@ -220,28 +220,28 @@ def _objects(features: dict[str, Value], times: int, where: str) -> list[dict[st
         )
     objects: list[dict[str, Any]] = [{"id": number + 1} for number in range(count)]
 
-    def rows_of(name: str, shape: tuple[int, ...], whole: bool = False) -> list[Any]:
+    def read_rows(name: str, shape: tuple[int, ...], whole: bool = False) -> list[Any]:
         table = _numbers(features, f"instances/{name}", where, whole)
         if table is not None and table.size != math.prod(shape):
             raise DataError(f"{where}: instances/{name} has {table.size} values for {count} objects and {times} frames")
         return [] if table is None else table.reshape(shape).tolist()
 
     for name, words in _WORDS.items():
-        for one, value in zip(objects, rows_of(name, (count,), whole=True), strict=False):
+        for one, value in zip(objects, read_rows(name, (count,), whole=True), strict=False):
             # A larger number is a class of another set, whose name is unknown.
             one[name.removesuffix("_label")] = words[value] if 0 <= value < len(words) else str(value)
-    for one, rgb in zip(objects, rows_of("color", (count, 3)), strict=False):
+    for one, rgb in zip(objects, read_rows("color", (count, 3)), strict=False):
         one["rgb"] = rgb
     assets = features.get("instances/asset_id")
     for one, asset in zip(objects, assets if isinstance(assets, list) else (), strict=False):
         one["asset_id"] = asset.decode(errors="replace")
     for name in _NUMBERS:
-        for one, value in zip(objects, rows_of(name, (count,)), strict=False):
+        for one, value in zip(objects, read_rows(name, (count,)), strict=False):
             one[name] = float(value)
     for name, wide in _TABLES.items():
         if name == "quaternions":
             _refuse_no_rotation(_numbers(features, f"instances/{name}", where), f"{where}: instances/{name}")
-        for one, rows in zip(objects, rows_of(name, (count, times, wide)[: 2 + (wide > 1)]), strict=False):
+        for one, rows in zip(objects, read_rows(name, (count, times, wide)[: 2 + (wide > 1)]), strict=False):
             one[name] = rows
     return objects
 

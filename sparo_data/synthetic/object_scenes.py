@@ -38,7 +38,7 @@ _MIN_VISIBLE_SHARE = 200 / (320 * 480)  # share of the image that every object m
 _WALL = 10.0  # half a wall's side: a cube so large that only one of its faces is visible
 
 
-def radius_of(size: str, shape: str) -> float:
+def half_height(size: str, shape: str) -> float:
     """Return half a solid's height; a cube fits into the sphere's circle on the ground, as in CLEVR."""
     return RADII[size] / (2**0.5 if shape == "cube" else 1)
 
@@ -58,7 +58,7 @@ class Solid(NamedTuple):
     @property
     def radius(self) -> float:
         """Return half its height."""
-        return radius_of(self.size, self.shape)
+        return half_height(self.size, self.shape)
 
     def body(self) -> Body:
         metal = self.material == "metal"

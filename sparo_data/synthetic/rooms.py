@@ -49,13 +49,13 @@ def _walls() -> list[Body]:
     return walls
 
 
-def _at(room: int, dx: float, dy: float) -> tuple[float, float]:
+def _place_at(room: int, dx: float, dy: float) -> tuple[float, float]:
     x, y = ((-1, -1), (1, -1), (-1, 1), (1, 1))[room]
     return x * (HALF + _THICK) + dx, y * (HALF + _THICK) + dy
 
 
 def _tree() -> list[Body]:
-    x, y = _at(0, 0, 0)
+    x, y = _place_at(0, 0, 0)
     return [
         Body("cylinder", _WOOD, False, 0.3, (x, y, 0.0)),
         Body("cone", _LEAF, False, 0.9, (x, y, 0.5)),
@@ -64,12 +64,14 @@ def _tree() -> list[Body]:
 
 
 def _arch() -> list[Body]:
-    sides = [Body("cube", _STONE, False, 0.3, (*_at(1, side, 0.0), 0.45), stretch=(1, 1, 2.5)) for side in (-0.8, 0.8)]
-    return [*sides, Body("cube", _STONE, False, 0.3, (*_at(1, 0.0, 0.0), 1.5), stretch=(3.7, 1, 1))]
+    sides = [
+        Body("cube", _STONE, False, 0.3, (*_place_at(1, side, 0.0), 0.45), stretch=(1, 1, 2.5)) for side in (-0.8, 0.8)
+    ]
+    return [*sides, Body("cube", _STONE, False, 0.3, (*_place_at(1, 0.0, 0.0), 1.5), stretch=(3.7, 1, 1))]
 
 
 def _snowman() -> list[Body]:
-    x, y = _at(2, 0, 0)
+    x, y = _place_at(2, 0, 0)
     return [
         Body("sphere", _SNOW, False, 0.8, (x, y, 0.0)),
         Body("sphere", _SNOW, False, 0.55, (x, y, 1.3)),
@@ -78,7 +80,7 @@ def _snowman() -> list[Body]:
 
 
 def _tower() -> list[Body]:
-    x, y = _at(3, 0, 0)
+    x, y = _place_at(3, 0, 0)
     return [
         Body("cube", (0.1, 0.2, 0.45), False, 0.6, (x, y, 0.0), 0.3),
         Body("cube", (0.5, 0.4, 0.05), False, 0.42, (x, y, 1.2), 0.9),

@@ -88,7 +88,7 @@ def _save(root: Path, name: str, scene: Scene, config: SceneQuestionsConfig) -> 
     return name
 
 
-def _placed(rng: np.random.Generator, first: SceneObject, second: SceneObject, relation: str) -> Scene:
+def _place(rng: np.random.Generator, first: SceneObject, second: SceneObject, relation: str) -> Scene:
     """Return a scene in which the first object has this relation to the second, and no other one in the other direction."""
     while True:
         scene = sample_scene(rng, 2, objects=[first, second])
@@ -96,7 +96,7 @@ def _placed(rng: np.random.Generator, first: SceneObject, second: SceneObject, r
             return scene
 
 
-def _two(rng: np.random.Generator) -> tuple[SceneObject, SceneObject]:
+def _draw_two(rng: np.random.Generator) -> tuple[SceneObject, SceneObject]:
     """Return objects of different colours and shapes whose colours may be exchanged."""
     while True:
         a, b = sample_object(rng), sample_object(rng)
@@ -114,12 +114,12 @@ def _winoground(root: Path, config: SceneQuestionsConfig) -> int:
     """Write two scenes of the same objects, whose places are exchanged, with captions of the same words."""
     folder, lines = root / "winoground", list[str]()
     for index, rng in () if (folder / "examples.jsonl").exists() else _rngs(config, "winoground"):
-        a, b = _two(rng)
+        a, b = _draw_two(rng)
         relation = str(rng.choice(list(OPPOSITE)))
         row: dict[str, Any] = {"id": index}
         for place, (first, second) in enumerate(((a, b), (b, a))):
             name = f"ex_{index}_img_{place}"
-            _save(folder, f"images/{name}.png", _placed(rng, first, second, relation), config)
+            _save(folder, f"images/{name}.png", _place(rng, first, second, relation), config)
             row |= {
                 f"image_{place}": name,
                 f"caption_{place}": f"{first.phrase(_COLOR)} {relation} {second.phrase(_COLOR)}",
@@ -134,7 +134,7 @@ def _winoground(root: Path, config: SceneQuestionsConfig) -> int:
 def _colorswap(root: Path, config: SceneQuestionsConfig) -> int:
     folder, rows = root / "colorswap", list[dict[str, Any]]()
     for index, rng in () if (folder / "test.json").exists() else _rngs(config, "colorswap"):
-        a, b = _two(rng)
+        a, b = _draw_two(rng)
         c, d = a._replace(color=b.color), b._replace(color=a.color)
         row: dict[str, Any] = {"id": index, "image_source": "rendered", "caption_source": "generated"}
         for place, (first, second) in enumerate(((a, b), (c, d)), 1):
@@ -167,10 +167,10 @@ def _aro(
 
 def _relations(root: Path, config: SceneQuestionsConfig) -> int:
     def question(rng: np.random.Generator, index: int) -> tuple[Scene, dict[str, Any]]:
-        a, b = _two(rng)
+        a, b = _draw_two(rng)
         relation = str(rng.choice(list(OPPOSITE)))
         true, false = (f"{x.phrase(_COLOR)} {relation} {y.phrase(_COLOR)}" for x, y in ((a, b), (b, a)))
-        return _placed(rng, a, b, relation), {"true_caption": true, "false_caption": false, "relation_name": relation}
+        return _place(rng, a, b, relation), {"true_caption": true, "false_caption": false, "relation_name": relation}
 
     return _aro(root, config, "aro/visual_genome_relation.json", question)
 
@@ -179,7 +179,7 @@ def _attributes(root: Path, config: SceneQuestionsConfig) -> int:
     def question(rng: np.random.Generator, index: int) -> tuple[Scene, dict[str, Any]]:
         # In turn, because pairs with fewer than 25 questions are not scored.
         kind, one, other = _ATTRIBUTES[index % len(_ATTRIBUTES)]
-        a, b = (thing._replace(**{kind: value}) for thing, value in zip(_two(rng), (one, other), strict=True))
+        a, b = (thing._replace(**{kind: value}) for thing, value in zip(_draw_two(rng), (one, other), strict=True))
         texts = []
         for x, y in ((a, b), (a._replace(**{kind: other}), b._replace(**{kind: one}))):
             texts.append(f"{x.phrase((kind,))} and {y.phrase((kind,))}")
@@ -196,15 +196,15 @@ def _orders(root: Path, config: SceneQuestionsConfig) -> int:
     """Write captions with four wrong orders of their words, shuffled as in ARO."""
 
     def question(rng: np.random.Generator, index: int) -> tuple[Scene, dict[str, Any]]:
-        a, b = _two(rng)
+        a, b = _draw_two(rng)
         relation = str(rng.choice(list(OPPOSITE)))
         text = f"{a.phrase()} {relation} {b.phrase()}"
-        return _placed(rng, a, b, relation), {"captions": [text, *shuffled_orders(text, rng)]}
+        return _place(rng, a, b, relation), {"captions": [text, *shuffle_words(text, rng)]}
 
     return _aro(root, config, "aro/coco_order/order.json", question)
 
 
-def shuffled_orders(text: str, rng: np.random.Generator) -> list[str]:
+def shuffle_words(text: str, rng: np.random.Generator) -> list[str]:
     """Return the caption with exchanged nouns and adjectives, other words, words within trigrams, and trigrams (Yuksekgonul et al. 2023).
 
     Orders equal to the original are drawn again, if there are others.
@@ -236,7 +236,7 @@ def _negation(root: Path, config: SceneQuestionsConfig) -> int:
     path = folder / "COCO_val_mcq_llama3.1_rephrased.csv"
     rows = [["image_path", "correct_answer", *names, "correct_answer_template"]]
     for index, rng in () if path.exists() else _rngs(config, "negation"):
-        a, b = _two(rng)
+        a, b = _draw_two(rng)
         while (absent := sample_object(rng).phrase(_COLOR)) in (a.phrase(_COLOR), b.phrase(_COLOR)):
             pass
         has, also = (str(phrase) for phrase in rng.permutation([a.phrase(_COLOR), b.phrase(_COLOR)]))
@@ -258,7 +258,7 @@ def _segmentation(root: Path, config: SceneQuestionsConfig) -> int:
 
     def sample(index: int, rng: np.random.Generator) -> tuple[str, dict[str, bytes]]:
         chosen = rng.permutation(colors)[: int(rng.integers(2, 5))]
-        objects = [_of_color(rng, str(color)) for color in chosen]
+        objects = [_draw_with_color(rng, str(color)) for color in chosen]
         frame = sample_scene(rng, len(objects), objects=objects).render(config.size, config.antialias)
         # 255 is not counted: no caption names the ground.
         labels = np.array([255, *(colors.index(thing.color) for thing in objects)], np.uint8)
@@ -271,7 +271,7 @@ def _segmentation(root: Path, config: SceneQuestionsConfig) -> int:
     return config.questions
 
 
-def _of_color(rng: np.random.Generator, color: str) -> SceneObject:
+def _draw_with_color(rng: np.random.Generator, color: str) -> SceneObject:
     while True:
         thing = sample_object(rng)._replace(color=color)
         if not thing.held_out:

@@ -16,10 +16,10 @@ from scipy.spatial.transform import Rotation
 from evals.sets.objects import ATTRIBUTES
 from sparo_train.core.rng import generator
 
-from ..episodes import MAX_DEPTH, Video, boxes_of, quantize
+from ..episodes import MAX_DEPTH, Video, compute_boxes, quantize
 from ..tracer.render import F32, Body, Camera, Stage, rays, render
 from ..tracer.solids import Texture
-from .object_scenes import RADII, radius_of, table_camera, texture
+from .object_scenes import RADII, half_height, table_camera, texture
 from .physics import Motion, RigidBody, simulate
 from .scenes import COLORS
 
@@ -119,7 +119,7 @@ class _Solid(NamedTuple):
 
     @property
     def radius(self) -> float:
-        return self.size_scale * radius_of(self.size, self.shape)
+        return self.size_scale * half_height(self.size, self.shape)
 
 
 def episode(
@@ -165,7 +165,7 @@ def episode(
         f"{index:08d}",
         np.stack([picture.rgb for picture in pictures]),
         labels,
-        boxes_of(labels, len(solids)),
+        compute_boxes(labels, len(solids)),
         {
             "dataset": f"movi-like {kind}",
             "objects": _object_metadata(solids, inner, labels, path[1:-1]),

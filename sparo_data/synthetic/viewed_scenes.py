@@ -118,7 +118,7 @@ def multi_view_episode(
     ego = [] if room is None else [_observer(rng, room, bodies)]
     # With the observer, which collides with the others.
     motion = simulate([*bodies, *ego], times, fixed=fixed)
-    poses = _hemisphere(rng, traits.cameras, times) if room is None else _mounted(motion, ego[0])
+    poses = _hemisphere(rng, traits.cameras, times) if room is None else _mounted_cameras(motion, ego[0])
     stage = Stage(fades=False) if room is None else STAGE
     shots = [[*_bodies(solids, motion, t), *fixed] for t in range(times)]
     pictures = [
@@ -221,7 +221,7 @@ def _hemisphere(rng: np.random.Generator, count: int, times: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def _mounted(motion: Motion, ego: RigidBody) -> np.ndarray:
+def _mounted_cameras(motion: Motion, ego: RigidBody) -> np.ndarray:
     """Return (V, T, 4, 4): cameras on the observer, the last body, which rotates about z only."""
     place, turn = motion.positions[:, -1], motion.quaternions[:, -1]
     # It is upright, so its quaternion only has w and z, cosine and sine of half the angle.

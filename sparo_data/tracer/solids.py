@@ -60,11 +60,11 @@ def _noise(p: F32, seed: int) -> F32:
     total = np.zeros(len(p), np.float32)
     for step in np.ndindex(2, 2, 2):
         weight = np.where(np.array(step), t, 1 - t).prod(1)
-        total += weight * _hashed(corner + np.array(step), seed)
+        total += weight * _hash_corners(corner + np.array(step), seed)
     return total
 
 
-def _hashed(corner: NDArray[np.int64], seed: int) -> F32:
+def _hash_corners(corner: NDArray[np.int64], seed: int) -> F32:
     """Return a number in 0..1 for every corner of the grid, equal on every machine."""
     x, y, z = corner.astype(np.uint64).T
     mixed = x * np.uint64(0x9E3779B97F4A7C15) ^ y * np.uint64(0xC2B2AE3D27D4EB4F) ^ z * np.uint64(0x165667B19E3779F9)

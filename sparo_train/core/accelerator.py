@@ -84,15 +84,15 @@ def take_peak_memory(device: torch.device) -> int | None:
 
 def random_state(device: torch.device) -> Tensor | None:
     """Return the state of an accelerator's random generator; None for a CPU, whose generator is torch's default."""
-    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_index_of(device))
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_device_index(device))
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
     """Restore what `random_state` returned."""
-    torch.get_device_module(device).set_rng_state(state, *_index_of(device))
+    torch.get_device_module(device).set_rng_state(state, *_device_index(device))
 
 
-def _index_of(device: torch.device) -> tuple[torch.device, ...]:
+def _device_index(device: torch.device) -> tuple[torch.device, ...]:
     return (device,) if is_streaming(device) else ()  # there is only one MPS device
 
 

@@ -314,7 +314,7 @@ class Cursor(NamedTuple):
     rows_per_stream: int = 1
 
     @staticmethod
-    def joined(parts: Sequence[Cursor]) -> Cursor:
+    def join(parts: Sequence[Cursor]) -> Cursor:
         """Join the cursors of all ranks, in rank order."""
         rows = max((part.rows_per_stream for part in parts), default=1)
         return Cursor(tuple(position for part in parts for position in part.positions), rows)

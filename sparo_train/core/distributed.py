@@ -286,7 +286,7 @@ class Ranks:
             except (
                 Exception
             ) as error:  # otherwise the others would wait here until this process has ended, and no rank would save
-                box[1] = UnexpectedError.of(error)
+                box[1] = UnexpectedError.from_error(error)
                 box[1].__cause__ = error
         with self.error_context("waiting for rank 0", only_collectives=True):
             # In the group with the long timeout, because rank 0 may need hours.

@@ -19,7 +19,7 @@ class UnexpectedError(SparoError):
     """Unforeseen error, reduced to its type, message and location, which can be sent to other ranks."""
 
     @classmethod
-    def of(cls, error: Exception) -> UnexpectedError:
+    def from_error(cls, error: Exception) -> UnexpectedError:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return cls(f"{type(error).__name__}: {error}; {place.filename}:{place.lineno}")
 

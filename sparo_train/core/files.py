@@ -149,7 +149,7 @@ def disk_error(error: BaseException | None) -> int | None:
     return None
 
 
-def nearest(path: Path) -> str:
+def suggest_path(path: Path) -> str:
     """Return, for a path that does not exist, the existing path that was probably meant, or where to look."""
     if not path.parent.is_dir():
         return f"{path.parent} is not a folder either"

@@ -150,8 +150,8 @@ ENCODERS = Registry(
 CHECKPOINTS = Registry(
     "sparo.checkpoints",
     {
-        "pixels": "evals.encoders.loading:pixels_of",
-        "voronoi": "evals.encoders.voronoi:voronoi_of",
+        "pixels": "evals.encoders.loading:parse_pixels",
+        "voronoi": "evals.encoders.voronoi:parse_voronoi",
         "open_clip": "evals.encoders.loading:from_open_clip",
         "timm": "evals.encoders.loading:from_timm_file",
         "hf": "evals.encoders.loading:from_hf_folder",

@@ -156,7 +156,7 @@ class FromRegistry:
             problems = error.errors()
             raise _nested(f"{len(problems)} problem(s), first: {problems[0]['msg']}", problems, model) from None
 
-    def model_of(self, block: Mapping[str, Any]) -> type[BaseModel] | None:
+    def find_model(self, block: Mapping[str, Any]) -> type[BaseModel] | None:
         """Return the model that validates this block, or None if the block names no entry."""
         try:
             full = self.default(block) if self.key not in block and callable(self.default) else block

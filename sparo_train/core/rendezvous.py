@@ -123,7 +123,7 @@ def _find_store(world: World, end: float) -> Store:
     address, own, other = os.environ["MASTER_ADDR"], run_token(), ""
     while time.monotonic() < end:
         for port in _ports():
-            if not _listens(address, port, max(0.2, min(5.0, end - time.monotonic()))):
+            if not _is_listening(address, port, max(0.2, min(5.0, end - time.monotonic()))):
                 continue
             store, found = _answer(address, port, world.size)
             if store is None:
@@ -159,7 +159,7 @@ def _answer(address: str, port: int, size: int) -> tuple[Store | None, str]:
     return answers[0] if answers else (None, "")
 
 
-def _listens(address: str, port: int, seconds: float) -> bool:
+def _is_listening(address: str, port: int, seconds: float) -> bool:
     try:
         socket.create_connection((address, port), seconds).close()
     except OSError:

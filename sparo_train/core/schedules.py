@@ -18,7 +18,7 @@ def linear(start: float, end: float, step: int, count: int) -> float:
     )
 
 
-def cooled(start: float, end: float, step: int, total: int, shape: str) -> float:
+def cool_down(start: float, end: float, step: int, total: int, shape: str) -> float:
     """Decay from `start` (at step 0 and before) to `end` at step `total`, which is not reached itself: linearly, or by `1 - sqrt(progress)`."""
     done = min(1.0, max(step, 0) / total)
     return start + (end - start) * (done if shape == "linear" else done**0.5)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..core.config import resumable_field
 from ..core.contracts import Batch, Objective, Progress
 from ..core.errors import ConfigError
-from .engine_kind import EngineKind, replicated
+from .engine_kind import EngineKind, replicated_costs
 from .ranked import RankedEngine, RankedEngineConfig, Root
 
 # Buffers are equal on all ranks, or belong to one rank until they are summed, so they need not be broadcast before each
@@ -110,4 +110,4 @@ class DdpEngine(RankedEngine):
         return self._root.no_sync() if wrapped and not last else nullcontext()
 
 
-ENGINE = EngineKind(DdpEngineConfig, DdpEngine, replicated)
+ENGINE = EngineKind(DdpEngineConfig, DdpEngine, replicated_costs)

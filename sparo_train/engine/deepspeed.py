@@ -18,9 +18,9 @@ from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
 from .device_context import Device
-from .engine_kind import Costs, EngineKind, Sizes, casts
+from .engine_kind import Costs, EngineKind, Sizes, autocast_bytes
 from .optim import OptimConfig, build_optimizer, clip_per_tensor, set_rates, total_norms
-from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, connect_device, summed_norms
+from .ranked import PlainCopy, RankedEngineConfig, Root, assign_gpu, connect_device, sum_norms
 from .zero import Zero
 
 
@@ -175,7 +175,7 @@ class DeepSpeedEngine:
         lr = set_rates(self.optimizer, self.optim_config, progress)
         # Read them before DeepSpeed's step, which scales them in place and releases them.
         gradients = self._local_gradients()
-        param_norms = summed_norms(self.objective, gradients, self.ranks, self.device)
+        param_norms = sum_norms(self.objective, gradients, self.ranks, self.device)
         norm, norms = total_norms(self._param_groups.norm_groups, param_norms)
         if self._clips_tensors and bool(norm.isfinite()):
             unclipped = self._param_groups.unclipped
@@ -205,7 +205,7 @@ class DeepSpeedEngine:
         cut = list({id(each): each for a, p in pairs if id(a) not in ids for each in (a, p)}.values())
         saved_data = [(p, p.data) for p in (*whole, *cut)]
         for p in whole:
-            p.data = p.detach().clone() if p.numel() else self._zero.gathered(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
+            p.data = p.detach().clone() if p.numel() else self._zero.gather_parameter(p, tuple(p.ds_shape))  # type: ignore[attr-defined]
         for p in cut:
             # These are views, so an updated average needs no write.
             p.data = self._zero.local_shard(p)[0]
@@ -221,20 +221,20 @@ class DeepSpeedEngine:
         return self.optim_config.clip_per == "tensor" and self.optim_config.clip_grad_norm is not None
 
     def _local_gradients(self) -> dict[int, Tensor]:
-        named = self._trained()
+        named = self._trained_parameters()
         return {id(named[name]): gradient for name, gradient in self._zero.gradients(named)}
 
     def full_model(self) -> AbstractContextManager[Objective | None]:
-        return self._plain.filled(self._gathered)
+        return self._plain.fill(self._gather_weights)
 
-    def _trained(self) -> dict[str, nn.Parameter]:
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.objective.named_parameters() if p.requires_grad}
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+    def _gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.objective.named_parameters(remove_duplicate=False))
         for name, shape in self._shapes.items():
             p = parameters.get(name)
-            yield name, self.objective.get_buffer(name) if p is None else self._zero.gathered(p, shape)
+            yield name, self.objective.get_buffer(name) if p is None else self._zero.gather_parameter(p, shape)
 
     def pieces(self) -> Pieces:
         """Return this rank's pieces of the fp32 master weights and the optimizer's moments, as other engines do."""
@@ -268,7 +268,7 @@ def _quiet_deepspeed() -> Any:
 
 
 def _costs(config: DeepSpeedEngineConfig, sizes: Sizes, ranks: int) -> Costs:
-    p, t, cast = sizes.parameters, sizes.learning, casts(config, sizes)
+    p, t, cast = sizes.parameters, sizes.learning, autocast_bytes(config, sizes)
     sent = (ranks - 1) / ranks * (2 * 4 * p + 4 * t)
     if config.stage == 3:
         return Costs(4 * p / ranks, 4 * t / ranks, sizes.moments / ranks, 4 * sizes.live + cast, sent)

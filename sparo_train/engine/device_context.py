@@ -185,7 +185,7 @@ class Device:
         objective.train()  # so that frozen modules are in evaluation mode from the first step on
         if self.device.type == "cpu":
             keep_freed_memory()
-        if self._compiles(objective):
+        if self._can_compile(objective):
             # Combined kernels: autocast's copies of a block's weights become one launch instead of eight.
             options = None if self.device.type == "cpu" else {"combo_kernels": True}
             logger.info("engine.compile: the model is compiled in the first steps, which takes up to a minute")
@@ -194,7 +194,7 @@ class Device:
                 unit.compile(options=options)
         return objective
 
-    def _compiles(self, objective: Objective) -> bool:
+    def _can_compile(self, objective: Objective) -> bool:
         if self.config.compile == "auto":
             return (
                 self.device.type != "cpu"

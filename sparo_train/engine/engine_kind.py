@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     state_tensors: int = 2
 
     @staticmethod
-    def of(objective: Objective, state_tensors: int = 2) -> Sizes:
+    def from_objective(objective: Objective, state_tensors: int = 2) -> Sizes:
         parameters = sum(p.numel() for p in objective.parameters())
         # An average of weights is sharded, too, but a training step never gathers it.
         computing = {id(unit) for unit in objective.compile_units()}
@@ -91,14 +91,14 @@ class EngineKind:
     one_process: bool = False
 
 
-def casts(config: Any, sizes: Sizes) -> float:
+def autocast_bytes(config: Any, sizes: Sizes) -> float:
     """Return the bytes of autocast's 16-bit weights that backward keeps; checkpointed units keep them only while recomputed."""
     # Autocast keeps cast weights for the backward, which frozen weights do not have.
     return 0 if config.precision == "fp32" else 2 * (sizes.live if config.grad_checkpointing else sizes.learning)
 
 
-def replicated(config: Any, sizes: Sizes, ranks: int) -> Costs:
+def replicated_costs(config: Any, sizes: Sizes, ranks: int) -> Costs:
     """Return the costs of an engine with everything on every rank and all-reduced gradients."""
     p, t = sizes.parameters, sizes.learning
     # A ring sends each gradient twice, except for the rank's own share.
-    return Costs(4 * p, 4 * t, sizes.moments, casts(config, sizes), 2 * (ranks - 1) / ranks * 4 * t)
+    return Costs(4 * p, 4 * t, sizes.moments, autocast_bytes(config, sizes), 2 * (ranks - 1) / ranks * 4 * t)

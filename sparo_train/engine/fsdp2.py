@@ -17,8 +17,8 @@ from ..core.accelerator import is_streaming
 from ..core.config import resumable_field
 from ..core.contracts import Objective
 from ..core.errors import ConfigError
-from .engine_kind import Costs, EngineKind, Sizes, casts, replicated
-from .ranked import PlainCopy, RankedEngine, RankedEngineConfig, Root, summed_norms
+from .engine_kind import Costs, EngineKind, Sizes, autocast_bytes, replicated_costs
+from .ranked import PlainCopy, RankedEngine, RankedEngineConfig, Root, sum_norms
 from .shard_slices import Span
 
 
@@ -125,21 +125,21 @@ class Fsdp2Engine(RankedEngine):
                         p.grad.div_(self.ranks.size)
 
     def _norms(self) -> dict[int, Tensor]:
-        return summed_norms(self.objective, self._own_gradients(), self.ranks, self.device)
+        return sum_norms(self.objective, self._own_gradients(), self.ranks, self.device)
 
     def full_model(self) -> AbstractContextManager[Objective | None]:
-        return self._plain.filled(self._gathered)
+        return self._plain.fill(self._gather_weights)
 
     def _own_gradients(self) -> dict[int, Tensor]:
         """Return this rank's shards. Those of a parameter on several ranks count once."""
         shards: dict[int, Tensor] = {}
         for key, gradient in self._gradients().items():
-            span = Span.of(gradient)
+            span = Span.from_tensor(gradient)
             if span.copy == 0 if isinstance(gradient, DTensor) else self.ranks.rank == 0:
                 shards[key] = span.local
         return shards
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+    def _gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.objective.state_dict().items():
             if isinstance(tensor, DTensor):
                 # Shards may be on the host, where nccl cannot gather.
@@ -150,14 +150,14 @@ class Fsdp2Engine(RankedEngine):
 
 def _costs(config: Fsdp2EngineConfig, sizes: Sizes, ranks: int) -> Costs:
     if ranks == 1:
-        return replicated(config, sizes, ranks)
+        return replicated_costs(config, sizes, ranks)
     p, t = sizes.parameters, sizes.learning
     width = 2 if (config.param_dtype or config.precision) == "bf16" else 4
     reduced = 2 if config.reduce_dtype == "bf16" else 4
     shard = min(config.shard_size or ranks, ranks)
     inside, copies = (shard - 1) / shard, ranks // shard
     again = p - sizes.outside if config.reshard_after_forward else 0  # gathered again for backward
-    cast = casts(config, sizes) if width == 4 else 0
+    cast = autocast_bytes(config, sizes) if width == 4 else 0
     gathered = width * (sizes.live if config.reshard_after_forward else p) + cast
     sent = inside * (width * (p + again) + reduced * t) + 2 * (copies - 1) / copies * reduced * t / shard
     states = (4 * p / shard, 4 * t / shard, sizes.moments / shard)

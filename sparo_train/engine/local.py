@@ -14,9 +14,9 @@ from ..core.contracts import APPLIED, Batch, CoupledObjective, Embeddings, Loss,
 from ..core.disk.pieces import CheckpointReader, Pieces
 from ..core.errors import CheckpointError, ConfigError
 from .device_context import Device, DeviceConfig
-from .engine_kind import EngineKind, replicated
+from .engine_kind import EngineKind, replicated_costs
 from .optim import OptimConfig, build_optimizer, clip_global_norm, clip_per_tensor, set_rates, total_norms
-from .shard_slices import Span, load_tensors, pieces_of
+from .shard_slices import Span, load_tensors, select_pieces
 
 
 class LocalEngineConfig(DeviceConfig):
@@ -132,7 +132,7 @@ class LocalEngine:
 
     def _local_gradients(self) -> dict[int, Tensor]:
         """Return this rank's shards of the gradients, writable, by the id of their parameter."""
-        return {key: Span.of(gradient).local for key, gradient in self._gradients().items()}
+        return {key: Span.from_tensor(gradient).local for key, gradient in self._gradients().items()}
 
     def _norms(self) -> dict[int, Tensor]:
         """Return the norm of each gradient, by the id of its parameter."""
@@ -177,7 +177,7 @@ class LocalEngine:
             for key, value in entries.items()
         }
         parts = {"model": self.objective.state_dict(), "optimizer": optimizer}
-        return {part: pieces_of(tensors, *self.share) for part, tensors in parts.items()}
+        return {part: select_pieces(tensors, *self.share) for part, tensors in parts.items()}
 
     def load(self, source: CheckpointReader) -> None:
         """Load this rank's share of a checkpoint, whatever engine wrote it on however many ranks.
@@ -203,7 +203,7 @@ class LocalEngine:
     def _state_names(self) -> dict[int, set[str]]:
         """Return the names of the tensors that the optimizer keeps for each parameter, by its id."""
         groups = self.optimizer.param_groups
-        return {id(p): set(self.optim_config.state_names_of(group)) for group in groups for p in group["params"]}
+        return {id(p): set(self.optim_config.group_state_names(group)) for group in groups for p in group["params"]}
 
     def _refuse_foreign_moments(self, source: CheckpointReader, params_by_name: Mapping[str, Tensor]) -> None:
         """Raise `CheckpointError` if a parameter's entries are not those of this optimizer. A parameter without a step has no entries."""
@@ -229,5 +229,5 @@ class LocalEngine:
 
 
 ENGINE = EngineKind(
-    LocalEngineConfig, lambda config, optim, _ranks: LocalEngine(config, optim), replicated, one_process=True
+    LocalEngineConfig, lambda config, optim, _ranks: LocalEngine(config, optim), replicated_costs, one_process=True
 )

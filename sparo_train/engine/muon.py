@@ -47,12 +47,12 @@ class MuonConfig(AdamWConfig):
         "patch convolutions).",
     )
 
-    def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
+    def parameter_role(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
         # Muon does not treat a convolution's kernel as a matrix.
         is_map = parameter.ndim == 2 and name not in adamw_only
         return _MATRIX if is_map and not any(fnmatchcase(name, pattern) for pattern in self.adamw_patterns) else 0
 
-    def state_names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def group_state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["role"] == _MATRIX else self.state_names
 
     def build(self, groups: list[dict[str, Any]]) -> Optimizer:

@@ -16,16 +16,16 @@ from ..core.accelerator import has_fp64
 from ..core.config import Frozen, between, field, resumable_field
 from ..core.contracts import Objective, Progress
 from ..core.errors import ConfigError
-from ..core.schedules import cooled, cosine, linear
+from ..core.schedules import cool_down, cosine, linear
 
 
 def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the norm of the whole gradient and of each of the objective's parts, from the norms of parameters by their id."""
     parts = {
-        name: _joined([param_norms[id(p)] for p in module.parameters() if id(p) in param_norms])
+        name: _join_norms([param_norms[id(p)] for p in module.parameters() if id(p) in param_norms])
         for name, module in groups.items()
     }
-    return _joined(list(param_norms.values())), parts
+    return _join_norms(list(param_norms.values())), parts
 
 
 def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -47,7 +47,7 @@ def clip_per_tensor(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor]
     torch._foreach_mul_(list(gradients.values()), factors)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _joined(norms: list[Tensor]) -> Tensor:
+def _join_norms(norms: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
@@ -161,7 +161,7 @@ class OptimConfig(Frozen):
                 sparo and must stay in the optimizer's groups.
         """
 
-    def role_of(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
+    def parameter_role(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:
         """Return a number; parameters with different numbers are in different groups. For optimizers that treat some parameters differently.
 
         Args:
@@ -171,12 +171,12 @@ class OptimConfig(Frozen):
         """
         return 0
 
-    def state_names_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def group_state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the tensors that the optimizer keeps for each parameter of a group."""
         return self.state_names
 
     @model_validator(mode="after")
-    def _falls(self) -> OptimConfig:
+    def _check_min_lr(self) -> OptimConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"optim.min_lr={self.min_lr}: must not be above optim.lr={self.lr}. Lower it.")
         return self
@@ -251,7 +251,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int, warmup: bool
         return rate
     if config.schedule in ("wsd", "cooldown"):
         falling = config.cooldown_steps or total_steps
-        return cooled(rate, config.min_lr, step - (total_steps - falling), falling, config.cooldown_shape)
+        return cool_down(rate, config.min_lr, step - (total_steps - falling), falling, config.cooldown_shape)
     return cosine(config.lr, config.min_lr, max(step - warm, 0), total_steps - warm)
 
 
@@ -304,7 +304,7 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
     for name, number in group_numbers(config.groups, list(named)).items():
         p = named[name]
         # The fused kernel does not support shards and whole tensors in one group.
-        role = config.role_of(name, p, apart.adamw_only)
+        role = config.parameter_role(name, p, apart.adamw_only)
         key = role, number, layer_ids.get(name, 0), name not in apart.no_decay, isinstance(p, DTensor)
         # Decay, factors and kernels belong to an optimizer group, so parameters that share all of them share a group.
         param_groups.setdefault(key, []).append(p)

@@ -183,7 +183,7 @@ class PlainCopy:
         self._plain = copy.deepcopy(objective) if ranks.rank == 0 else None
 
     @contextmanager
-    def filled(self, gathered: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[Objective | None]:
+    def fill(self, gathered: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[Objective | None]:
         """Return the objective with its present weights in evaluation mode on rank 0; None on the others.
 
         Args:
@@ -203,7 +203,7 @@ class PlainCopy:
             self._plain.to("cpu")
 
 
-def summed_norms(
+def sum_norms(
     objective: Objective, shards: Mapping[int, Tensor], ranks: Ranks, device: torch.device
 ) -> dict[int, Tensor]:
     """Return the norm of each gradient by the id of its parameter.

@@ -22,7 +22,7 @@ class Span(NamedTuple):
     copies: int = 1
 
     @staticmethod
-    def of(tensor: Tensor) -> Span:
+    def from_tensor(tensor: Tensor) -> Span:
         """Return the span of an ordinary tensor, or of a DTensor sharded by rows over the last mesh dimension and replicated over the first."""
         if not isinstance(tensor, DTensor):
             return Span(tensor.detach())
@@ -36,9 +36,9 @@ class Span(NamedTuple):
         return Span(tensor.to_local().detach(), begin, *copies)
 
 
-def pieces_of(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
+def select_pieces(tensors: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Piece]:
     """Return the pieces that this rank writes: its own rows, and its share of tensors that several ranks hold."""
-    spans = {name: Span.of(tensor) for name, tensor in tensors.items()}
+    spans = {name: Span.from_tensor(tensor) for name, tensor in tensors.items()}
     plain = [name for name in tensors if not isinstance(tensors[name], DTensor)]
     # Distribute replicated tensors by size, so that no rank has a much longer file to write.
     mine = dict(
@@ -60,7 +60,7 @@ def load_tensors(source: CheckpointReader, part: str, tensors: Mapping[str, Tens
     # Check before writing: a model that is half filled from another model's checkpoint would train.
     refuse_differences(source, part, {name: tuple(t.shape) for name, t in tensors.items()})
     for name, tensor in tensors.items():
-        local, begin, *_ = Span.of(tensor)
+        local, begin, *_ = Span.from_tensor(tensor)
         local.copy_(source.read(part, name, begin, begin + local.numel()).view(local.shape))
 
 

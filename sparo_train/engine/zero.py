@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..core.disk.pieces import CheckpointReader, Piece, Pieces
 from ..core.errors import CheckpointError
-from .shard_slices import pieces_of, refuse_differences
+from .shard_slices import refuse_differences, select_pieces
 
 
 class FlatSlice(NamedTuple):
@@ -28,7 +28,7 @@ class FlatSlice(NamedTuple):
     begin: int
     length: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view(self, flat: Tensor) -> Tensor:
         """Return these elements of a flat tensor with the same layout, as a view."""
         return flat.detach().narrow(0, self.offset, self.length)
 
@@ -115,10 +115,10 @@ class Zero:
         if not p.requires_grad:
             return self.frozen_shard(p)
         flat_slice = self.flat_slice(p)
-        return (p.new_empty(0), 0) if flat_slice is None else (flat_slice.of(flat_slice.flat), flat_slice.begin)
+        return (p.new_empty(0), 0) if flat_slice is None else (flat_slice.view(flat_slice.flat), flat_slice.begin)
 
     @torch.no_grad()
-    def gathered(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
+    def gather_parameter(self, p: nn.Parameter, shape: tuple[int, ...]) -> Tensor:
         """Return the value of a parameter as a new tensor; all ranks call it together.
 
         DeepSpeed's GatheredParameters is not used, because in stage 3 it corrupts DeepSpeed's record of the module
@@ -190,11 +190,16 @@ class Zero:
                 entries = self.entries(flat_slice.flat)
                 for key in self.moments:
                     if key in entries:
-                        optimizer[f"{name}/{key}"] = Piece(flat_slice.of(entries[key]), shapes[name], flat_slice.begin)
+                        optimizer[f"{name}/{key}"] = Piece(
+                            flat_slice.view(entries[key]), shapes[name], flat_slice.begin
+                        )
         steps = [entries["step"] for entries in map(self.entries, self.flats) if "step" in entries]
         # One name per parameter, as in other engines, so that any engine can read this checkpoint.
         counts = {f"{name}/step": steps[0] for name in trained} if steps else {}
-        return {"model": model | pieces_of(everywhere, *share), "optimizer": optimizer | pieces_of(counts, *share)}
+        return {
+            "model": model | select_pieces(everywhere, *share),
+            "optimizer": optimizer | select_pieces(counts, *share),
+        }
 
     def load(self, objective: nn.Module, shapes: Mapping[str, tuple[int, ...]], source: CheckpointReader) -> None:
         """Load master weights and moments; call `refresh` afterwards. Raises `CheckpointError`."""
@@ -218,7 +223,7 @@ class Zero:
                     saved = source.read(
                         "optimizer", f"{name}/{key}", flat_slice.begin, flat_slice.begin + flat_slice.length
                     )
-                    flat_slice.of(self.entries(flat_slice.flat)[key]).copy_(saved)
+                    flat_slice.view(self.entries(flat_slice.flat)[key]).copy_(saved)
 
     def zero_gradients(self) -> None:
         """Clear gradients: stage 3 keeps the last gradient of a parameter that the next step does not reach."""

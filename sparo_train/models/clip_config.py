@@ -104,7 +104,7 @@ class VisionConfig(Frozen):
 
 
 def _timm_sizes(vision: Mapping[str, Any]) -> Any:
-    from .timm_tower import sizes_of  # timm is imported only for recipes that name it
+    from .timm_tower import infer_sizes  # timm is imported only for recipes that name it
 
     kwargs = vision.get("timm_model_kwargs", {})
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
@@ -113,7 +113,7 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
             "timm_model_kwargs: a value must be a number, a word, true or false, and image_size must be a whole "
             "number. Correct the value of another type."
         )
-    return sizes_of(vision["timm_model_name"], vision.get("image_size"), kwargs)
+    return infer_sizes(vision["timm_model_name"], vision.get("image_size"), kwargs)
 
 
 class TextConfig(Frozen):
@@ -226,7 +226,7 @@ class ClipConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> ClipConfig:
         object.__setattr__(
-            self, "readout", self.readout.resolved(normalize=True)
+            self, "readout", self.readout.resolve_defaults(normalize=True)
         )  # the resolved recipe contains all keys
         v, t, replaced = self.vision, self.text, self.readout.placement.replaced
         if v.image_size % v.patch_size:

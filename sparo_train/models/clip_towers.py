@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core.errors import ConfigError
 from .clip_config import Freeze
-from .precision import patchify, regridded
+from .precision import interpolate_positions, patchify
 from .readout import NoReadOut, ReadOut, ReadOutConfig, Slots, project_tokens, read_slots
 
 _STEM = ("conv1", "class_embedding", "positional_embedding", "token_embedding", "ln_pre")
@@ -28,11 +28,11 @@ def freeze(tower: nn.Module, blocks: int, how: Freeze) -> None:
         count = blocks if how == "blocks" else int(how)
         for name, p in tower.named_parameters():
             # Never unfreeze, because the other tower may freeze what both share.
-            if layer_of(name, blocks) <= count:
+            if layer_index(name, blocks) <= count:
                 p.requires_grad_(False)
 
 
-def layer_of(name: str, blocks: int) -> int:
+def layer_index(name: str, blocks: int) -> int:
     """Return the layer of a tower's parameter: 0 before the blocks, n + 1 in block n, the last one after them (norm, readout, projection)."""
     first, _, rest = name.partition(".")
     if first == "transformer":
@@ -136,7 +136,7 @@ class VisionTower(VisionTransformer):
     def _embeds(self, x: Tensor, patches: Tensor | None = None) -> Tensor:
         pixels = patchify(x, self.conv1.kernel_size[0])
         rows, columns = (side // self.conv1.kernel_size[0] for side in x.shape[-2:])
-        where = regridded(self.positional_embedding[1:], rows, columns)
+        where = interpolate_positions(self.positional_embedding[1:], rows, columns)
         if patches is not None:
             pixels = pixels.gather(1, patches[..., None].expand(-1, -1, pixels.shape[2]))
             # A kept patch keeps its position embedding.

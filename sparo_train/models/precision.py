@@ -18,7 +18,7 @@ def patchify(x: Tensor, patch: int) -> Tensor:
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
-def regridded(positions: Tensor, rows: int, columns: int) -> Tensor:
+def interpolate_positions(positions: Tensor, rows: int, columns: int) -> Tensor:
     """Interpolate position embeddings (P, d) of a square grid to (rows, columns): bicubic, antialiased, as in open_clip; unchanged if equal."""
     side = math.isqrt(len(positions))
     if (rows, columns) == (side, side):

@@ -99,7 +99,7 @@ class ReadOutConfig(Frozen, ABC):
         """Return its placement in a tower."""
         return Placement()
 
-    def resolved(self, normalize: bool) -> Self:
+    def resolve_defaults(self, normalize: bool) -> Self:
         """Return this block with the method's default for normalization: CLIP normalises slots, DINO's head takes them unchanged."""
         return self
 

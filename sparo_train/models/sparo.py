@@ -107,7 +107,7 @@ class SparoReadOut(TwinReadOut):
             shared=self.share_queries,
         )
 
-    def resolved(self, normalize: bool) -> Self:
+    def resolve_defaults(self, normalize: bool) -> Self:
         if self.normalize is not None:
             return self
         self._check_norm(normalize)

@@ -72,7 +72,7 @@ def backbone_facts(name: str, image_size: int, size: int | None = None) -> Backb
 
 
 @functools.lru_cache(maxsize=64)
-def written_values(name: str, image_size: int, size: int) -> int:
+def count_written_values(name: str, image_size: int, size: int) -> int:
     """Return the number of values that the layers of a model, built for `image_size`, write for one image of `size` pixels."""
     counts: list[int] = []
 

@@ -45,7 +45,7 @@ class TimmSizes(NamedTuple):
     batch_norm: str = ""
 
 
-def sizes_of(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> TimmSizes:
+def infer_sizes(name: str, image_size: int | None, kwargs: Mapping[str, Any]) -> TimmSizes:
     """Return the sizes of one of timm's vision transformers, which is built and run without memory.
 
     Args:

@@ -115,7 +115,7 @@ class VitConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> VitConfig:
         object.__setattr__(
-            self, "readout", self.readout.resolved(normalize=False)
+            self, "readout", self.readout.resolve_defaults(normalize=False)
         )  # the resolved recipe contains all keys
         if self.readout.conditioned:
             raise ValueError(f"readout.kind={self.readout.kind}: needs texts, which DINO does not have. Use cls.")

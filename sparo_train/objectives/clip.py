@@ -18,7 +18,7 @@ from ..data.examples.image_text import VOCABULARY, ClipTokenizer, ImageTextExamp
 from ..data.examples.image_transforms import normalise
 from ..data.sources.base import DataConfig
 from ..models.clip_model import Clip, unit_norm
-from ..models.clip_towers import layer_of
+from ..models.clip_towers import layer_index
 from ..models.readout import ReadOut, readouts
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_bytes
@@ -199,7 +199,7 @@ class ClipObjective(CoupledObjective):
         positions = {f"model.{part}.positional_embedding" for part in towers}
         no_decay = {*default.no_decay, *(positions if self.config.decay_policy == "open_clip4" else ())}
         layer_ids = {
-            f"model.{part}.{name}": len(tower.resblocks) + 1 - layer_of(name, len(tower.resblocks))
+            f"model.{part}.{name}": len(tower.resblocks) + 1 - layer_index(name, len(tower.resblocks))
             for part, tower in towers.items()
             for name, _ in tower.named_parameters()
         }
@@ -215,10 +215,10 @@ class ClipObjective(CoupledObjective):
             [row for *row, still in zip(sizes, blocks, self.config.frozen, strict=True) if not still],  # type: ignore[misc]
             m.width,
             peak_bytes(self.config.loss, batch, world_batch, m.width),
-            self._written(),
+            self._count_written(),
         )
 
-    def _written(self) -> int:
+    def _count_written(self) -> int:
         """Return the 16-bit values that a pair writes outside of blocks: embedded tokens and norms around the blocks, and readouts."""
         m = self.config.model
         read = sum(2 * part.slots * width for part, width in self._readouts())
@@ -243,7 +243,7 @@ class ClipObjective(CoupledObjective):
     def ema_decay(self, progress: Progress) -> float:
         """Return the share of itself that the average keeps at this step."""
         assert self.config.ema is not None
-        return self.config.ema.at(progress)
+        return self.config.ema.decay_at(progress)
 
 
 def scored_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ class EmaConfig(Frozen):
     decay: float = field(0.9999, "Decay of the moving average per step.", ge=0, lt=1)
     warmup: bool = field(True, "Use a smaller decay at first, (1 + step) / (10 + step), to forget the initial weights.")
 
-    def at(self, progress: Progress) -> float:
+    def decay_at(self, progress: Progress) -> float:
         """Return the share of itself that the average keeps at this step."""
         # The average of a branch has long forgotten its random weights, so it is not warmed up again.
         step = progress.steps_before + progress.step

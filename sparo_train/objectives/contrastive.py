@@ -138,13 +138,15 @@ def contrastive(
     own, width = image.shape
     with torch.autocast(image.device.type, enabled=False):
         if loss.tiled is None or uses_gather(loss, own, own * ring.size, width, on_gpu=image.device.type != "cpu"):
-            return _gathered(image, text, scale, bias, loss, ring)
+            return _gather_loss(image, text, scale, bias, loss, ring)
         tile = max(1, _TILE // len(image))
         total, correct = loss.tiled.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
     return Contrast(total, correct)
 
 
-def _gathered(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, loss: ContrastiveLoss, ring: Ring) -> Contrast:
+def _gather_loss(
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, loss: ContrastiveLoss, ring: Ring
+) -> Contrast:
     own = torch.arange(len(image), device=image.device) + ring.rank * len(image)
     logits = scale * image @ ring.gather(text).T
     scores = logits.detach()

@@ -21,7 +21,7 @@ from ..data.examples.multi_crop import CropExamples
 from ..data.sources.base import DataConfig
 from ..models.dino_head import DinoNet, Views, masked_rows
 from ..models.readout import readouts
-from ..models.timm_backbone import written_values
+from ..models.timm_backbone import count_written_values
 from ..models.vit import Vit
 from ..models.vit_config import DROP_RANGE
 from .backbone_training import BackboneObjective, encoder_less_parts
@@ -254,7 +254,7 @@ class DinoObjective(BackboneObjective):
         views, written, towers = 2 + crops.local_crops_number, 0, []
         if m.timm_model_name is not None:
             sides = [m.image_size] * 2 + [crops.local_size] * crops.local_crops_number
-            written = sum(written_values(m.timm_model_name, m.image_size, side) for side in sides)
+            written = sum(count_written_values(m.timm_model_name, m.image_size, side) for side in sides)
         else:
             # Of the last block, only the class token is kept if nothing else is read.
             patch_loss = self.config.ibot is not None or self.config.gram is not None

@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, DataError
 from ..data.examples.image_transforms import normalise
 from ..models.dino_head import build_backbone
 from ..models.readout import readouts
-from ..models.timm_backbone import written_values
+from ..models.timm_backbone import count_written_values
 from ..models.vit_config import VitConfig
 from .backbone_training import BackboneObjective, encoder_less_parts
 from .dino_choices import choose_backbone
@@ -119,7 +119,7 @@ class DistillObjective(BackboneObjective):
         metrics, total = {"class_loss": class_loss}, c.class_weight * class_loss
         if patches is not None:
             assert self.patch_moments is not None
-            places = at_places(tokens[:, 1:], batch["box"], math.isqrt(patches.shape[1]))
+            places = sample_at(tokens[:, 1:], batch["box"], math.isqrt(patches.shape[1]))
             metrics["patch_loss"] = self._error(patches, places, self.patch_moments)
             total = total + c.patch_weight * metrics["patch_loss"]
         return Loss(total, {name: value.detach() for name, value in metrics.items()})
@@ -168,7 +168,7 @@ class DistillObjective(BackboneObjective):
         patches = (m.image_size // m.patch_size) ** 2
         tokens, written, towers = 1 + m.registers + patches, 0, []
         if m.timm_model_name is not None:
-            written = written_values(m.timm_model_name, m.image_size, m.image_size)
+            written = count_written_values(m.timm_model_name, m.image_size, m.image_size)
         else:
             # Of the last block, only the class token is kept if nothing else is read.
             blocks = m.blocks - int(m.readout.kind == "cls" and not self.config.patch_weight)
@@ -184,7 +184,7 @@ class DistillObjective(BackboneObjective):
         self.student.backbone.set_grad_checkpointing(enable)
 
 
-def at_places(patches: Tensor, box: Tensor, side: int) -> Tensor:
+def sample_at(patches: Tensor, box: Tensor, side: int) -> Tensor:
     """Return the teacher's patches at the places of the student's, (B, side * side, D), by bilinear interpolation.
 
     Args:
@@ -205,7 +205,7 @@ def at_places(patches: Tensor, box: Tensor, side: int) -> Tensor:
         return F.grid_sample(image, points, padding_mode="border", align_corners=False).flatten(2).transpose(1, 2)
 
 
-def _of_weights(config: DistillObjectiveConfig, weights: Mapping[str, Tensor]) -> DistillObjective:
+def _objective_from_weights(config: DistillObjectiveConfig, weights: Mapping[str, Tensor]) -> DistillObjective:
     """Return the objective of trained weights, whose shapes give the teacher's width."""
     return DistillObjective(config, TeacherFacts("the teacher", 0, 1, len(weights["student.class_head.weight"]), 0, ""))
 
@@ -217,5 +217,5 @@ METHOD = Method(
     check_recipe,
     exports=("timm", "transformers", "torch", "onnx"),
     choose=choose_backbone,
-    objective_of_weights=_of_weights,
+    objective_of_weights=_objective_from_weights,
 )

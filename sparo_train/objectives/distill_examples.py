@@ -19,15 +19,15 @@ from ..data.examples.image_transforms import (
     Picture,
     eval_pixels,
     flip,
+    get_size,
     planes,
     random_resized_crop_box,
     resized_crop,
-    size_of,
 )
 from ..data.examples.multi_crop import gray, jitter
 from ..data.examples.samples import decode_for_training, decode_image, image_bytes
 from ..data.read.loader import Examples, OnStage, ignore_stage
-from ..data.read.token_cache import TokenCache, digest_of
+from ..data.read.token_cache import TokenCache, compute_digest
 from ..data.sources.base import DataConfig, Source
 from ..models.vit_config import DROP_RANGE
 from .distill_config import DistillObjectiveConfig
@@ -134,7 +134,7 @@ class DistillExamples(Examples):
     def _view(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         data = image_bytes(fields, source.config.image_keys)
         # The digest is that of the file's bytes, so that finding tokens needs no image decoding.
-        return [Prepared(digest_of(data), self._teacher_view(self._picture(data)))]
+        return [Prepared(compute_digest(data), self._teacher_view(self._picture(data)))]
 
     def _teacher_view(self, picture: Picture) -> np.ndarray:
         return planes(eval_pixels(picture, self.teacher.image_size))
@@ -150,7 +150,7 @@ class DistillExamples(Examples):
         data = image_bytes(fields, source.config.image_keys)
         example: dict[str, np.ndarray] = {}
         if self.tokens is not None:
-            rows = self.tokens.read(digest_of(data))
+            rows = self.tokens.read(compute_digest(data))
             if rows is None:
                 decode_image(data, pixel_range=self.config.pixel_range)  # report a broken image as such
                 raise BadSampleError("no tokens of the teacher")
@@ -169,7 +169,7 @@ class DistillExamples(Examples):
 
     def _crop(self, picture: Picture, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return the student's crop (S, S, 3) uint8 and its box."""
-        c, (width, height) = self.objective.crops, size_of(picture)
+        c, (width, height) = self.objective.crops, get_size(picture)
         side = min(width, height)
         box = random_resized_crop_box((side, side), c.scale, rng)
         inside = box._replace(left=box.left + (width - side) // 2, top=box.top + (height - side) // 2)

@@ -18,7 +18,7 @@ from ..data.sources.base import DataConfig
 _PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
 
 
-def no_rules(run: Any) -> None:
+def accept_any(run: Any) -> None:
     """Accept any combination of blocks."""
 
 
@@ -83,7 +83,7 @@ class Method:
     config: type[Frozen]
     objective: Callable[[Any], Objective]
     examples: Callable[[Any, DataConfig], Examples]
-    rules: Callable[[Any], None] = no_rules
+    rules: Callable[[Any], None] = accept_any
     exports: tuple[str, ...] = ()
     loss_keys: tuple[str, ...] | None = None
     choose: Callable[[Situation], Sequence[Choice]] | None = None

@@ -21,7 +21,7 @@ from ..core.errors import BadSampleError, DataError, SparoError
 from ..data.read.token_cache import TokenCache
 from ..data.read.workers import WorkerItems
 from ..data.sources.base import Source, Storage
-from ..models.clip_towers import layer_of
+from ..models.clip_towers import layer_index
 from ..models.weight_files.weights import weights_sha256
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def cache_image_tokens(
 ) -> None:
     """Compute and write the tokens of a part's images. Raises `DataError`."""
     entries: dict[bytes, np.ndarray] = {}
-    with closing(_prepared(sample_range, prepare, workers)) as batches:
+    with closing(_iter_prepared(sample_range, prepare, workers)) as batches:
         for batch in batches:
             # Equal images in a part are computed once.
             fresh = {p.digest: p.value for p in batch if p.digest not in entries}
@@ -130,7 +130,7 @@ def cache_text_tokens(
     token_cache: TokenCache, sample_range: SampleRange, prepare: Prepare, encode: Encode, workers: int
 ) -> None:
     """Compute and write the tokens of a part's captions, up to and including EOS. Raises `DataError`."""
-    with closing(_prepared(sample_range, prepare, workers)) as batches:
+    with closing(_iter_prepared(sample_range, prepare, workers)) as batches:
         ids = {p.digest: p.value for batch in batches for p in batch}
     entries: dict[bytes, np.ndarray] = {}
     # Group captions of similar lengths: under the causal mask, padding after the end changes nothing.
@@ -166,7 +166,7 @@ def tower_facts(tower: nn.Module, sizes: Mapping[str, Any], precision: str) -> d
     """Return everything that determines a tower's tokens: weights of its blocks and of the layers before them, its sizes, the precision."""
     count = len(tower.resblocks)  # type: ignore[arg-type]
     # Only the layers before the tokens, because another readout can use the same tokens.
-    weights = weights_sha256(tower.state_dict(), lambda name: layer_of(name, count) <= count)
+    weights = weights_sha256(tower.state_dict(), lambda name: layer_index(name, count) <= count)
     return {"weights": weights, "blocks": count, "sizes": sizes, "precision": precision}
 
 
@@ -192,7 +192,7 @@ class _SampleDataset(Dataset[list[Prepared]]):
         return prepared_items
 
 
-def _prepared(sample_range: SampleRange, prepare: Prepare, workers: int) -> Any:
+def _iter_prepared(sample_range: SampleRange, prepare: Prepare, workers: int) -> Any:
     numbers = [
         list(range(at, min(at + _IMAGES, sample_range.last)))
         for at in range(sample_range.first, sample_range.last, _IMAGES)

@@ -20,7 +20,7 @@ from ..data.examples.image_text import ImageTextExamples
 from ..data.examples.image_transforms import eval_pixels, planes
 from ..data.examples.samples import caption, decode_for_training, decode_image, image_bytes, list_captions
 from ..data.read.loader import OnStage, ignore_stage
-from ..data.read.token_cache import TokenCache, digest_of
+from ..data.read.token_cache import TokenCache, compute_digest
 from ..data.sources.base import Source
 from .clip_config import CacheConfig
 from .token_cache_builder import (
@@ -109,11 +109,11 @@ class TokenExamples(ImageTextExamples):
         data, size = image_bytes(fields, source.config.image_keys), self.image_size
         picture = decode_for_training(data, self.config, size)
         # The digest is that of the file's bytes, so that finding tokens needs no image decoding.
-        return [Prepared(digest_of(data), planes(eval_pixels(picture, size)))]
+        return [Prepared(compute_digest(data), planes(eval_pixels(picture, size)))]
 
     def _texts(self, fields: dict[str, bytes], source: Source) -> list[Prepared]:
         ids = [np.array(self.tokenize(text), np.int64) for text in list_captions(fields, source.config)]
-        return [Prepared(digest_of(row.tobytes()), row) for row in ids]
+        return [Prepared(compute_digest(row.tobytes()), row) for row in ids]
 
     def prepare(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, fields: dict[str, bytes], source: Source, rng: np.random.Generator, on_stage: OnStage = ignore_stage
@@ -128,7 +128,7 @@ class TokenExamples(ImageTextExamples):
         if "image" in self.token_caches:
             ids = self.tokenize(caption(fields, source.config, rng))
             data = image_bytes(fields, source.config.image_keys)
-            rows = self.token_caches["image"].read(digest_of(data))
+            rows = self.token_caches["image"].read(compute_digest(data))
             if rows is None:
                 decode_image(
                     data, pixel_range=self.config.pixel_range
@@ -142,7 +142,7 @@ class TokenExamples(ImageTextExamples):
         out["text"] = np.array(ids, np.int64)
         if "text" in self.token_caches:
             out["text_tokens"] = self._require_tokens(
-                "text", self.token_caches["text"].read(digest_of(out["text"].tobytes()))
+                "text", self.token_caches["text"].read(compute_digest(out["text"].tobytes()))
             )
         on_stage("tokens")
         return out

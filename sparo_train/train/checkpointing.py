@@ -271,7 +271,7 @@ def find_start(
                 return branch(Path(start.checkpoint), ranks, pipeline)
         return State(), lambda _engine: None
     path, meta, source = newest
-    state = State.of(meta)
+    state = State.from_meta(meta)
     bad.load(meta["bad_samples"])
 
     def load(engine: Engine) -> None:
@@ -309,7 +309,7 @@ def branch(path: Path, ranks: Ranks, pipeline: DataPipeline) -> tuple[State, Cal
     if doubt := store.checkpoint_warnings(path, step):
         logger.warning(f"start_from: {doubt}")
     meta = store.read_run_meta(step)
-    theirs = State.of(meta)
+    theirs = State.from_meta(meta)
     own = State(steps_before=theirs.steps_before + theirs.step)
     note = f"start_from: weights and moments of {step} (its step {meta['step']})"
     try:

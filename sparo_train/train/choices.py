@@ -29,7 +29,7 @@ def with_choices(tree: Tree) -> tuple[Tree, list[Choice]]:
         raise ConfigError(f"auto: objective.kind={kind} has no keys that can be chosen from the data. Set auto=off.")
     if tree["auto"] not in ("here", "cpu", "gpu"):
         raise ConfigError(f"auto: expected off, here, cpu or gpu, got {tree['auto']}.")
-    chosen = [choice for choice in choose(_situation(tree)) if _at(tree, choice.key) is None]
+    chosen = [choice for choice in choose(_situation(tree)) if _look_up(tree, choice.key) is None]
     for choice in chosen:
         patch: Any = choice.value
         for key in reversed(choice.key.split(".")):
@@ -51,7 +51,7 @@ def _situation(tree: Tree) -> Situation:
     device = engine.get("device", "auto") if isinstance(engine, Mapping) else "auto"
     gpu = tree["auto"] == "gpu" or (tree["auto"] == "here" and find_device(device, "engine.device").type != "cpu")
     images = sum(source.samples for source in sources)
-    if config.bands is None or _at(tree, "data.pixel_range") is not None:
+    if config.bands is None or _look_up(tree, "data.pixel_range") is not None:
         return Situation(tree, images, survey(sources, config), gpu)
     # Any values can be read by percentiles. Mean and standard deviation depend on the range, so they are measured again
     # with the one that will be chosen.
@@ -61,7 +61,7 @@ def _situation(tree: Tree) -> Situation:
     return Situation(tree, images, found, gpu)
 
 
-def _at(tree: Any, dotted: str) -> Any:
+def _look_up(tree: Any, dotted: str) -> Any:
     for key in dotted.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

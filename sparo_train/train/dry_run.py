@@ -86,7 +86,7 @@ def dry_run(config: RunConfig) -> DryRun:
     if steps is not None:
         objective.refuse_length(steps)
     samples = steps * config.batch_size if steps else None
-    facts = [_shared(f, epoch, samples) for f in facts]
+    facts = [_describe_sharing(f, epoch, samples) for f in facts]
     return DryRun(
         parameters_by_module(objective),
         sum(p.numel() for p in objective.parameters() if p.requires_grad),
@@ -138,7 +138,7 @@ def memory_estimate(
         objective: on the meta device.
         footprint: size of one sample.
     """
-    sizes = Sizes.of(objective, len(set(optim.state_names) - {"step"}))
+    sizes = Sizes.from_objective(objective, len(set(optim.state_names) - {"step"}))
     engine_costs = ENGINES.get(engine.kind).costs(engine, sizes, world_size)
     states = {name: int(getattr(engine_costs, name)) for name in ("weights", "gradients", "optimizer", "gathered")}
     if footprint is None:
@@ -165,11 +165,13 @@ def _source(name: str, source: SourceConfig) -> SourceFacts:
     except (ConfigError, DataError) as error:
         return SourceFacts(name, None, None, source.weight, None, None, str(error))
     # Truncated shards are reported but not fatal here, because a dry run exists to report them.
-    broken = f"{len(source_data.broken())} incomplete shard(s)" if source_data.broken() else None
+    broken = (
+        f"{len(source_data.incomplete_storages())} incomplete shard(s)" if source_data.incomplete_storages() else None
+    )
     return SourceFacts(name, len(source_data.storages), source_data.samples, source.weight, None, None, broken)
 
 
-def _shared(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:
+def _describe_sharing(facts: SourceFacts, epoch: int | None, samples: int | None) -> SourceFacts:
     if facts.samples is None or not epoch or not samples:
         return facts
     share = facts.samples * facts.weight / epoch

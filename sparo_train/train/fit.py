@@ -44,7 +44,7 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
         yield f"data {source.name}: {share:.1%} of the samples read; {source.samples:,} samples, {passes:.2f} passes"
         if left_out := getattr(source.storages[0], "left_out", {}):
             yield f"data {source.name}: skipped files that are not readable images: {left_out_text(left_out)}"
-        broken = source.broken()
+        broken = source.incomplete_storages()
         for damage in broken[:_NAMED]:
             yield f"data {source.name}: {damage.url}: {damage.reason}, about {damage.lost_samples:,} samples lost"
         if len(broken) > _NAMED:

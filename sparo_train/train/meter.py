@@ -129,7 +129,7 @@ class RunClock:
         if self._first is not None:
             self._away += seconds
 
-    def left(self, step: int, total: int) -> float | None:
+    def seconds_left(self, step: int, total: int) -> float | None:
         """Return an estimate of the seconds to the last step; None before two steps of this start are done.
 
         The first step is excluded, because it compiles, fills caches and waits for the loader's workers.

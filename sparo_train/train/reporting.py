@@ -117,7 +117,7 @@ class Reporter:
 
     def show_progress(self, step: int, total_steps: int, clock: RunClock) -> None:
         """Show the progress without waiting for the device."""
-        self.display.show_progress(step, total_steps, clock.elapsed, clock.left(step, total_steps))
+        self.display.show_progress(step, total_steps, clock.elapsed, clock.seconds_left(step, total_steps))
 
     def without_gradient(self, names: Sequence[str]) -> None:
         """Report trainable parameters that the loss does not reach, which keep their initial values."""
@@ -201,7 +201,7 @@ class Collector:
         if step % _COLLECT_EVERY == 0:
             gc.collect(1)
 
-    def everything(self) -> None:
+    def collect_all(self) -> None:
         """Collect everything, after work that creates many objects and takes long anyway (an evaluation)."""
         gc.collect()
 
@@ -219,7 +219,7 @@ class Profile:
     def __init__(self, config: ProfileConfig | None, folder: Path):
         self._folder, self._running = folder, None
         if config is not None:
-            self._guarded(lambda: self._start(config))
+            self._guard(lambda: self._start(config))
 
     def _start(self, config: ProfileConfig) -> None:
         # Discard one warm-up step, which contains the start of the profiler itself.
@@ -238,13 +238,13 @@ class Profile:
     def step(self) -> None:
         """Advance the profiler after a step."""
         if self._running is not None:
-            self._guarded(self._running.step)
+            self._guard(self._running.step)
 
     def close(self) -> None:
         if self._running is not None:
-            self._guarded(self._running.stop)
+            self._guard(self._running.stop)
 
-    def _guarded(self, call: Callable[[], Any]) -> None:
+    def _guard(self, call: Callable[[], Any]) -> None:
         # Catch everything, because a trace must not end the run.
         try:
             call()
@@ -282,7 +282,7 @@ class Evaluation:
     def due(self, step: int) -> bool:
         """Return whether this step is to be evaluated now: it has no scores yet, and `max_share` allows another evaluation."""
         every = self.schedule.every_steps
-        if not (every and step and step % every == 0 and self.missing(step)):
+        if not (every and step and step % every == 0 and self.missing_tasks(step)):
             return False
         # Clocks of ranks differ, so rank 0 decides.
         if self.schedule.max_share is None or self.ranks.rank0_broadcast(self._affordable):
@@ -302,7 +302,7 @@ class Evaluation:
         total = time.monotonic() - self._started + expected
         return sum(self._durations) + expected <= self.schedule.max_share * total
 
-    def missing(self, step: int) -> bool:
+    def missing_tasks(self, step: int) -> bool:
         return self.evaluate is not None and step not in self.scored
 
     def run(self, step: int) -> str | None:

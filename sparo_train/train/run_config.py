@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.config import Frozen, field, resolve, resumable_field
 from ..core.errors import ConfigError
-from ..core.files import nearest
+from ..core.files import suggest_path
 from ..core.recipe.layers import Tree, is_sweep, load_recipe, override
 from ..core.registries import ENGINES, METHODS, OPTIMIZERS, TASKS
 from ..core.registry import FromRegistry, Registry
@@ -28,7 +28,7 @@ def _source_at(place: str) -> dict[str, Any]:
     """Return the source that `data=PLACE` stands for. Raises `ConfigError` if a path without wildcards does not exist."""
     path = Path(place)
     if not path.exists() and not any(mark in place for mark in ("://", "::", "*", "{", "[")):
-        raise ConfigError(f"data={place}: no such file or folder; {nearest(path)}")
+        raise ConfigError(f"data={place}: no such file or folder; {suggest_path(path)}")
     return source_block([place])
 
 

@@ -71,7 +71,7 @@ class State:
             bad_samples: from `BadSampleBudget.state`.
             kernel: of attention.
         """
-        joined = Cursor.joined([cursor for cursor in cursors if cursor is not None])
+        joined = Cursor.join([cursor for cursor in cursors if cursor is not None])
         return {
             **self.counts(),
             "cursor": joined.to_json(),
@@ -92,7 +92,7 @@ class State:
         }
 
     @staticmethod
-    def of(meta: Mapping[str, Any]) -> State:
+    def from_meta(meta: Mapping[str, Any]) -> State:
         """Return the state that a checkpoint's meta records."""
         cursor = Cursor(tuple(meta["cursor"]))
         # Older versions wrote no steps_before, and their branches continued as if it were zero.

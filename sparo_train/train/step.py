@@ -77,10 +77,10 @@ class SkippedSteps:
         self._pending.append((step, report.applied, report.grad_norm))
 
     def needs_no_sync(self) -> bool:
-        """Return whether `look` would not wait for the device."""
+        """Return whether `count_steps` would not wait for the device."""
         return all(isinstance(applied, bool) for _, applied, _ in self._pending)
 
-    def look(self, state: State) -> None:
+    def count_steps(self, state: State) -> None:
         """Count applied and skipped steps in `state`. Raises `TrainingError` over the limit."""
         pending, self._pending = self._pending, []
         for step, applied, norm in pending:

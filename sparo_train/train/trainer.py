@@ -177,7 +177,7 @@ class Trainer:
         self.reporter.done(state.step, self.total_steps, self.clock, report)
         logged = state.step % log.every_steps == 0 or state.step == self.total_steps
         if logged or self.skips.needs_no_sync():
-            self._look()
+            self._count_skipped()
         self.reporter.meter.add(self.config.batch_size)
         if self.reporter.meter.beat_due(log.heartbeat_seconds):
             self._beat("training")
@@ -194,9 +194,9 @@ class Trainer:
                 facts |= {"bad_samples": self.bad.by_reason(), "bad_shards": self.bad.by_shard()}
             self.reporter.write("train", state.step, facts)
 
-    def _look(self) -> None:
+    def _count_skipped(self) -> None:
         with self.ranks.raise_on_all():  # the gradient norm is equal on all ranks
-            self.skips.look(self.state)
+            self.skips.count_steps(self.state)
 
     def _beat(self, phase: str) -> None:
         self.reporter.beat(self.state.step, self.total_steps, phase)
@@ -207,7 +207,7 @@ class Trainer:
         start_seconds = self.clock.elapsed
         signal = self.evaluation.run(self.state.step)
         self.clock.pause(self.clock.elapsed - start_seconds)
-        self.garbage.everything()  # an evaluation leaves much garbage, and no rank waits for a step here
+        self.garbage.collect_all()  # an evaluation leaves much garbage, and no rank waits for a step here
         self.reporter.meter.start()
         return signal
 
@@ -218,7 +218,7 @@ class Trainer:
         if signal is None:
             good = self.saver.last_good
             self.ranks.rank0_broadcast(lambda: refuse_diverged(self.state, self.total_steps, path, good()))
-        if reason == "finished" and self.evaluation.missing(step):
+        if reason == "finished" and self.evaluation.missing_tasks(step):
             reason = self._evaluate() or reason
         self._beat(reason)
         return Outcome(reason, step, path)
@@ -238,7 +238,7 @@ class Trainer:
     def save(self) -> None:
         """Start writing a checkpoint of everything that training depends on."""
         state, start_seconds = self.state, self.clock.elapsed
-        self._look()
+        self._count_skipped()
         self._beat("saving")
         state.seconds = start_seconds
         # Each rank's own position, because loaders read ahead by different numbers of batches.

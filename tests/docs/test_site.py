@@ -17,7 +17,7 @@ from launch.cli.main import app
 from launch.jobs.clusters import ClusterConfig
 from launch.recipes import find_recipe
 from sparo_train.core import errors, registries
-from sparo_train.core.recipe.config_keys import keys_of
+from sparo_train.core.recipe.config_keys import list_keys
 from sparo_train.core.registry import Registry
 from sparo_train.train.run_config import RunConfig
 from tests.docs.test_docs import DOCUMENTS, ROOT
@@ -76,7 +76,7 @@ def test_options_of_commands_are_described():
 def test_every_key_of_a_recipe_is_on_a_page():
     pages = "\n".join(KeyPages().pages().values())
     listed = set(re.findall(r"`([\w.\[\]<>*]+)`", pages))
-    for key in keys_of(RunConfig):
+    for key in list_keys(RunConfig):
         blocks = [".".join(key.dotted.split(".")[:n]) + ".*" for n in range(1, key.dotted.count(".") + 1)]
         assert key.dotted in listed or key.dotted.startswith("eval.job.tasks.") or listed & set(blocks), key.dotted
 

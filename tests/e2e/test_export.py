@@ -134,7 +134,7 @@ class _Hub(BaseHTTPRequestHandler):
         self._answer(404, {})
 
     def do_PUT(self):
-        self.server.stored[self.path.rpartition("/")[2]] = self._body()  # type: ignore[attr-defined]
+        self.server.to_store[self.path.rpartition("/")[2]] = self._body()  # type: ignore[attr-defined]
         self._answer(200, {})
 
     def do_POST(self):
@@ -160,7 +160,7 @@ class _Hub(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     self.server.files[value["path"]] = base64.b64decode(value["content"])  # type: ignore[attr-defined]
                 if line["key"] == "lfsFile":
-                    self.server.files[value["path"]] = self.server.stored[value["oid"]]  # type: ignore[attr-defined]
+                    self.server.files[value["path"]] = self.server.to_store[value["oid"]]  # type: ignore[attr-defined]
             self._answer(200, {"commitUrl": f"{host}/me/model/commit/1", "commitOid": "1", "pullRequestUrl": None})
         else:  # check the front matter of the card
             self._answer(200, {"errors": [], "warnings": []})
@@ -183,7 +183,7 @@ class _Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    server.created, server.stored, server.files = [], {}, {}  # type: ignore[attr-defined]
+    server.created, server.to_store, server.files = [], {}, {}  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()

@@ -64,6 +64,6 @@ def test_every_readout_trains_with_the_recipe_of_the_demo(kind, shards, tmp_path
             expected, (again.encode(image).clone(), again.text(["a red cube", "two things"])), strict=True
         ):
             assert torch.equal(one, other)
-        stock = theirs.eval().encode_image(ours.normalised(image), True), theirs.encode_text(tokens, True)
+        stock = theirs.eval().encode_image(ours.normalize(image), True), theirs.encode_text(tokens, True)
     for one, other in zip(expected, stock, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -15,8 +15,8 @@ from PIL import Image
 from evals.encoders.loading import load_encoder
 from evals.encoders.pixels import Pixels
 from evals.sets.pictures import decode_image
-from evals.slots.attend import attend, pixels_of
-from evals.slots.units import units_of
+from evals.slots.attend import attend, preprocess_image
+from evals.slots.units import make_units
 from launch.explorer.offline_page import PAGE
 from sparo_train.data.examples.image_text import ClipTokenizer, decode_words
 from tests.helpers.browser import Watched, chromium, until
@@ -101,9 +101,9 @@ def expected(run, path, caption, captions):
     encoder = load_encoder(run)
     image = decode_image(path.read_bytes(), path, encoder.decoding)
     (one,) = attend(encoder, [image], [caption])
-    units = units_of(encoder)
+    units = make_units(encoder)
     with torch.inference_mode():
-        vector = units.images(encoder.encode(encoder.stacked([pixels_of(encoder, image)])).flatten(1))
+        vector = units.images(encoder.encode(encoder.stack([preprocess_image(encoder, image)])).flatten(1))
     return one, (vector * units.texts(encoder.text(captions))).sum((1, 2)).tolist()
 
 

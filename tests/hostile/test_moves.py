@@ -87,7 +87,7 @@ def test_resumes_near_the_end_of_an_epoch_continue_with_other_world_sizes(shards
             positions.append(delivery.cursor)
             batches.close()
         joined = [{key: torch.cat([part[key] for part in parts]) for key in ("image",)} for parts in found]
-        return joined, Cursor.joined(positions)
+        return joined, Cursor.join(positions)
 
     whole, end = read(1, 24, None)  # eight steps make an epoch
     got, cursor = [], None

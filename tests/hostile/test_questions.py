@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evals.suite import catalogue
-from evals.suite.question_tasks import ChoiceTaskConfig, MatchingTaskConfig, QuestionsTaskConfig, questions_of
+from evals.suite.question_tasks import ChoiceTaskConfig, MatchingTaskConfig, QuestionsTaskConfig, load_questions
 from evals.suite.suite import Suite
 from sparo_train.core.errors import DataError, SparoError
 from tests.helpers import compositional as made
@@ -59,7 +59,7 @@ def test_a_damaged_file_gives_one_error(name, data, root):
         damaged = bytearray(original.replace(old, data.draw(st.sampled_from([b"", b"null", b"../", b"9" * 30])), 3))
     path.write_bytes(damaged)
     try:
-        source, _ = questions_of(tasks_of(name, root))
+        source, _ = load_questions(tasks_of(name, root))
         source.check()
         for number in range(min(4, len(source))):
             source.read(number)
@@ -92,7 +92,7 @@ def test_odd_rows_are_named(change, match, root, tmp_path):
     row = {**dict(zip(names, ["000000000000.jpg", "0", "a", "b", "c", "d", "positive"], strict=True)), **change}
     made.write_csv(folder / "COCO_val_mcq_llama3.1_rephrased.csv", [names, list(row.values())])
     with pytest.raises(DataError, match=match):
-        questions_of(tasks_of("negbench/coco_mcq", tmp_path))
+        load_questions(tasks_of("negbench/coco_mcq", tmp_path))
 
 
 def test_regions_outside_the_image_are_refused_when_read(root, tmp_path):
@@ -101,7 +101,7 @@ def test_regions_outside_the_image_are_refused_when_read(root, tmp_path):
     rows = json.loads((folder / "visual_genome_relation.json").read_text())
     rows[0]["bbox_x"] = 500
     (folder / "visual_genome_relation.json").write_text(json.dumps(rows))
-    source, _ = questions_of(tasks_of("aro/vg_relation", tmp_path))
+    source, _ = load_questions(tasks_of("aro/vg_relation", tmp_path))
     with pytest.raises(DataError, match=r"the region 500,2,9,22 is outside the image of 30 x 20 pixels"):
         source.read(0)
 
@@ -112,7 +112,7 @@ def test_lists_in_cells_are_not_executed(root, tmp_path):
     path = folder / FILES["crepe/productivity"]
     path.write_text("image_id,caption,x,y,width,height,hard_negs\n0,a,0,0,5,5,__import__('os').getcwd()\n")
     with pytest.raises(DataError, match=r"\{hard_negs:list\} must be a list"):
-        questions_of(tasks_of("crepe/productivity", tmp_path))
+        load_questions(tasks_of("crepe/productivity", tmp_path))
 
 
 def test_tasks_refuse_questions_of_another_form(root):
@@ -122,12 +122,12 @@ def test_tasks_refuse_questions_of_another_form(root):
     with pytest.raises(
         DataError, match=r"task choice needs an image with several texts, .* got 2 image\(s\) and 2 text\(s\)"
     ):
-        questions_of(ChoiceTaskConfig(task="choice", **options))
+        load_questions(ChoiceTaskConfig(task="choice", **options))
     one = columns.model_copy(update={"captions": ("{caption_0}",)})
     with pytest.raises(DataError, match=r"task matching needs as many texts as images"):
-        questions_of(MatchingTaskConfig(task="matching", **{**options, "columns": one}))
+        load_questions(MatchingTaskConfig(task="matching", **{**options, "columns": one}))
     with pytest.raises(DataError, match=r"no question is left"):
-        questions_of(MatchingTaskConfig(task="matching", min_per_kind=99, **options))
+        load_questions(MatchingTaskConfig(task="matching", min_per_kind=99, **options))
 
 
 def test_an_odd_number_of_rows_is_refused(root, tmp_path):
@@ -135,13 +135,13 @@ def test_an_odd_number_of_rows_is_refused(root, tmp_path):
     path = tmp_path / "mmvp_vlm/Questions.csv"
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
     with pytest.raises(DataError, match=r"must be a multiple of 2, the rows of a question, got 11"):
-        questions_of(tasks_of("mmvp_vlm", tmp_path))
+        load_questions(tasks_of("mmvp_vlm", tmp_path))
 
 
 def test_frames_of_another_form_are_refused(root, tmp_path):
     shutil.copytree(root / "eqben", tmp_path / "eqben")
     np.save(tmp_path / "eqben/eqbenyoucook2/1_0.npy", np.zeros((4, 4), np.float32))
-    source, _ = questions_of(tasks_of("eqben", tmp_path))
+    source, _ = load_questions(tasks_of("eqben", tmp_path))
     number = source._names.index("eqbenyoucook2/1_0.npy")
     with pytest.raises(DataError, match=r"expected \(H, W, 3\) uint8, got \(4, 4\) float32"):
         source.read(number)
@@ -173,12 +173,12 @@ CHOICE = {"images": ["{i}"], "captions": ["{o}"]}
 )  # fmt: skip
 def test_odd_questions_are_refused_before_anything_is_encoded(rows, columns, match, tmp_path):
     with pytest.raises(DataError, match=match):
-        questions_of(own(tmp_path / "own", rows, {**CHOICE, **columns}))
+        load_questions(own(tmp_path / "own", rows, {**CHOICE, **columns}))
 
 
 def test_a_template_is_applied_to_every_entry_of_a_list(tmp_path):
     rows = [{"i": "0.png", "o": ["x y", "z"], "b": [1, 2, 5, 6]}]
-    source, (question,) = questions_of(
+    source, (question,) = load_questions(
         own(tmp_path / "own", rows, {"images": ["{i}"], "captions": ["a photo of {o}"], "box": "{b}"})
     )
     assert question.texts == ("a photo of x y", "a photo of z") and source.read(0)[1].size == (5, 6)
@@ -189,7 +189,7 @@ def test_line_separators_and_long_cells_belong_to_the_text(tmp_path):
     task = own(folder, [], {**CHOICE, "file": "rows.csv", "captions": ["{o:list}"]})
     long = [f"caption {i} \u2028 of many" for i in range(9000)]
     made.write_csv(folder / "rows.csv", [["i", "o"], ["0.png", repr(long)], ["1.png", "['a\x85b', 'c']"]])
-    _, questions = questions_of(task)
+    _, questions = load_questions(task)
     assert [len(question.texts) for question in questions] == [9000, 2] and questions[1].texts[0] == "a\x85b"
 
 
@@ -222,7 +222,7 @@ def test_many_images_are_matched_without_all_assignments(tmp_path):
         answered = own(
             tmp_path / "own", [{"i": ["0.png", "1.png"], "o": ["a", "b"], "r": 1}], {**CHOICE, "answer": "{r}"}
         )
-        questions_of(MatchingTaskConfig(**{**answered.model_dump(exclude={"task", "ties"}), "task": "matching"}))
+        load_questions(MatchingTaskConfig(**{**answered.model_dump(exclude={"task", "ties"}), "task": "matching"}))
 
 
 def test_rows_without_a_kind_form_a_separate_kind(tmp_path):
@@ -234,7 +234,7 @@ def test_rows_without_a_kind_form_a_separate_kind(tmp_path):
 
 def test_a_limit_keeps_groups_whole(root):
     task = tasks_of("whatsup/a", root).model_copy(update={"limit": 5})
-    _, questions = questions_of(task)
+    _, questions = load_questions(task)
     assert len(questions) == 4 and len({question.groups for question in questions}) == 2
 
 
@@ -243,7 +243,7 @@ def test_a_region_of_an_embedded_image_is_another_image(tmp_path):
     task = own(folder, [], {**CHOICE, "file": "rows.parquet", "box": "{b}"})
     made.parquet(folder / "rows.parquet", [{"i": made.embedded(folder, 1), "o": ["a", "b"], "b": "0,0,4,4"}])
     whole = task.model_copy(update={"columns": task.columns.model_copy(update={"box": None})})
-    sets = [questions_of(each)[0] for each in (task, whole)]
+    sets = [load_questions(each)[0] for each in (task, whole)]
     assert sets[0].identity() != sets[1].identity() and sets[0].digest(0) != sets[1].digest(0)
     assert sets[0].read(0)[1].size == (4, 4)
 
@@ -253,7 +253,7 @@ def test_parquet_cells_with_one_image_of_a_list_or_a_path_are_read(tmp_path):
     task = own(folder, [], {**CHOICE, "file": "rows.parquet"})
     one = made.embedded(folder, 1)
     made.parquet(folder / "rows.parquet", [{"i": [one], "o": ["a", "b"]}, {"i": [one, one], "o": ["c", "d"]}])
-    source, _ = questions_of(task)
+    source, _ = load_questions(task)
     assert source.read(0)[1].size == (12, 10)
     with pytest.raises(
         DataError,
@@ -261,7 +261,7 @@ def test_parquet_cells_with_one_image_of_a_list_or_a_path_are_read(tmp_path):
     ):
         source.read(1)
     made.parquet(folder / "rows.parquet", [{"i": {"bytes": None, "path": "2.png"}, "o": ["a", "b"]}])
-    assert questions_of(task)[0].read(0)[1].size == (12, 10)
+    assert load_questions(task)[0].read(0)[1].size == (12, 10)
 
 
 def test_a_reader_that_fails_does_not_end_the_list(root, monkeypatch):

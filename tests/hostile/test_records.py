@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evals.encoders.sparo_encoders import PixelEncoder
-from evals.feature_store.feature_table import Part, bounds_of, open_part, part_path, write_part
+from evals.feature_store.feature_table import Part, open_part, part_bounds, part_path, write_part
 from evals.feature_store.features import FeatureStore
 from evals.report.results_file import append, read_records
 from evals.sets.wds import WdsSet
@@ -113,7 +113,7 @@ def test_random_files_give_records_or_readable_errors(tmp_path_factory, lines):
 def test_a_changed_byte_in_the_feature_store_gives_no_score(file, tmp_path):
     facts = [np.ones((4, 4), np.uint8) * i for i in range(3)]
     write_part(tmp_path, 0, Part(0, np.ones((3, 8), np.float32), ["a", "b", "c"], facts))
-    span = bounds_of(3)[0]
+    span = part_bounds(3)[0]
     assert open_part(tmp_path, 0, span) is not None
     path = part_path(tmp_path, 0, file)
     data = bytearray(path.read_bytes())

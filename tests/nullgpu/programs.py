@@ -53,7 +53,7 @@ def nearest(queries: int, rows: int) -> dict[str, int]:
     asked, bank = torch.randn(queries, 16, device="cuda"), torch.randn(rows, 16).half()
     with counters.count() as counter:
         knn.score(
-            knn.nearest(asked, bank, 20), torch.zeros(rows).long(), torch.zeros(queries).long(), 9, (20,), 0.07, 20
+            knn.find_nearest(asked, bank, 20), torch.zeros(rows).long(), torch.zeros(queries).long(), 9, (20,), 0.07, 20
         )
     return dict(counter)
 
@@ -249,7 +249,7 @@ def ranks(world_size: int, engine_options: dict[str, Any], changes: list[str], p
         objective = build_objective(config)
         entry = ENGINES.get(engine_options["kind"])
         block = entry.config.model_validate({**EAGER, **engine_options})
-        costs = entry.costs(block, Sizes.of(objective), world_size)
+        costs = entry.costs(block, Sizes.from_objective(objective), world_size)
         engine = _engine_of_rank_0(config, engine_options, objective, world_size)
         batch = _pairs(pairs, 77)
         run_step(engine, objective, batch)
@@ -402,7 +402,7 @@ def local_memory(pairs: int) -> dict[str, Any]:
     """Return the bytes that `sparo train --dry-run` estimates for CLIP+SPARO B/16 with two blocks, and those of the allocator."""
     config = _shipped([f"objective.model.{tower}.layers=2" for tower in ("vision", "text")])
     objective, block = build_objective(config), LocalEngineConfig.model_validate(EAGER)
-    costs = ENGINE.costs(block, Sizes.of(objective), 1)
+    costs = ENGINE.costs(block, Sizes.from_objective(objective), 1)
     engine = LocalEngine(block, config.optim)
     engine.prepare(objective)
     batch = _pairs(pairs, 77)

@@ -154,8 +154,8 @@ def test_device_and_host_decide_alike(applied, monkeypatch):
     for name, value in average.state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name])
     began, branched = Progress(0, 10, 0), Progress(0, 10, 0, steps_before=30)
-    assert EmaConfig(decay=0.5, warmup=False).at(began) == 0.5 and EmaConfig().at(began) == 0.1
-    assert EmaConfig().at(branched) == 31 / 40
+    assert EmaConfig(decay=0.5, warmup=False).decay_at(began) == 0.5 and EmaConfig().decay_at(began) == 0.1
+    assert EmaConfig().decay_at(branched) == 31 / 40
 
 
 def test_dinos_teacher_keeps_the_statistics_of_its_own_batches(monkeypatch):

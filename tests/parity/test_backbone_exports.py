@@ -58,7 +58,7 @@ CLS = "objective.model.readout={kind: cls}"
 
 def pixels(encoder, count=3):
     x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    return x, encoder.normalised(x)
+    return x, encoder.normalize(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +72,7 @@ def test_timm_and_transformers_compute_the_same_features(runs, kind):
         assert torch.allclose(model.forward_features(normalised)[:, 0], expected, atol=1e-5)
         assert torch.allclose(model(normalised), expected, atol=1e-5)
     picture = Image.open(io.BytesIO(jpeg(3, (90, 70))))
-    ready = encoder.normalised(encoder.stacked([encoder.transform(picture)]))
+    ready = encoder.normalize(encoder.stack([encoder.transform(picture)]))
     theirs = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)(picture)
     assert (theirs - ready[0]).abs().max() < 0.05  # one or two of 256 levels, by rounding
     assert model.pretrained_cfg["mean"] == pytest.approx(tuple(encoder.mean.flatten().tolist()))

@@ -157,7 +157,7 @@ def test_a_dinov2_file_is_an_encoder(tmp_path):
     encoder = load_encoder(tmp_path / "dinov2_vits14_reg4_pretrain.safetensors")
     assert "ViT 384x2 with patches of 14 and 6 heads, registers 4" in encoder.assumed
     x = torch.randint(0, 256, (2, 3, 56, 56), dtype=torch.uint8)
-    expected = model.eval().forward_features(encoder.normalised(x))
+    expected = model.eval().forward_features(encoder.normalize(x))
     assert torch.allclose(encoder.encode(x), expected[:, 0], atol=1e-5)
     assert encoder.tokens(x).shape == (2, 5 + 16, 384) and encoder.prefix_tokens == 5
 

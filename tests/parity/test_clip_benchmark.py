@@ -173,8 +173,8 @@ def test_few_shots_are_k_of_each_class_and_too_few_are_named():
     from sparo_train.core.errors import DataError
 
     _, y = clouds(300, 5)
-    picked = probe.few_shots(y, 4, seed=0)
+    picked = probe.draw_few_shots(y, 4, seed=0)
     assert torch.bincount(y[picked]).tolist() == [4] * 6 and len(set(picked.tolist())) == 24
-    assert not torch.equal(picked, probe.few_shots(y, 4, seed=1))
+    assert not torch.equal(picked, probe.draw_few_shots(y, 4, seed=1))
     with pytest.raises(DataError, match=r"fewshot_k=200: class 0 has \d+ training images"):
-        probe.few_shots(y, 200, seed=0)
+        probe.draw_few_shots(y, 200, seed=0)

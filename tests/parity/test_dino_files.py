@@ -55,7 +55,7 @@ def test_an_official_file_with_its_namespace_gives_the_teacher(tmp_path):
         torch.load(path)
     encoder = load_encoder(path, "vit_tiny")
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    assert torch.allclose(encoder.encode(x), backbone(encoder.normalised(x)), atol=1e-6)
+    assert torch.allclose(encoder.encode(x), backbone(encoder.normalize(x)), atol=1e-6)
     student = load_encoder(f"{path}?state=student", "vit_tiny")
     assert torch.equal(student.model.norm.weight, encoder.model.norm.weight + 1)
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_a_backbone_alone_loads_by_path(tmp_path, readout):
         load_encoder(tmp_path / "dino_vit.pth")
     encoder = load_encoder(tmp_path / "dino_vit.pth", "vit_tiny")
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    assert torch.equal(encoder.encode(x), backbone(encoder.normalised(x)))
+    assert torch.equal(encoder.encode(x), backbone(encoder.normalize(x)))
     if readout["kind"] == "sparo":
         assert "SPARO" in encoder.assumed and encoder.width == 15
     wrapped = {f"_orig_mod.module.backbone._fsdp_wrapped_module.{n}": t for n, t in backbone.state_dict().items()}
@@ -126,7 +126,7 @@ def test_an_export_loads_in_the_official_code_and_here_with_equal_scores(shards,
     assert (ours.weights, ours.architecture) == (theirs.weights, theirs.architecture)  # they share stored features
     x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.equal(ours.encode(x), theirs.encode(x)) and theirs.assumed == ""
-    assert torch.allclose(ours.encode(x), model.eval()(ours.normalised(x)), atol=1e-5)
+    assert torch.allclose(ours.encode(x), model.eval()(ours.normalize(x)), atol=1e-5)
     assert "dino" in sparo("export", str(config.folder), "--layout", "open_clip").stderr
 
 

@@ -18,7 +18,7 @@ from sparo_train.core.disk import checkpoint_store as store
 from sparo_train.core.errors import CheckpointError, ConfigError, DataError
 from sparo_train.core.recipe.layers import override
 from sparo_train.data.examples.image_transforms import eval_pixels
-from sparo_train.objectives.distill import BOX_UNIT, DistillObjective, at_places
+from sparo_train.objectives.distill import BOX_UNIT, DistillObjective, sample_at
 from sparo_train.objectives.distill_config import DistillObjectiveConfig
 from sparo_train.objectives.distill_examples import DistillExamples
 from sparo_train.train.build import build_objective, build_pipeline
@@ -161,7 +161,7 @@ def test_a_skipped_step_leaves_the_statistics(teacher):
 def test_the_whole_view_has_the_teachers_own_patches():
     tokens = torch.randn(2, 16, 5)
     whole = torch.tensor([[0, 0, BOX_UNIT, BOX_UNIT], [BOX_UNIT, 0, -BOX_UNIT, BOX_UNIT]], dtype=torch.int32)
-    found = at_places(tokens, whole, 4)
+    found = sample_at(tokens, whole, 4)
     assert torch.allclose(found[0], tokens[0], atol=1e-5)
     assert torch.allclose(found[1], tokens[1].unflatten(0, (4, 4)).flip(1).flatten(0, 1), atol=1e-5)
 
@@ -178,7 +178,7 @@ def test_the_box_is_where_the_crop_was_taken(teacher):
     flips = set()
     for _ in range(20):
         pixels, box = examples._crop(picture, rng)
-        wanted = at_places(view.flatten(2).mT, torch.from_numpy(box)[None], 24)[0].T.unflatten(1, (24, 24))
+        wanted = sample_at(view.flatten(2).mT, torch.from_numpy(box)[None], 24)[0].T.unflatten(1, (24, 24))
         assert (torch.from_numpy(pixels).permute(2, 0, 1) - wanted).abs().max() < 9  # grey levels per pixel of the view
         flips.add(bool(box[2] < 0))
     assert flips == {True, False}
@@ -249,7 +249,7 @@ def test_a_student_is_scored_exported_and_continued(shards, tmp_path, teacher):
     pixels = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
     folder = export_run(config.folder, None, "timm")
     model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    assert torch.allclose(model.forward_features(encoder.normalised(pixels))[:, 0], encoder.encode(pixels), atol=1e-5)
+    assert torch.allclose(model.forward_features(encoder.normalize(pixels))[:, 0], encoder.encode(pixels), atol=1e-5)
     (tmp_path / "elsewhere.pth").rename(teacher)
     still = ("steps=1", "optim.lr=1e-12", "optim.warmup_steps=0", "optim.min_lr=0")
     for method in ("distill", "dino"):

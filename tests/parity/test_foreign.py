@@ -102,7 +102,7 @@ def test_a_hugging_face_folder_with_missing_weights_is_refused(tmp_path, monkeyp
     encoder = load_encoder(f"hf:{tmp_path / 'm'}")
     pixels = torch.stack([torch.from_numpy(np.array(encoder.transform(i))).permute(2, 0, 1) for i in images()])
     with torch.inference_mode():
-        expected = model.vit(pixel_values=encoder.normalised(pixels)).last_hidden_state[:, 0]
+        expected = model.vit(pixel_values=encoder.normalize(pixels)).last_hidden_state[:, 0]
     assert torch.allclose(encoder.encode(pixels), expected, atol=1e-6)
     held = load_file(tmp_path / "m/model.safetensors")
     lost = next(name for name in held if name.endswith("query.weight"))
@@ -147,11 +147,11 @@ def test_huggingface(tmp_path, monkeypatch):
     encoder = load_encoder(f"hf:{tmp_path / 'm'}")
     pixels = torch.stack([torch.from_numpy(np.array(encoder.transform(image))).permute(2, 0, 1) for image in images()])
     with torch.inference_mode():
-        expected = model(pixel_values=encoder.normalised(pixels)).pooler_output
+        expected = model(pixel_values=encoder.normalize(pixels)).pooler_output
         own = processor(images(), return_tensors="pt")["pixel_values"]
     assert torch.allclose(encoder.encode(pixels), expected, atol=1e-6) and encoder.width == 32
     assert torch.allclose(
-        encoder.normalised(pixels), own, atol=2 / 255 / 0.26
+        encoder.normalize(pixels), own, atol=2 / 255 / 0.26
     )  # two of 255 levels: their resizing may have another implementation
     for resample in (2, 3):  # ViT, DeiT, BEiT and SigLIP: the whole image to a square
         square = transformers.CLIPImageProcessor(
@@ -161,7 +161,7 @@ def test_huggingface(tmp_path, monkeypatch):
         encoder = load_encoder(f"hf:{tmp_path / 'm'}")
         pixels = torch.stack([torch.from_numpy(np.array(encoder.transform(i))).permute(2, 0, 1) for i in images()])
         own = square(images(), return_tensors="pt")["pixel_values"]
-        assert torch.allclose(encoder.normalised(pixels), own, atol=2 / 255 / 0.26)
+        assert torch.allclose(encoder.normalize(pixels), own, atol=2 / 255 / 0.26)
     transformers.CLIPImageProcessor(size={"height": 32, "width": 48}, do_center_crop=False).save_pretrained(
         tmp_path / "m"
     )

@@ -69,7 +69,7 @@ def test_hf_models_are_pooled_as_documented_and_encode_twice_alike(kind, tmp_pat
     assert encoder.pooling == pooling and found.dim() == 2 and torch.equal(found, encoder.encode(images()))
     assert f"pooling={pooling}" in encoder.architecture
     assert result_facts(encoder, EvalOptions(), 0.0)["checkpoint"]["pooling"] == pooling
-    x = encoder.normalised(images())
+    x = encoder.normalize(images())
     with torch.no_grad():
         if kind == "ViTMAE":  # a plain ViT with these weights sees all patches
             plain = transformers.ViTModel(transformers.ViTConfig(**SIZES), add_pooling_layer=False).eval()

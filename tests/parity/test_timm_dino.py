@@ -134,8 +134,8 @@ def test_exports_compute_what_the_run_computes(runs, name, readout):
     folder = export_run(run, None, "timm")
     theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     with torch.no_grad():
-        features = theirs.forward_features(encoder.normalised(x))
-        found = load_readout(folder)(features).flat() if readout else theirs(encoder.normalised(x))
+        features = theirs.forward_features(encoder.normalize(x))
+        found = load_readout(folder)(features).flat() if readout else theirs(encoder.normalize(x))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     program = torch.export.load(export_run(run, None, "torch")).module()
     found, patches, attention = program(x)
@@ -145,7 +145,7 @@ def test_exports_compute_what_the_run_computes(runs, name, readout):
     for layout in ("transformers", "dino"):
         with pytest.raises(ConfigError, match=f"--layout {layout}: .*Use --layout timm"):
             export_run(run, None, layout)
-    described, stacked = encoder.describe(images), encoder.stacked([encoder.transform(image) for image in images])
+    described, stacked = encoder.describe(images), encoder.stack([encoder.transform(image) for image in images])
     torch.testing.assert_close(described.patches, encoder.tokens(stacked)[:, encoder.prefix_tokens :])
     torch.testing.assert_close(described.encoding, encoder.encode(stacked))
     assert (described.slots is None) == (not readout) and "blocks" not in encoder.offers

@@ -16,7 +16,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.recipe.layers import override
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.clip_towers import layer_of
+from sparo_train.models.clip_towers import layer_index
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged
@@ -85,7 +85,7 @@ def test_the_class_token_and_the_mean_are_read_as_timm_pools():
 
 def test_layer_ids_cover_embeddings_blocks_and_head():
     tower = Clip(_config("vit_small_patch14_reg4_dinov2", 28, SPARO, freeze="blocks")).visual
-    layers = {name: layer_of(name, 3) for name, _ in tower.named_parameters()}
+    layers = {name: layer_index(name, 3) for name, _ in tower.named_parameters()}
     assert {layers[f"trunk.{n}"] for n in ("cls_token", "pos_embed", "reg_token", "patch_embed.proj.weight")} == {0}
     assert layers["trunk.blocks.2.ls1.gamma"] == 3 and layers["trunk.norm.weight"] == 4
     trained = {name for name, p in tower.named_parameters() if p.requires_grad}
@@ -106,7 +106,7 @@ def test_a_run_is_scored_exported_and_loaded_by_open_clip(shards, tmp_path, read
         encoder.model.config, encoder.model.state_dict(), tmp_path / "out", (0.5,) * 3, (0.5,) * 3
     )
     theirs, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
-    pixels = encoder.normalised(image)
+    pixels = encoder.normalize(image)
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval().encode_image(pixels, normalize=True), encoder.encode(image).clone())
     again = load_encoder(folder)

@@ -21,7 +21,7 @@ from object_centric.released.weight_reader import open_weight_file
 from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
-from sparo_train.models.weight_files.state_dicts import read_raw, state_of, strip_wrapper_prefixes
+from sparo_train.models.weight_files.state_dicts import extract_state, read_raw, strip_wrapper_prefixes
 from sparo_train.models.weight_files.weights import read_weights
 
 WRAPPERS = [
@@ -162,7 +162,7 @@ def test_torchscript_archives_are_read_without_running_them(archive, monkeypatch
     assert "QuickGELU" in encoder.assumed
     x = images(224)
     with torch.no_grad():
-        theirs = model.encode_image(encoder.normalised(x), normalize=True)
+        theirs = model.encode_image(encoder.normalize(x), normalize=True)
     torch.testing.assert_close(encoder.encode(x).clone(), theirs, rtol=0, atol=1e-6)
 
 
@@ -229,7 +229,7 @@ def test_sparo_clips_other_readouts_load(readout, tmp_path):
     encoder = load_encoder(file)
     assert encoder.model.config.readout.kind == readout["kind"]
     with torch.no_grad():
-        expected = model.encode_image(encoder.normalised(images()), True)
+        expected = model.encode_image(encoder.normalize(images()), True)
     torch.testing.assert_close(encoder.encode(images()).clone(), expected, rtol=0, atol=1e-6)
     captions = ["a red circle", "two blue squares"]
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_heads_of_an_unusual_width_must_be_specified(tmp_path):
     (tmp_path / "model.json").write_text(json.dumps({"model_cfg": cfg}))
     encoder = load_encoder(file, str(tmp_path / "model.json"))
     with torch.no_grad():
-        expected = model.encode_image(encoder.normalised(images()), True)
+        expected = model.encode_image(encoder.normalize(images()), True)
     torch.testing.assert_close(encoder.encode(images()).clone(), expected, rtol=0, atol=1e-6)
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"other\.json: is not an open_clip config"):
@@ -303,7 +303,7 @@ def test_dinov2s_own_names_are_read_as_timm_reads_them(name, registers, tmp_path
 
 def test_a_state_dict_may_be_nested_three_levels_deep(tmp_path):
     state = {"w": torch.ones(1)}
-    assert state_of({"model": {"state_dict": state}}, "x").keys() == {"w"}
+    assert extract_state({"model": {"state_dict": state}}, "x").keys() == {"w"}
     for odd in (
         {},
         {"state_dict": {}},
@@ -313,4 +313,4 @@ def test_a_state_dict_may_be_nested_three_levels_deep(tmp_path):
         {"model": {"model": {"model": {"model": state}}}},
     ):
         with pytest.raises(CheckpointError, match="x: contains no state dict of tensors"):
-            state_of(odd, "x")
+            extract_state(odd, "x")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evals.encoders.loading import load_encoder
-from evals.report.paper_tables import several_data
+from evals.report.paper_tables import describe_different_data
 from evals.report.results_file import Record
 from evals.suite.loss_task import LossTaskConfig
 from evals.suite.suite import Suite
@@ -67,7 +67,7 @@ def test_losses_are_measured_at_any_length_of_clips(tmp_path):
     assert_bit_equal(between.folder, without.folder, 4)
     # Scores of clips of different lengths have no best one.
     records = [Record(n, "held", r, {}, "", tmp_path) for n, r in results.items() if n != "few"]
-    assert "another loss, or other clips" in several_data(records)
+    assert "another loss, or other clips" in describe_different_data(records)
 
 
 def test_samples_that_cannot_be_used_are_counted_and_bad_numbers_refused(tmp_path):

@@ -16,7 +16,7 @@ from sparo_train.core.world import World
 from sparo_train.data.decode.decoding import decode_pixels
 from sparo_train.data.examples.image_transforms import eval_pixels
 from sparo_train.data.read.plan import SampleRef
-from sparo_train.data.read.token_cache import TokenCache, digest_of
+from sparo_train.data.read.token_cache import TokenCache, compute_digest
 from sparo_train.train.build import build_engine, build_objective, build_pipeline, build_ranks
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_cached_tokens_give_the_encodings_of_images_and_captions(shards, tmp_pat
     for storage in pipeline.sources[0].storages:
         for number in range(len(storage)):
             fields = storage.read(number)[1]
-            pixels[digest_of(fields["jpg"])] = eval_pixels(decode_pixels(fields["jpg"]), 32).transpose(2, 0, 1)
+            pixels[compute_digest(fields["jpg"])] = eval_pixels(decode_pixels(fields["jpg"]), 32).transpose(2, 0, 1)
     kept, found = pipeline.examples.token_caches["image"], {}
     for digest, image in pixels.items():
         found[kept.read(digest).tobytes()] = torch.from_numpy(image.copy())
@@ -190,12 +190,12 @@ def test_a_picture_that_cannot_be_read_is_skipped_and_counted(tmp_path, capsys):
 def test_damage_is_named_and_truncated_tokens_are_computed_again(tmp_path):
     kept = TokenCache(tmp_path, {"weights": "x"}, "fp16")
     entries = [np.full((n, 3), n, np.float32) for n in (2, 1, 4)]
-    kept.write("a", [digest_of(bytes([n])) for n in range(3)], entries)
-    kept.write("b", [digest_of(b"other")], [np.ones((1, 3), np.float32)])
+    kept.write("a", [compute_digest(bytes([n])) for n in range(3)], entries)
+    kept.write("b", [compute_digest(b"other")], [np.ones((1, 3), np.float32)])
     kept.write("empty", [], [])
     kept.open(["a", "empty", "b"])
-    assert len(kept) == 4 and [len(kept.read(digest_of(bytes([n])))) for n in range(3)] == [2, 1, 4]
-    assert kept.read(digest_of(b"none")) is None
+    assert len(kept) == 4 and [len(kept.read(compute_digest(bytes([n])))) for n in range(3)] == [2, 1, 4]
+    assert kept.read(compute_digest(b"none")) is None
     path = kept.folder / "a.safetensors"
     content = bytearray(path.read_bytes())
     at = content.index(np.float16(4).tobytes() * 3)
@@ -204,15 +204,15 @@ def test_damage_is_named_and_truncated_tokens_are_computed_again(tmp_path):
     again.open(["a", "b"])
     with pytest.raises(DataError, match=r"a.safetensors: is damaged. Remove it"):
         for n in range(3):
-            again.read(digest_of(bytes([n])))
+            again.read(compute_digest(bytes([n])))
     assert kept.has("a")
     path.write_bytes(content[:at])  # truncated while it is read: an error instead of a bus error
     with pytest.raises(DataError, match=r"a.safetensors: is damaged"):
-        again.read(digest_of(bytes([2])))
+        again.read(compute_digest(bytes([2])))
     path.unlink()
     with pytest.raises(DataError, match=r"a.safetensors: cannot be read"):
-        again.read(digest_of(bytes([2])))
-    assert np.array_equal(again.read(digest_of(b"other")), np.ones((1, 3)))
+        again.read(compute_digest(bytes([2])))
+    assert np.array_equal(again.read(compute_digest(b"other")), np.ones((1, 3)))
     tables = bytearray(content)
     tables[content.index(np.array([0, 2, 3, 7]).tobytes()) + 8] = 1  # in the array `starts`
     for damaged in (bytes(content).replace(b'"F16"', b'"I16"'), bytes(tables), bytes(content[:-1])):
@@ -223,7 +223,7 @@ def test_damage_is_named_and_truncated_tokens_are_computed_again(tmp_path):
     assert not kept.has("a") and not kept.has("never") and kept.has("b")
     assert TokenCache(tmp_path, {"weights": "y"}, "fp16").folder != kept.folder
     with pytest.raises(DataError, match=r"set objective.cache.dtype=fp32"):
-        kept.write("large", [digest_of(b"")], [np.full((1, 3), 1e6, np.float32)])
+        kept.write("large", [compute_digest(b"")], [np.full((1, 3), 1e6, np.float32)])
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"objective.cache: .*cannot be written"):
         TokenCache(tmp_path / "file", {}, "fp16")

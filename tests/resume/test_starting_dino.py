@@ -17,7 +17,7 @@ from sparo_train.models.vit import Vit
 from sparo_train.models.vit_config import VitConfig
 from sparo_train.models.weight_files.backbone_description import describe_backbone
 from sparo_train.models.weight_files.state_dicts import read_raw
-from sparo_train.models.weight_files.vit_names import official_vit_names, published_heads
+from sparo_train.models.weight_files.vit_names import find_published_heads, official_vit_names
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.logs import logged
 from tests.helpers.recipes import dino_recipe
@@ -214,7 +214,7 @@ def test_a_run_continues_from_its_own_kind(recipe, tmp_path, keys):
 def test_heads_are_not_guessed_where_published_models_differ(tmp_path):
     names = {"cls_token": torch.zeros(1, 1, 1280), "pos_embed": torch.zeros(1, 5, 1280)}
     blocks = {f"blocks.{i}.norm1.weight": torch.zeros(1) for i in range(32)}
-    assert published_heads({**names, **blocks}) is None  # 16 heads in MAE and timm, 20 in DINOv3
-    assert published_heads({"cls_token": names["cls_token"], **blocks}) == 20
+    assert find_published_heads({**names, **blocks}) is None  # 16 heads in MAE and timm, 20 in DINOv3
+    assert find_published_heads({"cls_token": names["cls_token"], **blocks}) == 20
     clip = {"cls_token": torch.zeros(1, 1, 1664), "norm_pre.weight": torch.zeros(1), "pos_embed": torch.zeros(1)}
-    assert published_heads(clip) is None
+    assert find_published_heads(clip) is None

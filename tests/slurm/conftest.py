@@ -105,7 +105,7 @@ class Lab:
 
     def squeue(self, folder: Path, form: str = "%T") -> str:
         """Return the state of the newest job from squeue."""
-        record = Records(folder).last()
+        record = Records(folder).last_submission()
         assert record
         return self.cluster.says("squeue", "-h", "-r", "--states=all", "-j", record["jobs"][-1], "-o", form)
 
@@ -136,7 +136,7 @@ class Lab:
     def starts(self, folder: Path) -> list[tuple[int, int, str]]:
         """Return (restart, step, how it ended) for every start of the newest job."""
         records = Records(folder)
-        last = records.last()
+        last = records.last_submission()
         assert last
         lines = records.starts(last["jobs"][0])
         ends = {line["restart"]: line["reason"] for line in lines if "end" in line}

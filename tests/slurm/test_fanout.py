@@ -31,7 +31,7 @@ def test_checkpoints_times_tasks_fan_out_and_merge(lab):
     assert "1 element(s)" in lab.sparo(*words)
     lab.wait(60, lambda: (folder / "parts/00002.json").exists() and lab.state(folder) == "COMPLETED", "the missing one")
     again = lab.sparo(*words)
-    assert "micro" in again and "job" not in again and len(Records(folder).submitted()) == 2
+    assert "micro" in again and "job" not in again and len(Records(folder).submissions()) == 2
     other = lab.sparo("launch", "eval", "one", "--tasks", "zer", "--cluster", "lab", code=2)
     assert "--tasks zer: did you mean 'zero'?" in other
 

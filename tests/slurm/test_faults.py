@@ -52,7 +52,7 @@ def test_processes_of_a_returning_node_write_nothing(whole):
     frozen = whole.cluster.freeze_node("n1")
     whole.cluster.says("scontrol", "update", "nodename=n1", "state=down", "reason=cut")
     try:
-        record = Records(folder).last()
+        record = Records(folder).last_submission()
         whole.cluster.says("scontrol", "update", f"jobid={record['jobs'][0]}", "nodelist=n2")
         whole.wait(
             120,
@@ -113,7 +113,7 @@ def test_a_controller_outage_is_survived(whole):
         "launch", "train", "recipe.yaml", "name=late", "--cluster", "lab", ALONE, cwd=whole.root, **env
     )
     whole.wait(60, lambda: "trying again" in process.stderr_now(), "patience")
-    assert Records(whole.root / "late").last() is None
+    assert Records(whole.root / "late").last_submission() is None
     whole.cluster.start_controller()
     _, err = process.communicate(60)
     assert process.returncode == 0, err
@@ -129,7 +129,9 @@ def test_a_refused_launch_leaves_a_folder_that_can_be_launched(whole):
     )
     assert "sbatch refused the job (invalid partition specified: nope" in said, said
     assert "known partitions: main, high" in said
-    assert Records(whole.root / "refused").last() is None and not list((whole.root / "refused/jobs").iterdir())
+    assert Records(whole.root / "refused").last_submission() is None and not list(
+        (whole.root / "refused/jobs").iterdir()
+    )
     gpus = ("--gpus-per-node", "8", "--tasks-per-node", "1")
     said = whole.sparo("launch", "train", "recipe.yaml", "name=refused", "--cluster", "lab", *gpus, ALONE, code=2)
     assert "--gpus-per-node: this partition has no such GPUs" in said
@@ -168,7 +170,7 @@ def test_a_daemon_killed_in_mid_job_with_accounting(accounted, counted, monkeypa
     assert accounted.status(counted)[0]["restarts"] == 1
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, accounted.cluster.env[name])
-    job = Records(counted).last()["jobs"][0]
+    job = Records(counted).last_submission()["jobs"][0]
     assert slurm._accounting_states([job, "99"])[job].state == "COMPLETED"  # as if the controller had forgotten the job
     said = accounted.sparo(
         "launch", "train", "recipe.yaml", "name=x", ALONE, "--cluster", "lab", "--account", "nobody", code=2

@@ -28,10 +28,10 @@ def unmounted(whole):
 def test_a_node_that_cannot_see_the_folder_is_named_and_replaced(unmounted):
     begun = time.monotonic()
     folder = unmounted.launch("hidden", "--nodes", "2", "--nodelist", "n1,n2")
-    unmounted.cluster.says("scontrol", "update", f"jobid={Records(folder).last()['jobs'][0]}", "nodelist=")
+    unmounted.cluster.says("scontrol", "update", f"jobid={Records(folder).last_submission()['jobs'][0]}", "nodelist=")
     unmounted.wait(40, lambda: "n2: the run folder is not there" in unmounted.status(folder)[0]["reason"], "the name")
     print(f"named after {time.monotonic() - begun:.1f} s")
-    job = Records(folder).last()["jobs"][0]
+    job = Records(folder).last_submission()["jobs"][0]
     # The job may be requeued twice before the controller accepts the exclusion.
     unmounted.wait(90, lambda: "ExcNodeList=n2" in unmounted.cluster.says("scontrol", "show", "job", job), "excluded")
     unmounted.cluster.says("scontrol", "update", f"jobid={job}", "nodelist=")
@@ -62,11 +62,11 @@ def test_one_of_two_simultaneous_launches_is_accepted(whole):
     assert sorted(process.returncode for process in both) == [0, 2], said
     assert sum("there. Run `sparo launch cancel" in err for _, err in said) == 1
     folder = whole.root / "twice"
-    assert len(Records(folder).submitted()) == 1
+    assert len(Records(folder).submissions()) == 1
     # A second submission that was recorded nevertheless, as by an older version, is named and cancelled with the first.
     whole.step(folder, 3)
     extra = whole.cluster.says("sbatch", "--parsable", "-p", "main", "--hold", "-o", "/dev/null", "--wrap", "true")
-    Records(folder).add("submitted", {**Records(folder).last(), "jobs": [extra]})
+    Records(folder).add("submitted", {**Records(folder).last_submission(), "jobs": [extra]})
     status = whole.status(folder)[0]
     assert status["state"] == "RUNNING" and f"job {extra} of this run is in the queue, too" in status["reason"]
     assert extra in whole.sparo("launch", "cancel", str(folder))
@@ -125,7 +125,7 @@ def test_jobs_have_readable_names(whole):
         "true",
     )
     folder = whole.root / "runs/evals/named"
-    job = Records(folder).last()["jobs"][0]
+    job = Records(folder).last_submission()["jobs"][0]
     assert whole.cluster.says("squeue", "-h", "-j", job, "-o", "%j").split()[0] == "eval-one+1-zero"
     whole.sparo("launch", "cancel", str(folder))
     run = whole.launch("plainly", ALONE, "-J", "mine", "--hold")

@@ -31,7 +31,7 @@ def loop(lab, limited):
 
 def test_two_nodes_train_like_two_ranks(lab):
     folder = lab.launch("plain", *HERE)
-    with_code = Records(folder).last()
+    with_code = Records(folder).last_submission()
     assert (folder / "config.yaml").exists() and len(with_code["code"].rpartition("/")[2]) == 12
     assert "name=plain" in (folder / "command.txt").read_text() and len(with_code["commit"]) == 40
     refused = lab.sparo("launch", "train", "recipe.yaml", "name=plain", "--cluster", "lab", "--nodes", "2", code=2)
@@ -72,7 +72,7 @@ def test_one_torchrun_per_node_is_requeued_by_a_signal(lab):
     words = (*HERE, "--tasks-per-node", "1", "--starter", "torchrun", "checkpoint.every_steps=0")
     folder = lab.launch("torchrun", *words)
     lab.step(folder, 5)
-    lab.cluster.says("scancel", "--signal=USR2", Records(folder).last()["jobs"][0])
+    lab.cluster.says("scancel", "--signal=USR2", Records(folder).last_submission()["jobs"][0])
     lab.end(folder)
     lab.equal(folder)
     assert [end for *_, end in lab.starts(folder)] == ["SIGUSR2", "finished"]
@@ -80,7 +80,7 @@ def test_one_torchrun_per_node_is_requeued_by_a_signal(lab):
 
 def test_a_signal_before_the_first_step_costs_a_restart(lab):
     folder = lab.launch("early", "--nodelist", "n1", ALONE)
-    job = Records(folder).last()["jobs"][0]
+    job = Records(folder).last_submission()["jobs"][0]
     lab.wait(
         30, (folder / f"jobs/.{job}-0.started").exists, "a rank"
     )  # handles signals already, and still imports torch
@@ -101,7 +101,7 @@ def test_a_cancelled_run_is_saved_and_resubmitted(lab):
     kept = store.CheckpointStore(folder / "checkpoints").latest()
     assert kept is not None and store.read_meta(kept)["step"] >= 5
     lab.sparo("launch", "resubmit", str(folder), "--time", "20")
-    assert Records(folder).last()["cluster"]["time"] == 20
+    assert Records(folder).last_submission()["cluster"]["time"] == 20
     lab.end(folder)
     lab.equal(folder)
 
@@ -113,7 +113,7 @@ def test_lists_and_seeds_make_one_array(lab):
     names = ["sweep-lr0.001-seed0", "sweep-lr0.001-seed1", "sweep-lr0.0005-seed0", "sweep-lr0.0005-seed1"]
     folders = [lab.root / name for name in names]
     assert all(folder.name in out for folder in folders)
-    jobs = [Records(folder).last()["jobs"][0] for folder in folders]
+    jobs = [Records(folder).last_submission()["jobs"][0] for folder in folders]
     assert [job.partition("_")[2] for job in jobs] == ["0", "1", "2", "3"] and len(
         {j.partition("_")[0] for j in jobs}
     ) == 1
@@ -197,8 +197,12 @@ def test_a_job_that_is_submitted_inside_another_has_its_own_resources(lab):
     ]
     lab.cluster.says("sbatch", *outer, "--wrap", inner)
     folder = lab.root / "nested"
-    lab.wait(90, lambda: (folder / "jobs/submitted.jsonl").exists() and Records(folder).last(), "the inner submission")
+    lab.wait(
+        90,
+        lambda: (folder / "jobs/submitted.jsonl").exists() and Records(folder).last_submission(),
+        "the inner submission",
+    )
     lab.end(folder)
     lab.equal(folder, "one")
-    asked = lab.cluster.says("scontrol", "show", "job", Records(folder).last()["jobs"][-1])
+    asked = lab.cluster.says("scontrol", "show", "job", Records(folder).last_submission()["jobs"][-1])
     assert "NumTasks=1" in asked and "CPUs/Task=2" in asked and "MinMemoryNode=1G" in asked, asked

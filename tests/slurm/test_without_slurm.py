@@ -60,7 +60,10 @@ def test_local_jobs_train_like_the_same_command_without_a_launcher(recipe, tmp_p
     assert (
         "finished at step 12" in said and "job-lr0.0005" in said and "job-lr0.001" not in said
     )  # the log of one run only
-    seen, newest = tmp_path / "seen.txt", log_files(folders[1], Records(folders[1]).last(), LogSource(None, 0))[-1]
+    seen, newest = (
+        tmp_path / "seen.txt",
+        log_files(folders[1], Records(folders[1]).last_submission(), LogSource(None, 0))[-1],
+    )
     command = [sys.executable, "-m", "launch.cli", "launch", "logs", str(folders[1]), "--follow"]
     with seen.open("w") as stream, subprocess.Popen(command, stdout=stream, cwd=tmp_path) as following:
         wait_for(lambda: "finished at step 12" in seen.read_text())
@@ -72,7 +75,7 @@ def test_local_jobs_train_like_the_same_command_without_a_launcher(recipe, tmp_p
 
 
 def _controller(folder: Path) -> str:
-    return Records(folder).last()["jobs"][0]
+    return Records(folder).last_submission()["jobs"][0]
 
 
 def test_two_local_ranks_stop_when_cancelled_and_continue(recipe, tmp_path):
@@ -97,10 +100,10 @@ def test_two_local_ranks_stop_when_cancelled_and_continue(recipe, tmp_path):
     assert sparo("launch", "cancel", str(folder), cwd=tmp_path).returncode == 0
     seen = state_of(folder, tmp_path)
     assert seen["state"] == "CANCELLED" and seen["reason"].startswith("cancelled. ") and seen["checkpoint"] > 3
-    controller = Records(folder).last()["jobs"][0]
+    controller = Records(folder).last_submission()["jobs"][0]
     assert sparo("launch", "resubmit", str(folder), cwd=tmp_path, OMP_NUM_THREADS="1").returncode == 0
     wait_for(lambda: state_of(folder, tmp_path)["step"] > seen["step"])
-    again = Records(folder).last()["jobs"][0]
+    again = Records(folder).last_submission()["jobs"][0]
     assert again != controller
     ranks = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _job_of(p) == again]
     for pid in ranks:  # a time limit: saved, and started again by submitit's controller
@@ -140,7 +143,7 @@ def test_an_evaluation_takes_one_rank_of_a_cluster_of_many(shards, tmp_path):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/evals/e"
     wait_for(lambda: (folder / "results.json").exists())
-    assert Records(folder).last()["cluster"]["tasks_per_node"] == 1
+    assert Records(folder).last_submission()["cluster"]["tasks_per_node"] == 1
     assert set(json.loads((folder / "results.json").read_text())["results"]) == {"runs/tiny/zero", "runs/tiny/pairs"}
     wait_for(lambda: state_of(folder, tmp_path)["state"] == "COMPLETED")
     assert "acc1" in sparo(*words, cwd=tmp_path).stdout

@@ -201,16 +201,16 @@ def test_encoders_read_bands_like_training_and_others_name_the_file(tmp_path):
     encoder.read_like(DataConfig.model_construct(pixel_range=(0.0, 10_000.0), bands=(5, 1, 2, 3)))
     pixels = next(read_batches(files, encoder.transform, [[0, 1]], 0)).pixels
     assert pixels.shape == (2, 4, 8, 8) and pixels.dtype == torch.uint8
-    (row,) = encoder.preprocessed([VALUES])  # the array as a user's library reads it
+    (row,) = encoder.preprocess([VALUES])  # the array as a user's library reads it
     assert np.array_equal(row.transpose(2, 0, 1), pixels[0])
     with pytest.raises(DataError, match="band 5 of 3"):
-        encoder.preprocessed([VALUES[..., :3]])
+        encoder.preprocess([VALUES[..., :3]])
     with pytest.raises(DataError, match=r"expected \(height, width, bands\)"):
-        encoder.preprocessed([PLANES])
+        encoder.preprocess([PLANES])
     for layout in ("planes", "pages"):
         values, options = LAYOUTS[layout]
         (tmp_path / "planes.tif").write_bytes(tiff(values, **options))
-        assert np.array_equal(encoder.preprocessed([tmp_path / "planes.tif"])[0], row)
+        assert np.array_equal(encoder.preprocess([tmp_path / "planes.tif"])[0], row)
     crops = _Crops(files, 8, 0, 0, encoder.decoding)
     assert crops.read(0)[1].shape == (8, 8, 4)
     crop = image_crop(encoder, open_image(tmp_path / "0.tif"))
@@ -263,14 +263,14 @@ def test_a_satellite_run_from_files_to_scores_and_exports(scenes, tmp_path):
     encoder = load_encoder(str(run))
     described = encoder.describe([image])
     assert described.attention.shape == (1, 32, 4) and torch.equal(described.encoding, encoder.images([image]))
-    pixels = encoder.stacked(encoder.preprocessed([image]))
+    pixels = encoder.stack(encoder.preprocess([image]))
     output("export", str(run), "--layout", "torch")
     program = torch.export.load(run / "export" / "backbone.pt2").module()
     assert torch.allclose(program(pixels)[0], described.encoding, atol=1e-5)
     output("export", str(run), "--layout", "timm")
     model = timm.create_model(f"local-dir:{run}/export/timm", pretrained=True).eval()
     with torch.no_grad():
-        features = model.forward_features(encoder.normalised(pixels))
+        features = model.forward_features(encoder.normalize(pixels))
     assert torch.allclose(features[:, 1:], described.patches, atol=1e-4) or features.shape[1] == 5
     output("export", str(run), "--layout", "onnx")
     exported = load_encoder(str(run / "export" / "onnx"))

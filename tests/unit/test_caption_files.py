@@ -74,7 +74,7 @@ def test_captions_are_those_of_the_authors_scripts(root):
         (f"images/{i}.jpg", [f"a {i}"]) for i in (1, 2, 3)
     ]
     share = opened("sharegpt4v_1k", root)
-    assert len(share) == 1000 and share.described(999) == ("sam/images/sa_999.jpg", ["one two 999"])
+    assert len(share) == 1000 and share.describe(999) == ("sam/images/sa_999.jpg", ["one two 999"])
     assert [fact for _, _, fact in opened("crossmodal3600/de", root)] == [["de 0"], ["de 1"], ["de 2"]]
     found = [(key, fact) for key, _, fact in opened("xtd10/de", root)]
     assert found == [

@@ -14,7 +14,7 @@ from evals.slots.margins import interval
 from evals.slots.selection_report import gain
 from evals.suite import answers
 from evals.tasks import pairs, questions
-from evals.tasks.clusters import clusters_of, difference_test, mean_error, share_interval
+from evals.tasks.clusters import assign_clusters, difference_test, mean_error, share_interval
 from evals.tasks.questions import Answers
 from evals.tasks.result import wilson
 from tests.unit.test_compare import two
@@ -36,7 +36,7 @@ def plain_clusters(names):
 @given(NAMES)
 @settings(deadline=None)
 def test_answers_with_a_common_image_are_one_cluster(names):
-    expected, found = plain_clusters(names), clusters_of(names)
+    expected, found = plain_clusters(names), assign_clusters(names)
     if len(set(expected)) == len(names):
         assert found is None
         return
@@ -115,7 +115,7 @@ def test_pairs_and_slots_have_the_same_intervals():
     assert found.metrics == plain.metrics and found.intervals != plain.intervals
     right = torch.from_numpy(found.predictions["right"])
     numbers = torch.tensor([["add", "swap"].index(kind) for kind in kinds])
-    clusters = clusters_of([[owner] for owner in owners])
+    clusters = assign_clusters([[owner] for owner in owners])
     assert clusters is not None
     assert interval(right, numbers, clusters) == found.intervals["macro"]
     other = torch.rand(60) < 0.5
@@ -129,7 +129,7 @@ def test_comparisons_allow_for_shared_images(tmp_path):
 
     def compared(name, every, owners):
         first, second = (
-            pairs.of_margins(margin[::every], ["a"] * (200 // every), owners=owners)._replace(
+            pairs.score_margins(margin[::every], ["a"] * (200 // every), owners=owners)._replace(
                 keys=tuple(map(str, range(0, 200, every))), data="d"
             )
             for margin in margins
@@ -150,7 +150,7 @@ def test_comparisons_allow_for_shared_images(tmp_path):
 def test_answers_of_plugins_may_share_an_image():
     right = torch.tensor([True, True, False, False, True, True])
     made = answers.Answers({"acc": right, "other": ~right}, {"acc": 0.5, "other": 0.25}, kinds=["x"] * 3 + ["y"] * 3)
-    plain, joint = (answers.result_of(of, "longer") for of in (made, made._replace(images=list("aabbcc"))))
+    plain, joint = (answers.score_answers(of, "longer") for of in (made, made._replace(images=list("aabbcc"))))
     assert plain.n == joint.n == 6 and plain.keys == () and plain.chance == pytest.approx(0.5)
     assert plain.options["chance_other"] == pytest.approx(0.25)
     assert plain.metrics == joint.metrics and plain.metrics["acc/x"] == pytest.approx(2 / 3)
@@ -161,4 +161,4 @@ def test_answers_of_plugins_may_share_an_image():
     assert low < plain.intervals["acc"][0] and high > plain.intervals["acc"][1]
     for name in ("keys", "kinds", "images"):
         with pytest.raises(ValueError, match=rf"Answers\.{name}: has 5 entries for 6 answers"):
-            answers.result_of(made._replace(**{name: list("aabbc")}), "longer")
+            answers.score_answers(made._replace(**{name: list("aabbc")}), "longer")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.jobs.cluster_files import allocated, load_cluster, split_options, with_options
+from launch.jobs.cluster_files import add_allocation, load_cluster, split_options, with_options
 from launch.jobs.clusters import ClusterConfig, minutes, with_one_gpu
-from launch.jobs.sbatch_options import translated
+from launch.jobs.sbatch_options import translate_options
 from launch.jobs.submit import _extra_parameters
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
@@ -104,7 +104,7 @@ def test_a_gres_only_site_has_one_rank_per_gpu(gres, ranks):
     ],
 )
 def test_options_of_sbatch_are_understood(words, expected):
-    assert translated(words.split(), tuple(ClusterConfig.model_fields), ("exclusive",)) == expected.split()
+    assert translate_options(words.split(), tuple(ClusterConfig.model_fields), ("exclusive",)) == expected.split()
 
 
 def test_values_of_sbatch_options_stay_strings():
@@ -128,13 +128,13 @@ def test_an_allocation_has_the_nodes_and_gpus_of_its_shell(monkeypatch):
         lambda *words: "JobId=7 TRES=cpu=8,node=2,gres/gpu=8 TresPerNode=gres:gpu:h100:4",
     )
     shell = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
-    assert allocated({"kind": "allocation"}, shell) == {"kind": "allocation", "nodes": 2, "gpus_per_node": 4}
-    assert allocated({"nodes": 1}, {**shell, "SLURM_GPUS_PER_NODE": "h100:8"}) == {"nodes": 1, "gpus_per_node": 8}
+    assert add_allocation({"kind": "allocation"}, shell) == {"kind": "allocation", "nodes": 2, "gpus_per_node": 4}
+    assert add_allocation({"nodes": 1}, {**shell, "SLURM_GPUS_PER_NODE": "h100:8"}) == {"nodes": 1, "gpus_per_node": 8}
     with pytest.raises(ConfigError, match=r"--nodes 3: the allocation 7 has 2 node\(s\)"):
-        allocated({"nodes": 3}, shell)
-    assert allocated({"nodes": "many"}, shell)["nodes"] == "many"  # `load_cluster` refuses this value
+        add_allocation({"nodes": 3}, shell)
+    assert add_allocation({"nodes": "many"}, shell)["nodes"] == "many"  # `load_cluster` refuses this value
     with pytest.raises(ConfigError, match="this shell is not in an allocation"):
-        allocated({}, {})
+        add_allocation({}, {})
 
 
 @pytest.mark.parametrize(

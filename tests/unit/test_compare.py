@@ -11,7 +11,7 @@ from evals.report import grid_text
 from evals.report import paper_tables as layouts
 from evals.report.compare import compare
 from evals.report.plots import draw_curves, relative_change
-from evals.report.results_file import append, read_records, records_of
+from evals.report.results_file import append, find_records, read_records
 from evals.report.seed_average import over_seeds
 from evals.report.suite_layouts import SUITE_LAYOUTS
 from evals.tasks import pairs, retrieval, zeroshot
@@ -49,7 +49,7 @@ def test_mcnemar_is_the_exact_one_and_the_interval_holds_the_difference(tmp_path
 def test_a_macro_mean_is_compared_within_its_kinds(tmp_path):
     kinds = ["x"] * 90 + ["y"] * 10
     results = [
-        pairs.of_margins(torch.tensor(m), kinds)._replace(keys=tuple(map(str, range(100))), data="d")
+        pairs.score_margins(torch.tensor(m), kinds)._replace(keys=tuple(map(str, range(100))), data="d")
         for m in ([1.0] * 90 + [-1.0] * 10, [1.0] * 100)
     ]
     found = compare(*two(tmp_path, *results))
@@ -214,12 +214,12 @@ def test_a_renamed_run_is_compared_under_its_current_name(tmp_path, monkeypatch)
     run.rename(tmp_path / "runs/new")
     assert {r.checkpoint for r in read_records(["runs/new"])} == {"runs/new", "runs/new (slots 0,1)", "else"}
     for name, value in (("runs/new", 0.5), ("runs/new/", 0.5), ("runs/new (slots 0,1)", 1.0)):
-        (record,) = records_of(name)
+        (record,) = find_records(name)
         assert record.result.value == value
     with pytest.raises(ConfigError, match=r"contains results of runs/new, runs/new \(slots 0,1\), else. Give one"):
-        records_of("runs/new (slots 7)")
+        find_records("runs/new (slots 7)")
     with pytest.raises(ConfigError, match="evals: contains results of runs/old, "):
-        records_of("runs/new/evals")
+        find_records("runs/new/evals")
 
 
 def test_a_column_of_several_sets_is_marked_and_has_no_best(tmp_path):

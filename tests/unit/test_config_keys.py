@@ -14,7 +14,7 @@ from launch.cli.given_options import normalize_overrides
 from launch.commands.key_tables import example, examples, find_keys
 from launch.recipes import find_recipe, shipped_recipes
 from sparo_train.core.errors import ConfigError
-from sparo_train.core.recipe.config_keys import Entries, RegistryBlock, keys_of
+from sparo_train.core.recipe.config_keys import Entries, RegistryBlock, list_keys
 from sparo_train.core.recipe.layers import assignment
 from sparo_train.train.run_config import RunConfig, load_run
 from tests.helpers.processes import sparo
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_key_has_an_example_that_its_model_takes():
     known, seen = examples(), 0
-    for key in keys_of(RunConfig):
+    for key in list_keys(RunConfig):
         if isinstance(key.shape, type | RegistryBlock | Entries) or "[]" in key.dotted:
             continue
         written = example(key, known)

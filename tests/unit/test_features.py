@@ -15,7 +15,7 @@ from torch import nn
 
 from evals.encoders.encoder import Encoder, TextEncoder
 from evals.encoders.pixels import Pixels
-from evals.encoders.selection import MaskedEncoder, masked
+from evals.encoders.selection import MaskedEncoder, mask_encoder
 from evals.encoders.sparo_encoders import ClipEncoder, PixelEncoder
 from evals.feature_store.feature_table import View
 from evals.feature_store.features import BatchSize, FeatureStore
@@ -48,7 +48,7 @@ class Counting(Encoder, TextEncoder):
     @torch.inference_mode()
     def encode(self, pixels):
         self.images += len(pixels)
-        return self.model(self.normalised(pixels).mean((2, 3)))
+        return self.model(self.normalize(pixels).mean((2, 3)))
 
     def text(self, captions):
         self.texts += captions
@@ -246,9 +246,9 @@ def test_the_batch_is_halved_until_it_fits_and_remembered(tmp_path):
     pixels = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1).expand(-1, 3, 2, 2)
     found = BatchSize(path, 128).run(encoder, "v", call, pixels)
     assert torch.equal(found[:, 0], torch.arange(100).float()) and sizes[:4] == [100, 50, 25, 12]
-    assert BatchSize(path, 128).of(encoder, "v") == 12
+    assert BatchSize(path, 128).known_size(encoder, "v") == 12
     path.write_text("damaged")
-    assert BatchSize(path, 128).of(encoder, "v") == 128
+    assert BatchSize(path, 128).known_size(encoder, "v") == 128
 
     def never(_):
         raise torch.OutOfMemoryError("too much")
@@ -271,19 +271,19 @@ def test_a_selection_of_slots_is_an_encoder_over_the_same_stored_features(tmp_pa
     sets = eval_sets(tmp_path / "sets")
     source, store, inner = WdsSet(sets["zero"]["root"], "label"), FeatureStore(tmp_path / "store"), clip()
     whole = store.images(inner, source).in_memory()
-    chosen = MaskedEncoder.of_slots(inner, [0, 2])
+    chosen = MaskedEncoder.keep_slots(inner, [0, 2])
     folders = len(list((tmp_path / "store/images").iterdir()))
     found = store.images(chosen, source).in_memory()
     assert len(list((tmp_path / "store/images").iterdir())) == folders
     assert (
         torch.equal(found[:, :4], whole[:, :4]) and not found[:, 4:8].any() and torch.equal(found[:, 8:], whole[:, 8:])
     )
-    pixels = inner.stacked([inner.transform(image) for _, image, _ in source])
+    pixels = inner.stack([inner.transform(image) for _, image, _ in source])
     assert torch.allclose(chosen.encode(pixels), found, atol=1e-6)
     assert isinstance(chosen, TextEncoder) and torch.equal(chosen.text(["a cat"]), inner.text(["a cat"]))
-    assert not isinstance(masked(PixelEncoder(4), torch.ones(48)), TextEncoder)
+    assert not isinstance(mask_encoder(PixelEncoder(4), torch.ones(48)), TextEncoder)
     with pytest.raises(ConfigError, match=r"its encodings need a mask of \(12,\) or \(3,\), got \(5,\)"):
-        masked(inner, torch.ones(5))
+        mask_encoder(inner, torch.ones(5))
 
 
 def test_texts_of_any_length_are_encoded_as_alone():

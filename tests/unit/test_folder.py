@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evals.sets import base
-from evals.sets.base import batched, read_batches
+from evals.sets.base import read_batches, split_batches
 from evals.sets.wds import open_images
 from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
@@ -86,7 +86,7 @@ def test_labelled_images_have_a_fixed_order_and_named_errors(folder, tmp_path, m
     images = open_images(str(folder), "label", "train")
     assert len(images) == 24 and sorted(label for _, _, label in images) == [0] * 12 + [1] * 12
     keys = [key for key, _, _ in images]
-    batches = list(read_batches(images, small, batched(range(24), 7), workers=1))
+    batches = list(read_batches(images, small, split_batches(range(24), 7), workers=1))
     assert [len(b.keys) for b in batches] == [7, 7, 7, 3] and [key for b in batches for key in b.keys] == keys
     assert batches[0].pixels.shape == (7, 3, 8, 8)
     (tmp_path / "flat").mkdir()
@@ -99,5 +99,5 @@ def test_labelled_images_have_a_fixed_order_and_named_errors(folder, tmp_path, m
         list(broken)
     monkeypatch.setattr(base, "_FEW", 0)
     with pytest.raises(DataError) as told:
-        list(read_batches(broken, small, batched(range(24), 6), workers=1))
+        list(read_batches(broken, small, split_batches(range(24), 6), workers=1))
     assert "bad image" in str(told.value) and "Traceback" not in str(told.value)

@@ -22,7 +22,7 @@ from evals.sets.pictures import label_image
 from evals.suite.suite import Suite
 from evals.tasks import linear_segmentation, probe, regression
 from evals.tasks.linear_segmentation import PatchFeatures, SegmentationTraining
-from evals.tasks.result import by_group
+from evals.tasks.result import sum_groups
 from evals.tasks.zeroshot import average_precisions, multilabel_result
 from sparo_data.synthetic.tissue import TissueConfig, render_tile, tissue_set
 from sparo_train.core.config import resolve
@@ -283,9 +283,9 @@ def test_intervals_resample_groups(tissue):
     assert found.interval == pytest.approx((right.min(), right.max()))
     values = np.arange(12.0).reshape(6, 2)
     np.testing.assert_array_equal(
-        by_group(values, list("abaabb")), [values[[0, 2, 3]].sum(0), values[[1, 4, 5]].sum(0)]
+        sum_groups(values, list("abaabb")), [values[[0, 2, 3]].sum(0), values[[1, 4, 5]].sum(0)]
     )
-    np.testing.assert_array_equal(by_group(values, None), values)
+    np.testing.assert_array_equal(sum_groups(values, None), values)
     scores, labels = torch.rand(8, 3), torch.tensor([[1, 0, 0], [0, 1, 0]] * 4)
     only = multilabel_result(scores, labels, "probe", only_present=True)
     assert only.value == pytest.approx(average_precisions(scores, labels)[:2].mean().item())

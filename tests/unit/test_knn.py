@@ -57,7 +57,7 @@ def clouds(n, m, classes, seed=0, dim=16):
 def test_the_vote_equals_the_official_one_for_any_number_of_tests_and_classes():
     for n, m, classes in ((900, 300, 7), (400, 3, 12), (250, 41, 3)):
         train, test, train_labels, test_labels = clouds(n, m, classes)
-        found = knn.nearest(test, train, 200, block=(64, 100))
+        found = knn.find_nearest(test, train, 200, block=(64, 100))
         result = knn.score(found, train_labels, test_labels, classes, (10, 20, 100, 200), 0.07, 20)
         for k in (10, 20, 100, 200):
             top1, top5 = official_knn(train, train_labels, test, test_labels, k, 0.07, classes)
@@ -83,7 +83,7 @@ def test_blocks_and_parts_of_the_bank_change_nothing_even_with_ties(seed, n, m, 
     similarity = F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T
     whole = similarity.sort(dim=1, descending=True, stable=True)
     ends = [n * i // parts for i in range(parts + 1)]
-    found = [knn.nearest(queries, bank[a:b], k, a, (3, block)) for a, b in itertools.pairwise(ends)]
+    found = [knn.find_nearest(queries, bank[a:b], k, a, (3, block)) for a, b in itertools.pairwise(ends)]
     merged = knn.merge(found, k)
     assert torch.equal(merged.row, whole.indices[:, :k])
     assert torch.equal(merged.similarity, whole.values[:, :k])
@@ -100,7 +100,7 @@ def test_blocks_and_parts_of_the_bank_change_nothing_even_with_ties(seed, n, m, 
 def test_long_rows_searched_in_groups_give_what_a_full_sort_gives(seed, n, k, values, transposed):
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(0, values, (5, n), generator=generator).float()
-    found = knn.best_of(table.T.contiguous().T if transposed else table, k, 100)
+    found = knn.select_best(table.T.contiguous().T if transposed else table, k, 100)
     expected = table.sort(dim=1, descending=True, stable=True)
     assert torch.equal(found.similarity, expected.values[:, :k])
     assert torch.equal(found.row, expected.indices[:, :k] + 100)
@@ -108,9 +108,9 @@ def test_long_rows_searched_in_groups_give_what_a_full_sort_gives(seed, n, k, va
 
 def test_half_precision_banks_are_scored_in_fp32():
     train, test, _, _ = clouds(300, 20, 4)
-    half = knn.nearest(test, train.half(), 5)
+    half = knn.find_nearest(test, train.half(), 5)
     assert half.similarity.dtype == torch.float32
-    assert torch.allclose(half.similarity, knn.nearest(test, train.half().float(), 5).similarity)
+    assert torch.allclose(half.similarity, knn.find_nearest(test, train.half().float(), 5).similarity)
 
 
 def labelled(root, n, seed, classes=3):
@@ -198,7 +198,7 @@ def test_the_probe_is_trained_as_officially(sets):
     data = {}
     for key, place in sets.items():
         rows = list(open_images(place, "label", key))
-        pixels = e.stacked([e.transform(image) for _, image, _ in rows])
+        pixels = e.stack([e.transform(image) for _, image, _ in rows])
         data[key] = e.probe(pixels, 4), torch.tensor([label for _, _, label in rows])
     features, labels = data["train"]
     assert features.shape == (43, 2 * 16 + 12)
@@ -314,12 +314,12 @@ def test_images_of_a_group_do_not_vote_and_classes_may_be_balanced():
     labels[:40] = 0
     groups = torch.arange(60) // 5
     for block in ((7, 11), (64, 64)):
-        found = knn.nearest(bank, bank, 9, block=block, groups=(groups, groups))
+        found = knn.find_nearest(bank, bank, 9, block=block, groups=(groups, groups))
         similarity = F.normalize(bank, dim=-1) @ F.normalize(bank, dim=-1).T
         similarity[groups[:, None] == groups] = -torch.inf
         expected = similarity.sort(dim=1, descending=True, stable=True)
         assert torch.equal(found.row, expected.indices[:, :9])
-    found = knn.nearest(bank, bank, 9, groups=(torch.arange(60), torch.arange(60)))
+    found = knn.find_nearest(bank, bank, 9, groups=(torch.arange(60), torch.arange(60)))
     votes = torch.zeros(60, 3)
     for query in range(60):
         for similarity, row in zip(found.similarity[query], found.row[query], strict=True):

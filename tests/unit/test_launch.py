@@ -120,7 +120,7 @@ def test_local_evaluations_fan_out_and_merge(shards, tmp_path):
     words = ("launch", "eval", "runs/tiny", "--tasks", "zero", "--cluster", "debug", "--name", "e")
     done = sparo(*words, cwd=tmp_path)
     assert done.returncode == 0 and "acc1" in done.stdout, done.stderr
-    assert not FanOut(tmp_path / "runs/evals/e").missing()
+    assert not FanOut(tmp_path / "runs/evals/e").missing_elements()
     results = json.loads((tmp_path / "runs/evals/e/results.json").read_text())["results"]
     assert list(results) == ["runs/tiny/zero"]
     assert "was scored before" not in done.stdout and not FanOut(tmp_path / "runs/evals/e").outdated()

@@ -76,7 +76,7 @@ def ranks(shards, world_size, cursor, n, **changes):
         take(pipeline(shards, r, world_size, trim_text=False, **changes).start(cursor), n) for r in range(world_size)
     ]
     return [
-        ({k: torch.cat([d.batch[k] for d in step]) for k in ("image", "text")}, Cursor.joined([d.cursor for d in step]))
+        ({k: torch.cat([d.batch[k] for d in step]) for k in ("image", "text")}, Cursor.join([d.cursor for d in step]))
         for step in zip(*runs, strict=True)
     ]
 
@@ -306,7 +306,7 @@ def test_a_start_reports_shares_and_losses_of_data(tmp_path):
     alone = open_source(
         "a", ShardsConfig(shards=str(cut))
     )  # no complete shard shows how many samples there were: the estimate doubles what was read
-    assert [damage.lost_samples for damage in alone.broken()] == [held]
+    assert [damage.lost_samples for damage in alone.incomplete_storages()] == [held]
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of the samples read; 20 samples, {320 / (80 + held):.2f} passes"
 
 
@@ -368,7 +368,7 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch):
 
 def test_only_consecutive_checks_count(monkeypatch):
     states = iter("TTT" + "S" + "D" * 12 + "T" * 12)
-    monkeypatch.setattr(workers, "state_of", lambda pid: next(states))
+    monkeypatch.setattr(workers, "read_process_state", lambda pid: next(states))
     parts, stuck = SimpleNamespace(_workers=[SimpleNamespace(pid=7)]), Counter()
     for _ in range(3 + 1 + 12 + 11):
         workers._refuse_stuck(parts, stuck)

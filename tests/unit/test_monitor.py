@@ -140,7 +140,7 @@ def test_failures_before_python_are_shown(tmp_path, queue):
     noise = "srun: error: n1: task 0: Exited with exit code 1\nslurmstepd: error: *** STEP 7.0 CANCELLED ***\n"
     (tmp_path / "run/jobs/7_0_log.err").write_text(f"bash: line 3: module: command not found\n{noise}\n")
     assert statuses([tmp_path / "run"])[0].reason == "bash: line 3: module: command not found (7_0_log.err)"
-    assert last_error_line(records.last()) == "bash: line 3: module: command not found (7_0_log.err)"
+    assert last_error_line(records.last_submission()) == "bash: line 3: module: command not found (7_0_log.err)"
     (tmp_path / "run/jobs/.7.nodes").write_text(
         "n1\tthe run folder is not there: /x\nn2\tthe run folder is not there: /x\n"
     )
@@ -219,7 +219,7 @@ def test_the_log_of_an_element_is_its_own(tmp_path):
     for number in (1, 10, 11):
         (records.jobs / f"12_{number}_0_log.out").write_text(f"element {number}\n")
     (records.jobs / "121_0_log.out").write_text("another job\n")
-    record = records.last()
+    record = records.last_submission()
     assert [path.name for path in log_files(tmp_path / "fan", record, LogSource("12_1", 0))] == ["12_1_0_log.out"]
     assert len(log_files(tmp_path / "fan", record, LogSource(None, 0))) == 3
     failure = {"job": "12_10", "restart": 0, "rank": 0, "kind": "DataError", "message": "x", "node": "n1"}

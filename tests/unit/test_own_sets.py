@@ -81,7 +81,7 @@ def test_the_catalogues_own_sets_are_published_and_a_users_are_not(tmp_path, mon
     (tmp_path / "configs/datasets/mine.yaml").write_text(json.dumps({"mine": entry}))
     entries = {listed.name: listed for listed in catalogue.datasets()}
     published = {
-        name: catalogue.task_of(entries[name], tmp_path, "zeroshot").published for name in ("mine", "imagenet1k")
+        name: catalogue.make_task(entries[name], tmp_path, "zeroshot").published for name in ("mine", "imagenet1k")
     }
     assert published == {"mine": False, "imagenet1k": True}
 

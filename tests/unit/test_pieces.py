@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from sparo_train.core.disk.pieces import Piece, assign_writers, write_pieces
-from sparo_train.core.disk.pieces_reader import INDEX, PiecesReader, extents_of, write_index
+from sparo_train.core.disk.pieces_reader import INDEX, PiecesReader, collect_extents, write_index
 from sparo_train.core.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ def written(folder, cuts_by_name):
         paths.append(folder / f"model-{number}.safetensors")
         write_pieces(paths[-1], pieces)
     write_index(
-        folder / INDEX, {p.name: ("model", extents_of(own)) for p, own in zip(paths, files.values(), strict=True)}
+        folder / INDEX, {p.name: ("model", collect_extents(own)) for p, own in zip(paths, files.values(), strict=True)}
     )
     return paths
 

@@ -30,7 +30,7 @@ def build(spec, streams=1):
 
 def epoch_of(plan, epoch):
     return [
-        plan.at(stream, epoch * plan.stream_length(stream) + i)
+        plan.sample_at(stream, epoch * plan.stream_length(stream) + i)
         for stream in range(plan.streams)
         for i in range(plan.stream_length(stream))
     ]
@@ -60,8 +60,8 @@ def test_any_position_is_computed_independently_of_earlier_ones(spec, streams, p
         return
     walked, fresh = build(spec, streams), build(spec, streams)
     for i in range(position):
-        walked.at(0, i)
-    assert walked.at(0, position) == fresh.at(0, position)
+        walked.sample_at(0, i)
+    assert walked.sample_at(0, position) == fresh.sample_at(0, position)
 
 
 @given(st.integers(1, 90), st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.7]), st.integers(0, 50))
@@ -80,7 +80,7 @@ def test_window_chunks_cover_exactly_what_the_window_reads():
     for stream in range(4):
         length = plan.stream_length(stream)
         for position in range(0, length, 16):
-            read = sorted(plan.at(stream, p)[1:] for p in range(position, min(position + 16, length)))
+            read = sorted(plan.sample_at(stream, p)[1:] for p in range(position, min(position + 16, length)))
             ahead = sorted((s, d, i) for s, d, a, b in plan.window_chunks(stream, position) for i in range(a, b))
             assert read == ahead
 
@@ -114,7 +114,7 @@ def test_every_sample_is_announced_once_and_before_it_is_read(counts, streams, c
         ahead = ReadAhead(plan, [SimpleNamespace(storages=storages)], at, rows)
         for row in list(own) * (120 // rows):
             ahead.advance(0, at[row])
-            ref = plan.at(0, at[row])
+            ref = plan.sample_at(0, at[row])
             at[row] += rows
             storages[ref.shard].waiting[ref.ordinal] -= 1
             assert min(min(s.waiting.values(), default=0) for s in storages) >= 0

@@ -41,12 +41,12 @@ def test_elapsed_time_includes_earlier_starts_and_the_estimate_only_steps(now):
     clock = RunClock(before=1000.0)
     now[0] += 60  # compiling, and waiting for the first batch
     assert clock.elapsed == 1060 and clock.step(5) and not clock.step(6)
-    assert clock.left(5, 100) is None
+    assert clock.seconds_left(5, 100) is None
     now[0] += 10
-    assert clock.left(10, 100) == pytest.approx(2 * 90)
+    assert clock.seconds_left(10, 100) == pytest.approx(2 * 90)
     now[0] += 500
     clock.pause(500)  # an evaluation
-    assert clock.left(10, 100) == pytest.approx(2 * 90) and clock.elapsed == 1570
+    assert clock.seconds_left(10, 100) == pytest.approx(2 * 90) and clock.elapsed == 1570
 
 
 def test_the_first_step_is_shown_at_once_with_the_time_of_earlier_starts(now, monkeypatch, tmp_path):

@@ -6,11 +6,11 @@ import torch
 
 from evals.feature_store.features import FeatureStore
 from evals.slots import selection_methods
-from evals.slots.eval_inputs import Pairs, Questions, groups_of, halves, material, pairs_of
+from evals.slots.eval_inputs import Pairs, Questions, halves, make_pairs, material, question_groups
 from evals.slots.mask_study import MaskTraining, mask_row
-from evals.slots.page_arrays import arrays_of
+from evals.slots.page_arrays import make_arrays
 from evals.slots.selection_report import ChoiceOptions, choose, report
-from evals.slots.units import units_of
+from evals.slots.units import make_units
 from evals.suite import catalogue
 from evals.suite.suite import Suite
 from sparo_train.core.errors import ConfigError
@@ -38,7 +38,7 @@ def world(tmp_path_factory):
     names = ["winoground", "mmvp_vlm", "sugar_crepe_pp", "aro/vg_relation", "negbench/coco_mcq", "svo_probes", "crepe/productivity", "whatsup/a"]  # fmt: skip
     tasks = {name: catalogue.tasks(name, root)[name] for name in names}
     encoder = WithSlots()
-    return tasks, units_of(encoder), FeatureStore(), Suite(tasks).run(encoder)
+    return tasks, make_units(encoder), FeatureStore(), Suite(tasks).run(encoder)
 
 
 def test_all_slots_together_give_the_tasks_score(world):
@@ -48,7 +48,7 @@ def test_all_slots_together_give_the_tasks_score(world):
         margins = each.margins()
         total = margins.values.sum(1) + margins.fixed
         # Ties between sums over slots are exact here, because the products of equal vectors are added in the same order.
-        assert float(margins.accuracy(margins.right(total))) == pytest.approx(results[name].value), name
+        assert float(margins.accuracy(margins.right_answers(total))) == pytest.approx(results[name].value), name
         assert isinstance(each, Pairs) == (name == "aro/vg_relation"), name
 
 
@@ -56,13 +56,13 @@ def test_a_selection_is_made_and_reported_on_questions(world):
     tasks, units, store, _ = world
     for name in ("winoground", "negbench/coco_mcq", "sugar_crepe_pp"):
         each = material(name, tasks[name], units, store)
-        assert isinstance(each, Questions) and len(groups_of(each)) == len(each.questions)
+        assert isinstance(each, Questions) and len(question_groups(each)) == len(each.questions)
         options = ChoiceOptions(k=2, method="forward")
         shown = report(name, each, choose(name, each, options), options)
         assert shown.share == "held out" and 0 < shown.n < len(each.questions) and len(shown.curve) == 4
     margins = material("negbench/coco_mcq", tasks["negbench/coco_mcq"], units, store).margins()
     alone = selection_methods.accuracies(margins)
-    expected = [float(margins.accuracy(margins.right(margins.values[:, u]))) for u in range(4)]
+    expected = [float(margins.accuracy(margins.right_answers(margins.values[:, u]))) for u in range(4)]
     assert alone.tolist() == pytest.approx(expected)
 
 
@@ -81,17 +81,17 @@ def test_masks_are_trained_on_right_and_wrong_captions(world):
     tasks, units, store, _ = world
     counts = {"negbench/coco_mcq": 12 * 3, "winoground": 8 * 2, "sugar_crepe_pp": 25 * 2}
     for name, count in counts.items():
-        pairs = pairs_of(name, material(name, tasks[name], units, store))
+        pairs = make_pairs(name, material(name, tasks[name], units, store))
         row, (trained,) = mask_row(name, pairs, {}, "unit", [MaskTraining(epochs=2)])
         assert trained.n == count and trained.mask.shape == (4,) and 0 <= row.pairs[0] <= 1
     with pytest.raises(ConfigError, match=r"svo_probes: masks of slots are trained on pairs of a right"):
-        pairs_of("svo_probes", material("svo_probes", tasks["svo_probes"], units, store))
+        make_pairs("svo_probes", material("svo_probes", tasks["svo_probes"], units, store))
 
 
 def test_the_page_gets_the_comparisons(world):
     tasks, units, store, results = world
     for name in ("negbench/coco_mcq", "winoground", "crepe/productivity"):
-        arrays = arrays_of(name, tasks[name], units, store)
+        arrays = make_arrays(name, tasks[name], units, store)
         wide = arrays.facts["comparisons"]
         total = torch.from_numpy(arrays.arrays["left"].sum(0)).view(-1, wide)
         tie = torch.from_numpy(arrays.arrays["tie"]).bool().view(-1, wide)

@@ -39,7 +39,7 @@ def with_old_names(shape, tree, used):
     """Return a resolved recipe as an older version wrote it; add (class, old name) of each replacement to `used`."""
     if not isinstance(tree, dict) or shape is None:
         return tree
-    model = shape.from_registry.model_of(tree) if isinstance(shape, RegistryBlock) else shape
+    model = shape.from_registry.find_model(tree) if isinstance(shape, RegistryBlock) else shape
     old_names = {}
     for cls in model.__mro__ if isinstance(model, type) else ():
         old_names |= {new: (cls.__name__, old) for old, new in RENAMED.get(cls.__name__, {}).items()}
@@ -132,7 +132,7 @@ def test_a_renamed_option_is_passed_on_under_its_new_name(words, capsys):
     options = _options(typer.main.get_command(app), words)
     for old, new in RENAMED_OPTIONS[words].items():
         assert with_new_options([*words, f"{old}=1", old, "x", "--", old]) == [*words, f"{new}=1", new, "x", "--", old]
-        assert f"{old}: is {new} now" in capsys.readouterr().err
+        assert f"{old}: renamed to {new}" in capsys.readouterr().err
         assert new in options, (words, new)
         # `slots score` handles --on separately; the --out of `eval sweep` is another option.
         assert old not in options or (words, old) == (("eval", "sweep"), "--out")

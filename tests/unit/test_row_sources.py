@@ -264,7 +264,7 @@ def test_sources_of_different_kinds_are_mixed_by_weight(tmp_path):
     pipeline = Pipeline(config, 4, ImageTextExamples(config, 16, 16, ClipTokenizer(16)), 3)
     plan, counts = pipeline.plan, {}
     for position in range(plan.epoch_size):
-        ref = plan.at(position % 4, position // 4)
+        ref = plan.sample_at(position % 4, position // 4)
         counts[pipeline.sources[ref.source].name] = counts.get(pipeline.sources[ref.source].name, 0) + 1
     assert counts == {k: {"mds": 2 * COUNT, "energon": 8}.get(k, COUNT) for k in KINDS}
     with closing(pipeline.start()) as started:

@@ -74,7 +74,7 @@ def read(make, per_stream, world_size, workers, cursor, steps):
             batches[step] += [tuple(row) for item in items for row in item.batch["number"].tolist()]
             at = [position for item in items for position in item.positions]
         parts.append(Cursor(tuple(at), per_stream))
-    return batches, skipped, Cursor(tuple(json.loads(json.dumps(Cursor.joined(parts).to_json()))))
+    return batches, skipped, Cursor(tuple(json.loads(json.dumps(Cursor.join(parts).to_json()))))
 
 
 lengths_and_bad = st.lists(st.integers(8, 30), min_size=1, max_size=3).flatmap(
@@ -140,7 +140,7 @@ def test_a_run_whose_batch_grows_repeats_and_loses_no_sample(data, streams, stag
     expected = Counter()
     for row, after in enumerate(rows):
         for position in range(after % per_stream, after, per_stream):
-            ref = plan.at(row // per_stream, position)
+            ref = plan.sample_at(row // per_stream, position)
             if (ref.shard, ref.ordinal) not in bad:
                 expected[ref.shard, ref.ordinal] += 1
     assert seen == expected

@@ -133,9 +133,9 @@ def test_versions_of_a_file_are_cached_separately(tmp_path):
     one, two = (CachedFile(cache, "http://x/a.tar", version, 10) for version in (b"1", b"2"))
     one.put(0, 0, b"one")
     assert two.get(0, 0, 3) is None and one.get(0, 0, 3) == b"one"
-    assert one.missing(0, 4) == [(1, 4)] and two.missing(2, 4) == [(2, 4)]
+    assert one.missing_ranges(0, 4) == [(1, 4)] and two.missing_ranges(2, 4) == [(2, 4)]
     one.put(2, 6, b"two")
-    assert one.missing(0, 4) == [(1, 2), (3, 4)]
+    assert one.missing_ranges(0, 4) == [(1, 2), (3, 4)]
 
 
 def test_a_full_disk_is_reported_once_and_ends_no_run(tmp_path, monkeypatch, caplog):

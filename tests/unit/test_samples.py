@@ -27,7 +27,7 @@ from sparo_train.data.examples.samples import (
     decode_image,
     list_captions,
     missing_caption_keys,
-    written_list,
+    parse_list,
 )
 from sparo_train.data.sources.base import open_source
 from sparo_train.data.sources.shards import ShardsConfig
@@ -51,7 +51,7 @@ def test_unusable_captions_have_a_reason(key, fields, reason):
 @given(st.lists(st.text(), min_size=1))
 def test_lists_of_captions_that_tables_write_as_text_are_read(texts):
     for written in (json.dumps(texts), json.dumps(texts, ensure_ascii=False), str(texts)):
-        assert written_list(f" {written}\n") == texts
+        assert parse_list(f" {written}\n") == texts
 
 
 @pytest.mark.parametrize(

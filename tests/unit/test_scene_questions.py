@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from evals.suite import catalogue
-from evals.suite.question_tasks import questions_of
+from evals.suite.question_tasks import load_questions
 from evals.suite.suite import Suite
-from sparo_data.synthetic.scene_questions import SceneQuestionsConfig, render_questions, shuffled_orders
+from sparo_data.synthetic.scene_questions import SceneQuestionsConfig, render_questions, shuffle_words
 from sparo_train.core.errors import DataError
 from tests.helpers.compositional import BagOfWords
 
@@ -39,7 +39,7 @@ def test_every_set_is_read_and_scored(root):
 def test_captions_of_a_question_have_the_same_words(root):
     for name in NAMES[:5]:
         (task,) = catalogue.tasks(name, root).values()
-        _, questions = questions_of(task)
+        _, questions = load_questions(task)
         for question in questions:
             assert len({tuple(sorted(text.split())) for text in question.texts}) == 1, question
 
@@ -60,7 +60,7 @@ def test_negated_captions_are_true_or_false_of_the_scene(root):
 
 def test_orders_are_those_of_aro():
     text = "a small red rubber cube to the left of a large blue metal sphere"
-    nouns, others, trigrams, order = shuffled_orders(text, np.random.default_rng(0))
+    nouns, others, trigrams, order = shuffle_words(text, np.random.default_rng(0))
     where = {word: i for i, word in enumerate(text.split())}
     fixed = ["a", "to", "the", "left", "of"]
     assert [w for w in nouns.split() if w in fixed] == [w for w in text.split() if w in fixed] and nouns != text

@@ -25,10 +25,12 @@ from tests.unit.test_scene_drawing import DECODERS
 def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
     made = objective("psb")
     encoder, posed = SceneEncoder(made.model, 2, 2, "run"), torch.rand(4, 2, 9, 16, 16)
-    last_two = encoder.slots_of(posed[2:])
-    assert torch.allclose(encoder.slots_of(posed)[3], last_two[1], atol=1e-6)
+    last_two = encoder.encode_slots(posed[2:])
+    assert torch.allclose(encoder.encode_slots(posed)[3], last_two[1], atol=1e-6)
     seen = []
-    encoder.slots_of = lambda views, window=None: seen.append(window) or type(encoder).slots_of(encoder, views, window)
+    encoder.encode_slots = lambda views, window=None: (
+        seen.append(window) or type(encoder).encode_slots(encoder, views, window)
+    )
     scene_sheet(encoder, posed, np.zeros((4, 2, 16, 16), np.uint8), 1, window=1)
     turntable(encoder, posed, 2, turns=1, window=1)
     assert seen == [1, 1]  # the pictures show what a task with this window scores
@@ -36,7 +38,7 @@ def test_longer_episodes_are_scored_in_windows_and_stills_are_refused():
         encoder.encode(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     recurrent = SceneEncoder(objective("psb", **GROUPINGS["savi"]).model, 2, 2, "run")
     with pytest.raises(ConfigError, match="only a binder"):
-        recurrent.slots_of(posed, 2)
+        recurrent.encode_slots(posed, 2)
     # With a single camera, the view moves around what is in front of it, instead of rotating on the spot.
     one = pixel_rays(
         torch.from_numpy(look_at((4.0, 0.0, 2.0), (0.0, 0.0, 0.5)))[None].float(), torch.tensor([[20.0, 20, 8, 8]]), 16

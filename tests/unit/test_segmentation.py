@@ -148,7 +148,7 @@ def test_n_belongs_to_the_headline_and_feature_errors_have_no_psnr():
     there, none = np.array([[1, 0]]), np.zeros((1, 2), int)
     masks = [Masked(there, there)] + [Masked(none, none)] * 5
     found = score(masks)
-    assert (found.n, found.headed("fg_ari").n, found.headed("fg_ari_savi").n) == (1, 1, 6)
+    assert (found.n, found.with_headline("fg_ari").n, found.with_headline("fg_ari_savi").n) == (1, 1, 6)
     clip = MaskedClip(there[None], there[None], np.array([0.01]))
     assert clip_score([clip]).metrics["psnr"] == pytest.approx(20, abs=1e-4)
     of_features = clip_score([clip], pixels=False)

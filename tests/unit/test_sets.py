@@ -19,7 +19,7 @@ from evals.sets.wds import WdsSet
 from evals.suite import catalogue
 from evals.suite.image_text_tasks import PairsTaskConfig, RetrievalTaskConfig
 from evals.suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
-from evals.suite.scoring import facts_digest, labels_of
+from evals.suite.scoring import collect_labels, facts_digest
 from evals.suite.suite import Suite
 from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
 from sparo_data.writer import write_wds_layout
@@ -278,7 +278,7 @@ def test_sets_that_would_score_as_something_else_are_refused_at_the_start(tmp_pa
     Suite({"p": ProbeTaskConfig(root=str(tmp_path / "several"))}).check()  # is scored by mean average precision
     ragged = Features([np.zeros((2, 3), np.float32)], ["a", "b"], [[0, 1], [1, 0, 1]])
     with pytest.raises(DataError, match="b has a row of 3 labels, but a one of 2"):
-        labels_of(ragged, WdsSet(tmp_path / "several", "label"))
+        collect_labels(ragged, WdsSet(tmp_path / "several", "label"))
     (tmp_path / "folders/cat").mkdir(parents=True)
     (tmp_path / "folders/cat/a.jpg").write_bytes(jpeg(0))
     knn = KnnTaskConfig(train=str(tmp_path / "folders"), test=str(tmp_path / "braces/test"))
@@ -360,8 +360,10 @@ def test_the_catalogue_finds_sets_and_reports_their_problems(tmp_path):
 
 
 def test_pairs_survive_being_stored():
-    from evals.feature_store.feature_table import fact_of
+    from evals.feature_store.feature_table import restore_tuples
 
     pairs = [Pair("swap_obj", "a", "b", "3")]
-    assert fact_of(json.loads(json.dumps(pairs))) == pairs
-    assert fact_of(["one", "two"]) == ["one", "two"] and fact_of(4) == 4 and fact_of([1, 0]) == [1, 0]
+    assert restore_tuples(json.loads(json.dumps(pairs))) == pairs
+    assert (
+        restore_tuples(["one", "two"]) == ["one", "two"] and restore_tuples(4) == 4 and restore_tuples([1, 0]) == [1, 0]
+    )

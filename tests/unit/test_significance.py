@@ -10,7 +10,7 @@ from evals.report import paper_tables as layouts
 from evals.report.compare import compare
 from evals.report.grid import BETTER, WORSE
 from evals.report.results_file import append, read_records
-from evals.report.significance import holm, separated_best
+from evals.report.significance import holm, mark_separated_best
 from evals.report.suite_layouts import VTAB
 from evals.tasks import pairs, questions
 from evals.tasks.result import Result, wilson
@@ -65,7 +65,7 @@ def test_a_mean_over_kinds_is_paired_within_kinds(tmp_path):
     assert found.stratified and found.difference == pytest.approx(second.value - first.value)
     kinds = ["x"] * 90 + ["y"] * 10
     for name, margin in (("c", [1.0] * 90 + [-1.0] * 10), ("d", [1.0] * 100)):
-        scored = pairs.of_margins(torch.tensor(margin), kinds)._replace(keys=tuple(map(str, range(100))), data="d")
+        scored = pairs.score_margins(torch.tensor(margin), kinds)._replace(keys=tuple(map(str, range(100))), data="d")
         append(tmp_path / name, name, "p", scored, {})
     one, other = (read_records([tmp_path / name])[0] for name in "cd")
     assert compare(one, other, "y").difference == 1.0 and compare(one, other, "x").difference == 0.0
@@ -135,9 +135,9 @@ def test_the_best_over_seeds_differs_from_all_others(tmp_path):
         name: {"t": answers(i, {"group": p})} for i, (name, p) in enumerate({"a": 0.2, "b": 0.9, "c": 0.25}.items())
     }
     found = table(tmp_path, results)._replace(best=())
-    assert separated_best(found).best == (1,)
+    assert mark_separated_best(found).best == (1,)
     rows = [row._replace(cells=[row.cells[0]._replace(low=None, high=None)]) for row in found.rows]
-    assert separated_best(found._replace(rows=rows)).best == (None,)
+    assert mark_separated_best(found._replace(rows=rows)).best == (None,)
 
 
 def test_kinds_with_names_of_metrics_and_other_tie_rules_are_told_apart(tmp_path):

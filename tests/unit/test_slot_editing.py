@@ -63,7 +63,7 @@ def test_deleting_and_swapping():
         state = slot_state(encoder, IMAGE)
         drawing = draw_state(encoder, state)
         torch.testing.assert_close(
-            drawing.image, encoder.decompose(encoder.stacked([encoder.transform(IMAGE)])).reconstruction[0].clamp(0, 1)
+            drawing.image, encoder.decompose(encoder.stack([encoder.transform(IMAGE)])).reconstruction[0].clamp(0, 1)
         )
         without = apply_edit(state, SlotEdit(1, delete=True), SIDE)
         assert torch.equal(without.slots, state.slots[[0, 2]]) and draw_state(encoder, without).shares.shape[0] == 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evals.slots.mask_study import Factors, MaskTraining, factors, loss, mask_of, train_mask
+from evals.slots.mask_study import Factors, MaskTraining, compute_mask, factors, loss, train_mask
 from evals.slots.quality_measures import effective_number, monosemanticity, redundancy, sharpness, similarity
 from tests.unit.test_slot_studies import N, U, V
 
@@ -42,7 +42,7 @@ def test_a_mask_weights_informative_slots_and_is_reproducible():
     assert torch.equal(found.mask, again.mask) and found.curve == again.curve and len(found.losses) == 15
     assert found.losses[-1] < found.losses[0] and max(found.curve) == found.curve[found.epoch] > found.curve[0] + 0.02
     assert found.mask[:2].min() > 0.9 > 0.6 > found.mask[2:].max()
-    assert torch.equal(mask_of(torch.zeros(3), torch.tensor(0.0), "max"), torch.full((3,), 0.5))
+    assert torch.equal(compute_mask(torch.zeros(3), torch.tensor(0.0), "max"), torch.full((3,), 0.5))
 
 
 def test_similarity_redundancy_and_effective_number():

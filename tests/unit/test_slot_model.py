@@ -8,7 +8,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from object_centric.decoders.broadcast import Broadcast, BroadcastConfig, _Upsample, fourier_features
-from object_centric.encoders.convnet import ConvNet, ConvNetConfig, ResNet34Config, grid, same_padded
+from object_centric.encoders.convnet import ConvNet, ConvNetConfig, ResNet34Config, grid, pad_same
 from object_centric.encoders.frozen import FrozenConfig
 from object_centric.grouping.slot_config import SlotAttentionConfig
 from object_centric.objectives.collapse import SlotCollapseConfig, fixity
@@ -49,7 +49,7 @@ PADS = [
 @pytest.mark.parametrize(("size", "kernel", "stride", "pads"), PADS)
 def test_padding_is_same_as_flax_has_it(size, kernel, stride, pads):
     x = torch.arange(float(size)).expand(1, 1, size, size)
-    padded = same_padded(x, kernel, stride)
+    padded = pad_same(x, kernel, stride)
     assert padded.shape[-1] == size + sum(pads) and padded[0, 0, pads[0], pads[0]] == x[0, 0, 0, 0]
     assert F.conv2d(padded, torch.ones(1, 1, kernel, kernel), stride=stride).shape[-1] == -(-size // stride)
 
@@ -59,7 +59,7 @@ def test_a_transposed_convolution_is_the_gradient_of_the_same_one(kernel):
     up = _Upsample(3, 2, kernel).double()
     small = torch.randn(1, 3, 6, 6, dtype=torch.float64)
     large = torch.randn(1, 2, 12, 12, dtype=torch.float64, requires_grad=True)
-    down = F.conv2d(same_padded(large, kernel, 2), up.weight, stride=2)
+    down = F.conv2d(pad_same(large, kernel, 2), up.weight, stride=2)
     assert up.bias is not None
     (expected,) = torch.autograd.grad((down * small).sum(), large)
     assert torch.allclose(up(small) - up.bias[:, None, None], expected)
@@ -192,7 +192,7 @@ def test_an_encoding_does_not_depend_on_the_batch():
     objective = SlotAutoencoder(SlotAutoencoderConfig.model_validate({"model": {**SMALL, "frame": {}}, "signed": True}))
     encoder = slot_encoder(objective)
     pixels = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
-    assert torch.equal(encoder.normalised(pixels), objective.pixels(pixels))
+    assert torch.equal(encoder.normalize(pixels), objective.pixels(pixels))
     slots, masks = encoder.encode(pixels), encoder.masks(pixels)
     assert slots.shape == (5, 36) and masks.shape == (5, 256) and set(masks.unique().tolist()) <= {0.0, 1.0, 2.0}
     assert torch.allclose(encoder.encode(pixels[3:4]), slots[3:4], atol=1e-5) and torch.equal(
@@ -395,7 +395,7 @@ def test_the_resnet_is_the_papers():
     assert found.shape == (2, 5, 5, 256) and ResNet34Config(root_width=32).side(33) == 5
     assert sum(isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3) for m in net.modules()) == 33
     assert ResNet34Config().width == 512 and ResNet34Config().side(128) == 16
-    root = net.norm(net.stem(same_padded(x, 3, 1)))
+    root = net.norm(net.stem(pad_same(x, 3, 1)))
     assert (root < 0).any()  # no ReLU follows
     y = F.relu(root)  # the first block adds nothing yet, because its last norm is initialised with zero
     assert torch.allclose(net.blocks[0](root), y, atol=1e-6)

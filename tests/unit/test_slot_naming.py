@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 from torch.nn import functional as F
 
-from evals.slots.naming import auc_interval, caption_words, contained, name_slots, roc_auc
+from evals.slots.naming import auc_interval, caption_words, contain_names, name_slots, roc_auc
 from evals.slots.slot_search import search_slots
 from sparo_train.core.errors import ConfigError
 
@@ -62,19 +62,19 @@ def world(n=400, noise=0.3):
 def test_slots_get_the_names_of_what_they_encode():
     images, texts, captions, _, _ = world()
     names = [*COLOURS, *SHAPES]
-    naming = name_slots(images, texts, names, contained(captions, names), 3, 5, 0)
+    naming = name_slots(images, texts, names, contain_names(captions, names), 3, 5, 0)
     assert set(naming.slots[0].passing) == set(COLOURS) and set(naming.slots[1].passing) == set(SHAPES)
     assert naming.slots[2].passing == [] and all(0.3 < test.auc < 0.7 for test in naming.slots[2].tests)
     assert naming.slots[0].shuffled < 0.65 < 0.95 < naming.slots[0].tests[0].auc and naming.names == 6
-    assert name_slots(images, texts, names, contained(captions, names), 3, 5, 0) == naming
+    assert name_slots(images, texts, names, contain_names(captions, names), 3, 5, 0) == naming
     with pytest.raises(ConfigError, match="none of 6 names"):
-        name_slots(images, texts, names, contained(captions, names), 3, 150, 0)
+        name_slots(images, texts, names, contain_names(captions, names), 3, 150, 0)
 
 
 def test_words_of_captions_are_whole_words():
     captions = [["A red-hot Cube, and a cubes"], ["le café, 2 cubes"], ["ein Würfel"]]
     assert set(caption_words(captions, 99)) == {"red-hot", "cube", "cubes", "le", "café", "ein", "würfel"}
-    has = contained(captions, ["cube", "red", "café", "red-hot cube", "c++"])
+    has = contain_names(captions, ["cube", "red", "café", "red-hot cube", "c++"])
     assert has.tolist() == [[True, True, False, True, False], [False, False, True, False, False], [False] * 5]
 
 

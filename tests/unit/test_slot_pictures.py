@@ -8,7 +8,7 @@ from PIL import Image
 from evals.encoders.pixels import Pixels, SquarePixels
 from evals.slots.attend import Attended, attend, filter_slots, gallery
 from evals.slots.overlay import image_crop, overlay
-from object_centric.pictures.panels import background_label, coloured_slots
+from object_centric.pictures.panels import background_label, colour_slots
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
 
@@ -104,7 +104,7 @@ def test_the_slot_on_the_border_is_drawn_as_background():
     labels[2:4, 1:5] = 0
     labels[3, 0] = 1
     assert background_label(labels) == 2 and background_label(np.stack([labels, labels])) == 2
-    colours = coloured_slots(labels, 2)
+    colours = colour_slots(labels, 2)
     grey = torch.full((3,), 110 / 255)
     assert (colours[:, labels == 2] == grey[:, None]).all() and not (colours[:, labels != 2] == grey[:, None]).all(
         0

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from evals.encoders.encoder import TwoTowerEncoder
-from evals.encoders.heads import SelectedHeads, heads_of
+from evals.encoders.heads import SelectedHeads, make_heads
 from evals.encoders.pixels import Pixels
-from evals.encoders.selection import Selection, masked, of_numbers, read_selection, selected, write_selection
-from evals.slots.units import units_of
+from evals.encoders.selection import Selection, keep_units, mask_encoder, read_selection, select_slots, write_selection
+from evals.slots.units import make_units
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
 
@@ -37,8 +37,8 @@ class StockClip(TwoTowerEncoder):
 def test_heads_add_up_to_the_encoding(make):
     encoder = make()
     pixels = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
-    heads = heads_of(encoder, 2)
-    units = units_of(encoder, "heads", layers=2)
+    heads = make_heads(encoder, 2)
+    units = make_units(encoder, "heads", layers=2)
     shares = heads.encode(pixels)
     assert units.number == 8 and shares.shape == (5, 9 * 24)
     whole = F.normalize(shares.unflatten(1, (9, 24)).sum(1), dim=-1)
@@ -47,7 +47,7 @@ def test_heads_add_up_to_the_encoding(make):
     every = SelectedHeads(heads, list(range(8)))
     assert torch.allclose(F.normalize(every.encode(pixels), dim=-1), encoder.encode(pixels), atol=2e-6)
     # If a head of the last block writes nothing, the encoding equals the choice of all other heads, up to the block's MLP.
-    chosen = selected(
+    chosen = keep_units(
         encoder, Selection(checkpoint=encoder.weights, units="heads", count=8, head_layers=2, chosen=(1, 3))
     )
     shares = shares.unflatten(1, (9, 24))
@@ -59,13 +59,13 @@ def test_heads_are_refused_where_there_are_none():
         with pytest.raises(
             ConfigError, match=r"is not supported. Use a CLIP whose image tower is open_clip's ordinary ViT"
         ):
-            heads_of(clip(readout), 2)
+            make_heads(clip(readout), 2)
     with pytest.raises(ConfigError, match=r"--head-layers 9: .* has only 3 blocks"):
-        heads_of(clip({"kind": "token"}), 9)
+        make_heads(clip({"kind": "token"}), 9)
     with pytest.raises(ConfigError, match="has no slots"):
-        units_of(clip({"kind": "token"}))
+        make_units(clip({"kind": "token"}))
     with pytest.raises(ConfigError, match="--parts 7: must divide the 24 values of an encoding of a model"):
-        units_of(clip({"kind": "token"}), "parts", 7)
+        make_units(clip({"kind": "token"}), "parts", 7)
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +74,17 @@ def sparo():
 
 
 def test_a_selection_file_round_trips(sparo, tmp_path):
-    given = of_numbers(sparo, (2, 0)).model_copy(
+    given = select_slots(sparo, (2, 0)).model_copy(
         update={"names": {2: "red <b>"}, "notes": {0: "é"}, "scores": (0.1,) * 4}
     )
     write_selection(tmp_path / "s.json", given)
     assert read_selection(tmp_path / "s.json") == given
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     mask = torch.tensor([1.0, 0, 1, 0])
-    assert torch.equal(selected(sparo, given).encode(pixels), masked(sparo, mask).encode(pixels))
+    assert torch.equal(keep_units(sparo, given).encode(pixels), mask_encoder(sparo, mask).encode(pixels))
     real = given.model_copy(update={"mask": (0.5, 0.25, 0.0, 1.0)})
-    soft = masked(sparo, torch.tensor(real.mask))
-    assert torch.equal(selected(sparo, real).encode(pixels), soft.encode(pixels))
+    soft = mask_encoder(sparo, torch.tensor(real.mask))
+    assert torch.equal(keep_units(sparo, real).encode(pixels), soft.encode(pixels))
 
 
 BAD = {
@@ -108,11 +108,11 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_selection_is_refused_by_name(name, sparo, tmp_path):
     changes, message = BAD[name]
-    good = json.loads(of_numbers(sparo, (0, 1)).model_dump_json(by_alias=True))
+    good = json.loads(select_slots(sparo, (0, 1)).model_dump_json(by_alias=True))
     path = tmp_path / "s.json"
     path.write_text(json.dumps({**good, **changes}))
     with pytest.raises(ConfigError, match=message):
-        selected(sparo, read_selection(path), f"--slots {path}")
+        keep_units(sparo, read_selection(path), f"--slots {path}")
 
 
 JSON = st.recursive(

@@ -13,7 +13,7 @@ from evals.encoders.sparo_encoders import ClipEncoder
 from evals.feature_store.feature_table import Features
 from evals.sets.base import Pair
 from evals.slots import selection_methods as choosing
-from evals.slots.eval_inputs import Pairs, groups_of, halves
+from evals.slots.eval_inputs import Pairs, halves, question_groups
 from evals.slots.margins import Margins, class_curves, class_margins, each_unit, interval, pair_margins
 from evals.slots.selection_report import gain
 from evals.tasks import pairs, zeroshot
@@ -70,7 +70,7 @@ def test_shares_of_margins_give_the_decisions_of_logits(seed):
         for k in range(U):
             assert torch.equal(curve[:, k], by_mask(image, weights, labels, order[: k + 1]))
     few = class_margins(image.split(40), weights, labels, [""] * N, keep=2)
-    assert bool((few.right(few.values.sum(1)) >= margins.right(margins.values.sum(1))).all())
+    assert bool((few.right_answers(few.values.sum(1)) >= margins.right_answers(margins.values.sum(1))).all())
 
 
 def test_pairs_are_scored_as_the_task_scores_them():
@@ -80,7 +80,7 @@ def test_pairs_are_scored_as_the_task_scores_them():
     shaped = [t.unflatten(1, (U, V)) for t in (image, true, false)]
     for average in ("macro", "micro"):
         margins = pair_margins(*shaped, kinds, [""] * N, average)
-        right = margins.right(margins.values.sum(1))
+        right = margins.right_answers(margins.values.sum(1))
         whole = pairs.score(image, true, false, kinds, average)
         assert torch.equal(right, torch.from_numpy(whole.predictions["right"]))
         assert float(margins.accuracy(right)) == pytest.approx(whole.metrics[average], abs=1e-12)
@@ -157,7 +157,7 @@ def test_samples_of_a_group_are_in_one_half():
     nothing = torch.zeros(8, 2)
     units = cast(Any, None)
     pairs = Pairs(units, features, nothing, nothing, owner, found, "macro", "")
-    groups = groups_of(pairs)
+    groups = question_groups(pairs)
     assert groups == ["a", "a", "a", "c", "c", "d", "e", "f"]
     for seed in range(20):
         half = halves("x", pairs, seed).tolist()

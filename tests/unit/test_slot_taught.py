@@ -38,11 +38,11 @@ def test_a_linear_layer_is_ridge_regression(units):
     penalty = 1e-3 * (whole - whole.mean(0)).var(0).mean() * len(bank)
     weight = np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y)
     right = ((test - bank.mean(0)) @ weight + truth.mean(0)).argmax(1) == found.labels.numpy()
-    assert np.array_equal(found._right(units).numpy(), right) and right.mean() > 0.4
+    assert np.array_equal(found._right_answers(units).numpy(), right) and right.mean() > 0.4
     order = [3, 0, 4, 1, 2]
     curve = found.curve(order)
     assert torch.equal(curve[:, 0], found.single_unit()[:, 3]) and torch.equal(
-        curve[:, 4], found._right([0, 1, 2, 3, 4])
+        curve[:, 4], found._right_answers([0, 1, 2, 3, 4])
     )
 
 

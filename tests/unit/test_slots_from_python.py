@@ -35,7 +35,7 @@ def test_objects_of_an_image_have_slots_masks_and_shares(shards, tmp_path, image
     assert found.slots.shape == (3, 16) and found.masks.shape == (3, 16, 16) and found.shares.shape == (3,)
     torch.testing.assert_close(found.masks.sum(0), torch.ones(16, 16))
     assert float(found.shares.sum()) == pytest.approx(1)
-    pixels = encoder.stacked([np.asarray(encoder.transform(image))])
+    pixels = encoder.stack([np.asarray(encoder.transform(image))])
     labels = encoder.masks(pixels)[0]
     assert found.shares.tolist() == pytest.approx([float((labels == k).float().mean()) for k in range(3)])
     assert torch.equal(found.slots.flatten(), encoder.images([image])[0])

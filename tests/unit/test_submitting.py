@@ -15,7 +15,7 @@ import yaml
 from launch.cli.node import perform
 from launch.jobs.cluster_files import load_cluster
 from launch.jobs.job import GPUS, Element, RestartLimits
-from launch.jobs.local_jobs import inherited, local_alive
+from launch.jobs.local_jobs import is_inherited, local_alive
 from launch.jobs.records import Records
 from launch.jobs.snapshot import take_snapshot
 from launch.jobs.submit import submit
@@ -107,8 +107,8 @@ def test_other_arguments_of_sbatch_are_lines_of_the_script(recorded):
 
 
 def test_visible_devices_of_the_user_do_not_reach_jobs():
-    assert not inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1"})
-    assert inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1", "SLURM_JOB_ID": "7"})
+    assert not is_inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1"})
+    assert is_inherited("CUDA_VISIBLE_DEVICES", {"CUDA_VISIBLE_DEVICES": "1", "SLURM_JOB_ID": "7"})
 
 
 def until(true, seconds=60):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evals.encoders.pixels import MappedPixels
 from sparo_data.check import check_storage
-from sparo_data.episodes import QuantizedArray, Video, boxes_of, episode_fields, quantize
+from sparo_data.episodes import QuantizedArray, Video, compute_boxes, episode_fields, quantize
 from sparo_data.official.formats import convert_published
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.videos import resize_video
@@ -124,7 +124,7 @@ def test_sets_are_reproducible_and_clips_decode_only_their_frames(tmp_path, monk
             exact = plane.levels[t] / 65535 * (plane.high - plane.low) + plane.low
             assert np.abs(found.flow(t, forward) - exact).max() < 1e-5
     assert (
-        np.array_equal(found.boxes, boxes_of(made.labels, len(made.metadata["objects"])))
+        np.array_equal(found.boxes, compute_boxes(made.labels, len(made.metadata["objects"])))
         and found.metadata["frames"] == 5
     )
     opened = []
@@ -215,7 +215,7 @@ def test_published_videos_are_read_unchanged(tmp_path):
     convert_published([tmp_path / "a.tar"], tmp_path / "n", PublishedConfig(source="npy", videos=True))
     _, fields = open_source("n", ShardsConfig(shards=str(tmp_path / "n/train"))).storages[0].read(0)
     assert np.array_equal(Episode(fields).image(4), video[4]) and np.array_equal(
-        Episode(fields).boxes, boxes_of(masks[..., 0], 3)
+        Episode(fields).boxes, compute_boxes(masks[..., 0], 3)
     )
 
 

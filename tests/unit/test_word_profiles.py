@@ -37,7 +37,7 @@ def test_informative_slots_attend_to_different_content_words():
     assert profiles.words == ["cube", "red"] and profiles.content.tolist()[1] == 1.0
     assert informative_slots([one] * 6, profiles, 2) == [1, 3]
     assert sorted(informative_slots([one] * 6, profiles, 9)) == [0, 1, 2, 3, 4]
-    assert [word for word, _ in profiles.of(3, 1)] == ["cube"]
+    assert [word for word, _ in profiles.top_words(3, 1)] == ["cube"]
 
 
 def test_overlays_outline_half_of_the_attention():

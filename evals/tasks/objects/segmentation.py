@@ -58,8 +58,8 @@ def count_pixels(
     if ignore is not None:
         there = true != ignore
         true, predicted = true[there], predicted[there]
-    names, rows, many = _numbered(true)
-    _, columns, most = _numbered(predicted)
+    names, rows, many = _number_labels(true)
+    _, columns, most = _number_labels(predicted)
     # One pass over pixels: a pair of labels is one integer.
     whole = np.bincount(rows * most + columns, minlength=many * most).reshape(many, most)
     used_rows, of = whole.sum(1) > 0, whole.sum(0) > 0
@@ -68,7 +68,7 @@ def count_pixels(
     return Counts(table, int(at[0]) if len(at) else None)
 
 
-def _numbered(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def _number_labels(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """Return labels (possibly unused ones), each pixel's index among them, and their number."""
     flat = labels.reshape(-1)
     if not flat.size or flat.max() < _SMALL:  # unchanged, because removing gaps would need a sort

@@ -55,7 +55,7 @@ def match_slots(clips: Sequence[ProbedClip], restarts: int, seed: int = 0, ridge
         slots_of = [rng.permutation(clip.slots.shape[1])[: clip.position.shape[1]] for clip in clips]
         weights, error = np.zeros(0), np.inf
         for _ in range(_MAX_ITERATIONS):
-            last, weights = error, fit_ridge(_assigned(clips, slots_of), positions, ridge)
+            last, weights = error, fit_ridge(_collect_slots(clips, slots_of), positions, ridge)
             slots_of, error = assign_slots(clips, weights)
             # Stop at the level of rounding, because with equal errors both steps would alternate forever.
             if error >= last * (1 - 1e-9):
@@ -108,7 +108,7 @@ def score(
     """
     matching = match_slots(fit, restarts, seed, ridge)
     others, _ = assign_slots(held_out, matching.weights)
-    x = _assigned(fit, matching.slots_of)
+    x = _collect_slots(fit, matching.slots_of)
     # Other numbers use the matching from positions, because only positions distinguish objects.
     sums, counts = {}, {}
     for name in ("position", *fit[0].numbers):
@@ -181,7 +181,7 @@ def _result(
     )
 
 
-def _assigned(clips: Sequence[ProbedClip], slots_of: Sequence[np.ndarray]) -> np.ndarray:
+def _collect_slots(clips: Sequence[ProbedClip], slots_of: Sequence[np.ndarray]) -> np.ndarray:
     """Return the slots of all objects, clip by clip, time by time: (n, D)."""
     return np.concatenate(
         [clip.slots[:, own].reshape(-1, clip.slots.shape[-1]) for clip, own in zip(clips, slots_of, strict=True)]

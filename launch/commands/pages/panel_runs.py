@@ -131,7 +131,7 @@ def draw_panels(
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out}: animations need a task of videos. Name a .png file.")
     if task is not None:
-        sheet_panels += [panel for _, panel in image_panels(_images_of(task), num_samples)]
+        sheet_panels += [panel for _, panel in image_panels(_task_images(task), num_samples)]
     save_sheet(panels(encoder, sheet_panels, tile, uncertain), out)
     return [out]
 
@@ -150,7 +150,7 @@ def _write_task_page(
             rows.append(PageRow(key, [(moving.name, f"Moving: {caption}"), (sheet.name, f"Frames of {caption}")]))
             paths += [moving, sheet]
     else:
-        for at, (key, panel) in enumerate(image_panels(_images_of(task), num_samples)):
+        for at, (key, panel) in enumerate(image_panels(_task_images(task), num_samples)):
             sheet = out / f"image-{at}.png"
             save_sheet(panels(encoder, [panel], tile), sheet)
             rows.append(PageRow(key, [(sheet.name, f"Image {key}: masks, reconstruction, every slot alone")]))
@@ -160,7 +160,7 @@ def _write_task_page(
     return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
 
 
-def _images_of(task: TaskConfig) -> EvalSet:
+def _task_images(task: TaskConfig) -> EvalSet:
     """Return the images of a task as it scores them, cropped if it crops."""
     return open_masks(task) if isinstance(task, CroppedTaskConfig) else open_images(task)
 

@@ -9,7 +9,14 @@ from evals.encoders.loading import load_encoder
 from evals.report.results_file import refuse_unwritable, whole_records
 from evals.tasks.result import LOWER_IS_BETTER, Result, format_metric
 from object_centric.pictures.evaluated import image_panels
-from object_centric.pictures.panels import background_label, coloured, coloured_slots, mixed_slots, save_sheet, sheet_of
+from object_centric.pictures.panels import (
+    arrange_sheet,
+    background_label,
+    colour_labels,
+    colour_slots,
+    mix_slots,
+    save_sheet,
+)
 from object_centric.tasks.cropped_set import open_masks
 from object_centric.tasks.mask_task import MasksTaskConfig, transform_mask
 from object_centric.tasks.slot_encoder import MaskingEncoder
@@ -42,19 +49,19 @@ def draw_best_and_worst(
         encoder = load_encoder(run, options.model, available_device().type)
         if not isinstance(encoder, MaskingEncoder):
             raise ConfigError(f"{run}: has no masks to draw. Name runs of slot models.")
-        pixels = encoder.stacked([encoder.transform(panel.image) for panel in panels])
+        pixels = encoder.stack([encoder.transform(panel.image) for panel in panels])
         soft_masks = encoder.soft_masks(pixels).cpu()
         for row, panel, image, shares in zip(rows, panels, pixels, soft_masks, strict=True):
             if not row and panel.true is not None:
-                row += [image.cpu().float() / 255, coloured(transform_mask(encoder, panel.true))]
+                row += [image.cpu().float() / 255, colour_labels(transform_mask(encoder, panel.true))]
             labels = shares.argmax(0).numpy()
-            row.append(coloured_slots(labels, background_label(labels)))
+            row.append(colour_slots(labels, background_label(labels)))
             if uncertain:
-                row.append(mixed_slots(shares, background_label(labels)))
+                row.append(mix_slots(shares, background_label(labels)))
         heads += [name, f"{name}, shares"] if uncertain else [name]
         score = format_metric(result.headline, result.value, unit=True)
         printed.print(f"{name} of {len(runs)} runs: {run} ({result.headline} {score})", soft_wrap=True)
-    save_sheet(sheet_of(rows, heads, tile), out)
+    save_sheet(arrange_sheet(rows, heads, tile), out)
     return out
 
 

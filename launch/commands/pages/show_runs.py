@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from evals.encoders.selection import read_selection, selected
+from evals.encoders.selection import keep_units, read_selection
 from evals.report.results_file import refuse_unwritable
 from evals.sets.pictures import decode_image
-from evals.slots.attend import Attended, attend, captions_of
+from evals.slots.attend import Attended, attend, caption_per_image
 from evals.slots.eval_inputs import open_images
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import read_bytes
@@ -71,7 +71,7 @@ def show_slots(checkpoint: str, show_options: ShowOptions, options: SlotOptions,
     slot_ids: list[int] | None = None
     if isinstance(show_options.slots, Path):
         selection = read_selection(show_options.slots)
-        selected(bench.encoder, selection, f"--slots {show_options.slots}")
+        keep_units(bench.encoder, selection, f"--slots {show_options.slots}")
         if selection.units != "slots":
             raise ConfigError(f"--slots {show_options.slots}: selects {selection.units}, but only slots can be drawn.")
         names, slot_ids = selection.names, list(selection.chosen)
@@ -104,7 +104,7 @@ def _user_images(show_options: ShowOptions) -> Sequence[tuple[Path, str | None]]
 def _task_samples(bench: Bench, show_options: ShowOptions) -> list[CaptionedImage]:
     name, task = bench.single_task(str(show_options.task_name), "--task")
     source = open_images(task)
-    caption = captions_of(task, source, "texts" in bench.encoder.offers)
+    caption = caption_per_image(task, source, "texts" in bench.encoder.offers)
     count = min(show_options.num_images, len(source))
     samples = []
     with Bar() as bar:

@@ -72,7 +72,7 @@ class CheckpointStore:
         """
         # Imported here, so that checkpoint metadata can be read without torch.
         from .pieces import write_pieces
-        from .pieces_reader import extents_of
+        from .pieces_reader import collect_extents
 
         temporary = self._temporary(step)
         files: Files = {}
@@ -86,7 +86,7 @@ class CheckpointStore:
                 )
                 written, digest = write_pieces(path, part_pieces)
                 files[path.name] = {"part": part, "bytes": written, "sha256": digest}
-                extents[path.name] = extents_of(part_pieces)
+                extents[path.name] = collect_extents(part_pieces)
         except OSError as error:
             raise self._failure(step, error) from None
         return files, extents

@@ -25,7 +25,7 @@ INDEX = "index.safetensors"
 Extent = tuple[int, int, tuple[int, ...]]  # of a piece: first element, number of elements, shape of the whole tensor
 
 
-def extents_of(pieces: Mapping[str, Piece]) -> dict[str, Extent]:
+def collect_extents(pieces: Mapping[str, Piece]) -> dict[str, Extent]:
     """Return the extent of each piece by the name of its tensor."""
     return {name: (piece.begin, piece.data.numel(), tuple(piece.shape)) for name, piece in pieces.items()}
 
@@ -133,9 +133,9 @@ class PiecesReader:
 
     def shape(self, part: str, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor. Raises CheckpointError if the part does not contain it."""
-        return self._of(part, name).shape
+        return self._get_pieces(part, name).shape
 
-    def _of(self, part: str, name: str) -> _Pieces:
+    def _get_pieces(self, part: str, name: str) -> _Pieces:
         try:
             return self._pieces[part][name]
         except KeyError:
@@ -143,7 +143,7 @@ class PiecesReader:
 
     def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Return elements `begin` to `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
-        pieces = self._of(part, name)
+        pieces = self._get_pieces(part, name)
         end = math.prod(pieces.shape) if end is None else end
         # Pieces do not overlap, so both their first and their last elements are in ascending order.
         first, last = np.searchsorted(pieces.ends, begin, "right"), np.searchsorted(pieces.begins, end, "left")

@@ -52,7 +52,7 @@ class Key(NamedTuple):
         return self.owner.model_fields[self.name]
 
 
-def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
+def infer_shape(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
     """Return the shape of values with this annotation, or None for a plain value."""
     # Check the marker first: for Python, the block of a registry is just Any.
     for mark in metadata:
@@ -60,13 +60,13 @@ def shape_of(annotation: Any, metadata: Sequence[Any] = ()) -> Shape:
             return RegistryBlock(mark)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return shape_of(arguments[0], arguments[1:])
+        return infer_shape(arguments[0], arguments[1:])
     if origin is dict:
-        return Entries(shape_of(arguments[1]))
-    if origin is tuple and arguments[-1] is Ellipsis and shape_of(arguments[0]) is not None:
-        return Items(shape_of(arguments[0]))
+        return Entries(infer_shape(arguments[1]))
+    if origin is tuple and arguments[-1] is Ellipsis and infer_shape(arguments[0]) is not None:
+        return Items(infer_shape(arguments[0]))
     if origin in (typing.Union, types.UnionType):
-        return next((shape for argument in arguments if (shape := shape_of(argument)) is not None), None)
+        return next((shape for argument in arguments if (shape := infer_shape(argument)) is not None), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
@@ -75,12 +75,12 @@ def child_shape(shape: Shape, name: str, block: Any) -> Shape:
     if isinstance(shape, Entries):
         return shape.value_shape
     if isinstance(shape, RegistryBlock):
-        shape = shape.from_registry.model_of(block if isinstance(block, Mapping) else {})
+        shape = shape.from_registry.find_model(block if isinstance(block, Mapping) else {})
     field = shape.model_fields.get(name) if isinstance(shape, type) else None
-    return None if field is None else shape_of(field.annotation, field.metadata)
+    return None if field is None else infer_shape(field.annotation, field.metadata)
 
 
-def keys_of(shape: Shape, block: Any = None, prefix: str = "", entry_label: str = "") -> Iterator[Key]:
+def list_keys(shape: Shape, block: Any = None, prefix: str = "", entry_label: str = "") -> Iterator[Key]:
     """Return every key below a shape, in order.
 
     Args:
@@ -92,36 +92,36 @@ def keys_of(shape: Shape, block: Any = None, prefix: str = "", entry_label: str 
     """
     if isinstance(shape, Entries):
         for name in [NAME] if block is None else list(block):
-            yield from keys_of(
+            yield from list_keys(
                 shape.value_shape, None if block is None else block[name], f"{prefix}{name}.", entry_label
             )
     elif isinstance(shape, Items):
         if block is None:  # a recipe gives the whole list
-            yield from keys_of(shape.item_shape, None, f"{prefix.removesuffix('.')}[].", entry_label)
+            yield from list_keys(shape.item_shape, None, f"{prefix.removesuffix('.')}[].", entry_label)
     elif isinstance(shape, RegistryBlock):
-        for model, label in _models_of(shape.from_registry, block, entry_label):
+        for model, label in _list_models(shape.from_registry, block, entry_label):
             # The key that names the entry is listed with its block.
             yield from (
-                k for k in keys_of(model, block, prefix, label) if k.dotted != f"{prefix}{shape.from_registry.key}"
+                k for k in list_keys(model, block, prefix, label) if k.dotted != f"{prefix}{shape.from_registry.key}"
             )
     elif shape is not None:
         for name, field in shape.model_fields.items():
-            inner = shape_of(field.annotation, field.metadata)
+            inner = infer_shape(field.annotation, field.metadata)
             yield Key(f"{prefix}{name}", shape, name, inner, entry_label)
             # A block that is not given is empty, and its keys have their defaults.
             child_block = None if block is None else block.get(name, {}) if isinstance(block, Mapping) else {}
             if inner is not None and (block is None or isinstance(child_block, Mapping)):
-                yield from keys_of(inner, child_block, f"{prefix}{name}.", entry_label)
+                yield from list_keys(inner, child_block, f"{prefix}{name}.", entry_label)
 
 
-def _models_of(
+def _list_models(
     from_registry: FromRegistry, block: Any, entry_label: str
 ) -> Iterator[tuple[type[BaseModel] | None, str]]:
     """Return the model of the block's entry, or of every built-in entry, with labels."""
     if block is not None:
         # Follow the named entry of a recipe; for the list of all recipes, only built-in entries, because others depend
         # on installed packages.
-        yield (from_registry.model_of(block) if isinstance(block, Mapping) else None), entry_label
+        yield (from_registry.find_model(block) if isinstance(block, Mapping) else None), entry_label
         return
     for name in from_registry.registry.builtin:
         entry = from_registry.registry.get(name)
@@ -130,13 +130,13 @@ def _models_of(
 
 def keys_named(model: type[BaseModel], tree: Mapping[str, Any], name: str) -> list[str]:
     """Return the dotted keys of a recipe that end in `name`."""
-    return [key.dotted for key in keys_of(model, tree) if key.name == name]
+    return [key.dotted for key in list_keys(model, tree) if key.name == name]
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """Describe an annotation in words: `int > 0`, `float or null`, `cosine | constant`, `list of text`."""
     shape, origin, arguments = (
-        shape_of(annotation, metadata),
+        infer_shape(annotation, metadata),
         typing.get_origin(annotation),
         typing.get_args(annotation),
     )

@@ -218,7 +218,7 @@ def _derives(model: type[BaseModel] | None, tree: Tree, above: Sequence[str], sw
         at = at.get(key, {}) if isinstance(at, Mapping) else {}
     if not isinstance(shape, RegistryBlock):
         return False
-    old, new = shape.from_registry.model_of(at), shape.from_registry.model_of(switched)
+    old, new = shape.from_registry.find_model(at), shape.from_registry.find_model(switched)
     return old is not None and new is not None and issubclass(new, old)
 
 

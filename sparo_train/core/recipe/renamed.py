@@ -166,7 +166,7 @@ def with_new_names(shape: Any, tree: Any) -> Any:
     if isinstance(shape, RegistryBlock):
         if shape.from_registry.registry is OPTIMIZERS:
             tree = _with_kind(tree)
-        model = shape.from_registry.model_of(tree)
+        model = shape.from_registry.find_model(tree)
     else:
         model = shape
     if isinstance(model, type) and issubclass(model, BaseModel):

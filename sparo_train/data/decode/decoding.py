@@ -146,7 +146,7 @@ def band_values(data: bytes) -> np.ndarray:
     return image_values(image, image.info.get(_FILE))
 
 
-def bands_of(image: Image.Image | np.ndarray, how: Decoding) -> np.ndarray:
+def to_bands(image: Image.Image | np.ndarray, how: Decoding) -> np.ndarray:
     """Return `how.bands` (H, W, C) uint8 of an image that `decode` returned in its own mode, of a `TiffFile`, or of an array (H, W, all bands).
 
     Raises:
@@ -172,7 +172,7 @@ def display_image(image: Image.Image, how: Decoding) -> Image.Image:
     """Return an image as 8-bit pixels for display; of `how.bands`, the first three are red, green and blue."""
     if how.bands is None:
         return to_8bit(image, how.pixel_range or "by_type")
-    return Image.fromarray(as_rgb(bands_of(image, how)))
+    return Image.fromarray(as_rgb(to_bands(image, how)))
 
 
 def open_picture(data: bytes) -> Image.Image:
@@ -184,7 +184,7 @@ def open_picture(data: bytes) -> Image.Image:
             "too many pixels", detail=f"limit {(Image.MAX_IMAGE_PIXELS or 0) / 1e6:.0f} million"
         ) from None
     except Exception as error:
-        raise BadSampleError("bad image", detail=_unidentified(data) or _first_line(error)) from None
+        raise BadSampleError("bad image", detail=_explain_unidentified(data) or _first_line(error)) from None
     pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
     if limit is not None and pixels > limit:
         raise BadSampleError("too many pixels", detail=f"{pixels / 1e6:.0f} million, limit {limit / 1e6:.0f} million")
@@ -254,11 +254,11 @@ def to_8bit(image: Image.Image, how: PixelRange) -> Image.Image:
 
     Orientation and transparency are kept; for an image of `decode_own`, they are applied. Raises `BadSampleError` like `decode`.
     """
-    mapped = _mapped(image, how)
+    mapped = _map_range(image, how)
     return postprocess(mapped, TRAINING) if _UNFINISHED in image.info else mapped
 
 
-def _mapped(image: Image.Image, how: PixelRange) -> Image.Image:
+def _map_range(image: Image.Image, how: PixelRange) -> Image.Image:
     if image.mode in _DEEP:
         values, alpha = np.asarray(image), None
         if isinstance(clear := image.info.get("transparency"), int):
@@ -294,7 +294,7 @@ def from_array(values: np.ndarray, how: PixelRange) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values))
 
 
-def _unidentified(data: bytes) -> str:
+def _explain_unidentified(data: bytes) -> str:
     """Explain why Pillow cannot identify a TIFF, with its number of bands and bits."""
     if data[:4] not in (b"II*\0", b"MM\0*"):
         return ""

@@ -126,13 +126,13 @@ class _DecompressingReader:
         parts = [self._rest[self._at : self._at + count]]
         num_read = len(parts[0])
         self._at += num_read
-        while num_read < count and (chunk := self._more()):
+        while num_read < count and (chunk := self._decompress_more()):
             parts.append(chunk[: count - num_read])
             self._rest, self._at = chunk, len(parts[-1])
             num_read += len(parts[-1])
         return b"".join(parts)
 
-    def _more(self) -> bytes:
+    def _decompress_more(self) -> bytes:
         while True:
             state = self._inflate
             packed = state.unconsumed_tail or state.unused_data or self._file.read(_CHUNK)

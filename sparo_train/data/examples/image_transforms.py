@@ -118,7 +118,7 @@ def random_resized_crop_box(
     return Crop((width - w) // 2, (height - h) // 2, w, h)
 
 
-def size_of(picture: Picture) -> tuple[int, int]:
+def get_size(picture: Picture) -> tuple[int, int]:
     """Return width and height."""
     return (picture.shape[1], picture.shape[0]) if isinstance(picture, np.ndarray) else picture.size
 
@@ -151,7 +151,7 @@ def train_pixels(
     picture: Picture, size: int, scale: tuple[float, float], hflip: float, rng: np.random.Generator
 ) -> np.ndarray:
     """Apply RandomResizedCrop (bicubic, antialiased) and a flip with probability `hflip`; return (size, size, 3) uint8."""
-    box = random_resized_crop_box(size_of(picture), scale, rng)
+    box = random_resized_crop_box(get_size(picture), scale, rng)
     # Draw no number if nothing flips, so that later numbers do not depend on an inactive option.
     flips = hflip > 0 and rng.random() < hflip
     pixels = resized_crop(picture, box, size)
@@ -164,7 +164,7 @@ def eval_pixels(
     """Resize the shortest side to `resize` (bicubic; default: `size`, as in open_clip), then crop the centre; return (size, size, 3) uint8."""
     if isinstance(picture, Image.Image):
         return np.asarray(centre(picture, size, resize, filter))
-    width, height = _size_with_shortest_side(size_of(picture), resize or size)
+    width, height = _size_with_shortest_side(get_size(picture), resize or size)
     if width * height > _MAX_PIXELS and picture.shape[2] != 3:
         bands = (
             centre(Image.fromarray(np.ascontiguousarray(band)), size, resize, filter)

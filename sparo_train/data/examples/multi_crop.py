@@ -16,7 +16,7 @@ from ...core.disk.metrics import Sample
 from ..decode.bands import tifffile_module
 from ..read.loader import Examples, OnStage, as_samples, ignore_stage
 from ..sources.base import DataConfig, Source
-from .image_transforms import Picture, flip, random_resized_crop_box, resized_crop, size_of
+from .image_transforms import Picture, flip, get_size, random_resized_crop_box, resized_crop
 from .masking import Masking
 from .samples import decode_for_training, image_bytes
 
@@ -165,7 +165,7 @@ def region(
 ) -> list[np.ndarray]:
     """Return the random region of a picture that view `number` shows, flipped and turned, at each of these sizes."""
     c = config
-    box = random_resized_crop_box(size_of(picture), c.global_crops_scale if number < 2 else c.local_crops_scale, rng)
+    box = random_resized_crop_box(get_size(picture), c.global_crops_scale if number < 2 else c.local_crops_scale, rng)
     views = [resized_crop(picture, box, size) for size in sizes]
     if rng.random() < c.hflip:
         views = [flip(x) for x in views]
@@ -197,7 +197,7 @@ def colours(pixels: np.ndarray, number: int, config: CropsConfig, rng: np.random
 
 def random_tile(picture: Picture, side: int, rng: np.random.Generator) -> Picture:
     """Return a random region of at most `side` x `side` pixels."""
-    width, height = size_of(picture)
+    width, height = get_size(picture)
     left, top = (int(rng.integers(0, max(0, length - side) + 1)) for length in (width, height))
     if isinstance(picture, np.ndarray):
         return picture[top : top + side, left : left + side]

@@ -45,10 +45,10 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
         return fields[rarer]
     if "000.png" in fields:
         raise BadSampleError("missing image: this sample is a video. To use its first frame, set image_keys=[000.png]")
-    raise _missing("missing image", fields, keys)
+    raise _missing_error("missing image", fields, keys)
 
 
-def _missing(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> BadSampleError:
+def _missing_error(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> BadSampleError:
     """Return the error for a member that is missing, or has another extension because the file's name contains an additional dot."""
     names = [name for name in fields if "." in name and not name.startswith(_PLANES)]
     dotted = next((name for name in names if name.rpartition(".")[2] in keys), None)
@@ -142,7 +142,7 @@ def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[
     """Return the captions at a key: one, or the non-empty entries of a JSON list. Raises `BadSampleError` if there is none."""
     member, field = config.caption_member(key)
     if member not in fields:
-        raise _missing("missing caption", fields, [member])
+        raise _missing_error("missing caption", fields, [member])
     try:
         text = fields[member].decode("utf-8")
         if field:
@@ -154,7 +154,7 @@ def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[
     if not isinstance(text, str | list | None):
         raise BadSampleError(f"a caption that is not text: {type(text).__name__}")
     entries = text if isinstance(text, list) else [text]
-    if isinstance(text, str) and (written := written_list(text)) is not None:
+    if isinstance(text, str) and (written := parse_list(text)) is not None:
         entries = written
     # Pandas writes a missing value as `nan` if it was converted to text before.
     texts = [one.strip() for one in entries if isinstance(one, str) and one.strip() not in ("", "nan", "NaN")]
@@ -163,7 +163,7 @@ def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[
     return texts
 
 
-def written_list(text: str) -> list[str] | None:
+def parse_list(text: str) -> list[str] | None:
     """Return the entries of a list of strings that was written as text, in JSON or as Python's `str` does; None for other texts.
 
     Tables without a type for lists have several captions in this form. Raises `BadSampleError` for the form of numpy arrays, which

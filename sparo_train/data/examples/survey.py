@@ -69,7 +69,7 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
     shares = small.reshape(-1, small.shape[2]) / 255
     gray = small.shape[2] == 3 and (small.max(-1).astype(int) - small.min(-1)).max() <= _GRAY_LEVELS
     mean, square = (tuple(float(v) for v in f) for f in (shares.mean(0), (shares**2).mean(0)))
-    return ImageFacts(kind, width, height, mean, square, bool(gray), _look(as_rgb(small)), low, high)
+    return ImageFacts(kind, width, height, mean, square, bool(gray), _difference_hash(as_rgb(small)), low, high)
 
 
 def _percentiles(
@@ -92,7 +92,7 @@ def _kind(image: Image.Image) -> str:
     return f"{image.format}{deep}{' gray' if image.mode in ('L', 'LA', '1') else ''}"
 
 
-def _look(pixels: np.ndarray) -> int:
+def _difference_hash(pixels: np.ndarray) -> int:
     cells = cv2.resize(
         cv2.cvtColor(np.ascontiguousarray(pixels), cv2.COLOR_RGB2GRAY), (9, 8), interpolation=cv2.INTER_AREA
     ).astype(int)
@@ -149,7 +149,7 @@ class Measures:
             self.ranges.append(np.array((facts.low, facts.high), np.float32))
         self.gray += facts.gray
 
-    def packed(self) -> Measures:
+    def pack(self) -> Measures:
         """Return these measures with the sizes in an array, to pass to another process."""
         self.sizes = np.array(self.sizes, dtype=np.uint32).reshape(-1, 2)
         return self

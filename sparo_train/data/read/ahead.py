@@ -67,7 +67,7 @@ class ReadAhead:
         if len(positions) == length:
             return list(self._plan.window_chunks(stream, start))
         runs: list[_Chunk] = []
-        for _, source, shard, number in sorted(self._plan.at(stream, at) for at in positions):
+        for _, source, shard, number in sorted(self._plan.sample_at(stream, at) for at in positions):
             if runs and runs[-1][:2] == (source, shard) and runs[-1][3] == number:
                 runs[-1] = (*runs[-1][:3], number + 1)
             else:

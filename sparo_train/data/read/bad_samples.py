@@ -20,7 +20,7 @@ _REMEDY = "Repair or remove these shards (`sparo data check` lists them), or rai
 
 def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[DamagedShard]:
     """Return the incomplete shards. Raises `DataError` naming them if they lose more than `data.max_bad_share`."""
-    damaged = [damage for source in sources for damage in source.broken()]
+    damaged = [damage for source in sources for damage in source.incomplete_storages()]
     lost = sum(damage.lost_samples for damage in damaged)
     total = lost + sum(source.samples for source in sources)
     # Only judge large sources: the share of one broken sample of ten says little.

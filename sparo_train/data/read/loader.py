@@ -141,7 +141,7 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
         for _ in range(2 * p.plan.stream_length(stream) + 1):
             position = at[row]
             ahead.advance(stream, position)
-            ref = p.plan.at(stream, position)
+            ref = p.plan.sample_at(stream, position)
             # Before reading, so that a failing sample counts as read.
             at[row] = position + p.per_stream
             try:
@@ -287,7 +287,7 @@ class Pipeline:
             raise
         # Any error of a decoder concerns the sample; an error of sparo's concerns the recipe.
         except Exception as error:
-            raise BadSampleError(_where(error), key) from error
+            raise BadSampleError(_describe_location(error), key) from error
 
     def _join(
         self,
@@ -320,7 +320,7 @@ def _identity(part: WorkerBatch | SparoError) -> WorkerBatch | SparoError:
     return part
 
 
-def _where(error: Exception) -> str:
+def _describe_location(error: Exception) -> str:
     """Return the location of an error as a countable reason: its text may contain the sample's own values and would differ for each."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"

@@ -46,7 +46,7 @@ class _Epoch:
     start: np.ndarray
     ends: np.ndarray
 
-    def at(self, index: int) -> SampleRef:
+    def sample_at(self, index: int) -> SampleRef:
         i = int(np.searchsorted(self.ends, index, side="right"))
         before = int(self.ends[i - 1]) if i else 0
         return SampleRef(
@@ -108,7 +108,7 @@ class Plan:
         # are the epoch.
         return (stream + 1) * self.epoch_size // self.streams - stream * self.epoch_size // self.streams
 
-    def at(self, stream: int, position: int) -> SampleRef:
+    def sample_at(self, stream: int, position: int) -> SampleRef:
         """Return the sample at `position` (0, 1, … without end) of `stream`."""
         length = self.stream_length(stream)
         epoch, offset = divmod(position, length)
@@ -116,7 +116,7 @@ class Plan:
         # The last window is shorter; its order is a permutation of its samples.
         order = self._window_order(epoch, stream, window, min(self.window, length - window * self.window))
         begin = stream * self.epoch_size // self.streams + window * self.window
-        return self._epoch(epoch).at(begin + int(order[inside]))
+        return self._epoch(epoch).sample_at(begin + int(order[inside]))
 
     def window_range(self, stream: int, position: int) -> tuple[int, int]:
         """Return the first position of the window that contains `position`, and the window's length."""
@@ -132,7 +132,7 @@ class Plan:
         begin = stream * self.epoch_size // self.streams + offset
         end, chunks = begin + size, self._epoch(epoch)
         while begin < end:
-            _, source, shard, first = chunks.at(begin)
+            _, source, shard, first = chunks.sample_at(begin)
             i = int(np.searchsorted(chunks.ends, begin, side="right"))
             take = min(end, int(chunks.ends[i])) - begin
             yield source, shard, first, first + take

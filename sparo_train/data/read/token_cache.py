@@ -29,7 +29,7 @@ _FORMAT = 1
 _TYPES = {"fp16": np.float16, "fp32": np.float32}
 
 
-def digest_of(content: bytes) -> bytes:
+def compute_digest(content: bytes) -> bytes:
     """Return sixteen bytes that identify an image file, or the ids of a caption."""
     return xxhash.xxh3_128_digest(content)
 

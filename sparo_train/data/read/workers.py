@@ -169,7 +169,7 @@ def _refuse_stuck(parts: Iterator[Any], stuck: Counter[tuple[int, str]]) -> None
         stuck: number of consecutive inspections by process and state; kept between calls. Inspections are counted
             instead of seconds, because Ctrl-Z stops this process as well.
     """
-    now = {(worker.pid, state_of(worker.pid)) for worker in getattr(parts, "_workers", [])}
+    now = {(worker.pid, read_process_state(worker.pid)) for worker in getattr(parts, "_workers", [])}
     for key in [*stuck]:
         if key not in now:
             del stuck[key]
@@ -184,7 +184,7 @@ def _refuse_stuck(parts: Iterator[Any], stuck: Counter[tuple[int, str]]) -> None
         )
 
 
-def state_of(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """Return Linux's letter for the state of a process (`R`, `S`, `T`: stopped, `D`: waits for a device); empty on other systems."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]

@@ -69,7 +69,7 @@ def choose_columns(names: Sequence[str], config: RowsConfig, where: str) -> Colu
     Raises:
         DataError: no column for the image, or none that a caption key names.
     """
-    member, image = _first(config.image_keys, names)
+    member, image = _find_column(config.image_keys, names)
     if not image:
         raise DataError(
             f"{where}: no column for the image, got the columns {', '.join(names)}. Name it in image_keys; "
@@ -77,7 +77,7 @@ def choose_columns(names: Sequence[str], config: RowsConfig, where: str) -> Colu
         )
     others = {name: name for name in names if name != image}
     if config.captions is None and config.caption_key == _NO_CAPTION and _NO_CAPTION not in names:
-        _, usual = _first(CAPTION_COLUMNS, list(others))
+        _, usual = _find_column(CAPTION_COLUMNS, list(others))
         if usual:
             others = {_NO_CAPTION if name == usual else name: name for name in others}
     elif config.has_captions:
@@ -93,7 +93,7 @@ def choose_columns(names: Sequence[str], config: RowsConfig, where: str) -> Colu
     return Columns(image, member, others)
 
 
-def _first(keys: Sequence[str], names: Sequence[str]) -> tuple[str, str]:
+def _find_column(keys: Sequence[str], names: Sequence[str]) -> tuple[str, str]:
     """Return the first of the keys that is a column, and the column; without one, upper case and surrounding spaces are ignored."""
     plain = {name.strip().lower(): name for name in reversed(names)}
     found = next(((key, key) for key in keys if key in names), None)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from ..sources.base import SourceKind, Storage, dotted
+from ..sources.base import SourceKind, Storage, dotted_key
 from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 
 _PART = 1000
@@ -66,18 +66,18 @@ def _load(config: HfDatasetConfig, key: str) -> Any:
     except Exception as error:  # the library raises errors of many others
         first = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise DataError(
-            f"{dotted(key, 'dataset')}: {config.dataset} cannot be loaded as split {config.split!r} ({first}). Give a folder of save_to_disk, or a "
+            f"{dotted_key(key, 'dataset')}: {config.dataset} cannot be loaded as split {config.split!r} ({first}). Give a folder of save_to_disk, or a "
             "name on the hub that load_dataset can load here."
         ) from None
     if isinstance(found, Mapping):
         if config.split not in found:
             raise DataError(
-                f"{dotted(key, 'split')}: {config.dataset} has the splits {', '.join(map(str, found))}, got {config.split!r}. Name one of them."
+                f"{dotted_key(key, 'split')}: {config.dataset} has the splits {', '.join(map(str, found))}, got {config.split!r}. Name one of them."
             )
         return found[config.split]
     if config.split != "train":
         raise DataError(
-            f"{dotted(key, 'split')}: {config.dataset} is one data set without splits, got {config.split!r}. Remove split."
+            f"{dotted_key(key, 'split')}: {config.dataset} is one data set without splits, got {config.split!r}. Remove split."
         )
     return found
 
@@ -91,10 +91,10 @@ def _open_dataset(config: HfDatasetConfig, key: str, _write_index: bool) -> list
             "in sparo's checkout"
         ) from None
     dataset = _load(config, key)
-    columns = choose_columns(dataset.column_names, config, f"{dotted(key, 'dataset')}: {config.dataset}")
+    columns = choose_columns(dataset.column_names, config, f"{dotted_key(key, 'dataset')}: {config.dataset}")
     if split := split_column(dataset.column_names):
         few = dataset.select_columns(split)[:: max(1, len(dataset) // 1000)]
-        warn_of_several_splits(f"{dotted(key, 'dataset')}: {config.dataset}", split, few[split])
+        warn_of_several_splits(f"{dotted_key(key, 'dataset')}: {config.dataset}", split, few[split])
     digest = hashlib.sha256(f"{dataset._fingerprint} {dataset.features}".encode()).hexdigest()[:16]
     for name, feature in dataset.features.items():
         # Encoded bytes instead of pictures: sparo decodes them itself.

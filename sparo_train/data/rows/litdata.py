@@ -12,8 +12,8 @@ from typing import Any, Literal
 from ...core.config import field, resumable_field
 from ...core.errors import ConfigError, DataError
 from ..servers.ranges import read_range
-from ..servers.remote import size_of
-from ..sources.base import SourceKind, dotted
+from ..servers.remote import get_file_size
+from ..sources.base import SourceKind, dotted_key
 from .columns import RowsConfig
 from .groups import Group, process_groups
 from .packed import (
@@ -102,7 +102,7 @@ class LitDataFile(PackedFile, Group):
 
 def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[LitDataFile]:
     """Return the files of a LitData data set, as `index.json` lists them."""
-    index = read_index(config.litdata, dotted(key, "litdata"), "litdata.optimize")
+    index = read_index(config.litdata, dotted_key(key, "litdata"), "litdata.optimize")
     settings = index.get("config")
     if not isinstance(settings, dict):
         raise DataError(
@@ -122,7 +122,7 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
     urls = [file_below(config.litdata, chunk.get("filename")) for chunk in chunks]
     # Not `chunk_bytes` of the index, which contains the table of offsets in some versions only.
     with ThreadPoolExecutor(32) as pool:
-        sizes = list(pool.map(size_of, urls))
+        sizes = list(pool.map(get_file_size, urls))
     return [
         open_packed(LitDataFile, url, chunk.get("chunk_size"), size, fields, config, chunk)
         for url, chunk, size in zip(urls, chunks, sizes, strict=True)

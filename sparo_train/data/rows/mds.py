@@ -8,7 +8,7 @@ from typing import Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import DataError
-from ..sources.base import SourceKind, dotted
+from ..sources.base import SourceKind, dotted_key
 from .columns import RowsConfig
 from .packed import (
     Decode,
@@ -60,7 +60,7 @@ class MdsFile(PackedFile):
 
 def _open_mds(config: MdsConfig, key: str, _write_index: bool) -> list[MdsFile]:
     """Return the files of an MDS data set, as `index.json` lists them."""
-    index = read_index(config.mds, dotted(key, "mds"), "streaming.MDSWriter")
+    index = read_index(config.mds, dotted_key(key, "mds"), "streaming.MDSWriter")
     files = []
     for shard in index_entries(index, "shards", config.mds):
         raw = shard.get("raw_data")

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
 from ..servers.ranges import read_range
-from ..servers.remote import filesystem_of, with_retries
+from ..servers.remote import open_filesystem, with_retries
 from ..sources.shards import RangeStorage, process_reader
 from .columns import Columns, RowsConfig, choose_columns, encode_picture, row_members
 
@@ -84,7 +84,7 @@ class PackedFile(RangeStorage):
         key = f"{Path(self.url).stem}-{number:06d}"
         row = self.row(number)
         try:
-            return key, row_members(self._columns, row if isinstance(row, Mapping) else self.unpacked(row))
+            return key, row_members(self._columns, row if isinstance(row, Mapping) else self.unpack_sample(row))
         except BadSampleError as bad:
             bad.key = key
             raise
@@ -95,7 +95,7 @@ class PackedFile(RangeStorage):
         """Return a sample's bytes, or its fields. Raises `DataError` if the file cannot be read."""
         return process_reader().read_bytes(self.url, number, self.offsets, self.cached())
 
-    def unpacked(self, data: bytes) -> dict[str, Any]:
+    def unpack_sample(self, data: bytes) -> dict[str, Any]:
         """Return the fields of a sample that are used. Raises ValueError, IndexError or struct.error if it is damaged."""
         counted = [f for f in self._fields if f.size is None]
         sizes = iter(struct.unpack_from(f"<{len(counted)}I", data))
@@ -135,7 +135,7 @@ def decode_text(data: bytes) -> str:
 def read_index(folder: str, key: str, writer: str) -> dict[str, Any]:
     """Read `index.json`. Raises `DataError` that names `key`, and `writer`, the function that writes such a folder."""
     url = f"{folder.rstrip('/')}/index.json"
-    filesystem, path = filesystem_of(url)
+    filesystem, path = open_filesystem(url)
     if isinstance(filesystem, LocalFileSystem) and not Path(path).is_file():
         hint = ""
         with suppress(OSError):

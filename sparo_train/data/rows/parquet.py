@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
-from ..servers.remote import filesystem_of, find_shards, refuse_several_splits, with_retries
-from ..sources.base import SourceKind, dotted
+from ..servers.remote import find_shards, open_filesystem, refuse_several_splits, with_retries
+from ..sources.base import SourceKind, dotted_key
 from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 from .groups import Group, process_groups
 
@@ -42,7 +42,7 @@ class RowGroup(Group):
         try:
             file = Path(self._file)
             return f"{file.parent.name}/{file.stem}-{self._group:04d}-{number:06d}", row_members(
-                self._columns, row, _folder_of(self._file)
+                self._columns, row, _parent_folder(self._file)
             )
         except BadSampleError as bad:
             bad.key = f"row {number} of group {self._group}"
@@ -56,7 +56,7 @@ class RowGroup(Group):
 
         def read() -> Any:
             # Without the read-ahead of fsspec, which fetches blocks of 5 MB that belong to other columns and groups.
-            filesystem, path = filesystem_of(self._file)
+            filesystem, path = open_filesystem(self._file)
             try:
                 with filesystem.open(path, "rb", cache_type="none") as stream, pq.ParquetFile(stream) as file:
                     return file.read_row_group(self._group, columns=self._names, use_threads=False)
@@ -74,7 +74,7 @@ def _column_facts(column: Any) -> str:
         return f"{column.path_in_schema} {column.data_page_offset} {column.total_compressed_size}"
 
 
-def _folder_of(file: str) -> Path | None:
+def _parent_folder(file: str) -> Path | None:
     return None if "://" in file else Path(file).parent
 
 
@@ -95,7 +95,7 @@ def _open_file(url: str, config: ParquetConfig, splits: set[tuple[str, Any]]) ->
     import pyarrow.parquet as pq
 
     def footer() -> tuple[Any, list[str]]:
-        filesystem, path = filesystem_of(url)
+        filesystem, path = open_filesystem(url)
         try:
             with filesystem.open(path, "rb", cache_type="none") as stream, pq.ParquetFile(stream) as file:
                 return file.metadata, file.schema_arrow.names
@@ -119,13 +119,13 @@ def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[R
         raise ConfigError(
             f"{key or 'parquet'}: Parquet needs pyarrow. pip install -e '.[parquet]' in sparo's checkout"
         ) from None
-    urls = find_shards(config.parquet, dotted(key, "parquet"), ".parquet")
-    refuse_several_splits(config.parquet, urls, dotted(key, "parquet"), ".parquet")
+    urls = find_shards(config.parquet, dotted_key(key, "parquet"), ".parquet")
+    refuse_several_splits(config.parquet, urls, dotted_key(key, "parquet"), ".parquet")
     splits: set[tuple[str, Any]] = set()
     with ThreadPoolExecutor(32 if any("://" in url for url in urls) else 8) as pool:
         opened = [group for groups in pool.map(lambda url: _open_file(url, config, splits), urls) for group in groups]
     for column in {column for column, _ in splits}:
-        warn_of_several_splits(dotted(key, "parquet"), column, [value for _, value in splits])
+        warn_of_several_splits(dotted_key(key, "parquet"), column, [value for _, value in splits])
     return opened
 
 

@@ -15,8 +15,8 @@ from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import whole_file
 from ..decode.decoding import suffixes
-from ..servers.remote import filesystem_of, remedy, with_retries
-from ..sources.base import SourceKind, Storage, dotted
+from ..servers.remote import open_filesystem, remedy, with_retries
+from ..sources.base import SourceKind, Storage, dotted_key
 from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
@@ -86,7 +86,9 @@ def read_table(
                     )
                 cells = [row[column] or "" for column in columns]
                 if any(
-                    _swallowed(line, delimiter, header, columns[0]) for cell in cells for line in cell.split("\n")[1:]
+                    _looks_like_row(line, delimiter, header, columns[0])
+                    for cell in cells
+                    for line in cell.split("\n")[1:]
                 ):
                     raise csv.Error("a quotation mark makes several rows one cell")
                 # Two are enough for a warning, so that a column of another meaning does not fill the memory.
@@ -102,7 +104,7 @@ def read_table(
             ) from None
 
 
-def _swallowed(line: str, delimiter: str, header: list[str], image_column: str) -> bool:
+def _looks_like_row(line: str, delimiter: str, header: list[str], image_column: str) -> bool:
     """Return whether a line inside a cell looks like another row: with all columns, and an image where the image column is."""
     cells = line.split(delimiter)
     place = header.index(image_column)
@@ -174,7 +176,7 @@ class TablePart(Storage):
         place = str(row[self._columns.image]).strip()
         try:
             if "://" in place:
-                row[self._columns.image] = self._downloaded(place)
+                row[self._columns.image] = self._download(place)
             return f"{label:09d}", row_members(self._columns, row, self._table.parent)
         except BadSampleError as bad:
             bad.key = f"row {label + 1}: {place}"
@@ -185,7 +187,7 @@ class TablePart(Storage):
         parts = [self._cells[name].digest(begin, end) for name in sorted(self._cells)]
         return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
-    def _downloaded(self, url: str) -> bytes:
+    def _download(self, url: str) -> bytes:
         """Return an image from the cache, or from its server. Raises `BadSampleError`."""
         if self._url_cache is None:
             raise DataError(f"{self._table}: has images by URL, such as {url}. Name a folder for them in url_cache.")
@@ -194,7 +196,7 @@ class TablePart(Storage):
         if file.is_file():
             return file.read_bytes()
         try:
-            filesystem, path = filesystem_of(url)
+            filesystem, path = open_filesystem(url)
             data = with_retries(url, lambda: filesystem.cat_file(path))
         except DataError as error:
             raise BadSampleError("image not downloaded", detail=str(error)[:200]) from None
@@ -209,10 +211,10 @@ def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[Table
     table = Path(config.table)
     if "://" in config.table:
         raise DataError(
-            f"{dotted(key, 'table')}: expected a file on a disk, got {config.table}. Copy it; its images may be URLs."
+            f"{dotted_key(key, 'table')}: expected a file on a disk, got {config.table}. Copy it; its images may be URLs."
         )
     if not table.is_file():
-        raise DataError(f"{dotted(key, 'table')}: {table} is not a file{remedy(table)}")
+        raise DataError(f"{dotted_key(key, 'table')}: {table} is not a file{remedy(table)}")
     found: list[Columns] = []
 
     def choose(header: list[str]) -> list[str]:

@@ -154,7 +154,7 @@ class CachedFile:
         data = os.pread(opened[0], end - start, start)
         return data if len(data) == end - start and _mark(data) == mark else None
 
-    def missing(self, first: int, last: int) -> list[tuple[int, int]]:
+    def missing_ranges(self, first: int, last: int) -> list[tuple[int, int]]:
         """Return the ranges of samples in first..last-1 that are absent."""
         if (opened := self._cache.open(self.name)) is None:
             return [(first, last)]

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .remote import filesystem_of, with_retries
+from .remote import open_filesystem, with_retries
 
 _IN_FLIGHT = 8  # announced requests of a process at a time
 _AHEAD_BYTES = 1 << 30  # limit on the announced samples of a process that were not read yet
@@ -25,7 +25,7 @@ def read_range(url: str, start: int, end: int) -> bytes:
     """
 
     def request() -> bytes:
-        filesystem, path = filesystem_of(url)
+        filesystem, path = open_filesystem(url)
         data = filesystem.cat_file(path, start=start, end=end)
         if len(data) > end - start:
             raise ValueError(f"the server ignores byte ranges: it sent {len(data)} bytes, {end - start} were asked for")

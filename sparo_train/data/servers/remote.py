@@ -27,7 +27,7 @@ _EXTRAS = {
 }  # fmt: skip
 
 
-def filesystem_of(url: str) -> tuple[Any, str]:
+def open_filesystem(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path in it. Raises `DataError` if the protocol cannot be used."""
     protocol = url.partition("://")[0]
     try:
@@ -74,9 +74,9 @@ def with_retries(url: str, work: Callable[[], T]) -> T:
         time.sleep(pause)
 
 
-def size_of(url: str) -> int:
+def get_file_size(url: str) -> int:
     """Return the size of a file in bytes. Raises `DataError`."""
-    filesystem, path = filesystem_of(url)
+    filesystem, path = open_filesystem(url)
     size = with_retries(url, lambda: filesystem.info(path)["size"])
     if size is None:
         raise DataError(
@@ -216,7 +216,7 @@ def _count(pattern: str) -> int:
 
 
 def _expand(url: str, key: str, suffix: str) -> list[str]:
-    filesystem, path = filesystem_of(url)
+    filesystem, path = open_filesystem(url)
     protocol = url.split("://", 1)[0] + "://" if "://" in url else ""
     if protocol in ("http://", "https://") and path.endswith(suffix) and not any(c in path for c in "*?["):
         return [url]  # fsspec treats every error of a web server as a missing file; opening the file reveals the error
@@ -225,7 +225,7 @@ def _expand(url: str, key: str, suffix: str) -> list[str]:
         return [url]
     if not hits:
         what = "shard" if suffix == ".tar" else f"{suffix} file"
-        raise ConfigError(f"{key}: {url!r} matches no {what}; {_nearest(url, suffix)}")
+        raise ConfigError(f"{key}: {url!r} matches no {what}; {_nearest_existing(url, suffix)}")
     return [protocol + str(hit).removeprefix(protocol) if protocol else _keep_relative(url, str(hit)) for hit in hits]
 
 
@@ -254,7 +254,7 @@ def _keep_relative(url: str, hit: str) -> str:
         return hit
 
 
-def _nearest(url: str, suffix: str) -> str:
+def _nearest_existing(url: str, suffix: str) -> str:
     folder = Path(url).parent
     if below := sorted({str(file.parent) for file in Path(url).glob(f"*/*{suffix}")}):
         return f"its {'shards' if suffix == '.tar' else 'files'} are in {' and '.join(below[:4])}"

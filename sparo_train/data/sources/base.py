@@ -258,7 +258,7 @@ class Source(NamedTuple):
     def samples(self) -> int:
         return sum(map(len, self.storages))
 
-    def broken(self) -> list[DamagedShard]:
+    def incomplete_storages(self) -> list[DamagedShard]:
         """Return incomplete storages. Losses are estimated from the median size of complete ones; without any, as much as is left."""
         # The median, so that one shard that is short by design does not make the others look damaged.
         whole = sorted(len(storage) for storage in self.storages if storage.intact)
@@ -272,7 +272,7 @@ class Source(NamedTuple):
         ]
 
 
-def dotted(key: str, name: str) -> str:
+def dotted_key(key: str, name: str) -> str:
     """Return the dotted key of a source's own key, for errors; without a recipe, the name alone."""
     return f"{key}.{name}" if key else name
 
@@ -292,7 +292,7 @@ def open_source(name: str, config: SourceConfig, write_index: bool = False, bloc
     source = Source(name, config, SOURCES.get(config.kind).open(config, key, write_index))
     if not source.samples:
         first = source.storages[0].url if source.storages else config.kind
-        why = "".join(f" ({damage.reason})" for damage in source.broken()[:1])
+        why = "".join(f" ({damage.reason})" for damage in source.incomplete_storages()[:1])
         raise DataError(
             f"{key or config.kind}: {len(source.storages)} shard(s) without a complete sample; first: {first}{why}"
         )

@@ -8,8 +8,8 @@ from ...core.config import field, resumable_field
 from ...core.errors import DataError
 from ...core.recipe.recipe_yaml import parse_yaml
 from ..servers.ranges import read_range
-from ..servers.remote import filesystem_of, find_shards, with_retries
-from .base import SourceConfig, SourceKind, dotted
+from ..servers.remote import find_shards, open_filesystem, with_retries
+from .base import SourceConfig, SourceKind, dotted_key
 from .shards import Shard, open_shards
 
 _MAX_BYTES = 1 << 26
@@ -26,10 +26,10 @@ class EnergonConfig(SourceConfig):
 def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Shard]:
     folder = config.energon.rstrip("/")
     file = f"{folder}/.nv-meta/split.yaml"
-    filesystem, path = filesystem_of(file)
+    filesystem, path = open_filesystem(file)
     if not with_retries(file, lambda: filesystem.exists(path)):
         raise DataError(
-            f"{dotted(key, 'energon')}: {file} does not exist. Run `energon prepare {folder}`, or use shards instead of energon."
+            f"{dotted_key(key, 'energon')}: {file} does not exist. Run `energon prepare {folder}`, or use shards instead of energon."
         )
     size = with_retries(file, lambda: filesystem.info(path)["size"]) or 0
     if size > _MAX_BYTES:
@@ -39,7 +39,7 @@ def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Sh
     if not isinstance(splits, dict) or not isinstance(splits.get(config.split), list):
         names = ", ".join(map(str, splits)) if isinstance(splits, dict) else "none"
         raise DataError(
-            f"{dotted(key, 'split')}: {file} has the splits {names}, got {config.split!r}. Name one of them."
+            f"{dotted_key(key, 'split')}: {file} has the splits {names}, got {config.split!r}. Name one of them."
         )
     shards, excluded = splits[config.split], content.get("exclude") or []
     if not all(
@@ -47,14 +47,16 @@ def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Sh
     ):
         raise DataError(f"{file}: expected names of shards in this folder, got {str(shards)[:100]}.")
     urls = (
-        find_shards(tuple(f"{folder}/{name.lstrip('/')}" for name in shards), dotted(key, "energon")) if shards else []
+        find_shards(tuple(f"{folder}/{name.lstrip('/')}" for name in shards), dotted_key(key, "energon"))
+        if shards
+        else []
     )
     # Whole shards can be excluded; energon can also exclude single samples, as SHARD/KEY.
     if single := [name for name in excluded if not name.endswith(".tar")]:
         raise DataError(
             f"{file}: excludes single samples, such as {single[0]}, which sparo does not support. Exclude whole shards."
         )
-    left_out = {url for name in excluded for url in find_shards(f"{folder}/{name}", dotted(key, "energon"))}
+    left_out = {url for name in excluded for url in find_shards(f"{folder}/{name}", dotted_key(key, "energon"))}
     return open_shards([url for url in urls if url not in left_out], write_index)
 
 

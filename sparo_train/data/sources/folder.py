@@ -80,7 +80,7 @@ class FolderPart(Storage):
         except DataError:
             raise BadSampleError("unreadable file") from None
         fields = {suffixes()[Path(name).suffix.lower()]: data}
-        label = class_of(name)
+        label = class_folder(name)
         return name, fields if label is None else {**fields, "cls": str(self._numbers[label]).encode()}
 
     @property
@@ -120,7 +120,7 @@ def open_folder(path: str | Path, key: str = "folder", mixed: bool = True) -> li
     if not names:
         others = f", got {left_out_text(left_out)}" if left_out else ""
         raise DataError(f"{key}: {root}: no readable image in this folder{others}.")
-    classes = class_order(label for name in names if (label := class_of(name)) is not None)
+    classes = class_order(label for name in names if (label := class_folder(name)) is not None)
     if mixed:
         # Order by a hash of the name: equal on every machine, and neighbours have different classes.
         names.sort(key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest())
@@ -161,7 +161,7 @@ def left_out_text(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {suffix}{remedies.get(suffix, '')}" for suffix, count in left_out.items())
 
 
-def class_of(name: str) -> str | None:
+def class_folder(name: str) -> str | None:
     """Return the first folder of a path below the root; None for a file next to the class folders."""
     first, slash, _ = name.partition("/")
     return first if slash else None

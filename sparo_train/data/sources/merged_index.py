@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.files import cache_folder, whole_file
-from ..servers.remote import expand_braces, filesystem_of, with_retries
+from ..servers.remote import expand_braces, open_filesystem, with_retries
 from .tar import ShardIndex
 
 _LAYOUT = "sparo merged index 1"
@@ -141,7 +141,7 @@ def _probe(shards: Sequence[MergedShard], place: str) -> None:
 
 def _local_copy(place: str) -> Path:
     """Return the file itself, or the copy of a file on a server, which one process of the node downloads."""
-    filesystem, path = filesystem_of(place)
+    filesystem, path = open_filesystem(place)
     if isinstance(filesystem, LocalFileSystem):
         return Path(path)
     info = with_retries(place, lambda: filesystem.info(path))

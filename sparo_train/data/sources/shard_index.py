@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ...core.errors import DataError
 from ...core.files import cache_folder
 from ..servers.ranges import RemoteHeaders, read_range
-from ..servers.remote import filesystem_of, with_retries
+from ..servers.remote import open_filesystem, with_retries
 from .tar import ShardIndex, scan
 
 _COMPRESSED = {
@@ -48,7 +48,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
         DataError: the shard cannot be opened, or is compressed. A file that is not a tar has no samples and is not
             intact.
     """
-    filesystem, path = filesystem_of(url)
+    filesystem, path = open_filesystem(url)
     info = with_retries(url, lambda: filesystem.info(path))
     if info["size"] is None:
         raise DataError(
@@ -110,7 +110,7 @@ def _energon_index(path: Path, size: int) -> ShardIndex | None:
 
 def _index_on_server(url: str, size: int) -> ShardIndex | None:
     with suppress(Exception):  # a missing file is reported differently by each kind of server
-        filesystem, path = filesystem_of(url)
+        filesystem, path = open_filesystem(url)
         if filesystem.info(path)["size"] <= size + _MAX_EXTRA_BYTES:
             return _parse_index(io.BytesIO(filesystem.cat_file(path)), size)
     return None

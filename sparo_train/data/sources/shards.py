@@ -26,8 +26,8 @@ from ...core.errors import BadSampleError, DataError
 from ...core.files import read_text, write_whole
 from ..servers.cache import CachedFile, SampleCache
 from ..servers.ranges import RangeReader
-from ..servers.remote import filesystem_of, find_shards, refuse_several_splits, size_of, with_retries
-from .base import SourceConfig, SourceKind, Storage, dotted, on_close
+from ..servers.remote import find_shards, get_file_size, open_filesystem, refuse_several_splits, with_retries
+from .base import SourceConfig, SourceKind, Storage, dotted_key, on_close
 from .merged_index import MergedShard, read_merged_index, write_merged_index
 from .shard_index import load_index
 from .tar import ShardIndex, unpack
@@ -117,7 +117,7 @@ class ShardReader:
         """Request samples first..last-1, which will be read soon, from the kernel or from the server."""
         stream = self._handle(url)
         if stream is None:
-            for begin, end in cached.missing(first, last) if cached else [(first, last)]:
+            for begin, end in cached.missing_ranges(first, last) if cached else [(first, last)]:
                 self._remote().announce(url, offsets[begin : end + 1].tolist())
         elif hasattr(os, "posix_fadvise"):
             start = int(offsets[first])
@@ -145,7 +145,7 @@ class ShardReader:
 
     def _handle(self, url: str) -> io.FileIO | None:
         if url not in self._handles:
-            filesystem, path = filesystem_of(url)
+            filesystem, path = open_filesystem(url)
             local = isinstance(filesystem, LocalFileSystem)
             self._handles[url] = with_retries(url, lambda: io.FileIO(path)) if local else None
             while len(self._handles) > _OPEN_SHARDS:
@@ -252,7 +252,7 @@ def record_hash(url: str) -> str:
     Raises:
         DataError: the shard cannot be read, or its folder cannot be written.
     """
-    filesystem, path = filesystem_of(url)
+    filesystem, path = open_filesystem(url)
 
     def digest() -> str:
         with filesystem.open(path, "rb") as stream:
@@ -294,8 +294,8 @@ def open_shards(urls: Sequence[str], write_index: bool) -> list[Shard]:
 
 def _open_shards(config: ShardsConfig, key: str, write_index: bool) -> list[Shard]:
     if config.index is None:
-        urls = find_shards(config.shards, dotted(key, "shards"))
-        refuse_several_splits(config.shards, urls, dotted(key, "shards"))
+        urls = find_shards(config.shards, dotted_key(key, "shards"))
+        refuse_several_splits(config.shards, urls, dotted_key(key, "shards"))
         return open_shards(urls, write_index)
     return [Shard(s.url, s.samples, s.sha256) for s in read_merged_index(config.index, config.shards, key)]
 
@@ -304,7 +304,7 @@ def merge_indexes(file: Path, shards: Iterable[Storage]) -> None:
     """Write the indexes of shards, their sizes and recorded hashes to one file."""
     with ThreadPoolExecutor(64) as pool:
         own = [shard for shard in shards if isinstance(shard, Shard)]
-        sizes = list(pool.map(lambda shard: size_of(shard.url), own))
+        sizes = list(pool.map(lambda shard: get_file_size(shard.url), own))
     write_merged_index(
         file, [MergedShard(s.url, s.index, size, s.content_hash() or "") for s, size in zip(own, sizes, strict=True)]
     )

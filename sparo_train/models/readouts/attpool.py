@@ -45,7 +45,7 @@ class AttPoolReadOut(TwinReadOut):
     def placement(self) -> Placement:
         return Placement(int(self.replace_last_block), normalize=bool(self.normalize))
 
-    def resolved(self, normalize: bool) -> Self:
+    def resolve_defaults(self, normalize: bool) -> Self:
         if self.normalize is not None:
             return self
         # Slot-wise normalized encodings may be compared slot by slot; mixed encodings may not (Sec. 5.3).

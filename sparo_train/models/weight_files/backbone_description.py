@@ -16,7 +16,7 @@ from ...core.recipe.recipe_yaml import parse_yaml
 from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .dino_files import is_dino, read_dino
 from .state_dicts import read_raw, read_raw_parts, split_state
-from .vit_names import infer_vit, official_vit_names, published_heads
+from .vit_names import find_published_heads, infer_vit, official_vit_names
 
 
 class BackboneDescription(NamedTuple):
@@ -39,9 +39,9 @@ def describe_backbone(place: str, heads: int | None = None) -> BackboneDescripti
     """
     scheme, _, rest = place.partition(":")
     if scheme == "timm":
-        return _of_timm(rest.partition("@")[0])
+        return _describe_timm(rest.partition("@")[0])
     if scheme == "hf":
-        return _of_transformers(Path(rest))
+        return _describe_transformers(Path(rest))
     file, key = split_state(place)
     path = Path(file)
     run = path.parent.parent if (path / "meta.json").is_file() else path
@@ -59,12 +59,12 @@ def describe_backbone(place: str, heads: int | None = None) -> BackboneDescripti
         return None
     found = read_dino(content, place, key)
     config = found.config or VitConfig.model_validate(
-        infer_vit(found.backbone, place, published_heads(found.backbone) or heads)
+        infer_vit(found.backbone, place, find_published_heads(found.backbone) or heads)
     )
     return BackboneDescription(config, *found.normalisation)
 
 
-def _of_timm(name: str) -> BackboneDescription:
+def _describe_timm(name: str) -> BackboneDescription:
     if not timm.is_model(name):
         raise CheckpointError(f"timm:{name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     with torch.device("meta"):
@@ -87,7 +87,7 @@ def _timm_config(name: str) -> VitConfig:
         raise CheckpointError(f"timm:{name}: {error}") from None
 
 
-def _of_transformers(folder: Path) -> BackboneDescription | None:
+def _describe_transformers(folder: Path) -> BackboneDescription | None:
     if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         return None  # a name of the hub
     config = read_json(folder / "config.json", dict, CheckpointError)

@@ -139,7 +139,7 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
     # The class token's position comes first, then the square of patches.
     grid = round((len(position) - 1) ** 0.5)
     layers, text_layers = (_blocks(state, tower) for tower in ("visual", "text"))
-    readout = _readout_of(state, 0)  # blocks are counted as they are
+    readout = _infer_readout(state, 0)  # blocks are counted as they are
     heads = _heads_by_size(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
     if heads is None:
         raise CheckpointError(
@@ -172,9 +172,9 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
     )
 
 
-def with_readout_of(config: ClipConfig, state: Mapping[str, Tensor]) -> ClipConfig:
+def add_readout(config: ClipConfig, state: Mapping[str, Tensor]) -> ClipConfig:
     """Return a model that was named by its towers only, with the readout that the weights have."""
-    readout = _readout_of(state, config.vision.layers - _blocks(state, "visual"))
+    readout = _infer_readout(state, config.vision.layers - _blocks(state, "visual"))
     if config.readout.kind != "token" or readout["kind"] == "token":
         return config
     embed_dim = readout.pop("embed_dim", config.embed_dim)
@@ -186,7 +186,7 @@ def _blocks(state: Mapping[str, Tensor], tower: str) -> int:
     return 1 + max((int(name.split(".")[3]) for name in state if name.startswith(prefix)), default=-1)
 
 
-def _readout_of(state: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
+def _infer_readout(state: Mapping[str, Tensor], replaced: int) -> dict[str, Any]:
     """Return the `readout` block of a CLIP: of both towers if their head widths differ or texts have none."""
     readout = infer_readout(state, "visual.", replaced) or {"kind": "token"}
     keys = READOUTS.get(readout["kind"]).model_fields

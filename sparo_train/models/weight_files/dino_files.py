@@ -18,7 +18,7 @@ from ...core.errors import CheckpointError, ConfigError, did_you_mean
 from ...core.files import whole_file
 from ..vit_config import ARCHS, IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .description import CONFIG_KEY, parse_mean_std
-from .state_dicts import state_of, strip_wrapper_prefixes
+from .state_dicts import extract_state, strip_wrapper_prefixes
 from .vit_names import backbone_name, infer_vit, official_vit_names
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
@@ -40,7 +40,7 @@ def is_dino(raw: Any) -> bool:
     if "teacher" in raw or "student" in raw:
         return True
     try:
-        state = state_of(raw, "")
+        state = extract_state(raw, "")
     except CheckpointError:
         return False
     # A classifier is read as timm's model of its name, because files do not say which of timm's variants it is.
@@ -57,7 +57,7 @@ def read_dino(raw: Mapping[str, Any], origin: str, key: str | None = None) -> Di
     """
     # DINO evaluates and releases the teacher.
     key = "teacher" if key is None and "teacher" in raw else key
-    state = state_of(raw, origin, key)
+    state = extract_state(raw, origin, key)
     backbone = official_vit_names(state)
     if "cls_token" not in backbone:
         raise CheckpointError(f"{origin}: holds no ViT backbone (no cls_token), got {', '.join(list(state)[:4])}, …")
@@ -167,7 +167,7 @@ def dinov2_as_timm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return timm_state
 
 
-def backbone_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_backbone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights below `backbone.` of a teacher's or student's state dict, or all if no name has that prefix."""
     below = {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")}
     return below or dict(state)

@@ -206,7 +206,7 @@ def read_raw_parts(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def state_of(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, Tensor]:
+def extract_state(raw: Any, origin: str | Path, key: str | None = None) -> dict[str, Tensor]:
     """Return the state dict in a file's content, under names without wrappers' prefixes.
 
     Args:

@@ -14,7 +14,7 @@ from ...core.errors import CheckpointError
 from ...core.recipe.config_keys import value_text
 from ..vit_blocks import interpolate_positions
 from ..vit_config import VitConfig
-from .vit_names import infer_vit, official_vit_names, published_heads
+from .vit_names import find_published_heads, infer_vit, official_vit_names
 
 # Keys on which the function of the weights depends, in the order in which an error suggests them.
 _FUNCTION = ("width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "pre_norm")
@@ -55,7 +55,7 @@ def fit_vit(
     if not mask_token:
         weights.pop("mask_token", None)
     if theirs is None:
-        heads = published_heads(weights, config.depth) if "cls_token" in weights else None
+        heads = find_published_heads(weights, config.depth) if "cls_token" in weights else None
         theirs = VitConfig.model_validate(infer_vit(weights, "the checkpoint", heads or config.heads))
     _refuse_other_model(theirs, config, block)
     unused = [name for name in weights if _block_number(name) >= config.blocks]

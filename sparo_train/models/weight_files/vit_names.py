@@ -88,7 +88,7 @@ def official_vit_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         bare.pop("proj", None)
     rules = [*_TRANSFORMERS] if "embeddings.cls_token" in bare else [*_TIMM, *_FACEBOOK, *_CLIP]
     named = {
-        _renamed(name, rules): value for name, value in bare.items() if not _NOT_BACKBONE.match(_renamed(name, rules))
+        _rename(name, rules): value for name, value in bare.items() if not _NOT_BACKBONE.match(_rename(name, rules))
     }
     for name in [name for name in named if name.endswith("attn.qkv.weight")]:
         _zero_key_bias(named, name.removesuffix("weight"))
@@ -106,7 +106,7 @@ def backbone_name(name: str) -> str:
     return name
 
 
-def _renamed(name: str, rules: _Rules) -> str:
+def _rename(name: str, rules: _Rules) -> str:
     for pattern, new in rules:
         if match := re.fullmatch(pattern, name):
             return match.expand(new)
@@ -208,7 +208,7 @@ def infer_vit(weights: Mapping[str, Tensor], origin: str, heads: int | None = No
         readout.pop("embed_dim", None)  # a backbone's width
         tree["readout"] = readout
         tree["depth"] += READOUTS.get(readout["kind"]).model_validate(readout).placement.replaced
-    known = heads or published_heads(weights, tree["depth"])
+    known = heads or find_published_heads(weights, tree["depth"])
     if known is None:
         raise CheckpointError(
             f"{origin}: shapes do not show the number of heads, got width {width} with {blocks} blocks. Name the model (--model), or "
@@ -243,7 +243,7 @@ def _refuse_other_vits(weights: Mapping[str, Tensor], origin: str) -> None:
     )
 
 
-def published_heads(weights: Mapping[str, Tensor], depth: int | None = None) -> int | None:
+def find_published_heads(weights: Mapping[str, Tensor], depth: int | None = None) -> int | None:
     """Return the number of heads of the published model of these sizes, which shapes do not show; None if it is not certain.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import CheckpointError, SparoError
-from .state_dicts import read_raw, state_of, strip_wrapper_prefixes
+from .state_dicts import extract_state, read_raw, strip_wrapper_prefixes
 
 Weights = dict[str, Tensor]
 
@@ -45,7 +45,7 @@ def read_weights(path: str | Path, key: str | None = None) -> Weights:
 
 def clip_weights(raw: Any, path: str | Path, key: str | None = None) -> Weights:
     """Return the CLIP weights in a file's content (`read_raw`), in our layout. Raises `CheckpointError`."""
-    state = state_of(raw, path, key)
+    state = extract_state(raw, path, key)
     if "cls_token" in state and "head.weight" in state:
         raise CheckpointError(f"{path}: is an image classifier of timm. Write timm:NAME@{path}.")
     if "space_dict" in state and "vision_bottleproj.weight" in state:

@@ -16,7 +16,7 @@ from evals.encoders.pixels import Pixels
 from evals.interop.exporting import Export, TrainedWeights
 from evals.sets.open_set import open_set
 from evals.sets.task_config import SetTaskConfig
-from evals.suite.scoring import Scoring, attach_data_info, labels_of
+from evals.suite.scoring import Scoring, attach_data_info, collect_labels
 from evals.suite.task import Task, TaskPictures
 from evals.tasks.result import Result
 
@@ -37,7 +37,7 @@ class RotationsEncoder(Encoder):
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         """Separate slots (n, L, V)."""
-        return self.model(self.normalised(pixels)).unflatten(1, (self.slots, -1)).float()
+        return self.model(self.normalize(pixels)).unflatten(1, (self.slots, -1)).float()
 
 
 class NeighbourConfig(SetTaskConfig):
@@ -48,7 +48,7 @@ def neighbour(scoring: Scoring, task: NeighbourConfig) -> Result:
     """Computes how often the image with the most similar slots has the same label."""
     source = open_set(task, "label")
     (images,) = scoring.features([source], task.workers)
-    labels = labels_of(images, source)
+    labels = collect_labels(images, source)
 
     def score() -> Result:
         slots = F.normalize(images.in_memory(), dim=-1)  # (n, L, V)
