@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from evals.slots.overlay import overlay as overlay
     from evals.suite.answers import Answers as Answers
     from evals.suite.answers import answers_task as answers_task
-    from evals.suite.evaluate import EvalOptions as EvalOptions
+    from evals.suite.eval_options import EvalOptions as EvalOptions
     from evals.suite.evaluate import evaluate as evaluate
     from evals.suite.evaluate import only_slots as only_slots
     from evals.tasks.result import Result as Result
@@ -66,7 +66,7 @@ _SOURCES = {
     "ClipObjectiveConfig": "sparo_train.objectives.clip_config:ClipObjectiveConfig",
     "ContrastiveLoss": "sparo_train.objectives.contrastive:ContrastiveLoss",
     "CoupledObjective": "sparo_train.core.contracts:CoupledObjective",
-    "EvalOptions": "evals.suite.evaluate:EvalOptions",
+    "EvalOptions": "evals.suite.eval_options:EvalOptions",
     "FeatureStore": "evals.feature_store.features:FeatureStore",
     "Follow": "sparo_train.core.ema:Follow",
     "Loss": "sparo_train.core.contracts:Loss",

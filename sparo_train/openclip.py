@@ -94,14 +94,16 @@ def export(
     folder: Path,
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    own: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; return it."""
+    """Write a folder that `open_clip.create_model_and_transforms("local-dir:FOLDER")` reads; return it. open_clip ignores `own`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "open_clip_model.safetensors"
     whole: dict[int, str] = {}  # safetensors refuses two names of one tensor (a codebook of both towers)
     tensors = {n: t.contiguous() if whole.setdefault(t.data_ptr(), n) == n else t.clone() for n, t in state.items()}
     preprocess = {"mean": list(mean), "std": list(std), "interpolation": "bicubic", "resize_mode": "shortest"}
-    text = json.dumps({"model_cfg": model_cfg(config), "preprocess_cfg": preprocess}, indent=1)
+    described = {"model_cfg": model_cfg(config), "preprocess_cfg": preprocess, **({"sparo": dict(own)} if own else {})}
+    text = json.dumps(described, indent=1)
     # Write both files before either replaces its predecessor, so that an older export stays complete if the disk is
     # full.
     with whole_file(weights) as new_weights, whole_file(folder / "open_clip_config.json") as config_file:

@@ -88,6 +88,8 @@ def encode_texts(
         StoppedError: a signal asked the run to stop.
     """
     captions = as_list(captions, "captions")
+    if odd := [caption for caption in captions if not isinstance(caption, str)]:
+        raise DataError(f"captions: expected strings, got {odd[0]!r}. Remove or convert it.")
     # SugarCrepe uses each caption of an image in many pairs.
     distinct = sorted(set(captions))
     tokens = tokenize(distinct)
@@ -226,12 +228,12 @@ class Encoder(ABC):
         rows = []
         for number, picture in enumerate(as_list(pictures, "images")):
             try:
-                rows.append(np.asarray(self.transform(self._open(picture))))
+                rows.append(np.asarray(self.transform(self.open_image(picture))))
             except BadSampleError as bad:
                 raise DataError(f"image {number}: cannot be encoded by {self.label}: {bad.full_message()}") from None
         return rows
 
-    def _open(self, picture: Image.Image | np.ndarray | str | Path) -> Any:
+    def open_image(self, picture: Image.Image | np.ndarray | str | Path) -> Any:
         """Return the input of `transform` for a path, an image or an array."""
         how = self.decoding
         if isinstance(picture, str | Path):
@@ -242,7 +244,7 @@ class Encoder(ABC):
         if isinstance(picture, Image.Image):
             return postprocess(to_8bit(picture, how.pixel_range or "by_type"), UNCONVERTED)
         picture = picture.cpu().numpy() if isinstance(picture, Tensor) else picture
-        return from_array(picture, how.pixel_range or "by_type")
+        return postprocess(from_array(picture, how.pixel_range or "by_type"), UNCONVERTED)
 
     @cached_property
     def weights(self) -> str:

@@ -203,13 +203,35 @@ def _read_timm_config(weights: Path, name: str, label: str) -> tuple[dict[str, A
     return content["pretrained_cfg"], content["model_args"] if same else {}
 
 
-def from_timm(name: str, weights: str) -> BackboneEncoder:
-    """Return a timm backbone without its classifier, with timm's pooling and evaluation transform."""
+def refuse_ignored_readout(place: Path, label: str) -> None:
+    """Raise `CheckpointError` for an export of sparo whose readout another library's model does not have."""
+    if (place / "readout.safetensors").is_file():
+        raise CheckpointError(
+            f"{label}: {place} has a readout (readout.safetensors), which this model ignores. Score the run, or an export of layout "
+            "onnx or dino; `sparo.load_readout` applies the readout to the tokens of this model."
+        )
+
+
+def from_open_clip(text: str) -> OpenClipEncoder:
+    """Return the encoder of `open_clip:NAME@FILE` or `open_clip:NAME@TAG`."""
+    name, at, weights = text.partition("@")
+    if not at:
+        raise ConfigError(
+            f"open_clip:{text}: expected open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32-quickgelu@openai"
+        )
+    return OpenClipEncoder(name, weights)
+
+
+def from_timm(place: str) -> BackboneEncoder:
+    """Return the encoder of `timm:NAME` or `timm:NAME@FILE`: a backbone without its classifier, with timm's pooling and evaluation transform."""
+    name, _, weights = place.partition("@")
     label = f"timm:{name}@{weights}" if weights else f"timm:{name}"
     if not timm.is_model(name):
         raise ConfigError(f"{label}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     if weights and not Path(split_state(weights)[0]).is_file():
         raise CheckpointError(f"{label}: {weights} is not a file")
+    if weights:
+        refuse_ignored_readout(Path(split_state(weights)[0]).parent, label)
     state = timm_state(weights, label) if weights else {}
     transform_config, arguments = _read_timm_config(Path(split_state(weights)[0]), name, label)
     # A fine-tuned ViT may average its patches, although the model of this name reads the class token.

@@ -12,7 +12,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import read_json
 
 from .capabilities import PatchesEncoder, TokensEncoder
-from .foreign import BackboneEncoder
+from .foreign import BackboneEncoder, refuse_ignored_readout
 from .hf_pooling import hf_pooling, refuse_unsteady
 from .pixels import FlooredPixels, Pixels, SquarePixels
 
@@ -57,6 +57,7 @@ def from_huggingface(place: str) -> BackboneEncoder:
     label = f"hf:{place}"
     if remedy := _timm_remedy(place):
         raise CheckpointError(f"{label}: {remedy}")
+    refuse_ignored_readout(Path(place), label)
     try:
         config = AutoConfig.from_pretrained(place)
         processor = AutoImageProcessor.from_pretrained(place, backend="pil").to_dict()
@@ -65,7 +66,10 @@ def from_huggingface(place: str) -> BackboneEncoder:
         raise CheckpointError(f"{label}: transformers cannot load it ({str(error)[:300]})") from None
     # transformers initializes missing weights at random. That does not matter for a classifier's pooler, which is not
     # used, but it does for others.
-    lacking = sorted(name for name in loaded["missing_keys"] if not name.startswith("text_model."))
+    empty = {
+        name for name, p in model.named_parameters() if not p.numel()
+    }  # a model without registers has no values of them
+    lacking = sorted(name for name in set(loaded["missing_keys"]) - empty if not name.startswith("text_model."))
     unpooled = bool(lacking) and all("pooler." in name for name in lacking)
     if lacking and not unpooled:
         raise CheckpointError(
@@ -92,6 +96,11 @@ def from_huggingface(place: str) -> BackboneEncoder:
     )
     refuse_unsteady(encoder)
     return encoder
+
+
+def folder_remedy(place: str | Path) -> str:
+    """Return what to write for a folder with a config.json."""
+    return _timm_remedy(str(place)) or f"is a model folder of Hugging Face transformers. Write hf:{place}."
 
 
 def _timm_remedy(place: str) -> str:

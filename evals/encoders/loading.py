@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from sparo_train.core.accelerator import find_device
@@ -18,10 +19,13 @@ from sparo_train.core.files import read_json, read_text, suggest_path
 from sparo_train.core.recipe.layers import override
 from sparo_train.core.recipe.recipe_yaml import parse_yaml
 from sparo_train.core.registries import CHECKPOINTS, ENCODERS
+from sparo_train.data.decode.bands import PixelRange
+from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit import Vit
 from sparo_train.models.weight_files.description import (
+    CONFIG_KEY,
     ModelDescription,
     add_readout,
     from_model_cfg,
@@ -38,7 +42,7 @@ from sparo_train.train.run_config import RunConfig
 
 from .capabilities import TrainingRun
 from .encoder import Encoder
-from .sparo_encoders import ClipEncoder, DinoEncoder, PixelEncoder
+from .sparo_encoders import ClipEncoder, DinoEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +156,16 @@ def _load(checkpoint: str | Path, model: str | None) -> Encoder:
             described = read_config(raw, path)
             openai = isinstance(raw, Mapping) and "input_resolution" in raw
             encoder = _from_weights(clip_weights(raw, checkpoint, key), str(checkpoint), described, model, openai)
+        _read_as_trained(encoder, raw.get(CONFIG_KEY) if isinstance(raw, Mapping) else None)
     elif is_zero_folder(path):
         encoder = _from_weights(read_zero_folder(path), str(path), None, model)
     else:
         if colon and scheme.isidentifier() and not path.exists():
             CHECKPOINTS.get(scheme, "checkpoint")  # the error lists the valid ones
         if (path / "config.json").is_file():
-            raise CheckpointError(f"{path}: is a model folder of Hugging Face transformers. Write hf:{path}.")
+            from .huggingface import folder_remedy  # torch only, but its module imports timm
+
+            raise CheckpointError(f"{path}: {folder_remedy(path)}")
         raise CheckpointError(
             f"{path}: not a run folder, checkpoint folder, exported folder, DeepSpeed folder, or weight file"
         )
@@ -246,7 +253,22 @@ def _from_export(path: Path) -> Encoder:
     description = read_export(path / "open_clip_config.json")
     model = Clip(description.config)
     load_into(model, read_weights(path / "open_clip_model.safetensors"), str(path))
-    return ClipEncoder(model, description.mean, description.std, str(path))
+    encoder = ClipEncoder(model, description.mean, description.std, str(path))
+    _read_as_trained(encoder, read_json(path / "open_clip_config.json", dict, CheckpointError).get("sparo"))
+    return encoder
+
+
+def _read_as_trained(encoder: Encoder, description: object) -> None:
+    """Map pixels to 8 bits as in the run whose export has this description."""
+    if not isinstance(description, Mapping) or "pixel_range" not in description:
+        return
+    try:
+        pixel_range = TypeAdapter(PixelRange).validate_python(description["pixel_range"])
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{encoder.label}: pixel_range is invalid ({error.errors()[0]['msg']}). Export the run again."
+        ) from None
+    encoder.read_like(DataConfig.model_construct(pixel_range=pixel_range, bands=None))
 
 
 def _from_dino(file: DinoFile, name: str | None) -> Encoder:
@@ -311,37 +333,3 @@ def _load_by_name(name: str) -> ClipConfig:
             )
         return from_model_cfg(cfg, f"--model {name}")
     return openclip.find_config(name)
-
-
-def parse_pixels(text: str) -> Encoder:
-    """Return the encoder of `pixels:SIZE`: the pixels themselves, as a baseline."""
-    if not text.isdigit() or not int(text):
-        raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")
-    return PixelEncoder(int(text))
-
-
-def from_open_clip(text: str) -> Encoder:
-    """Return the encoder of `open_clip:NAME@FILE` or `open_clip:NAME@TAG`."""
-    from .foreign import OpenClipEncoder  # wraps open_clip's builders, so only if it is needed
-
-    name, at, weights = text.partition("@")
-    if not at:
-        raise ConfigError(
-            f"open_clip:{text}: expected open_clip:NAME@FILE or open_clip:NAME@TAG, as in open_clip:ViT-B-32-quickgelu@openai"
-        )
-    return OpenClipEncoder(name, weights)
-
-
-def from_timm_file(text: str) -> Encoder:
-    """Return the encoder of `timm:NAME@FILE`."""
-    from .foreign import from_timm
-
-    name, _, weights = text.partition("@")
-    return from_timm(name, weights)
-
-
-def from_hf_folder(text: str) -> Encoder:
-    """Return the encoder of `hf:FOLDER`."""
-    from .huggingface import from_huggingface
-
-    return from_huggingface(text)

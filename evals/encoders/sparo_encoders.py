@@ -277,3 +277,10 @@ def student_encoder(objective: DistillObjective) -> DinoEncoder:
 def _backbone_encoder(backbone: nn.Module, config: DinoObjectiveConfig | DistillObjectiveConfig) -> DinoEncoder:
     kind = DinoEncoder if config.model.timm_model_name is None else TimmDinoEncoder
     return kind(backbone, config.mean, config.std)
+
+
+def parse_pixels(text: str) -> Encoder:
+    """Return the encoder of `pixels:SIZE`: the pixels themselves, as a baseline."""
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"pixels:{text}: expected pixels:SIZE, as in pixels:28")
+    return PixelEncoder(int(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparo_train import __version__
 from sparo_train.core.disk.checkpoint_store import CheckpointStore, checkpoint_warnings, read_run_meta
-from sparo_train.core.errors import CheckpointError, ConfigError, DataError
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import give_usual_mode, whole_file, write_whole
 from sparo_train.core.registries import EXPORTS, METHODS
 from sparo_train.data.read.plan import epoch_sizes, source_shares
@@ -22,14 +22,15 @@ from sparo_train.data.sources.base import DataConfig
 from sparo_train.models.vit_config import ARCHS, VitConfig
 from sparo_train.models.weight_files.description import CONFIG_KEY
 from sparo_train.models.weight_files.dino_files import write_dino
-from sparo_train.models.weight_files.weights import refuse_non_finite, to_sparo_clip
+from sparo_train.models.weight_files.weights import to_sparo_clip
 from sparo_train.objectives.clip import scored_weights
 from sparo_train.train.build import num_trained_parameters
 from sparo_train.train.run_config import RunConfig
 
-from ..encoders.loading import read_run, run_weights
+from ..encoders.loading import read_run
 from ..report.model_card import CardFacts, CardScore, DataFacts, bands_text, is_own_card, model_card
 from ..report.results_file import read_records
+from .checkpoint_average import mean_weights, newest_checkpoints
 
 _PIECE = 1 << 20
 SUMS = "SHA256SUMS"
@@ -205,7 +206,7 @@ def export_run(
         logger.warning(checkpoint_warning)
     # The export of a checkpoint also goes to the run's folder, where users look for it.
     folder = run.parent.parent if (run / "meta.json").is_file() else run
-    steps = [step] if average is None else _newest(folder, step, average)
+    steps = [step] if average is None else newest_checkpoints(folder, step, average)
     meta, weights = read_run_meta(step), mean_weights(steps)
     # In a separate folder, so that the mean is not mistaken for the weights exported before.
     newest = CheckpointStore(folder / "checkpoints").latest()
@@ -213,6 +214,11 @@ def export_run(
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
     trained = TrainedWeights.from_checkpoint(config, weights, _epochs_done(config.samples_per_epoch, meta))
     path = export_weights(trained, home, to, layout)
+    if layout in ("timm", "transformers", "torch") and config.data.pixel_range != "by_type":
+        logger.warning(
+            f"--layout {layout}: its transform does not apply data.pixel_range={config.data.pixel_range}. Map values to 8 bits "
+            "before you use it, or use --layout onnx."
+        )
     export = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0])
     use = export.use if isinstance(export.use, str) else export.use(config.objective)
     parameters = num_trained_parameters(config, weights)
@@ -225,45 +231,6 @@ def export_run(
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
     pack(path, facts)
     return path
-
-
-def _newest(folder: Path, step: Path, average: str) -> list[Path]:
-    """Return the newest N complete checkpoints up to `step`, oldest first."""
-    word, _, count = average.partition(":")
-    if word != "last" or not count.isdecimal() or not int(count):
-        raise ConfigError(f"--average {average}: expected last:N, as in last:5")
-    checkpoints = [path for _, path in sorted(CheckpointStore(folder / "checkpoints").steps().items())]
-    # Up to the named step, because the mean must not include later ones.
-    checkpoints = checkpoints[
-        : 1 + next((i for i, path in enumerate(checkpoints) if path.name == step.name), len(checkpoints))
-    ]
-    if len(checkpoints) < int(count):
-        raise ConfigError(
-            f"--average {average}: {folder} has {len(checkpoints)} complete checkpoint(s). To keep more while the run continues, set checkpoint.keep_last."
-        )
-    return checkpoints[-int(count) :]
-
-
-def mean_weights(steps: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the mean of checkpoints' weights, summed in double precision; tensors of integers come from the last one."""
-    newest = run_weights(steps[-1])
-    if len(steps) == 1:
-        return newest
-    # NaN in one checkpoint would make the mean NaN.
-    refuse_non_finite(newest, str(steps[-1]))
-    # fp64, because in bf16 the fifth checkpoint would be rounded away.
-    total = {name: t.double() for name, t in newest.items() if t.is_floating_point()}
-    for step in steps[:-1]:
-        weights = run_weights(step)
-        refuse_non_finite(weights, str(step))
-        if {name: t.shape for name, t in weights.items()} != {name: t.shape for name, t in newest.items()}:
-            raise CheckpointError(
-                f"{step} and {steps[-1]} have tensors with different names or shapes, which cannot be averaged"
-            )
-        for name, t in weights.items():
-            if name in total:
-                total[name] += t
-    return newest | {name: (t / len(steps)).to(newest[name].dtype) for name, t in total.items()}
 
 
 def _epochs_done(samples_per_epoch: int | None, meta: Mapping[str, Any]) -> int:
@@ -297,8 +264,13 @@ def export_weights(trained: TrainedWeights, home: Path, to: Path | None = None, 
 def _open_clip(trained: TrainedWeights, folder: Path) -> Path:
     from sparo_train import openclip  # wraps open_clip's builders
 
-    objective = trained.objective
-    return openclip.export(objective.model, scored_weights(trained.weights), folder, objective.mean, objective.std)
+    objective, weights = trained.objective, scored_weights(trained.weights)
+    return openclip.export(objective.model, weights, folder, objective.mean, objective.std, _own_reading(trained))
+
+
+def _own_reading(trained: TrainedWeights) -> dict[str, Any]:
+    """Return how the run maps pixels to 8 bits, which `load_encoder` then does, too."""
+    return {"pixel_range": "by_type" if trained.data is None else trained.data.pixel_range}
 
 
 def _sparo_clip(trained: TrainedWeights, path: Path) -> Path:
@@ -308,7 +280,7 @@ def _sparo_clip(trained: TrainedWeights, path: Path) -> Path:
             f"--layout sparo-clip: does not support the readout {readout.kind!r}. Use --layout open_clip."
         )
     # What shapes do not show; sparo-clip's loader ignores it.
-    objective_config = trained.objective.model_dump(mode="json", include=_EXPORTED_KEYS)
+    objective_config = trained.objective.model_dump(mode="json", include=_EXPORTED_KEYS) | _own_reading(trained)
     state = to_sparo_clip(scored_weights(trained.weights))
     with whole_file(path) as temporary, temporary.open("wb") as stream:
         content = {"epoch": trained.epochs, "name": trained.name, "state_dict": state, CONFIG_KEY: objective_config}
@@ -324,7 +296,7 @@ def _dino(trained: TrainedWeights, path: Path) -> Path:
         )
     if objective.model.timm_model_name is not None:
         raise ConfigError("--layout dino: the official code has no models of timm. Use --layout timm or torch.")
-    description = objective.model_dump(mode="json", include=_EXPORTED_KEYS)
+    description = objective.model_dump(mode="json", include=_EXPORTED_KEYS) | _own_reading(trained)
     args = {
         "arch": _arch(objective.model),
         "patch_size": objective.model.patch_size,

@@ -15,7 +15,19 @@ from .results_file import Record, load_predictions
 
 # Options that must be equal for two scores of one name to be comparable; older results may lack those of the second
 # row.
-_MUST_MATCH = ("drawn", "numbers", "mask_size", "resampling", "background", "ignore", "first_frame", "shown", "far")
+_MUST_MATCH = (
+    "drawn",
+    "numbers",
+    "mask_size",
+    "resampling",
+    "background",
+    "ignore",
+    "first_frame",
+    "shown",
+    "far",
+    "balanced",
+    "left_out_neighbours",
+)
 _MATCH_IF_PRESENT = (
     "facts",
     "templates",
@@ -30,6 +42,12 @@ _MATCH_IF_PRESENT = (
     "ties",
     "exclude_kinds",
     "min_per_kind",
+    "held_out",
+    "lr",
+    "epochs",
+    "batch_size",
+    "repeats",
+    "selected_by",
 )
 
 
@@ -132,7 +150,7 @@ def _answers(record: Record, arrays: dict[str, np.ndarray], metric: str) -> tupl
     if name not in arrays or not known or metric in ("order_only", "blind"):
         raise DataError(
             f"{record.task}: {metric} does not count each sample as right or wrong, so samples of two checkpoints cannot be paired. "
-            "Compare another metric."
+            "Compare the intervals that `sparo eval table` shows."
         )
     rows = kinds == kind if kind else np.ones(len(arrays[name]), bool)
     if not kind and (metric == "macro" or (record.result.options.get("average") == "macro" and metric != "micro")):

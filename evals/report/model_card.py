@@ -71,10 +71,11 @@ def model_card(facts: CardFacts) -> str:
 
 
 def bands_text(bands: Sequence[int] | None, pixel_range: object) -> str:
-    """Return a clause for the card on the bands of a run, empty without `data.bands`."""
+    """Return a clause for the card on the bands of a run and how values become 8 bits; empty for the defaults."""
+    mapping = f"mapped to 8 bits by data.pixel_range={pixel_range}"
     if bands is None:
-        return ""
-    return f", for bands {', '.join(map(str, bands))} of an image, mapped to 8 bits by data.pixel_range={pixel_range}"
+        return "" if pixel_range == "by_type" else f", for images {mapping}"
+    return f", for bands {', '.join(map(str, bands))} of an image, {mapping}"
 
 
 def is_own_card(path: Path) -> bool:

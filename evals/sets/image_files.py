@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
+import numpy as np
 import xxhash
 from PIL import Image
 
@@ -15,7 +16,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
-from .base import EvalSet, Fact, FactKind, Layout, sha256, stat_files
+from .base import EvalSet, Fact, FactKind, Layout, evenly, sha256, stat_files
 from .pictures import label_image, open_image
 from .task_config import SetTaskConfig
 
@@ -47,7 +48,7 @@ class FileSet(EvalSet):
             # Names come from foreign annotations: one with .. could read any file.
             if not is_safe_relative_path(name):
                 raise DataError(
-                    f"{root}: {name!r} is not the name of an image in this folder, so the annotations are damaged"
+                    f"{root}: expected names of images below this folder, got {name!r}. Write paths relative to it."
                 )
 
     def __len__(self) -> int:
@@ -66,6 +67,15 @@ class FileSet(EvalSet):
         if name not in self._digests:
             self._digests[name] = xxhash.xxh3_128_digest(read_bytes(self.root / name, DataError))
         return self._digests[name]
+
+    def copies_in(self, train: FileSet, count: int = 256) -> tuple[int, int]:
+        """Return how many of at most `count` images, evenly spaced, have the content of a file of `train`, and how many were compared."""
+        sizes, train_sizes = (np.frombuffer(one._stat[0], np.int64) for one in (self, train))
+        numbers = evenly(len(self), count)
+        # Only files of equal size are read.
+        same_size = np.isin(train_sizes, sizes[numbers]).nonzero()[0]
+        contents = {train.digest(int(number)) for number in same_size}
+        return sum(self.digest(number) in contents for number in numbers), len(numbers)
 
     @cached_property
     def _digests(self) -> dict[str, bytes]:

@@ -61,7 +61,7 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     test.number_by(train.classes)
 
 
-def _warn_of_untrained_classes(train: EvalSet, test: EvalSet) -> None:
+def warn_of_untrained_classes(train: EvalSet, test: EvalSet) -> None:
     """Warn of classes of a table that only test images have, because no score can be right for them."""
     if not (isinstance(train, TableSet) and isinstance(test, TableSet) and train.kind == "label"):
         return
@@ -123,7 +123,7 @@ def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[Eval
             raise DataError(
                 f"test: {config.test} and train have different classes, so label ids do not match. Use the same classes in both."
             )
-    _warn_of_untrained_classes(train, test)
+    warn_of_untrained_classes(train, test)
     if not config.groups_may_overlap:
         refuse_shared_groups(train, test)
     return (train, test) if config.limit is None else (train.limit_to(config.limit), test.limit_to(config.limit))

@@ -11,7 +11,7 @@ from PIL import Image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_bytes
 from sparo_train.data.decode.bands import TiffFile, is_tiff
-from sparo_train.data.decode.decoding import PUBLISHED, Decoding, decode, decode_own
+from sparo_train.data.decode.decoding import PUBLISHED, Decoding, decode, decode_own, unscale_labels
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -58,6 +58,4 @@ def label_image(data: bytes, where: str) -> np.ndarray:
         raise DataError(
             f"{where}: must have one number per pixel, got {table.shape[2]} channels. Convert colours to class numbers."
         )
-    depth, kind = data[24], data[25]
-    # Pillow scales gray levels of 2 and 4 bits to 0..255.
-    return table // (255 // (2**depth - 1)) if kind == 0 and depth in (2, 4) else table
+    return unscale_labels(table, data)

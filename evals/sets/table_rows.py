@@ -78,7 +78,8 @@ class TableRow:
     def fill(self, template: str) -> str:
         """Return the template with the row's values. Raises `DataError` for a column that the row lacks."""
         # Directly, because a dot in a column's name is not one of an attribute.
-        if (column := _single_column(template)) in self.values:
+        # A table that pandas wrote may have a column without a name, which is not that of a template of several columns.
+        if (column := _single_column(template)) and column in self.values:
             return _plain(self.values[column])
         try:
             return template.format_map({name: _plain(value) for name, value in self.values.items()})
@@ -107,10 +108,10 @@ class TableRow:
         return self.classes.index(text) if self.classes else int(text)
 
     def names(self, template: str) -> list[str]:
-        """Return the names of a cell, which are separated by semicolons or vertical bars, or a list of a JSON file."""
-        if isinstance(listed := self.values.get(_single_column(template)), list):
-            return [str(name) for name in listed]
-        return [name.strip() for name in re.split(r"[;|]", self.fill(template)) if name.strip()]
+        """Return the names of a cell, which are separated by semicolons or vertical bars, or a list, as JSON or Python write it."""
+        if not isinstance(listed := self.values.get(_single_column(template)), list):
+            listed = self._written_list(template) or re.split(r"[;|]", self.fill(template))
+        return [name for text in listed if (name := str(text).strip())]
 
     def texts(self, template: str) -> list[str]:
         """Return the texts of a cell: the entries of a JSON list, of a Python list in `{column:list}`, otherwise the filled template."""
@@ -132,8 +133,11 @@ class TableRow:
                 )
         if isinstance(listed, list | tuple):
             return [_plain(text) for text in listed]
+        return self._written_list(template) or [self.fill(template)]
+
+    def _written_list(self, template: str) -> list[str] | None:
         try:
-            return parse_list(self.fill(template)) or [self.fill(template)]
+            return parse_list(self.fill(template))
         except BadSampleError as error:
             raise DataError(f"{self.where}: {template} is {error}, {error.detail}. Write it in JSON.") from None
 
@@ -162,7 +166,7 @@ class TableRow:
         """Return the finite number of a cell."""
         text = self.fill(template)
         try:
-            value = float(text)
+            value = math.nan if "_" in text else float(text)  # Python reads 1_000 as a number
         except ValueError:
             value = math.nan
         if not math.isfinite(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -67,7 +68,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         values.classes = classes
         for name, fact in zip(names, make_facts(columns, values, key), strict=True):
             if columns.group is not None:
-                groups[name] = values.value(columns.group)
+                groups[name] = _group(columns.group, values)
             if kind != "pairs" and name in images:
                 raise DataError(f"{values.where}: repeats the image {name!r} of an earlier row. List each image once.")
             images.setdefault(name, []).append(fact)
@@ -83,6 +84,9 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     table_set = kind_of_set(root, list(images), facts, kind, sha256(text).encode())
     table_set.classes, table_set.groups = classes, [groups[name] for name in images] if groups else None
     return table_set
+
+
+logger = logging.getLogger(__name__)
 
 
 class TableSet(FileSet):
@@ -112,7 +116,14 @@ def _test_units(columns: TableColumns, rows: Sequence[TableRow]) -> set[str]:
 
 
 def _unit(columns: TableColumns, row: TableRow) -> str:
-    return row.fill(columns.images[0]) if columns.group is None else row.value(columns.group)
+    return row.fill(columns.images[0]) if columns.group is None else _group(columns.group, row)
+
+
+def _group(column: str, row: TableRow) -> str:
+    """Return the group of a row. Raises `DataError` for an empty cell, because all such rows would be one group."""
+    if not (name := row.value(column)):
+        raise DataError(f"{row.where}: column {column!r} has no group. Fill in the cell, or remove the row.")
+    return name
 
 
 def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[TableRow]) -> None:
@@ -133,13 +144,33 @@ def _class_names(rows: Sequence[TableRow], columns: TableColumns, kind: FactKind
     `numbered`: numbers are those of class names elsewhere; then empty if all classes are numbers.
     """
     if kind == "labels":
-        return class_order({name for row in rows for name in row.names(str(columns.labels))})
+        return _warn_of_similar(class_order({name for row in rows for name in row.names(str(columns.labels))}), columns)
     if kind not in ("label", "metadata") or columns.label is None:
         return []
     texts = {row.class_text(columns.label) for row in rows}
     if len(written := {row.fill(columns.label).strip() for row in rows}) > len(texts):
         class_order(name for name in written if name.isdecimal())  # refuses 7 and 007
-    return [] if numbered and all(text.isdecimal() for text in texts) else class_order(texts)
+    return [] if numbered and all(text.isdecimal() for text in texts) else _warn_of_similar(class_order(texts), columns)
+
+
+def _warn_of_similar(classes: list[str], columns: TableColumns) -> list[str]:
+    """Return the classes; warn if two differ only in case, spaces or the form of a number (1 and 1.0), or if names look like lists."""
+    forms: dict[str, str] = {}
+    for name in classes:
+        form = " ".join(name.casefold().split())
+        form = form.removesuffix(".0") if form.removesuffix(".0").lstrip("-").isdecimal() else form
+        if forms.setdefault(form, name) != name:
+            logger.warning(
+                f"{columns.file}: {forms[form]!r} and {name!r} are different classes. If they are meant to be one class, write them "
+                "in the same way."
+            )
+            break
+    parts = {part.strip() for name in classes for part in name.split(",")}
+    if len(parts) < len(classes):
+        logger.warning(
+            f"{columns.file}: class names such as {max(classes, key=len)!r} look like lists. Separate the names of a cell by semicolons."
+        )
+    return classes
 
 
 def _one_image(columns: TableColumns, task: str) -> None:

@@ -73,7 +73,7 @@ class TableColumns(Frozen):
     rows: int = field(1, "For questions: number of consecutive rows whose images and captions form one question.", gt=0)
     kind: str = field(
         "",
-        "Template for the kind of a row, such as {kind} for the value of that column. Scores are also reported per kind.",
+        "Divides the rows into kinds, for each of which a score is reported as well. For example, {relation} uses the values of the column relation.",
         examples=["{tag}"],
     )
     split: str | None = field(

@@ -60,13 +60,14 @@ class ClipSet(WdsSet):
                 f"{where}: frames and masks have unequal sizes ({', '.join(f'{w} x {h}' for w, h in sorted(sizes))})"
             )
         if self.conditioning_slots:
-            if (most := int(labels[0].max())) >= self.conditioning_slots:
+            hint = np.where(labels[0] == 255, 0, labels[0])  # void pixels belong to no object
+            if (most := int(hint.max())) >= self.conditioning_slots:
                 raise DataError(
                     f"{where}: the first frame has an object with number {most}, but the model has {self.conditioning_slots} slots including the "
                     "background. Score a model with more slots, or remove this sample."
                 )
             # As one more image, so that it is cropped and resized by the same steps.
-            images.append(Image.fromarray(labels[0].astype(np.uint8)))
+            images.append(Image.fromarray(hint.astype(np.uint8)))
         return key, images, np.stack(labels)
 
     def identity(self) -> str:

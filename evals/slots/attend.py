@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,24 +62,36 @@ def caption_per_image(task: TaskConfig, source: EvalSet, texts: bool) -> Any:
     return lambda fact: template.replace("{c}", classes[fact])
 
 
-def attend(encoder: Encoder, images: Sequence[Image.Image], captions: Sequence[str] | None) -> list[Attended]:
+def attend(
+    encoder: Encoder, images: Sequence[Image.Image | np.ndarray | str | Path], captions: Sequence[str] | None
+) -> list[Attended]:
     """Return the attention of a few images, and of their captions if the encoder's text tower has slots.
+
+    Args:
+        encoder: the encoder.
+        images: images as in `Encoder.images`.
+        captions: one per image, or None.
 
     Raises:
         ConfigError: the encoder has no attention maps.
+        DataError: an image that the encoder cannot read.
     """
+    return attend_pixels(encoder, encoder.preprocess(images), captions)
+
+
+def attend_pixels(encoder: Encoder, images: Sequence[np.ndarray], captions: Sequence[str] | None) -> list[Attended]:
+    """Return the same for preprocessed images (S, S, C) uint8."""
     show: Any = getattr(encoder, "image_slots", None)
     if show is None or encoder.slots < 2:
         raise ConfigError(f"{encoder.label}: has no slots with attention. Use a run or export with a readout.")
     read: Any = getattr(encoder, "text_slots", None)
-    images = as_list(images, "images")
     captions = captions if captions is None else as_list(captions, "captions")
     if captions is not None and len(captions) != len(images):
         raise ConfigError(f"captions: expected one per image, got {len(captions)} for {len(images)} images.")
     attended: list[Attended] = []
     for begin in range(0, len(images), _AT_ONCE):
         some = slice(begin, begin + _AT_ONCE)
-        image = show([preprocess_image(encoder, one) for one in images[some]])
+        image = show(list(images[some]))
         # On the CPU in fp32, because maps of a whole set are kept, and pictures need no more.
         maps, on_class = _maps(image.attention.float().cpu(), getattr(encoder, "prefix_tokens", 1))
         if read is None or captions is None:

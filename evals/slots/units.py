@@ -78,6 +78,6 @@ def get_text_tower(units: Units) -> TextEncoder:
     """Return the text tower for the units. Raises `ConfigError` if there is none."""
     if not isinstance(units.encoder, TextEncoder):
         raise ConfigError(
-            f"{units.encoder.label} has no text tower. Select its units on a task of kind knn (--task NAME)."
+            f"{units.encoder.label} has no text tower, which this needs. `sparo slots select` can use a task of kind knn instead."
         )
     return units.encoder

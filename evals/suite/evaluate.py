@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +17,20 @@ from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
-from sparo_train.core.files import cache_folder, disk_error
+from sparo_train.core.files import disk_error
 from sparo_train.core.recipe.layers import load_recipe
 from sparo_train.core.world import World
 from sparo_train.train.run_config import TaskConfig as AnyTask
 
 from ..encoders.encoder import Encoder, Precision
 from ..encoders.loading import load_encoder, read_recipe, refuse_absent, split_slots
-from ..encoders.selection import describe_selection, keep_units, read_selection, select_slots
-from ..feature_store.features import FeatureStore, Storage
+from ..encoders.selection import keep_units, read_selection, select_slots
+from ..feature_store.features import FeatureStore
 from ..report.results_file import append, write_results
 from ..sets.task_config import SetTaskConfig, TaskConfig
 from ..tasks.result import Result
 from . import catalogue
+from .eval_options import EvalOptions
 from .suite import Suite
 from .task import IncompatibleTaskError
 
@@ -40,44 +39,6 @@ logger = logging.getLogger(__name__)
 
 class _Tasks(Frozen):
     tasks: dict[str, AnyTask] = field(..., "Tasks by name; each is an entry of sparo.tasks.")
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """Options of `sparo eval` besides checkpoints and tasks.
-
-    Attributes:
-        features: folder of the feature store; None: features are not stored.
-        results: folder of result lines and predictions; None: the run folder of a run, and nowhere for other
-            checkpoints.
-        device: device on which a checkpoint is loaded; without an index, each rank on a machine takes its own. An
-            encoder that is already loaded stays where it is.
-        part: (i, n): only encode the i-th of n shares.
-        slots: slots of the image's encoding to use, or the file of a selection.
-    """
-
-    model: str | None = None
-    features: Path | None = None
-    storage: Storage = "fp32"
-    precision: Precision = "fp32"
-    device: str = "cpu"
-    limit: int | None = None
-    results: Path | None = None
-    part: tuple[int, int] | None = None
-    write_to_run: bool = True
-    slots: tuple[int, ...] | Path | None = None
-
-    @property
-    def slots_named(self) -> str:
-        """Describe the slots in a few words, for names and titles."""
-        if isinstance(self.slots, Path):
-            return f"of {self.slots}: {describe_selection(read_selection(self.slots))}"
-        return ranges(self.slots or ())
-
-
-def features_folder() -> Path:
-    """Return the default folder of features."""
-    return Path(os.environ.get("SPARO_FEATURES") or cache_folder() / "features")
 
 
 def tasks_for(
@@ -182,7 +143,7 @@ def evaluate(
         return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
     if not isinstance(tasks, Mapping):
         tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")
-    options = options or EvalOptions(write_to_run=False)
+    options = options or EvalOptions()
     return evaluate_checkpoint(str(checkpoint), dict(tasks), options, ranks, lambda *_: None)
 
 
@@ -295,18 +256,7 @@ def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:
     """Return an encoder with only these slots, or those of a selection; others are zero. Raises `ConfigError` for a slot that it does not have."""
     if isinstance(slots, Path):
         return keep_units(encoder, read_selection(slots), f"--slots {slots}")
-    return keep_units(encoder, select_slots(encoder, tuple(slots)))
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Format ascending numbers as a user types them: 0,3,8-15."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return keep_units(encoder, select_slots(encoder, tuple(dict.fromkeys(int(slot) for slot in slots))))
 
 
 def _set_precision(encoder: Encoder, precision: Precision) -> None:

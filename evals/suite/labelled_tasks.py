@@ -14,7 +14,7 @@ from sparo_train.core.errors import ConfigError, DataError
 
 from ..feature_store.feature_table import Features
 from ..sets.base import EvalSet
-from ..sets.open_set import open_labelled, open_set, refuse_shared_groups
+from ..sets.open_set import open_labelled, open_set, refuse_shared_groups, warn_of_untrained_classes
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig
 from ..tasks import knn, probe
 from ..tasks.result import Result
@@ -73,6 +73,7 @@ class KnnTaskConfig(LabelledTaskConfig):
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     """Run clip-benchmark's linear probe on the encodings."""
     parts = _parts(task)
+    warn_of_untrained_classes(parts["train"], parts["test"])
     features = dict(zip(parts, scoring.features(list(parts.values()), task.workers), strict=True))
     labels = {name: collect_labels(features[name], source) for name, source in parts.items()}
     # Over all parts, because a class that only the test has needs a row in the layer.

@@ -19,6 +19,7 @@ from ..encoders.encoder import Encoder, TextEncoder
 from ..feature_store.feature_table import Features, View
 from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Transform, evenly, refuse_label
+from ..sets.image_files import FileSet
 from ..tasks.result import Result, bootstrap, percentiles, sum_groups
 
 
@@ -87,6 +88,10 @@ def training_details(train: EvalSet, test: EvalSet, resize: int | None = None) -
         options["left_out_of_training"] = dict(train.left_out)
     if _same_images(train, test):
         options["scored_on_training"] = True
+    elif isinstance(train, FileSet) and isinstance(test, FileSet):
+        copies, compared = test.copies_in(train)
+        if copies:
+            options["copies_of_training_images"] = f"{copies} of {compared}"
     return options
 
 

@@ -60,7 +60,7 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
         False, "Exclude pixels of class 0 from the score. The list of names then begins with class 1."
     )
     background_threshold: float | None = field(
-        None, "Pixels whose largest probability is lower get class 0.", gt=0, lt=1, examples=[0.1]
+        None, "Pixels get class 0 if their largest probability is below this value.", gt=0, lt=1, examples=[0.1]
     )
     several_names: bool = field(False, "Lines of classnames.txt contain several names, separated by commas.")
     scale: float = field(40.0, "Factor of cosines before the softmax over all names.", gt=0)

@@ -152,6 +152,8 @@ class Result(NamedTuple):
             notes.append(
                 f"{count} of {self.n} images have the same encoding as a training image: the sets overlap, or the encoder maps different images to one encoding"
             )
+        if (copies := self.options.get("copies_of_training_images")) and not self.counts.get("same_encoding"):
+            notes.append(f"{copies} test images that were compared are copies of training images, so the sets overlap")
         if count := self.counts.get("classes_of_one_name"):
             notes.append(f"{count} class(es) have the same name as an earlier class and can never be predicted")
         return notes

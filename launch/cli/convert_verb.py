@@ -39,8 +39,8 @@ def convert(
         int,
         typer.Option(
             min=0,
-            help="Number of images to hold out for evaluation, chosen by a hash of their content. With --as: number of "
-            "scenes (with --videos: of videos), from the first on.",
+            help="Number of images to hold out for evaluation, chosen by a hash of their content. With --as: number of the "
+            "first scenes to hold out instead; with --as and --videos: number of the first videos.",
         ),
     ] = 0,
     image_column: Annotated[

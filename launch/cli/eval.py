@@ -111,7 +111,7 @@ def score(
     if not checkpoints:
         raise ConfigError("sparo eval: no checkpoint. Name one, or use --list to see the data sets.")
     from evals.report.results_file import refuse_unwritable
-    from evals.suite.evaluate import EvalOptions, features_folder
+    from evals.suite.eval_options import EvalOptions, features_folder
     from sparo_train.core.accelerator import find_device
 
     from ..commands.score import find_tasks, score_checkpoints

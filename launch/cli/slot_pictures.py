@@ -61,7 +61,7 @@ def explore(
     static: Annotated[
         Path | None,
         typer.Option(
-            help="Do not start a server: write the page, with the model in it, to this folder, or to one file if the name ends with .html."
+            help="Folder to which the page is written together with the model, instead of starting a server. A name that ends with .html makes one file."
         ),
     ] = None,
     precision: Annotated[str, typer.Option(help="With --static: precision of the model, fp32, fp16 or int8.")] = "fp16",

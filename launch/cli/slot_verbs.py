@@ -73,7 +73,7 @@ def make_slot_options(
 ) -> Any:  # fmt: skip
     """Return the shared options for `launch.commands.slot_work`."""
     from evals.report.results_file import refuse_unwritable
-    from evals.suite.evaluate import features_folder
+    from evals.suite.eval_options import features_folder
 
     from ..commands.slot_work import SlotOptions
     from ..recipes import find_recipe
@@ -85,6 +85,7 @@ def make_slot_options(
     return SlotOptions(model, recipe, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
+_SUPPORTED_TASKS = "Default: all tasks of the run (with --data: of that file) of kind zeroshot, knn, pairs, choice, matching or paraphrases."
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -98,9 +99,7 @@ def score(
     checkpoint: Checkpoint,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            help="Tasks that are scored, as in `sparo eval --tasks`. Default: all zeroshot, knn, pairs and question tasks of the run or of --data."
-        ),
+        typer.Option(help="Tasks that are scored, as in `sparo eval --tasks`. " + _SUPPORTED_TASKS),
     ] = None,
     sort: Annotated[
         str | None, typer.Option(help="Sort slots by their score on this task. Default: by slot number.")
@@ -132,9 +131,7 @@ def select(
     task: Annotated[str, typer.Option(help="Task on which units are selected.")],
     report_tasks: Annotated[
         str | None,
-        typer.Option(
-            help="Tasks on which the selection is scored. Default: all zeroshot, knn, pairs and question tasks of the run or of --data."
-        ),
+        typer.Option(help="Tasks on which the selection is scored. " + _SUPPORTED_TASKS),
     ] = None,
     method: Annotated[
         str,
@@ -261,13 +258,15 @@ def table(
     task: Annotated[
         str | None,
         typer.Option(
-            help="Task on which slots are selected, or masks are trained. Default: imagenet1k for Table 4, sugar_crepe "
-            "for Table 5."
+            help="Task on which slots are selected (argument 4) or masks are trained (argument 5). Default: imagenet1k "
+            "with argument 4, sugar_crepe with argument 5."
         ),
     ] = None,
     report_tasks: Annotated[
         str | None,
-        typer.Option(help="Tasks that are scored. Default: sugar_crepe for Table 4; vtab,imagenet1k for Table 5."),
+        typer.Option(
+            help="Tasks that are scored. Default: sugar_crepe with argument 4; vtab,imagenet1k with argument 5."
+        ),
     ] = None,
     k: K = "half",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row.")] = 3,

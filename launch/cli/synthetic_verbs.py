@@ -14,7 +14,9 @@ from sparo_train.core.errors import ConfigError
 from ..views.terminal import console, out
 
 Processes = Annotated[int, typer.Option(min=1, help="Number of processes.")]
-Train = Annotated[int | None, typer.Option(min=1, help="Episodes for training. Default: depends on the kind.")]
+Train = Annotated[
+    int | None, typer.Option(min=1, help="Number of episodes for training. Default: depends on the kind.")
+]
 Test = Annotated[int | None, typer.Option(min=1, help="Episodes for evaluation. Default: depends on the kind.")]
 Size = Annotated[
     int | None,

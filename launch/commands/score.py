@@ -12,7 +12,8 @@ from evals.encoders.loading import refuse_absent
 from evals.report.results_file import refuse_unwritable, write_results
 from evals.sets.task_config import TaskConfig
 from evals.suite.catalogue import suite_tasks_below
-from evals.suite.evaluate import EvalOptions, evaluate_checkpoint, tasks_for
+from evals.suite.eval_options import EvalOptions
+from evals.suite.evaluate import evaluate_checkpoint, tasks_for
 from evals.suite.suite import Suite
 from evals.tasks.result import Result
 from sparo_train.core.accelerator import collectives

@@ -41,7 +41,7 @@ def train_masks(
     row, written = _train_mask(
         checkpoint, column_titles([checkpoint])[0], task_name, report_on, granularity, trainings, held_out, options
     )
-    write_selection(path, written)
+    write_selection(path, _with_own_texts(written, path))
     slot_tables.show(slot_tables.five_table([row]))
     out.print(f"wrote {path}: {describe_selection(written)}, of seed 0", soft_wrap=True)
     write_facts(json_file, {"rows": [_row_facts(row)]})
@@ -211,7 +211,7 @@ def select_units(
     task_names = list(tasks) if select_options.report_tasks else list(materials)
     # The requested tasks, or all that there are, including the task of the selection.
     reports = [report(each, materials[each], selection, choice_options) for each in task_names]
-    write_selection(select_options.out, selection)
+    write_selection(select_options.out, _with_own_texts(selection, select_options.out))
     provenance = (
         f"selected on {selection.made_on.task} (n = {selection.made_on.n})" if selection.made_on.data else "by hand"
     )
@@ -228,6 +228,19 @@ def select_units(
 
         draw_curves({r.task: r.as_dict() for r in reports}, len(selection.chosen), title, select_options.plot)
         out.print(str(select_options.plot), soft_wrap=True)
+
+
+def _with_own_texts(selection: Selection, path: Path) -> Selection:
+    """Return a selection with the names and notes of the file that it replaces, if they are about the same units."""
+    if not path.is_file():
+        return selection
+    try:
+        old = read_selection(path)
+    except ConfigError:  # another file, or a damaged one
+        return selection
+    if (old.checkpoint, old.units, old.count) != (selection.checkpoint, selection.units, selection.count):
+        return selection
+    return selection.model_copy(update={"names": old.names, "notes": old.notes})
 
 
 def _has_tasks(bench: Bench) -> bool:

@@ -11,7 +11,8 @@ from evals.encoders.encoder import Encoder
 from evals.interop.exporting import TrainedWeights
 from evals.interop.initial_weights import load_initial_weights
 from evals.report.results_file import append, write_results
-from evals.suite.evaluate import EvalOptions, result_facts
+from evals.suite.eval_options import EvalOptions
+from evals.suite.evaluate import result_facts
 from evals.suite.suite import Suite
 from evals.suite.task import build_encoder, check_recipe_compatible
 from evals.tasks.result import Result, format_metric

@@ -14,7 +14,7 @@ from evals.encoders.encoder import Encoder, TextEncoder
 from evals.sets.base import EvalSet
 from evals.sets.pictures import decode_image
 from evals.sets.task_config import TaskConfig
-from evals.slots.attend import attend, caption_per_image, preprocess_image
+from evals.slots.attend import attend_pixels, caption_per_image, preprocess_image
 from evals.slots.eval_inputs import open_images
 from evals.slots.overlay import ImageCrop, image_crop, jpeg, thumbnail
 from evals.slots.page_arrays import LIMIT, Arrays, limit_task
@@ -194,7 +194,9 @@ class Side:
         if not self.has_attention_maps:
             return payload
         with torch.inference_mode():
-            (one,) = attend(self.encoder, [image], [caption] if self.has_text_tower else None)
+            (one,) = attend_pixels(
+                self.encoder, [preprocess_image(self.encoder, image)], [caption] if self.has_text_tower else None
+            )
         (whole, (left, top, right, bottom)) = image_crop(self.encoder, image)
         payload["box"] = [left / whole.width, top / whole.height, right / whole.width, bottom / whole.height]
         payload |= {

@@ -84,7 +84,7 @@ def _train(runs: Sequence[RunConfig], launch_options: LaunchOptions, home: Path)
     if failed := [status for status in statuses(waiting) if not Records(Path(status.folder)).is_finished()]:
         raise DataError(
             f"{failed[0].folder}: ended before it was finished, {failed[0].state} {failed[0].reason}. `sparo launch logs "
-            f"{failed[0].folder}` shows why; repeat the command to continue."
+            f"{failed[0].folder}` shows why. Repeat this `sparo papers` command to continue."
         )
     return True
 

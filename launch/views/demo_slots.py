@@ -17,7 +17,15 @@ from PIL import Image
 
 from evals.encoders.sparo_encoders import ClipEncoder
 from evals.report.plots import save_figure
-from evals.slots.attend import Attended, attend, filter_slots, informative_slots, top_words, word_profiles
+from evals.slots.attend import (
+    Attended,
+    attend_pixels,
+    filter_slots,
+    informative_slots,
+    preprocess_image,
+    top_words,
+    word_profiles,
+)
 from evals.slots.overlay import image_crop, overlay, thumbnail
 
 from .html import shaded_caption
@@ -56,7 +64,7 @@ class DemoSlots(NamedTuple):
 
 def demo_slots(encoder: ClipEncoder, images: Sequence[Image.Image], captions: Sequence[str]) -> DemoSlots:
     """Select slots by attention over all images, and the images on which most of these slots pass the filter."""
-    attended = attend(encoder, images, captions)
+    attended = attend_pixels(encoder, [preprocess_image(encoder, image) for image in images], captions)
     passing = [filter_slots(one, COSINE, SHARE) for one in attended]
     passes = Counter(slot for slots in passing for slot in slots)
     profiles = word_profiles(attended)

@@ -31,7 +31,7 @@ class BroadcastConfig(Frozen):
         ge=0,
         le=16,
     )
-    channels: int = field(64, "For cnn: channels of every layer.", gt=0)
+    channels: int = field(64, "For cnn: number of channels of each layer, equal for all layers.", gt=0)
     num_upsample: int = field(2, "For cnn: number of transposed convolutions, each doubling the side.", ge=0, le=8)
     convs: int = field(2, "For cnn: convolutions after the transposed ones.", ge=0, le=64)
     kernel: int = field(5, "For cnn: kernel size in pixels.", gt=0, le=64)

@@ -14,7 +14,8 @@ class TransportConfig(Frozen):
 
     cost: Literal["sqeuclidean", "cdist", "cosine"] = field(
         "sqeuclidean",
-        "Cost between a slot's query and a token's key: squared distance (paper), distance (code), or negative cosine.",
+        "Cost between a slot's query and a token's key: their squared distance, as in the paper; their "
+        "distance, as in its code; or their negative cosine.",
     )
     cost_scale: float = field(1.0, "Factor on costs, the inverse temperature (code: 6 for cosine).", gt=0)
     slot_marginal: Literal["one", "learned"] = field(

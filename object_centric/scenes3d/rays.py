@@ -123,8 +123,8 @@ class RayPointsConfig(Frozen):
         "Meaning of `near` and `far`. distance: distance from the camera. height: height above z = 0, for cameras that "
         "look down. Points are encoded by x, y and z with `distance`, and by x and y with `height`.",
     )
-    near: float = field(0.5, "First point, in world units.")
-    far: float = field(20.0, "Last point, in world units.")
+    near: float = field(0.5, "Distance or height of the first point of a ray, in world units (see `by`).")
+    far: float = field(20.0, "Distance or height of the last point of a ray, in world units (see `by`).")
     count: int = field(8, "Number of points, evenly spaced.", gt=1, le=1024)
     reach: float = field(
         10.0,

@@ -53,7 +53,7 @@ class VideoMasksTaskConfig(TaskConfig):
         False, "For models that predict tokens (STEVE): generate frames from slots, for mse and psnr. Slow."
     )
     background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
-    ignore: int | None = field(None, "Label of pixels that are excluded from scores. null: none.", examples=[255])
+    ignore: int | None = field(255, "Label of pixels that are excluded from scores. null: none.")
     headline: Literal[
         "video_fg_ari",
         "video_fg_ari_savi",

@@ -48,7 +48,7 @@ class ViewMasksTaskConfig(TaskConfig):
     )
     context_frames: int | None = field(
         None,
-        "The slots of a time step depend on this many time steps up to and including it. Default: the clip "
+        "Number of time steps from which the slots of a time step are computed: the step itself and those directly before it. Default: the clip "
         "length of training.",
         gt=0,
         examples=[6],

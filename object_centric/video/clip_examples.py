@@ -151,7 +151,9 @@ class ClipExamples(Examples):
 
 
 def hint_labels(labels: np.ndarray, slots: int) -> np.ndarray:
-    """Return a first frame's labels as a hint, uint8. Raises `BadSampleError` if an object number exceeds the slots."""
+    """Return a first frame's labels as a hint, uint8; void pixels (255) are background. Raises `BadSampleError` if an object number exceeds the slots."""
+    if slots < 256:
+        labels = np.where(labels == 255, 0, labels)
     if labels.min() < 0 or labels.max() >= min(slots, 256):
         raise BadSampleError("more objects than slots")
     return labels.astype(np.uint8)

@@ -52,7 +52,7 @@ def clevr3d_scenes(place: Path, scenes: Sequence[int] | None = None) -> Iterator
     metadata = _read_metadata(place / "metadata.npz")
     numbers = range(len(metadata.places)) if scenes is None else scenes
     if len(numbers) and max(numbers[0], numbers[-1]) >= len(metadata.places):
-        raise DataError(f"{place}: scene {numbers[-1]} is out of range, got {len(metadata.places)} scenes")
+        raise DataError(f"{place}: has {len(metadata.places)} scenes, numbered from 0, got scene {numbers[-1]}")
     for scene in numbers:
         if not (place / f"images/img_{scene}_0.png").is_file():
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import math
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -144,3 +145,10 @@ def _check_arrays(arrays: dict[str, Any], path: Path) -> Iterator[tuple[str, np.
 def sanitize_key(name: str) -> str:
     """Turn a name into a key of a shard: letters, digits, - and _ are kept."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+
+
+def natural_sort_key(name: str) -> tuple[str, int, str]:
+    """Sort camera_10 after camera_9. Digits are compared by length first, because Python refuses numbers with thousands of digits."""
+    match = re.search(r"0*(\d*)$", name)
+    assert match is not None
+    return name[: match.start()], len(match[1]), match[1]

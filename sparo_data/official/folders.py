@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,8 @@ from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
 from .clips import sanitize_key
 from .published import IGNORE, LEFT_OUT, PublishedScene, decode_array, to_label_map
 from .run_lengths import decode_run_lengths
+
+logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 31  # limit in bytes for annotation files; COCO's has 0.45e9
 
@@ -101,12 +104,23 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
             raise TypeError("annotations are not a list")
         for one in tree["annotations"]:
             of_image.setdefault(_image_id(one["image_id"]), []).append(one)
+        ids = Counter(_image_id(row["id"]) for row in tree["images"])
         listed = [
             (PurePosixPath(row["file_name"]), of_image.get(_image_id(row["id"]), []), row["height"], row["width"])
             for row in tree["images"]
         ]
     except (KeyError, TypeError) as error:
         raise DataError(f"{annotations}: is not an instances file of COCO ({error})") from None
+    if ids and (repeated := ids.most_common(1)[0])[1] > 1:
+        raise DataError(
+            f"{annotations}: {repeated[1]} images have the id {repeated[0]}, so it is unclear which objects belong to which image. Number the images "
+            "of merged files again."
+        )
+    if orphans := of_image.keys() - ids.keys():
+        logger.warning(
+            f"{annotations}: {sum(len(of_image[one]) for one in orphans)} objects belong to {len(orphans)} image ids that the file does not list. "
+            "They are not converted."
+        )
     names = Counter(place.name for place, *_ in listed)
     numbers = _class_numbers(one for objects in of_image.values() for one in objects)
     for place, found, height, width in listed:

@@ -17,7 +17,7 @@ from pydantic import NonNegativeInt
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_json, write_whole
-from sparo_train.data.decode.decoding import PUBLISHED, TRAINING, decode
+from sparo_train.data.decode.decoding import PUBLISHED, TRAINING, decode, unscale_labels
 
 from ..writer import Fields, encode_image, write_manifest, write_shards, write_wds_layout
 
@@ -306,7 +306,7 @@ def decode_array(data: bytes, where: object, labels: bool = False) -> np.ndarray
         image = decode(data, how)
         if labels and image.mode not in ("P", "L", "I", "I;16", "1"):
             image = image.convert("RGB")
-        return np.asarray(image)
+        return unscale_labels(np.asarray(image), data) if labels and image.mode == "L" else np.asarray(image)
     except BadSampleError as bad:
         raise DataError(f"{where}: is not a readable picture, got {bad.full_message()}") from None
 

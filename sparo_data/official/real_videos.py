@@ -10,12 +10,14 @@ import numpy as np
 
 from sparo_train.core.errors import DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json, read_text
+from sparo_train.data.decode.decoding import is_rotated
 
 from ..episodes import Video, compute_boxes
-from .clips import sanitize_key
+from .clips import natural_sort_key, sanitize_key
 from .published import IGNORE, PublishedScene, decode_array
 from .run_lengths import decode_run_lengths
 
+_SUFFIXES = (".jpg", ".jpeg", ".png")
 _MAX_BYTES = 1 << 31  # limit of annotation files; that of YouTube-VIS 2021 has 0.4e9
 # Resolutions of DAVIS' folders, the common one first.
 _SIZES = ("480p", "Full-Resolution")
@@ -53,7 +55,7 @@ def _mask(path: Path) -> np.ndarray:
     """Return the object numbers of a frame; 255 stays the value of pixels that are not scored."""
     table = decode_array(read_bytes(path, DataError), path, labels=True)
     if table.ndim != 2 or table.dtype.kind not in "iub" or table.max(initial=0) > IGNORE:
-        raise DataError(f"{path}: must have one number up to 255 per pixel. Unpack DAVIS' annotations again.")
+        raise DataError(f"{path}: must be a palette or gray PNG of 8 bits. Fetch DAVIS' annotations again.")
     return table.astype(np.uint8)
 
 
@@ -88,7 +90,9 @@ def youtube_vis(annotations: Path) -> Iterator[Video]:
             raise DataError(
                 f"{annotations}: video {number} has no frames, or the path of a frame points outside of the folder"
             )
-        key = PurePosixPath(names[0]).parent.name or str(number)
+        # The whole path, because the frames of all videos may be in folders of one name (vid1/rgb, vid2/rgb).
+        folders = str(PurePosixPath(names[0]).parent)
+        key = str(number) if folders == "." else folders
         where, found = f"{annotations}: video {key}", objects.get(number, [])
         labels = _decode_outlines(found, len(names), side, where) if "annotations" in tree else []
         facts = [
@@ -140,6 +144,10 @@ def _video(
     """Return a video of image files, whose bytes are kept as they are."""
     encoded = [read_bytes(path, DataError) for path in frames]
     for path, data, plane in zip(frames, encoded, labels, strict=False):
+        if is_rotated(data):
+            raise DataError(
+                f"{where}: {path.name} is rotated by EXIF, but its mask is not. Write the frames without EXIF orientation."
+            )
         if (shape := decode_array(data, path).shape[:2]) != plane.shape:
             raise DataError(f"{where}: masks of {plane.shape[::-1]} pixels do not match {path.name} of {shape[::-1]}")
     sizes = {plane.shape for plane in labels}
@@ -152,10 +160,11 @@ def _video(
 
 
 def _frame_files(folder: Path) -> list[Path]:
-    files = sorted(path for path in folder.glob("*.jpg") if path.is_file()) if folder.is_dir() else []
+    """Return the frames of a folder in the order of their numbers, with or without leading zeros."""
+    files = [path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES] if folder.is_dir() else []
     if not files:
-        raise DataError(f"{folder}: has no *.jpg. Unpack the images of this video.")
-    return files
+        raise DataError(f"{folder}: has no JPEG or PNG files. Unpack the images of this video.")
+    return sorted(files, key=lambda path: natural_sort_key(path.stem))
 
 
 REAL_VIDEOS: dict[str, Callable[[Path], Iterator[Video]]] = {"davis": davis, "youtube_vis": youtube_vis}

@@ -18,7 +18,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.decode.tfrecord import Value, parse_example, records
 from sparo_train.data.video.cameras import parse_lens, parse_pose
 
-from .clips import sanitize_key
+from .clips import natural_sort_key, sanitize_key
 from .published import decode_array, to_label_map
 from .viewed import PublishedView, PublishedViews
 
@@ -38,7 +38,7 @@ def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
     for number, record in enumerate(records(path)):
         where = f"{path}: record {number}"
         features = parse_example(record, where)
-        names = sorted({m[1] for key in features if (m := _CAMERA.fullmatch(key))}, key=_natural_sort_key)
+        names = sorted({m[1] for key in features if (m := _CAMERA.fullmatch(key))}, key=natural_sort_key)
         if not names:
             raise DataError(f"{where}: has no cameras, got {', '.join(sorted(features)) or 'nothing'}")
         scene = _text(features, "scene_name") or f"{path.stem}_{number:06d}"
@@ -47,13 +47,6 @@ def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
         name = scene if frame in (None, scene) else f"{scene}_{frame}"
         views = [_view(features, camera, f"{where}, {camera}") for camera in names]
         yield PublishedViews(sanitize_key(name), views, {"dataset": path.name.partition("-")[0], "scene": scene})
-
-
-def _natural_sort_key(name: str) -> tuple[str, int, str]:
-    """Sort camera_10 after camera_9. Digits are compared by length first, because Python refuses numbers with thousands of digits."""
-    match = re.search(r"0*(\d*)$", name)
-    assert match is not None
-    return name[: match.start()], len(match[1]), match[1]
 
 
 def _view(features: dict[str, Value], camera: str, where: str) -> PublishedView:

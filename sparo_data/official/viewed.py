@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_bytes, read_json
-from sparo_train.data.video.cameras import parse_lens, parse_pose
+from sparo_train.data.video.cameras import Convention, parse_lens, parse_pose
 
 from ..episodes import MAX_DEPTH, QuantizedArray, Video, quantize, scene_fields
 from ..writer import Fields
@@ -105,10 +105,20 @@ def _frame(path: Path, number: int, transforms: dict[str, Any], frame: Any) -> P
     image = decode_array(_picture(path, where, frame["file_path"]), where)
     lens = {name: frame.get(name, transforms.get(name)) for name in _LENS if name in frame or name in transforms}
     try:
-        pose = parse_pose(frame.get("transform_matrix"))
+        pose = parse_pose(frame.get("transform_matrix"), _convention(where, transforms))
         return PublishedView(image, None, pose, parse_lens(lens, image.shape[1], image.shape[0]))
     except BadSampleError as bad:
         raise DataError(f"{where}: {bad}. Correct it, or remove the frame.") from None
+
+
+def _convention(where: str, transforms: dict[str, Any]) -> Convention:
+    """Return the axes of the cameras: OpenGL's, as in Blender and instant-ngp, unless the file says otherwise."""
+    given = transforms.get("convention", transforms.get("camera_convention", "opengl"))
+    if not isinstance(given, str) or (name := given.lower()) not in get_args(Convention):
+        raise DataError(
+            f"{where}: convention must be one of {', '.join(get_args(Convention))}, got {given!r}. Correct it."
+        )
+    return cast(Convention, name)
 
 
 def _refuse_distortion(where: str, camera_params: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class VideoSetConfig(Frozen):
     seed: int = field(0, "Random seed of all episodes.")
     size: int = field(64, "Side of a frame in pixels.", ge=16, le=4096)
     frames: int = field(24, "Frames per episode, at 12 per second.", gt=0, le=1000)
-    train: int = field(2000, "Episodes for training.", gt=0)
+    train: int = field(2000, "Number of episodes for training.", gt=0)
     test: int = field(200, "Episodes for evaluation.", gt=0)
     max_objects: int = field(
         10,

@@ -34,7 +34,7 @@ class MultiViewSetConfig(Frozen):
     frames: int | None = field(
         None, "Frames per episode, at 12 per second. Default: 32 or 24, depending on the kind.", gt=0, le=1000
     )
-    train: int = field(1800, "Episodes for training.", gt=0)
+    train: int = field(1800, "Number of episodes for training.", gt=0)
     test: int = field(200, "Episodes for evaluation.", gt=0)
     max_objects: int | None = field(
         None, "Maximum number of objects per episode. Default: 4 or 5, depending on the kind.", gt=0, le=10

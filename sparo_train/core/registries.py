@@ -150,11 +150,11 @@ ENCODERS = Registry(
 CHECKPOINTS = Registry(
     "sparo.checkpoints",
     {
-        "pixels": "evals.encoders.loading:parse_pixels",
+        "pixels": "evals.encoders.sparo_encoders:parse_pixels",
         "voronoi": "evals.encoders.voronoi:parse_voronoi",
-        "open_clip": "evals.encoders.loading:from_open_clip",
-        "timm": "evals.encoders.loading:from_timm_file",
-        "hf": "evals.encoders.loading:from_hf_folder",
+        "open_clip": "evals.encoders.foreign:from_open_clip",
+        "timm": "evals.encoders.foreign:from_timm",
+        "hf": "evals.encoders.huggingface:from_huggingface",
         "onnx": "evals.encoders.onnx_encoder:from_onnx",
         "videosaur": "object_centric.released.videosaur:from_videosaur",
         "spot": "object_centric.released.spot:from_spot",

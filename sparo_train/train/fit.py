@@ -118,6 +118,10 @@ def fit(
     Raises:
         ConfigError, DataError, CheckpointError, TrainingError: by key or file. Nothing is lost.
     """
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"fit: expected a recipe from sparo.load_recipe, got {type(config).__name__}. Write fit(load_recipe(…))."
+        )
     callbacks = callbacks or Callbacks()
     own_ranks = ranks or build_ranks(config.engine, config.world_size, find_world(), config.folder)
     try:

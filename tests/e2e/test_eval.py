@@ -11,12 +11,16 @@ import sys
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from evals.encoders.loading import load_encoder
+from evals.interop.exporting import export_run
 from evals.report.results_file import read_records
-from evals.suite.evaluate import EvalOptions, tasks_for
+from evals.suite.eval_options import EvalOptions
+from evals.suite.evaluate import tasks_for
 from sparo import evaluate
 from sparo_data.writer import write_wds_layout
 from sparo_train.core.errors import ConfigError
@@ -48,6 +52,10 @@ def test_a_run_is_read_with_the_pixel_range_of_its_recipe(scored, tmp_path):
     config.write_text(config.read_text().replace("pixel_range: by_type", "pixel_range: [0.0, 4095.0]"))
     encoder = load_encoder(tmp_path / "run")
     assert encoder.transform.pixel_range == encoder.decoding.pixel_range == (0.0, 4095.0)
+    deep = [np.linspace(0, 4095, 1600).reshape(40, 40).astype(np.uint16)]
+    for layout in ("open_clip", "sparo-clip"):
+        export = load_encoder(export_run(tmp_path / "run", tmp_path / layout, layout))
+        assert torch.allclose(export.images(deep), encoder.images(deep), atol=1e-5)
 
 
 def test_stored_features_give_the_same_numbers_without_the_images(scored):

@@ -75,11 +75,16 @@ def test_a_selection_has_the_scores_of_eval(told_apart):
         == scored(world, "runs/s0", "--tasks", "zero", "--slots", by_number)["zero"]["metrics"]
     )
     again = ("select", "runs/s0", "--task", "zero", "--report-tasks", "zero", "--same-data", "--out", "own.json")
+    (world / "own.json").write_text(
+        json.dumps({**json.loads((world / "chosen.json").read_text()), "names": {"2": "mine"}, "notes": {"1": "x"}})
+    )
     done = slots(world, *again, "--slots", "chosen.json")
     assert "same data" not in done.stdout  # the selection was made on the pairs
     assert "by hand" in slots(world, *again, "--slots", "0,2").stdout  # the origin of such a selection is unknown
     done = slots(world, *again, "--k", "best")
-    assert "same data" in done.stdout and "its gain is too high" in done.stderr
+    own = json.loads((world / "own.json").read_text())
+    assert (own["names"], own["notes"]) == ({"2": "mine"}, {"1": "x"})  # names of the same units are kept
+    assert "same data" in done.stdout and "their gain is too high" in " ".join(done.stderr.split())
 
 
 def test_every_unit_has_its_scores(world):

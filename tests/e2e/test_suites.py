@@ -55,7 +55,7 @@ def test_a_suite_scores_what_exists_and_shows_the_averages_that_are_complete(wor
         in done.stdout
     )
     # A line per set, with its time, while the suite runs.
-    assert any(line.startswith("wilds/camelyon17  acc1 ") and "n 600  " in line for line in done.stderr.splitlines())
+    assert any(line.startswith("wilds/camelyon17  acc1 ") and "n = 600  " in line for line in done.stderr.splitlines())
     results = json.loads((world / "out.json").read_text())["results"]
     mean = sum(results[f"one/{name}"]["metrics"]["mean_R@1"] for name in ("flickr30k", "mscoco_captions"))
     mean = (mean + results["one/misc/winogavil"]["metrics"]["jaccard/10-12"]) / 3

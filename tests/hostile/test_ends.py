@@ -294,7 +294,7 @@ def test_a_damaged_newest_checkpoint_is_refused_unless_fall_back_is_set(shards, 
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(tree))
     assert_ends(["train", str(tmp_path / "r.yaml")], 2, ["model.safetensors: damaged"])
     done = assert_ends(
-        ["train", str(tmp_path / "r.yaml"), "checkpoint.fall_back=true"], 0, ["Resuming from", "step-00000006"]
+        ["train", str(tmp_path / "r.yaml"), "checkpoint.fall_back=true"], 0, ["resumes from", "step-00000006"]
     )
     assert (
         "damaged-step-00000007" in " ".join(done.stderr.split()) and (newest.parent / "damaged-step-00000007").is_dir()

@@ -128,6 +128,29 @@ def test_a_torch_program_needs_nothing_else(runs, words, tmp_path):
     assert attention.shape == ((5, 4, 17) if not words else (5, 0, 0))
 
 
+def test_exports_map_deep_pixels_like_the_run_or_say_that_they_do_not(runs, tmp_path, caplog):
+    run = runs("dino", CLS, "data.pixel_range=[0, 4000]")
+    deep = np.linspace(0, 4000, 40 * 40).reshape(40, 40).astype(np.uint16)
+    expected = load_encoder(run).images([deep, deep.T])
+    for layout in ("dino", "onnx"):
+        assert torch.allclose(load_encoder(export_run(run, None, layout)).images([deep, deep.T]), expected, atol=1e-5)
+    assert "pixel_range" not in caplog.text
+    card = (export_run(run, tmp_path / "timm", "timm") / "README.md").read_text()
+    assert "its transform does not apply data.pixel_range=(0.0, 4000.0)" in caplog.text
+    assert "mapped to 8 bits by data.pixel_range=(0.0, 4000.0)" in card
+
+
+def test_an_export_with_a_readout_is_not_scored_without_it(runs):
+    run = runs("dino")
+    for layout, place in (("timm", "timm:vit_base_patch16_224@{}/model.safetensors"), ("transformers", "hf:{}")):
+        with pytest.raises(CheckpointError, match=r"has a readout \(readout.safetensors\), which this model ignores"):
+            load_encoder(place.format(export_run(run, None, layout)))
+    with pytest.raises(CheckpointError, match=r"backbone.pt2: is a program of torch.export\. Load it with torch"):
+        load_encoder(export_run(run, None, "torch"))
+    with pytest.raises(CheckpointError, match=r"timm: is in the layout of timm\. Write timm:vit_base_patch16_224@"):
+        load_encoder(export_run(run, None, "timm"))
+
+
 def test_exports_that_a_library_cannot_represent_are_refused(runs, tmp_path):
     with pytest.raises(ConfigError, match=r"--layout timm: timm's .* epsilon 1e-06, got norm_eps=0\.001"):
         export_run(runs("dino", CLS, "objective.model.norm_eps=0.001"), tmp_path / "x", "timm")

@@ -13,7 +13,8 @@ from evals.encoders.encoder import Encoder
 from evals.encoders.foreign import BackboneEncoder, from_timm
 from evals.encoders.hf_pooling import refuse_unsteady
 from evals.encoders.loading import load_encoder
-from evals.suite.evaluate import EvalOptions, result_facts
+from evals.suite.eval_options import EvalOptions
+from evals.suite.evaluate import result_facts
 from sparo_train.core import ema
 from sparo_train.core.config import resolve
 from sparo_train.core.ema import update_ema
@@ -221,7 +222,7 @@ def test_every_library_model_is_tried_twice_when_it_is_loaded(monkeypatch, tmp_p
 
     weights = tmp_path / "resnet.pt"
     torch.save(timm.create_model("test_resnet", num_classes=0).state_dict(), weights)
-    assert from_timm("test_resnet", str(weights)).pooling == "avg"
+    assert from_timm(f"test_resnet@{weights}").pooling == "avg"
     monkeypatch.setattr(BackboneEncoder, "encode", drop)
     with pytest.raises(CheckpointError, match="two encodings of one image differ"):
-        from_timm("test_resnet", str(weights))
+        from_timm(f"test_resnet@{weights}")

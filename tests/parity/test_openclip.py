@@ -122,7 +122,7 @@ def test_the_number_of_heads_is_known_for_our_models_and_required_for_others():
         tiny = Clip(ClipConfig.model_validate({"backbone": "ViT-Tiny-16", "readout": READOUTS["sparo"]}))
         assert infer_config(tiny.state_dict()).vision.head_width == tiny.config.vision.head_width == 32
         assert infer_config(tiny.state_dict()).text.heads == tiny.config.text.heads == 4
-        huge = Clip(plugin.config_of("ViT-H-14"))
+        huge = Clip(plugin.find_config("ViT-H-14"))
         assert infer_config(huge.state_dict()).vision.head_width == 80  # no other published width has 80
         # A published width without a published depth does not determine the number of heads.
         odd = Clip(ClipConfig.model_validate({"vision": {"layers": 3, "head_width": 32}, "text": {"layers": 3}}))
@@ -133,14 +133,14 @@ def test_the_number_of_heads_is_known_for_our_models_and_required_for_others():
 
 
 def test_plain_open_clip_names_describe_our_models_too():
-    assert plugin.config_of("ViT-B-32-quickgelu").quick_gelu and not plugin.config_of("ViT-B-32").quick_gelu
-    assert plugin.config_of("sparo-ViT-B-16") == plugin.names()["sparo-ViT-B-16"].model_copy(
+    assert plugin.find_config("ViT-B-32-quickgelu").quick_gelu and not plugin.find_config("ViT-B-32").quick_gelu
+    assert plugin.find_config("sparo-ViT-B-16") == plugin.names()["sparo-ViT-B-16"].model_copy(
         update={"backbone": None, "embed_dim": 4096}
     )
     with pytest.raises(ConfigError, match="did you mean 'ViT-B-32'"):
-        plugin.config_of("ViT-B-33")
+        plugin.find_config("ViT-B-33")
     with pytest.raises(ConfigError, match=r"vision\.attentional_pool: unknown key"):
-        plugin.config_of("coca_ViT-B-32")
+        plugin.find_config("coca_ViT-B-32")
 
 
 def test_a_web_page_saved_as_weights_is_refused(tmp_path):

@@ -92,6 +92,8 @@ def test_paths_and_images_of_python_have_the_same_encoding(tmp_path):
         path = write(tmp_path, {"x.img": data}) / "x.img"
         by_path, by_image = encoder.images([path]), encoder.images([Image.open(io.BytesIO(data))])
         assert np.allclose(by_path, by_image)
+    array = np.asarray(Image.open(io.BytesIO(transparent())))
+    assert array.shape[2] == 4 and np.allclose(encoder.images([array]), encoder.images([Image.fromarray(array)]))
 
 
 def test_deep_images_are_mapped_before_they_are_rotated():

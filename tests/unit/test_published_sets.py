@@ -133,7 +133,7 @@ def test_coco_ignores_shared_pixels_and_crowds(tmp_path):
     for changed, told in (
         ({"images": [{**image, "id": "7"}]}, "is not the number of an image"),
         ({"annotations": {}}, "annotations are not a list"),
-        ({"images": [{**image, "file_name": f"{n}/a.jpg"} for n in "xy"]}, "2 images are called a.jpg"),
+        ({"images": [{**image, "id": i, "file_name": f"{i}/a.jpg"} for i in (7, 8)]}, "2 images are called a.jpg"),
     ):
         path.write_text(json.dumps({**tree, **changed}))
         with pytest.raises(DataError, match=told):

@@ -92,6 +92,40 @@ def test_davis_videos_have_the_numbers_of_their_palette(tmp_path):
     assert bear.boxes[0, 0, :2] == pytest.approx((top, left))
 
 
+def test_frames_are_in_the_order_of_their_numbers_whatever_their_suffix(tmp_path):
+    split = write_davis(tmp_path, names=("bear",), frames=12, masks=False)
+    for place in sorted((tmp_path / "JPEGImages/480p/bear").glob("*.jpg")):
+        place.rename(place.with_name(f"{int(place.stem)}{'.JPG' if int(place.stem) % 2 else '.jpeg'}"))
+    (bear,) = davis(split)
+    assert bear.frames == [jpg(10 * t) for t in range(12)]
+
+
+def test_frames_that_exif_rotates_without_their_masks_are_refused(tmp_path):
+    split = write_davis(tmp_path, names=("bear",))
+    place = tmp_path / "JPEGImages/480p/bear/00001.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    Image.open(place).save(place, exif=exif)
+    with pytest.raises(DataError, match=r"00001\.jpg is rotated by EXIF, but its mask is not"):
+        list(davis(split))
+
+
+def test_videos_whose_frames_are_in_folders_of_one_name_are_separate(tmp_path):
+    path = write_youtube(tmp_path, masked=False)
+    tree = json.loads(path.read_text())
+    (video,) = tree["videos"]
+    for number in (1, 2):
+        for name in video["file_names"]:
+            place = tmp_path / f"train/JPEGImages/v{number}/rgb/{name[4:]}"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(jpg(number))
+    names = [[f"v{number}/rgb/{name[4:]}" for name in video["file_names"]] for number in (1, 2)]
+    tree["videos"] = [{**video, "id": number + 1, "file_names": names[number]} for number in range(2)]
+    path.write_text(json.dumps(tree))
+    keys = {video.key for video in youtube_vis(path)}
+    assert len(keys) == 2 and all("rgb" in key for key in keys)
+
+
 @pytest.mark.parametrize("masks", [False, "first"])
 def test_test_sets_of_davis_have_no_masks(tmp_path, masks):
     for video in davis(write_davis(tmp_path, masks=masks, folder="Full-Resolution")):
@@ -158,7 +192,7 @@ def test_errors_name_the_cause(tmp_path):
     with pytest.raises(DataError, match=r"'../../etc' is not the name of a video"):
         list(davis(path))
     path.write_text("cow")
-    with pytest.raises(DataError, match=r"JPEGImages/480p/cow: has no \*.jpg"):
+    with pytest.raises(DataError, match=r"JPEGImages/480p/cow: has no JPEG or PNG files"):
         list(davis(path))
     path = write_youtube(tmp_path / "y", videos=[{"id": 1, "height": 2, "width": 2, "file_names": ["../x.jpg"]}])
     with pytest.raises(DataError, match=r"video 1 has no frames, or the path of a frame points outside of the folder"):

@@ -1,5 +1,7 @@
 """Pictures of slots: attention is drawn at the right place, the paper's filter works as described, and foreign text is escaped."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,12 @@ def test_attention_of_a_model_adds_up():
         assert torch.allclose(f.weights.sum(1), torch.ones(4), atol=1e-5) and bool(
             ((f.sharp >= 0) & (f.sharp <= 1)).all()
         )
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned, upright = io.BytesIO(), images[0].convert("RGB")
+    upright.transpose(Image.Transpose.ROTATE_90).save(turned, "PNG", exif=exif)
+    (one,), (other,) = (attend(encoder, [image], None) for image in (Image.open(turned), np.asarray(upright)))
+    assert torch.equal(one.maps, other.maps)  # upright, as in `Encoder.images`, and arrays are images, too
     alone = attend(encoder, images, None)
     assert alone[0].words == [] and torch.equal(alone[0].maps, found[0].maps)
     with pytest.raises(ConfigError, match="has no slots with attention"):

@@ -8,6 +8,7 @@ import torch
 
 from object_centric.scenes3d.rays import pixel_rays
 from sparo_data.official import sunds
+from sparo_data.official.clips import natural_sort_key
 from sparo_data.official.formats import convert_published, find_source_files
 from sparo_data.official.published import PublishedConfig
 from sparo_data.official.sunds import sunds_scenes
@@ -95,7 +96,7 @@ def test_a_bad_record_is_reported_by_file_number_and_camera(monkeypatch, name, v
 
 def test_cameras_are_in_the_order_of_their_numbers_however_long_these_are():
     names = ["camera_10", "camera_9", "camera_010", "camera_" + "7" * 5000, "left", "camera_"]
-    assert sorted(names, key=sunds._natural_sort_key) == [
+    assert sorted(names, key=natural_sort_key) == [
         "camera_",
         "camera_9",
         "camera_10",

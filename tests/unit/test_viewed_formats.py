@@ -192,7 +192,7 @@ def _obsurfs_depth(root, tmp_path, places):
         Image.fromarray(levels).save(root / "depths/depths_1_2.png")
         with pytest.raises(DataError, match=rf"depths_1_2\.png: .*{told}"):
             convert_published([root], tmp_path / "bad_depth", config)
-    for scenes, told in (((2, 2), "2:2: expected A:B"), ((0, 9), "scene 8 is out of range, got 3 scenes")):
+    for scenes, told in (((2, 2), "2:2: expected A:B"), ((0, 9), "has 3 scenes, numbered from 0, got scene 8")):
         with pytest.raises((ConfigError, DataError), match=told):
             convert_published([root], tmp_path / "bad_scenes", config.model_copy(update={"scenes": scenes}))
     with pytest.raises(ConfigError, match="--scenes 0:3: applies to --as clevr3d"):

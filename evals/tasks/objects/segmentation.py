@@ -134,7 +134,13 @@ def image_scores(
     of_classes = float("nan")
     if classes is not None:
         there = slice(None) if ignore is None else (true != ignore) & (classes != ignore)
-        of_classes = best_overlap(overlaps(count_pixels(classes[there], predicted[there], background)))
+        # The background of the instances is also that of the classes, whose own number 0 may be a class.
+        classes = classes.astype(np.int64) + 1
+        if background is not None:
+            classes[true == background] = 0
+        of_classes = best_overlap(
+            overlaps(count_pixels(classes[there], predicted[there], None if background is None else 0))
+        )
     foreground, iou = adjusted_rand(counts.objects), overlaps(counts)
     return {
         "ari": adjusted_rand(counts.table),

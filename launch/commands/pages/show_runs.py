@@ -12,7 +12,7 @@ from PIL import Image
 from evals.encoders.selection import keep_units, read_selection
 from evals.report.results_file import refuse_unwritable
 from evals.sets.pictures import decode_image
-from evals.slots.attend import Attended, attend, caption_per_image
+from evals.slots.attend import Attended, attend_pixels, caption_per_image, preprocess_image
 from evals.slots.eval_inputs import open_images
 from sparo_train.core.errors import ConfigError
 from sparo_train.core.files import read_bytes
@@ -126,6 +126,7 @@ def _attend_samples(bench: Bench, samples: list[CaptionedImage]) -> list[Attende
         for begin in range(0, len(samples), _BATCH_SIZE):
             some = slice(begin, begin + _BATCH_SIZE)
             images: list[Image.Image] = [shown.image for shown in samples[some]]
-            done += attend(bench.encoder, images, texts[some] if texts is not None else None)
+            pixels = [preprocess_image(bench.encoder, image) for image in images]
+            done += attend_pixels(bench.encoder, pixels, texts[some] if texts is not None else None)
             bar.show(row, len(done), len(samples))
     return done

@@ -207,7 +207,7 @@ def notes(image: Image.Image) -> frozenset[str]:
     # First, because `getexif` may decode the image, which then has 8 bits.
     deep = image.mode in _DEEP[:-1] or has_16bit_channels(image)
     conditions = {
-        "rotated by EXIF": image.getexif().get(_ORIENTATION, 1) not in (0, 1),
+        "rotated by EXIF": _is_rotated(image),
         "transparent": _has_alpha(image),
         "more than 8 bits": deep,
         "float": image.mode == "F",
@@ -215,6 +215,23 @@ def notes(image: Image.Image) -> frozenset[str]:
         "several pages": image.format == "TIFF" and getattr(image, "n_frames", 1) > 1,
     }
     return frozenset(note for note, here in conditions.items() if here)
+
+
+def _is_rotated(image: Image.Image) -> bool:
+    return image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+
+
+def is_rotated(data: bytes) -> bool:
+    """Return whether EXIF says that the pixels of an image file must be rotated or mirrored. Raises `BadSampleError`."""
+    return _is_rotated(open_picture(data))
+
+
+def unscale_labels(table: np.ndarray, data: bytes) -> np.ndarray:
+    """Return the numbers in a decoded PNG of labels: Pillow scales gray levels of 2 and 4 bits to 0..255."""
+    if not data.startswith(b"\x89PNG"):
+        return table
+    depth, kind = data[24], data[25]
+    return table // (255 // (2**depth - 1)) if kind == 0 and depth in (2, 4) else table
 
 
 def _has_alpha(image: Image.Image) -> bool:

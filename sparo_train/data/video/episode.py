@@ -16,7 +16,7 @@ from PIL import Image
 from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
 from ..decode.bands import PixelRange
-from ..decode.decoding import TRAINING, decode
+from ..decode.decoding import TRAINING, decode, unscale_labels
 
 
 class FramesConfig(Frozen):
@@ -58,6 +58,8 @@ class FramesConfig(Frozen):
 IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
 _FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
+_FIRST_FRAME = re.compile(rf"0{{3,7}}\.(?:{'|'.join(IMAGE_KEYS)})")
+_LONG_NUMBER = re.compile(r"^(0\d{3,6})\.")
 _MAX_RANGE = 1e30  # limit of a range: fp32 with headroom for arithmetic
 _MAX_NPY_BYTES = 1 << 30  # limit in bytes for an unpacked gzip array
 
@@ -69,7 +71,13 @@ def member(frame: int, plane: str = "") -> str:
 
 def is_episode(fields: Mapping[str, bytes]) -> bool:
     """Return whether these members are those of a video."""
-    return any(name in fields for name in ("video.npy", "video.npy.gz", *(f"000.{key}" for key in IMAGE_KEYS)))
+    return any(name in ("video.npy", "video.npy.gz") or _FIRST_FRAME.fullmatch(name) for name in fields)
+
+
+def _with_three_digits(fields: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Return the members with the names of `member`, because ffmpeg and other programs number frames with four digits or more."""
+    names = {name: _LONG_NUMBER.sub(lambda match: f"{int(match[1]):03d}.", name) for name in fields}
+    return fields if all(name == new for name, new in names.items()) else {names[n]: data for n, data in fields.items()}
 
 
 class Episode:
@@ -91,7 +99,7 @@ class Episode:
         image_keys: Sequence[str] = IMAGE_KEYS,
         pixel_range: PixelRange | None = "by_type",
     ):
-        self.fields, self._key = fields, ""
+        self.fields, self._key = _with_three_digits(fields), ""
         self._decoding = TRAINING._replace(pixel_range=pixel_range, rgb=pixel_range is not None)
         self._arrays: dict[str, np.ndarray] = {}
         # An array's header has its length; single frames must be counted.
@@ -101,7 +109,7 @@ class Episode:
             self._length = len(video)
             return
         frame_ids: dict[str, list[int]] = {}
-        for name in fields:
+        for name in self.fields:
             if (match := _FRAME.fullmatch(name)) and match[2] in image_keys:
                 frame_ids.setdefault(match[2], []).append(int(match[1]))
         self._key = next((key for key in image_keys if key in frame_ids), "")
@@ -233,7 +241,7 @@ class Episode:
             raise BadSampleError(f"bad {plane}") from None
         if table.ndim != 2 or table.dtype.kind not in "iub":
             raise BadSampleError(f"{plane} is not a two-dimensional array of numbers")
-        return table
+        return unscale_labels(table, data) if plane == "mask" else table
 
     def _array(self, name: str) -> np.ndarray | None:
         """Return the array in NAME.npy without copying it, or in NAME.npy.gz, unpacked once."""

@@ -171,6 +171,10 @@ def read_raw(path: str | Path) -> Any:
             return load_file(path)
         if archive_root(path) is not None:
             return read_torchscript(path)
+        if is_exported_program(path):
+            raise CheckpointError(
+                f"{path}: is a program of torch.export. Load it with torch.export.load, and score the run that it was exported from."
+            )
         # A stream, because torch chooses the format of a path by its suffix.
         with path.open("rb") as stream, torch.serialization.safe_globals(PLAIN):
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -190,6 +194,14 @@ def is_safetensors(path: Path) -> bool:
     with path.open("rb") as stream:
         start = stream.read(9)
     return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+
+
+def is_exported_program(path: Path) -> bool:
+    """Return whether a file is an archive that `torch.export.save` wrote (.pt2)."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.rpartition("/")[2] == "archive_format" for name in archive.namelist())
 
 
 def read_raw_parts(folder: Path) -> dict[str, Tensor]:
