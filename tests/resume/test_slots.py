@@ -91,7 +91,9 @@ def best_and_worst_are_drawn(run_folder, tmp_path):
     done = sparo("slots", "panels", str(worse), run_folder, *line, "--out", "b.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     best, worst = done.stdout.splitlines()[:2]
-    assert best.startswith(f"best of 2: {run_folder}, fg_ari") and worst.startswith(f"worst of 2: {worse}, fg_ari")
+    assert best.startswith(f"best of 2 runs: {run_folder} (fg_ari") and worst.startswith(
+        f"worst of 2 runs: {worse} (fg_ari"
+    )
     with Image.open(tmp_path / "b.png") as sheet:  # image, true masks, best, worst
         assert sheet.size == (4 * 36 + 4, 3 * 36 + 18)
     (worse / "evals/results.jsonl").unlink()
