@@ -171,7 +171,7 @@ def test_a_table_holds_labels_captions_or_pairs(tmp_path):
             {"file": "t.csv", "images": ["../{path}"]},
             "path,a,b\n0.jpg,x,y\n",
             DataError,
-            "is not the name of an image in",
+            "expected names of images",
         ),
         (
             {"file": "t.csv", "images": ["{path}"]},

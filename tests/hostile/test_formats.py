@@ -144,7 +144,7 @@ def test_commands_read_or_refuse_every_source(tmp_path):
     one, two = (write_table(tmp_path / name) or str(tmp_path / name / "t.csv") for name in "ab")
     for places in ((one, two), (one, str(FORMATS / "mds/plain"))):
         done = sparo("data", "check", *places)
-        assert done.returncode == 2 and "cannot be combined. Name one data set" in done.stderr
+        assert done.returncode == 2 and "cannot be combined. Give one data set" in done.stderr
     several = datasets.DatasetDict(
         {
             name: datasets.Dataset.from_list(rows()[:n]).cast_column("image", datasets.Image())

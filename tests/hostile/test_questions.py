@@ -82,7 +82,7 @@ def test_missing_images_are_counted_by_name(root, tmp_path):
     [
         ({"correct_answer": "7"}, r"question 0: the answer must be from 0 to 3, got 7"),
         ({"correct_answer": "one"}, r"\{correct_answer\} must be a finite number, got 'one'"),
-        ({"image_path": "/etc/../.."}, r"is not the name of an image in this folder"),
+        ({"image_path": "/etc/../.."}, r"expected names of images below this folder"),
     ],
 )
 def test_odd_rows_are_named(change, match, root, tmp_path):
