@@ -66,9 +66,8 @@ def from_huggingface(place: str) -> BackboneEncoder:
         raise CheckpointError(f"{label}: transformers cannot load it ({str(error)[:300]})") from None
     # transformers initializes missing weights at random. That does not matter for a classifier's pooler, which is not
     # used, but it does for others.
-    empty = {
-        name for name, p in model.named_parameters() if not p.numel()
-    }  # a model without registers has no values of them
+    # The registers of a model without any are an empty tensor, which files may omit.
+    empty = {name for name, p in model.named_parameters() if not p.numel()}
     lacking = sorted(name for name in set(loaded["missing_keys"]) - empty if not name.startswith("text_model."))
     unpooled = bool(lacking) and all("pooler." in name for name in lacking)
     if lacking and not unpooled:

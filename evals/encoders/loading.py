@@ -163,7 +163,7 @@ def _load(checkpoint: str | Path, model: str | None) -> Encoder:
         if colon and scheme.isidentifier() and not path.exists():
             CHECKPOINTS.get(scheme, "checkpoint")  # the error lists the valid ones
         if (path / "config.json").is_file():
-            from .huggingface import folder_remedy  # torch only, but its module imports timm
+            from .huggingface import folder_remedy  # imports timm and open_clip in seconds, so only for this error
 
             raise CheckpointError(f"{path}: {folder_remedy(path)}")
         raise CheckpointError(

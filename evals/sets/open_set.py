@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from sparo_train.core.errors import ConfigError, DataError
+from sparo_train.core.logs import warn_once
 from sparo_train.core.registries import LAYOUTS
 
 from .base import EvalSet
@@ -68,9 +69,10 @@ def warn_of_untrained_classes(train: EvalSet, test: EvalSet) -> None:
     present = [{table.describe(number)[1] for number in range(len(table))} for table in (train, test)]
     if missing := sorted(present[1] - present[0]):
         names = [test.classes[number] if test.classes else str(number) for number in missing]
-        logger.warning(
+        warn_once(
+            logger,
             f"{test.root}: {len(missing)} class(es) have test images but no training images, such as {names[0]!r}. "
-            "Their test images count as wrong. Add training images, or remove these classes."
+            "Their test images count as wrong. Add training images, or remove these classes.",
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import read_text
+from sparo_train.core.logs import warn_once
 from sparo_train.data.sources.folder import class_order
 
 from .base import FactKind, Layout, Pair, sha256
@@ -51,7 +52,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         kind = "labels"
     make_facts = partial(_metadata_facts, config.group_by) if kind == "metadata" else _FACTS[kind]
     rows = [TableRow(row, f"{path}: row {number + 1}") for number, row in enumerate(table_rows(text, path))]
-    classes = _class_names(rows, columns, kind, numbered=config.task == "zeroshot")
+    classes = _class_names(path, rows, columns, kind, numbered=config.task == "zeroshot")
     if kind == "labels" and not classes:
         raise DataError(f"{path}: no row has the name of a class in {columns.labels}. Correct columns.labels.")
     _refuse_similar_splits(path, columns, rows)
@@ -138,37 +139,41 @@ def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[Tab
             )
 
 
-def _class_names(rows: Sequence[TableRow], columns: TableColumns, kind: FactKind, numbered: bool) -> list[str]:
+def _class_names(
+    path: Path, rows: Sequence[TableRow], columns: TableColumns, kind: FactKind, numbered: bool
+) -> list[str]:
     """Return the classes of all rows, whatever their split, in the order of `class_order`.
 
     `numbered`: numbers are those of class names elsewhere; then empty if all classes are numbers.
     """
     if kind == "labels":
-        return _warn_of_similar(class_order({name for row in rows for name in row.names(str(columns.labels))}), columns)
+        return _warn_of_similar(path, class_order({name for row in rows for name in row.names(str(columns.labels))}))
     if kind not in ("label", "metadata") or columns.label is None:
         return []
     texts = {row.class_text(columns.label) for row in rows}
     if len(written := {row.fill(columns.label).strip() for row in rows}) > len(texts):
         class_order(name for name in written if name.isdecimal())  # refuses 7 and 007
-    return [] if numbered and all(text.isdecimal() for text in texts) else _warn_of_similar(class_order(texts), columns)
+    return [] if numbered and all(text.isdecimal() for text in texts) else _warn_of_similar(path, class_order(texts))
 
 
-def _warn_of_similar(classes: list[str], columns: TableColumns) -> list[str]:
+def _warn_of_similar(path: Path, classes: list[str]) -> list[str]:
     """Return the classes; warn if two differ only in case, spaces or the form of a number (1 and 1.0), or if names look like lists."""
     forms: dict[str, str] = {}
     for name in classes:
         form = " ".join(name.casefold().split())
         form = form.removesuffix(".0") if form.removesuffix(".0").lstrip("-").isdecimal() else form
         if forms.setdefault(form, name) != name:
-            logger.warning(
-                f"{columns.file}: {forms[form]!r} and {name!r} are different classes. If they are meant to be one class, write them "
-                "in the same way."
+            warn_once(
+                logger,
+                f"{path}: {forms[form]!r} and {name!r} are different classes. If they are meant to be one class, write them "
+                "in the same way.",
             )
             break
     parts = {part.strip() for name in classes for part in name.split(",")}
     if len(parts) < len(classes):
-        logger.warning(
-            f"{columns.file}: class names such as {max(classes, key=len)!r} look like lists. Separate the names of a cell by semicolons."
+        warn_once(
+            logger,
+            f"{path}: class names such as {max(classes, key=len)!r} look like lists. Separate the names of a cell by semicolons.",
         )
     return classes
 

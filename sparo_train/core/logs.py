@@ -6,6 +6,7 @@ import logging
 import logging.handlers
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ from .files import escape_control_chars
 PACKAGES = ("sparo", "sparo_train", "sparo_data", "object_centric", "evals", "launch")
 # `logger.error(text, extra=FILE_ONLY)` is for messages that the terminal shows in another way.
 FILE_ONLY = {"file_only": True}
+
+
+@cache
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning, once per process: about a set that several tasks, or every evaluation of a training, open again."""
+    logger.warning(text)
 
 
 @contextmanager
