@@ -15,6 +15,7 @@ from sparo_train.core.registry import FromRegistry
 from sparo_train.models.readout import Placement, ReadOut, normalize_slots
 
 from ..encoders.capabilities import TokensEncoder
+from ..encoders.encoder import Encoder
 from ..feature_store.feature_table import Features, View
 from ..sets.open_set import open_labelled
 from ..sets.task_config import LabelledTaskConfig
@@ -125,16 +126,15 @@ def _tokens(features: Features, labels: Tensor, length: int, dim: int) -> Labell
     return Labelled(lambda numbers: features.rows(numbers).view(-1, length, dim), labels)
 
 
-def _incompatibility(task: AttentiveTaskConfig, encoder: Any) -> str | None:
+def _incompatibility(task: AttentiveTaskConfig, encoder: Encoder) -> str | None:
     """Return why the head cannot read this encoder's tokens, before they are encoded, or before a training starts."""
-    width = getattr(encoder, "token_width", None)
-    if width is None:  # a plug-in's encoder may not know; then the first image shows it
-        return None
+    if not isinstance(encoder, TokensEncoder) or getattr(encoder, "token_width", None) is None:
+        return None  # a plug-in's encoder may not know its width; then the first image shows it
     try:
         with torch.device("meta"):
-            build_head(task.head, width, encoder.prefix_tokens, encoder.has_class_token)
+            build_head(task.head, encoder.token_width, encoder.prefix_tokens, encoder.has_class_token)
     except (ConfigError, ValueError, AssertionError, RuntimeError) as error:
-        message = str(error).replace("readout.", "head.") or f"does not match tokens of width {width}"
+        message = str(error).replace("readout.", "head.") or f"does not match tokens of width {encoder.token_width}"
         return message if message.startswith("head") else f"head={task.head.kind}: {message}"
     return None
 

@@ -50,7 +50,10 @@ class ProbeTaskConfig(SetTaskConfig):
     epochs: int = field(10, "Passes over the encodings.", ge=1)
     batch_size: int = field(64, "Encodings per step.", gt=0)
     normalize: bool = field(True, "Scale encodings to norm one.")
-    seed: int = field(0, "Seed of the validation share, the order and the initial weights.")
+    seed: int = field(
+        0,
+        "Random seed of the split into training and validation images, the order of training images, and the initial weights.",
+    )
 
 
 class KnnTaskConfig(LabelledTaskConfig):

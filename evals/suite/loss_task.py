@@ -162,8 +162,9 @@ def _frames(training_run: TrainingRun) -> int | None:
     return None if frames is None else frames.count
 
 
-def _incompatibility(task: LossTaskConfig, encoder: Any) -> str | None:
-    training_run: TrainingRun = encoder.trained
+def _incompatibility(task: LossTaskConfig, encoder: Encoder) -> str | None:
+    training_run = encoder.trained
+    assert training_run is not None  # encoders with `loss`
     kind = training_run.config.objective.kind
     if (
         isinstance(training_run.objective, CoupledObjective)

@@ -200,7 +200,7 @@ def _patches(
     return PatchFeatures(rows, np.stack(maps))
 
 
-def _incompatibility(task: SegmentationTaskConfig | KnnSegmentationTaskConfig, encoder: Any) -> str | None:
+def _incompatibility(task: SegmentationTaskConfig | KnnSegmentationTaskConfig, encoder: Encoder) -> str | None:
     """Return why this encoder's features cannot be segmented, before they are computed."""
     attention = isinstance(task, SegmentationTaskConfig) and task.features == "attention"
     if attention and (encoder.slots < 2 or not hasattr(encoder, "image_slots")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from sparo_train.core.errors import DataError
 from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.decode.decoding import to_8bit
 
+from ..encoders.encoder import Encoder
 from ..encoders.pixels import BandPixels, MappedPixels
 from ..sets.base import EvalSet
 from ..sets.task_config import TaskConfig
@@ -92,7 +93,7 @@ def _open(task: RankTaskConfig) -> EvalSet:
     return source
 
 
-def _incompatibility(_task: RankTaskConfig, encoder: Any) -> str | None:
+def _incompatibility(_task: RankTaskConfig, encoder: Encoder) -> str | None:
     if isinstance(encoder.transform, BandPixels):
         return f"task: {encoder.label} reads other bands than RGB, which random views cannot show. Use knn."
     return None

@@ -85,7 +85,7 @@ class Task:
     check: Callable[[Any], None]
     needs: tuple[str, ...] = ()
     facts: str = "label"
-    incompatibility: Callable[[Any, Any], str | None] = lambda task, encoder: None
+    incompatibility: Callable[[Any, Encoder], str | None] = lambda task, encoder: None
     pictures: str = ""
 
 

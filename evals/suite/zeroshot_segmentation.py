@@ -18,6 +18,7 @@ from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.decode.decoding import to_8bit
 
 from ..encoders.dense import LastBlock, slot_similarity
+from ..encoders.encoder import Encoder
 from ..encoders.pixels import MappedPixels
 from ..sets.base import EvalSet, read_batches, sha256
 from ..sets.open_set import open_set
@@ -212,7 +213,7 @@ def _check_zeroshot(task: ZeroshotSegmentationTaskConfig) -> None:
         raise DataError(f"{source.root}: segmentation needs at least two classes, got {len(source.classnames())}")
 
 
-def _zeroshot_incompatibility(task: ZeroshotSegmentationTaskConfig, encoder: Any) -> str | None:
+def _zeroshot_incompatibility(task: ZeroshotSegmentationTaskConfig, encoder: Encoder) -> str | None:
     if task.features == "patches":
         return None if "dense" in encoder.offers else (
             f"features=patches: {encoder.label} has no patches in the space of its texts (open_clip's vision transformer has). Use "

@@ -71,12 +71,13 @@ def train(
     refuse_keys_as_options(options)
     launch_options = LaunchOptions(on, load_cluster(on, options), parallel, tuple(after or ()))
     name, runs = expand(recipe, overrides, seeds, "gpu" if launch_options.cluster.gpus_per_node else "cpu")
+    folder = sweep_folder(runs[0].out, name)
     for choice in runs[0].choices:
         console.print(choice.text, soft_wrap=True)
     if dry_run:
-        _print_plan(launch_options, plan_train(runs, launch_options, sweep_folder(runs, name)))
+        _print_plan(launch_options, plan_train(runs, launch_options, folder))
         return
-    run_jobs = launch_train(runs, launch_options, folder := sweep_folder(runs, name))
+    run_jobs = launch_train(runs, launch_options, folder)
     for run, job in run_jobs:
         out.print(f"{run}  job {job}", soft_wrap=True)
     if len(runs) > 1:
@@ -106,7 +107,9 @@ def evaluate(
     root: Annotated[
         Path, typer.Option(help="Folder that contains the data sets listed by `sparo eval --list`.")
     ] = Path("data"),
-    model: Annotated[str | None, typer.Option(help="For weight files: model name.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model, if CHECKPOINT is a weight file, as in `sparo eval --model`.")
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(

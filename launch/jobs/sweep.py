@@ -121,7 +121,7 @@ def expand(
         configs += _expand_recipe(_find_recipe(recipe.parent, run_recipe), run_overrides, seeds, machine)[1]
     if len(configs) > _MOST:
         raise ConfigError(f"{len(configs)} runs: more than {_MOST} in one array. Remove runs from {recipe}.")
-    _refuse_duplicates(configs)
+    _refuse_duplicates([run.name for run in configs])
     return recipe.stem, configs
 
 
@@ -131,9 +131,9 @@ def _find_recipe(folder: Path, name: str) -> Path:
     return path if path.exists() else find_recipe(Path(name))
 
 
-def sweep_folder(runs: Sequence[RunConfig], name: str) -> Path:
-    """Return the folder of a sweep, next to its runs: NAME, or NAME-sweep if NAME is a run."""
-    folder = Path(runs[0].out) / name
+def sweep_folder(out: str, name: str) -> Path:
+    """Return the folder of a sweep in `out`, the folder of its runs: NAME, or NAME-sweep if NAME is a run."""
+    folder = Path(out) / name
     return folder.with_name(f"{name}-sweep") if (folder / "config.yaml").exists() else folder
 
 
@@ -177,7 +177,7 @@ def _expand_recipe(
         name = "-".join([base.name, *(_suffix(key, value, axes) for key, value in zip(axes, values, strict=True))])
         # The name last, so that it replaces one in the overrides: two runs of a sweep never share a folder.
         configs.append(load_run(recipe, [*fixed, *assignments, f"name={json.dumps(name)}"]) if assignments else base)
-    _refuse_duplicates(configs)
+    _refuse_duplicates([run.name for run in configs])
     return base.name, configs
 
 
@@ -205,8 +205,7 @@ def _suffix(key: str, value: Any, axes: dict[str, list[Any]]) -> str:
     return f"{short}{re.sub(r'[^A-Za-z0-9._-]+', '_', text).strip('_')}"
 
 
-def _refuse_duplicates(runs: Sequence[RunConfig]) -> None:
-    names = [run.name for run in runs]
+def _refuse_duplicates(names: Sequence[str]) -> None:
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate:
         raise ConfigError(f"two runs of the sweep would be called {duplicate!r}. Give values with different names.")

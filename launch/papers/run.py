@@ -48,10 +48,10 @@ def run_item(item: PaperItem, small: bool, seeds: int | None, launch_options: La
         _sparo(shlex.split(command)[1:])
     machine = "gpu" if launch_options.cluster.gpus_per_node else "cpu"
     stem, runs = expand(path, [], seeds or (5 if small else item.seeds), machine)
-    home = sweep_folder(runs, stem)
+    home = sweep_folder(runs[0].out, stem)
     if not _train(runs, launch_options, home):
         return []
-    _measure(sweep, stem, runs)
+    _measure(sweep, stem, [run.folder for run in runs])
     return _report(item, name, path, home)
 
 
@@ -89,18 +89,18 @@ def _train(runs: Sequence[RunConfig], launch_options: LaunchOptions, home: Path)
     return True
 
 
-def _measure(sweep: SweepFile, stem: str, runs: Sequence[RunConfig]) -> None:
+def _measure(sweep: SweepFile, stem: str, folders: Sequence[Path]) -> None:
     """Run the measurements of finished runs that have none yet."""
-    for run in runs:
+    for folder in folders:
         for name, measure in sweep.measures.items():
-            row = next(r for r in sorted(sweep.runs, key=len, reverse=True) if run.name.startswith(f"{stem}-{r}"))
-            path = run.folder / MEASURES / f"{name}.json"
+            row = next(r for r in sorted(sweep.runs, key=len, reverse=True) if folder.name.startswith(f"{stem}-{r}"))
+            path = folder / MEASURES / f"{name}.json"
             if path.exists() or (measure.rows and row not in measure.rows):
                 continue
             path.parent.mkdir(exist_ok=True)
             temporary = path.with_suffix(".part")
             # Replaced within words, because a folder's name may contain spaces.
-            words = [word.format(run=run.folder, file=temporary) for word in shlex.split(measure.command)[1:]]
+            words = [word.format(run=folder, file=temporary) for word in shlex.split(measure.command)[1:]]
             _sparo(words)
             temporary.replace(path)
 

@@ -19,7 +19,7 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.read.loader import Examples, OnStage, ignore_stage
 from sparo_train.data.sources.base import DataConfig, Source
 from sparo_train.models.precision import at_least_fp32
-from sparo_train.objectives.method import Method
+from sparo_train.objectives.method import Method, RecipeBlocks
 
 from .slot_tower import SlotExamples, SlotTower, SlotTowerConfig, TowerOutput, refuse_signed
 
@@ -164,8 +164,8 @@ class SetExamples(Examples):
         return {**batch, "objects": torch.from_numpy(np.stack([example[2] for example in examples]))}
 
 
-def _rules(run: Any) -> None:
-    if run.data.hflip or run.data.crop_scale != (1.0, 1.0):
+def _rules(recipe: RecipeBlocks[SetPredictionConfig]) -> None:
+    if recipe.data.hflip or recipe.data.crop_scale != (1.0, 1.0):
         raise ValueError(
             "data: images must not be cropped or mirrored, because positions of objects refer to whole images. Set "
             "data.crop_scale: [1.0, 1.0] and data.hflip: 0."

@@ -13,7 +13,7 @@ from sparo_train.core.config import Frozen, field
 from sparo_train.core.contracts import Batch, Footprint, Loss, Objective, Progress
 from sparo_train.core.errors import DataError
 from sparo_train.models.precision import at_least_fp32
-from sparo_train.objectives.method import Method
+from sparo_train.objectives.method import Method, RecipeBlocks
 
 from ..decoders.broadcast import Broadcast, BroadcastConfig, DecoderOutput
 from ..encoders.convnet import grid
@@ -157,10 +157,10 @@ class SlotAutoencoder(Objective):
         return Footprint({"image": side**2}, [], m.grouping.slots * m.grouping.width, 0, written)
 
 
-def refuse_cache_with_augmentation(run: Any) -> None:
+def refuse_cache_with_augmentation(recipe: RecipeBlocks[Any]) -> None:
     """Raise `ValueError` if features are cached by image content while images are augmented."""
-    encoder = run.objective.model.encoder
-    if encoder.kind == "frozen" and encoder.cache and (run.data.hflip or run.data.crop_scale != (1.0, 1.0)):
+    encoder = recipe.objective.model.encoder
+    if encoder.kind == "frozen" and encoder.cache and (recipe.data.hflip or recipe.data.crop_scale != (1.0, 1.0)):
         raise ValueError(
             "objective.model.encoder.cache: a randomly cropped or mirrored image does not occur a second time, so caching it is useless. "
             "set data.crop_scale: [1.0, 1.0] and data.hflip: 0, or cache: null"

@@ -20,7 +20,7 @@ from sparo_train.data.sources.base import DataConfig, Source
 from sparo_train.data.video.cameras import cut_lens
 from sparo_train.data.video.episode import FramesConfig
 from sparo_train.data.video.views import MultiViewScene
-from sparo_train.objectives.method import Method
+from sparo_train.objectives.method import Method, RecipeBlocks
 
 from ..objectives.collapse import SlotCollapseConfig, mask_statistics
 from ..video.clip_examples import FrameTransform
@@ -284,9 +284,9 @@ def _examples(config: Any, data: Any) -> ViewExamples:
     return ViewExamples(data, m.image_size, m.noise, config.views, config.frames, m.bounds)
 
 
-def _whole_views(run: Any) -> None:
+def _whole_views(recipe: RecipeBlocks[NovelViewsConfig]) -> None:
     """Raise `ValueError` if views would be cropped or mirrored without their cameras."""
-    if run.data.crop_scale != (1.0, 1.0) or run.data.hflip:
+    if recipe.data.crop_scale != (1.0, 1.0) or recipe.data.hflip:
         raise ValueError(
             "data.crop_scale, data.hflip: a cropped or mirrored view does not match its camera. Set data.crop_scale: [1.0, 1.0] and data.hflip: 0."
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
-from evals.encoders.capabilities import DrawingEncoder, MasksEncoder, ObjectsEncoder
+from evals.encoders.capabilities import ClipsEncoder, DrawingEncoder, MasksEncoder, ObjectsEncoder
 from evals.encoders.encoder import Encoder
 from evals.encoders.pixels import Pixels
 from evals.feature_store.feature_table import View
@@ -118,9 +118,9 @@ def transform_mask(encoder: Encoder, mask: np.ndarray) -> np.ndarray:
     return encoder.transform.labels(Image.fromarray(mask.astype(np.int32)))
 
 
-def conditional_incompatibility(encoder: Any) -> str | None:
+def conditional_incompatibility(encoder: Encoder) -> str | None:
     """Return why images cannot be scored, if slots start from objects of a clip's first frame; otherwise None."""
-    if not getattr(encoder, "conditional", False):
+    if not (isinstance(encoder, ClipsEncoder) and encoder.conditional):
         return None
     return "root: these slots start from the first frame's objects (hint), which images lack. Score clips (task: video_masks)."
 
@@ -157,8 +157,8 @@ def run_reconstruction(scoring: Scoring, task: ReconstructionTaskConfig) -> Resu
     return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, {"drawn": encoder.draws})
 
 
-def _incompatibility(task: ReconstructionTaskConfig, encoder: Any) -> str | None:
-    if not getattr(encoder, "frame_scores", ("mse",)):
+def _incompatibility(task: ReconstructionTaskConfig, encoder: Encoder) -> str | None:
+    if isinstance(encoder, ClipsEncoder) and isinstance(encoder, DrawingEncoder) and not encoder.frame_scores:
         return f"root: this model reconstructs {encoder.draws}, which a single image lacks. Score clips (task: video_masks)."
     return conditional_incompatibility(encoder)
 

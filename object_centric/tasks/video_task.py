@@ -90,12 +90,14 @@ class EveryFrame:
         return np.concatenate([frames, plane[..., None]], axis=-1)
 
 
-def window_incompatibility(window: int | None, encoder: ClipsEncoder | ViewsEncoder) -> str | None:
+def window_incompatibility(window: int | None, encoder: Encoder) -> str | None:
     """Return why this encoder does not support the task's number of context frames, or None."""
-    if window is None or encoder.windowed:
+    if window is None or (isinstance(encoder, ClipsEncoder | ViewsEncoder) and encoder.windowed):
         return None
-    return f"context_frames={window}: applies only to models that process a clip at once; slots of this "
-    "model depend on all earlier frames, or on one frame. Set context_frames: null."
+    return (
+        f"context_frames={window}: applies only to models that process a clip at once; slots of this model depend on "
+        "all earlier frames, or on one frame. Set context_frames: null."
+    )
 
 
 def open_clips(task: VideoMasksTaskConfig, num_hint_slots: int = 0) -> EvalSet:
@@ -155,7 +157,8 @@ def run_video_masks(scoring: Scoring, task: VideoMasksTaskConfig) -> Result:
     return attach_data_info(scoring.ranks.rank0_broadcast(score), features, source, options)
 
 
-def _incompatibility(task: VideoMasksTaskConfig, encoder: ClipsEncoder) -> str | None:
+def _incompatibility(task: VideoMasksTaskConfig, encoder: Encoder) -> str | None:
+    assert isinstance(encoder, ClipsEncoder)  # encoders with `clips`
     if task.generate_frames and not encoder.generates:
         return "generate_frames=true: applies to models that generate frames token by token. Remove it."
     if task.headline in _FRAME_METRICS and encoder.generates and not task.generate_frames:

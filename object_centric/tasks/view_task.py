@@ -134,7 +134,8 @@ def _transform_depth(encoder: Encoder, plane: np.ndarray) -> np.ndarray:
     return plane.reshape(-1)[transform_mask(encoder, numbers)]
 
 
-def _incompatibility(task: ViewMasksTaskConfig, encoder: ViewsEncoder) -> str | None:
+def _incompatibility(task: ViewMasksTaskConfig, encoder: Encoder) -> str | None:
+    assert isinstance(encoder, ViewsEncoder)  # encoders with `views`
     if task.headline == "depth_error" and not encoder.predicts_depth:
         return "headline=depth_error: the decoder of this model has no depth (nerf has). Set psnr_held_out."
     num_context_views, views = task.num_context_views or encoder.trained_views, task.views

@@ -22,7 +22,7 @@ from ..models.clip_towers import layer_index
 from ..models.readout import ReadOut, readouts
 from .clip_config import ClipObjectiveConfig
 from .contrastive import contrastive, peak_bytes
-from .method import Method
+from .method import Method, RecipeBlocks
 from .slot_independence import attention_overlap, slot_dependence
 
 
@@ -273,17 +273,17 @@ def _examples(config: ClipObjectiveConfig, data: DataConfig) -> ImageTextExample
     return TokenExamples(config.cache, *config.frozen, *example_args)
 
 
-def _rules(run: Any) -> None:
-    for name, source in run.data.sources.items():
+def _rules(recipe: RecipeBlocks[ClipObjectiveConfig]) -> None:
+    for name, source in recipe.data.sources.items():
         if not source.has_captions:
             raise ValueError(
                 f"data.sources.{name}.{source.kind}: has no captions. Use `sparo data convert` to write shards with captions."
             )
-    if run.objective.cache is not None and run.objective.frozen[0]:
+    if recipe.objective.cache is not None and recipe.objective.frozen[0]:
         for key, value, plain in (
-            ("data.crop_scale", run.data.crop_scale, (1.0, 1.0)),
-            ("data.hflip", run.data.hflip, 0.0),
-            ("objective.model.vision.patch_dropout", run.objective.model.vision.patch_dropout, 0.0),
+            ("data.crop_scale", recipe.data.crop_scale, (1.0, 1.0)),
+            ("data.hflip", recipe.data.hflip, 0.0),
+            ("objective.model.vision.patch_dropout", recipe.objective.model.vision.patch_dropout, 0.0),
         ):
             if value != plain:
                 raise ValueError(

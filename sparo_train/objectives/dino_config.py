@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import model_validator
 
@@ -10,7 +10,7 @@ from ..core.config import Frozen, between, field
 from ..data.examples.multi_crop import CropsConfig
 from ..models.dino_head import DinoHeadConfig
 from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
-from .method import refuse_pair_keys
+from .method import RecipeBlocks, refuse_pair_keys
 
 
 class CollapseConfig(Frozen):
@@ -195,26 +195,26 @@ class DinoObjectiveConfig(Frozen):
         return 0 if self.ibot is None else max(1, round(self.ibot.mask_ratio[1] * patches))
 
 
-def check_recipe(run: Any) -> None:
+def check_recipe(recipe: RecipeBlocks[DinoObjectiveConfig]) -> None:
     """Raise `ValueError`, beginning with the dotted key, if blocks of a recipe cannot be combined with this objective."""
-    if run.objective.model.batch_norm and run.engine.grad_checkpointing:
+    if recipe.objective.model.batch_norm and recipe.engine.grad_checkpointing:
         raise ValueError(
-            f"engine.grad_checkpointing: would update the batch norms of {run.objective.model.timm_model_name} twice per step. Remove it."
+            f"engine.grad_checkpointing: would update the batch norms of {recipe.objective.model.timm_model_name} twice per step. Remove it."
         )
-    refuse_pair_keys(run, "objective.crops")
-    objective = run.objective
-    named = 3 if run.data.bands is None else len(run.data.bands)
+    refuse_pair_keys(recipe.data, "objective.crops")
+    objective = recipe.objective
+    named = 3 if recipe.data.bands is None else len(recipe.data.bands)
     if objective.model.bands != named:
         given = (
             "data.bands is not set, so images have 3 bands"
-            if run.data.bands is None
+            if recipe.data.bands is None
             else f"data.bands gives {named} bands"
         )
         remedy = (
-            "data.bands" if run.data.bands is None else f"objective.model.bands={named}, and a mean and std for each"
+            "data.bands" if recipe.data.bands is None else f"objective.model.bands={named}, and a mean and std for each"
         )
         raise ValueError(f"objective.model.bands={objective.model.bands}: {given}. Set {remedy}.")
-    if objective.gram is not None and objective.gram.first_step == 0 and run.start_from is None:
+    if objective.gram is not None and objective.gram.first_step == 0 and recipe.start_from is None:
         raise ValueError(
             "objective.gram.first_step=0: the loss would hold the model to random weights. Set start_from (on the "
             "command line: init=) to a trained run or backbone, or raise objective.gram.first_step."
@@ -226,7 +226,7 @@ def check_recipe(run: Any) -> None:
         "model.timm_model_name": objective.model.batch_norm,
     }
     for key, couples in coupling.items():
-        if couples and run.micro_batch_size is not None:
+        if couples and recipe.micro_batch_size is not None:
             raise ValueError(
                 f"micro_batch_size: objective.{key} couples the samples of a batch, so the batch cannot be split. Remove "
                 f"micro_batch_size or objective.{key}."

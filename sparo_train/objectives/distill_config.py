@@ -12,7 +12,7 @@ from ..core.registry import FromRegistry
 from ..data.examples.multi_crop import jitter_strength
 from ..models.vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .clip_config import CacheConfig, as_cache_block
-from .method import refuse_pair_keys
+from .method import RecipeBlocks, refuse_pair_keys
 
 
 def _as_teacher(value: Any) -> Any:
@@ -67,13 +67,13 @@ class DistillObjectiveConfig(Frozen):
         return self
 
 
-def check_recipe(run: Any) -> None:
+def check_recipe(recipe: RecipeBlocks[DistillObjectiveConfig]) -> None:
     """Raise `ValueError`, beginning with the dotted key, if blocks of a recipe cannot be combined with this objective."""
-    model = run.objective.model
-    if model.batch_norm and (run.engine.grad_checkpointing or run.micro_batch_size is not None):
-        key = "engine.grad_checkpointing" if run.engine.grad_checkpointing else "micro_batch_size"
+    model = recipe.objective.model
+    if model.batch_norm and (recipe.engine.grad_checkpointing or recipe.micro_batch_size is not None):
+        key = "engine.grad_checkpointing" if recipe.engine.grad_checkpointing else "micro_batch_size"
         raise ValueError(
             f"{key}: cannot be used with {model.timm_model_name}, whose batch norms need the whole batch exactly once "
             f"per step. Remove {key}."
         )
-    refuse_pair_keys(run, "objective.crops")
+    refuse_pair_keys(recipe.data, "objective.crops")

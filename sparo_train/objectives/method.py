@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,18 +14,41 @@ from ..core.recipe.config_keys import value_text
 from ..data.examples.survey import Survey
 from ..data.read.loader import Examples
 from ..data.sources.base import DataConfig
+from ..engine.device_context import DeviceConfig
 
 _PAIR_KEYS = ("crop_scale", "hflip", "trim_text")  # keys of `DataConfig` for image-text pairs only
 
 
-def accept_any(run: Any) -> None:
+C_co = TypeVar("C_co", covariant=True)
+
+
+class RecipeBlocks(Protocol[C_co]):
+    """Blocks and keys of a recipe that the rules of a method may check; `objective` is the method's own config."""
+
+    @property
+    def objective(self) -> C_co: ...
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def engine(self) -> DeviceConfig: ...
+
+    @property
+    def micro_batch_size(self) -> int | None: ...
+
+    @property
+    def start_from(self) -> Any: ...
+
+
+def accept_any(recipe: RecipeBlocks[Any]) -> None:
     """Accept any combination of blocks."""
 
 
-def refuse_pair_keys(run: Any, instead: str) -> None:
+def refuse_pair_keys(data: DataConfig, instead: str) -> None:
     """Raise `ValueError` if a recipe sets keys for image-text pairs, and name the block of keys to use instead."""
     for key in _PAIR_KEYS:
-        if getattr(run.data, key) != type(run.data).model_fields[key].default:
+        if getattr(data, key) != type(data).model_fields[key].default:
             raise ValueError(
                 f"data.{key}: applies to image-text pairs only, not to this objective. Remove it, and use {instead}."
             )
@@ -83,7 +106,7 @@ class Method:
     config: type[Frozen]
     objective: Callable[[Any], Objective]
     examples: Callable[[Any, DataConfig], Examples]
-    rules: Callable[[Any], None] = accept_any
+    rules: Callable[[RecipeBlocks[Any]], None] = accept_any
     exports: tuple[str, ...] = ()
     loss_keys: tuple[str, ...] | None = None
     choose: Callable[[Situation], Sequence[Choice]] | None = None

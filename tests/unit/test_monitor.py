@@ -77,13 +77,13 @@ def record_sweep_of(folder, names):
 
 def test_a_sweep_and_a_run_of_one_name_are_both_shown(tmp_path, recipe):
     _, runs = expand(recipe, ["seed=[1,2]", f"out={tmp_path}"])
-    assert sweep_folder(runs, "r") == tmp_path / "r"
+    assert sweep_folder(runs[0].out, "r") == tmp_path / "r"
     for name in ("r", "r-seed1"):
         submitted(tmp_path / name, "7")
     record_sweep(tmp_path / "r", ["r-seed1"])
     assert run_folders([tmp_path / "r"]) == [tmp_path / "r-seed1"]
     (tmp_path / "r/config.yaml").touch()  # a training started since
-    assert sweep_folder(runs, "r") == tmp_path / "r-sweep"
+    assert sweep_folder(runs[0].out, "r") == tmp_path / "r-sweep"
     assert run_folders([tmp_path / "r"]) == [tmp_path / "r", tmp_path / "r-seed1"]
 
 

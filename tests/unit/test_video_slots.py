@@ -277,7 +277,7 @@ def test_tasks_that_a_model_cannot_do_are_refused_before_encoding():
         (
             masks.model_copy(update={"context_frames": 3}),
             recurrent,
-            "t.context_frames=3: applies only to models that process a clip at once",
+            "t.context_frames=3: applies only to models that process a clip at once; .* Set context_frames: null",
         ),
         (masks.model_copy(update={"context_frames": 3}), binder, None),
         (probe.model_copy(update={"context_frames": 3}), recurrent, "t.context_frames=3"),
