@@ -39,8 +39,8 @@ def convert(
         int,
         typer.Option(
             min=0,
-            help="Number of images to hold out for evaluation, chosen by a hash of their content. With --as: number of the "
-            "first scenes to hold out instead; with --as and --videos: number of the first videos.",
+            help="Hold out this many images for evaluation, chosen by a hash of their content. With --as, the first scenes "
+            "(or videos, with --videos) are held out instead.",
         ),
     ] = 0,
     image_column: Annotated[

@@ -63,7 +63,9 @@ def score(
     listed: Annotated[
         bool, typer.Option("--list", help="List all data sets, their expected files, and whether these exist.")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="For weight files: model name, as in gap-ViT-B-16.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model, if CHECKPOINT is a weight file, as in gap-ViT-B-16.")
+    ] = None,
     precision: Annotated[
         str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are fp32.")
     ] = "fp32",

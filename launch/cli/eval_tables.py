@@ -17,7 +17,9 @@ from .given_options import check_figure_path
 if TYPE_CHECKING:
     from evals.report.grid import Grid
 
-Results = Annotated[list[str], typer.Argument(help="Run folders, or folders or files of results.jsonl.")]
+Results = Annotated[
+    list[str], typer.Argument(help="Run folders, other folders with a results.jsonl, or results.jsonl files.")
+]
 Mean = Annotated[
     bool,
     typer.Option(

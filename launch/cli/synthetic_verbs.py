@@ -152,7 +152,7 @@ def scenes3d(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     processes: Processes = 2,
 ) -> None:
-    """Render moving scenes as several posed cameras see them, with masks, depth and attributes."""
+    """Render moving scenes from several cameras with known poses, with masks, depth and attributes."""
     from sparo_data.synthetic.viewed_sets import SMALL
 
     from ..commands.making import make_viewed_set

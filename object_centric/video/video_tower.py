@@ -92,7 +92,7 @@ class RecurrentSlots(nn.Module):
 class HintConfig(Frozen):
     """Hints: object number k of the first frame is slot k, and slot 0 is the background, whose hint is zeros."""
 
-    of: Literal["boxes", "centres", "masks"] = field(
+    annotation: Literal["boxes", "centres", "masks"] = field(
         "boxes",
         "Annotation in the first frame from which the slot of an object is initialized: boxes (top, left, bottom, "
         "right in 0..1), centres (of boxes), or masks.",
@@ -100,7 +100,7 @@ class HintConfig(Frozen):
     hidden: int = field(256, "Hidden units of the MLP from hints to slots.", gt=0)
     encoder: ConvNetConfig = field(
         ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)),
-        "With of=masks: the convolutional network that encodes each mask.",
+        "Convolutional network that encodes each mask, for annotation=masks.",
     )
 
     def build(self, slots: int, width: int, image_size: int) -> nn.Module:
@@ -115,14 +115,14 @@ class Hint(nn.Module):
         super().__init__()
         self.config, self.slots = config, slots
         in_widths = {"boxes": 4, "centres": 2, "masks": config.encoder.width * config.encoder.side(image_size) ** 2}
-        self.mask_encoder = config.encoder.build() if config.of == "masks" else None
+        self.mask_encoder = config.encoder.build() if config.annotation == "masks" else None
         self.mlp = nn.Sequential(
-            nn.Linear(in_widths[config.of], config.hidden), nn.ReLU(), nn.Linear(config.hidden, width)
+            nn.Linear(in_widths[config.annotation], config.hidden), nn.ReLU(), nn.Linear(config.hidden, width)
         )
 
     def forward(self, labels: Tensor) -> Tensor:
         c = self.config
-        if c.of == "masks":
+        if c.annotation == "masks":
             assert self.mask_encoder is not None
             # The background's hint is zeros, like that of a missing object.
             masks = F.one_hot(labels.long(), self.slots).movedim(-1, 1).to(self.mlp[0].weight.dtype)  # type: ignore[union-attr, arg-type]
@@ -131,7 +131,7 @@ class Hint(nn.Module):
             mask_features = self.mask_encoder(masks.flatten(0, 1)[:, None].expand(-1, 3, -1, -1))
             return self.mlp(mask_features.flatten(1)).unflatten(0, (len(labels), self.slots))
         boxes = boxes_from_labels(labels, self.slots)
-        coordinates = boxes if c.of == "boxes" else (boxes[..., :2] + boxes[..., 2:]) / 2
+        coordinates = boxes if c.annotation == "boxes" else (boxes[..., :2] + boxes[..., 2:]) / 2
         return self.mlp(coordinates)
 
 
@@ -165,7 +165,7 @@ class TimedTowerConfig(SlotTowerConfig):
     hint: HintConfig | None = field(
         None,
         "Hint on a clip's first frame that initializes slots, with grouping.slot_init=given. Default: none.",
-        examples=[{"of": "boxes"}],
+        examples=[{"annotation": "boxes"}],
     )
     first_iterations: int | None = field(
         None,

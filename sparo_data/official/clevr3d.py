@@ -109,11 +109,14 @@ def _read_metadata(table: Path) -> _SceneMetadata:
         raise
     except Exception as error:  # zip, zlib and numpy's header parser may raise anything
         raise DataError(f"{table}: has no readable camera_pos ({str(error)[:200]})") from None
-    near = bool((np.abs(places) < MAX_DISTANCE).all())  # false for NaN, too
-    if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _VIEWS or not near:
+    if places.ndim != 3 or places.shape[2] != 3 or places.shape[1] < _VIEWS:
         raise DataError(
-            f"{table}: camera_pos: expected an array (scenes, views, 3) with at least {_VIEWS} views and only numbers "
-            f"below {MAX_DISTANCE:g}, got the shape {places.shape}"
+            f"{table}: camera_pos: expected an array (scenes, views, 3) with at least {_VIEWS} views, got the shape "
+            f"{places.shape}. Fetch the file again."
+        )
+    if not (np.abs(places) < MAX_DISTANCE).all():  # NaN, too
+        raise DataError(
+            f"{table}: camera_pos: expected numbers below {MAX_DISTANCE:g}, got {np.abs(places).max():g}. Fetch the file again."
         )
     if shapes is not None and (shapes.ndim != 2 or len(shapes) != len(places) or shapes.dtype.kind not in "iuf"):
         raise DataError(

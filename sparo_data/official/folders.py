@@ -58,7 +58,7 @@ def _find_pictures(root: Path, split: str, name: str) -> Path:
     if folder is None:
         listed = ", ".join(str(place) for place in dict.fromkeys(places))
         raise DataError(
-            f"{root}: image {name} is in none of these folders: {listed}. Put images/ into the folder of this file."
+            f"{root}: image {name} is in none of these folders: {listed}. Put the folder images/ next to {root.name}."
         )
     return folder
 

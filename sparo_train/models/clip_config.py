@@ -110,8 +110,8 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
         raise ValueError(
-            "timm_model_kwargs: a value must be a number, a word, true or false, and image_size must be a whole "
-            "number. Correct the value of another type."
+            f"timm_model_kwargs, image_size: expected numbers, strings, true or false, and a whole number for image_size, got {kwargs} "
+            f"and {vision.get('image_size')}. Correct the value of another type."
         )
     return infer_sizes(vision["timm_model_name"], vision.get("image_size"), kwargs)
 
@@ -183,7 +183,7 @@ class ClipConfig(Frozen):
     backbone: str | None = field(
         None,
         "Model that sets the sizes of both towers: a model of open_clip, such as ViT-B-16, or one of our small models, "
-        "ViT-Tiny-8 and ViT-Tiny-16. Default: the sizes in vision and text.",
+        "ViT-Tiny-8 and ViT-Tiny-16. Default: the sizes given in model.vision and model.text.",
     )
     vision: VisionConfig = field(VisionConfig(), "Image tower.")
     text: TextConfig = field(TextConfig(), "Text tower.")
@@ -241,7 +241,9 @@ class ClipConfig(Frozen):
             raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")
         for name, tower in (("vision", v), ("text", t)):
             if not isinstance(tower.freeze, bool | str) and tower.freeze > tower.layers - replaced:
-                raise ValueError(f"{name}.freeze={tower.freeze}: the tower has {tower.layers - replaced} blocks")
+                raise ValueError(
+                    f"{name}.freeze={tower.freeze}: exceeds the {tower.layers - replaced} blocks of the tower. Lower it."
+                )
         if replaced >= min(v.layers, t.layers):
             raise ValueError(
                 f"readout.kind={self.readout.kind}: replaces {replaced} block(s) of each tower "

@@ -86,7 +86,7 @@ def test_hostile_files_end_in_an_error_or_in_bad_samples(kind, tmp_path):
         ({"parquet": "{F}/mds/plain"}, "matches no .parquet file; the folder has no .parquet files"),
         ({"table": "{F}/write.py"}, "no column for the image"),
         ({"table": "{F}/none.csv"}, "is not a file"),
-        ({"dataset": "{F}/mds/plain"}, "cannot be loaded as split 'train'"),
+        ({"dataset": "{F}/mds/plain"}, "split 'train', cannot be loaded"),
         ({"mds": "{F}/mds/plain", "shards": "x"}, "set exactly one of shards, folder, parquet"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
 def test_tables_that_would_lose_rows_are_refused(tmp_path):
     (tmp_path / "a.jpg").write_bytes(FIXTURES.jpeg(0))
     (tmp_path / "q.csv").write_text('image,caption\na.jpg,one\na.jpg,"two inch\na.jpg,three\na.jpg,"four\na.jpg,five\n')
-    with pytest.raises(DataError, match=r"q\.csv, line 3: a quotation mark makes several rows one cell"):
+    with pytest.raises(DataError, match=r"q\.csv, line 3: a quotation mark joins several rows into one cell"):
         opened({"table": str(tmp_path / "q.csv")})
     (tmp_path / "m.csv").write_text('image,caption\na.jpg,"one, with\na second line, of text"\n')
     assert [texts for _, texts in contents(opened({"table": str(tmp_path / "m.csv")}))] == [

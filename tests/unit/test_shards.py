@@ -132,7 +132,7 @@ def test_two_members_with_one_extension_are_named(tmp_path):
             info = tarfile.TarInfo(name)
             info.size = 3
             tar.addfile(info, io.BytesIO(b"abc"))
-    with pytest.raises(BadSampleError, match="two members with one extension") as bad:
+    with pytest.raises(BadSampleError, match="two members of a sample have the same extension") as bad:
         ShardReader().read(str(tmp_path / "x.tar"), 0)
     assert bad.value.detail == "got 'a.JPG' again"
 

@@ -30,10 +30,10 @@ SMALL = {"image_size": 16, "encoder": {"channels": [8, 8], "strides": [2, 1], "k
 TOLD = {"preset": "savi", "slots": 5, "width": 16, "slot_init": "given", "qkv_width": 24}
 
 
-def told(of="boxes", target="flow_depth", **more):
+def told(annotation="boxes", target="flow_depth", **more):
     torch.manual_seed(0)
     model = {**SMALL, "decoder": {"kind": "mlp", "hidden": [16]}, "grouping": TOLD, "predictor": {}, "target": target}
-    tree = {"model": {**model, "hint": {"of": of, "hidden": 8}, **more}, "frames": {"count": 3}}
+    tree = {"model": {**model, "hint": {"annotation": annotation, "hidden": 8}, **more}, "frames": {"count": 3}}
     return VideoAutoencoder(resolve(VideoAutoencoderConfig, tree, "here"))
 
 
@@ -106,7 +106,7 @@ def test_hints_are_boxes_of_visible_objects():
     assert boxes[1, 2].tolist() == [0, 0, 8, 4] and boxes[1, [0, 1, 3, 4]].abs().sum() == 0
     torch.manual_seed(0)
     for of in ("boxes", "centres", "masks"):
-        hint = Hint(HintConfig(of=of, hidden=6), 5, 4, 8)
+        hint = Hint(HintConfig(annotation=of, hidden=6), 5, 4, 8)
         slots = hint(labels)
         nothing = torch.stack([slots[0, 0], slots[0, 2], slots[1, 0]])
         # On some CPUs, rows of one product may differ in their last bit.

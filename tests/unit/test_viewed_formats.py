@@ -227,8 +227,8 @@ def test_obsurfs_folders_become_scenes(tmp_path):
     for number, (tables, told) in enumerate(
         (
             ({"shape": np.ones((3, 3))}, "camera_pos"),
-            ({"camera_pos": np.full((3, 4, 3), 1e200)}, "camera_pos: expected .* numbers below"),
-            ({"camera_pos": np.full((3, 4, 3), np.nan)}, "camera_pos: expected .* numbers below"),
+            ({"camera_pos": np.full((3, 4, 3), 1e200)}, "camera_pos: expected numbers below"),
+            ({"camera_pos": np.full((3, 4, 3), np.nan)}, "camera_pos: expected numbers below"),
             ({"camera_pos": places, "shape": np.ones((2, 3))}, "expected a number for each object of 3 scenes"),
             ({"camera_pos": places, "shape": np.full((3, 3), "cube")}, "expected a number for each object of 3 scenes"),
             ({"camera_pos": places}, "number of objects is unknown. Remove --max-objects"),

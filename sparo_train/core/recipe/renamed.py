@@ -45,6 +45,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     "DinoHeadConfig": {"init": "weight_init"},
     "EvalConfig": {"side": "job"},
     "EvalJobConfig": {"on": "cluster"},
+    "HintConfig": {"of": "annotation"},
     "MultiViewSetConfig": {"most": "max_objects"},
     "MuonConfig": {"adamw": "adamw_patterns"},
     "NerfConfig": {**_FOURIER, **_CHUNKED},

@@ -66,8 +66,8 @@ def _load(config: HfDatasetConfig, key: str) -> Any:
     except Exception as error:  # the library raises errors of many others
         first = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise DataError(
-            f"{dotted_key(key, 'dataset')}: {config.dataset} cannot be loaded as split {config.split!r} ({first}). Give a folder of save_to_disk, or a "
-            "name on the hub that load_dataset can load here."
+            f"{dotted_key(key, 'dataset')}: {config.dataset}, split {config.split!r}, cannot be loaded ({first}). Give a folder that save_to_disk wrote, "
+            "or a name on the hub that load_dataset can load on this machine."
         ) from None
     if isinstance(found, Mapping):
         if config.split not in found:

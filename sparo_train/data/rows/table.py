@@ -90,7 +90,7 @@ def read_table(
                     for cell in cells
                     for line in cell.split("\n")[1:]
                 ):
-                    raise csv.Error("a quotation mark makes several rows one cell")
+                    raise csv.Error("a quotation mark joins several rows into one cell")
                 # Two are enough for a warning, so that a column of another meaning does not fill the memory.
                 if split and len(splits) < 2 and row[split]:
                     splits.add(row[split].strip())

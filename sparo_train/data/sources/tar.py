@@ -95,7 +95,9 @@ def _members(stream: IO[bytes], size: int) -> Iterator[tuple[tarfile.TarInfo | N
             tar.members = []  # tarfile would keep them all  # pyright: ignore[reportAttributeAccessIssue]
             # A header that leads back would be an endless loop.
             if tar.offset <= end:
-                raise tarfile.ReadError(f"a header at byte {member.offset} leads back to {tar.offset}")
+                raise tarfile.ReadError(
+                    f"the header at byte {member.offset} names an earlier byte, {tar.offset}, as its end"
+                )
             end = tar.offset
             yield member, end
     yield None, end
@@ -215,7 +217,9 @@ def unpack_any(data: bytes) -> tuple[str, dict[str, bytes]]:
             if key and group[0] != key:
                 raise ValueError("members of two samples")
             if group[1] in fields:
-                raise BadSampleError("two members with one extension", detail=f"got {member.name!r} again")
+                raise BadSampleError(
+                    "two members of a sample have the same extension", detail=f"got {member.name!r} again"
+                )
             key, end = group[0], member.offset_data + member.size
             if end > len(data):
                 raise ValueError("a tar member extends beyond the end of its sample")
