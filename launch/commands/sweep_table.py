@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +26,11 @@ from evals.report.seed_average import difference, split_seed, spread, spread_cap
 from evals.report.significance import mark_separated_best
 from sparo_train.core.errors import ConfigError, DataError, SparoError, did_you_mean
 from sparo_train.train.build import num_trained_parameters
+from sparo_train.train.run_config import RunConfig
 
 from ..jobs.sweep import expand, read_sweep
+
+logger = logging.getLogger(__name__)
 
 
 class SweepRow(NamedTuple):
@@ -82,7 +86,7 @@ def sweep_rows(sweep: Path, out: Path | None = None) -> list[SweepRow]:
         parameters = num_trained_parameters(config)
         # Runs without scores do not count: n is the number of scores, not of folders.
         records_by_folder = {folder: records for folder in folders if (records := _records(folder))}
-        _refuse_mismatched_runs(config.objective, list(records_by_folder))
+        _refuse_mismatched_runs(config, list(records_by_folder))
         results: dict[str, list[Record]] = {}
         for record in itertools.chain(*records_by_folder.values()):
             results.setdefault(record.task, []).append(record)
@@ -101,11 +105,22 @@ def checkpoint_readout_cells(name: str) -> tuple[str, ...]:
         return UNKNOWN_READOUT
 
 
-def _refuse_mismatched_runs(objective: Any, folders: Sequence[Path]) -> None:
+def _different_keys(recorded: RunConfig, config: RunConfig) -> list[str]:
+    """Return the keys of length, batch and optimizer in which a run differs from a row of the sweep."""
+    names = ("steps", "epochs", "samples", "batch_size", "start_from")
+    keys = [name for name in names if getattr(recorded, name) != getattr(config, name)]
+    before, now = (recipe.optim.model_dump(mode="json") for recipe in (recorded, config))
+    return keys + [f"optim.{key}" for key in {**before, **now} if before.get(key) != now.get(key)]
+
+
+def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
     """Raise `ConfigError` if a folder with a row's name contains another model, or two differ in more than their seeds."""
     runs_by_seed: dict[Any, tuple[str, Path]] = {}
     for folder in folders:
-        if read_recipe(folder).objective != objective:
+        recorded = read_recipe(folder)
+        if other_keys := _different_keys(recorded, config):
+            logger.warning(f"{folder}: was trained with other keys than the sweep file has: {', '.join(other_keys)}")
+        if recorded.objective != config.objective:
             raise ConfigError(
                 f"{folder}: is named like a row of the sweep but has another objective. Move it, or pass --runs."
             )

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,10 +87,9 @@ def read_sweep(path: Path) -> SweepFile:
     Raises:
         ConfigError: not a sweep file.
     """
-    tree = load_recipe(path)
-    if not is_sweep(tree):
+    if not is_sweep(load_recipe(path)):
         raise ConfigError(f"{path}: has no runs. For runs of one recipe, use `sparo eval table RUNS --seeds`.")
-    return resolve(SweepFile, tree, str(path))
+    return resolve(SweepFile, load_recipe(path, SweepFile), str(path))
 
 
 def expand(
@@ -109,10 +108,9 @@ def expand(
     Raises:
         ConfigError: a recipe that does not resolve, two runs with one name, or more runs than an array may have.
     """
-    tree = load_recipe(recipe)
-    if not is_sweep(tree):
+    if not is_sweep(load_recipe(recipe)):
         return _expand_recipe(recipe, overrides, seeds, machine)
-    sweep, configs = resolve(SweepFile, tree, str(recipe)), list[RunConfig]()
+    sweep, configs = read_sweep(recipe), list[RunConfig]()
     for name, run in sweep.runs.items():
         if (run_recipe := run.recipe or sweep.recipe) is None:
             raise ConfigError(f"{recipe}: runs.{name}.recipe: is required, because the file names no common recipe")
@@ -147,36 +145,47 @@ def record_sweep(folder: Path, names: Sequence[str]) -> None:
 def _expand_recipe(
     recipe: Path, overrides: Sequence[str], seeds: int | None, machine: str | None
 ) -> tuple[str, list[RunConfig]]:
-    if machine is not None and load_recipe(recipe).get("auto") == "here":
-        overrides = [f"auto={machine}", *overrides]
+    auto = next(
+        (o.partition("=")[2] for o in reversed(overrides) if o.startswith("auto=")), load_recipe(recipe).get("auto")
+    )
+    if machine is not None and auto == "here":
+        overrides = [*overrides, f"auto={machine}"]
     axes: dict[str, list[Any]] = {}
-    fixed: list[str] = []
+    words: list[str] = []  # overrides in the order of the command line; an axis is its key
     for text in overrides:
-        key, equals, value = text.partition("=")
+        key, equals, value = (part.strip() for part in text.partition("="))
         parsed = parse_yaml(value, f"override {text!r}") if equals else None
+        if axes.pop(key, None) is not None:  # a later value replaces the list
+            words.remove(key)
         if isinstance(parsed, list) and not _accepts_list(recipe, overrides, text):
             if not parsed:
                 raise ConfigError(f"override {text!r}: an empty list of values")
-            axes[key.strip()] = parsed
+            axes[key] = parsed
+            words.append(key)
         else:
-            fixed.append(text)
+            words.append(text)
+
+    def assign(values: Mapping[str, Any]) -> list[str]:
+        return [_assign(word, values[word]) if word in values else word for word in words]
+
     # With the first value of each axis, because a recipe may not resolve without one.
-    base = load_run(recipe, [*fixed, *(_assign(key, values[0]) for key, values in axes.items())])
+    base = load_run(recipe, assign({key: values[0] for key, values in axes.items()}))
     if seeds is not None:
         if seeds < 1:
             raise ConfigError(f"--seeds: must be at least 1, got {seeds}.")
         if "seed" in axes:
             raise ConfigError(f"--seeds {seeds}: cannot be combined with seed=[…]. Remove one of them.")
         axes["seed"] = list(range(base.seed, base.seed + seeds))
+        words.append("seed")
     count = math.prod(map(len, axes.values()))
     if count > _MOST:
         raise ConfigError(f"{count} runs: more than {_MOST} in one array. Sweep over fewer values.")
     configs = []
     for values in itertools.product(*axes.values()):
-        assignments = [_assign(key, value) for key, value in zip(axes, values, strict=True)]
+        given = dict(zip(axes, values, strict=True))
         name = "-".join([base.name, *(_suffix(key, value, axes) for key, value in zip(axes, values, strict=True))])
         # The name last, so that it replaces one in the overrides: two runs of a sweep never share a folder.
-        configs.append(load_run(recipe, [*fixed, *assignments, f"name={json.dumps(name)}"]) if assignments else base)
+        configs.append(load_run(recipe, [*assign(given), f"name={json.dumps(name)}"]) if given else base)
     _refuse_duplicates([run.name for run in configs])
     return base.name, configs
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .disk.metrics import Sample
 from .disk.pieces import CheckpointReader, Pieces
 from .ema import Follow, update_ema
+from .errors import ConfigError
 
 Batch = Mapping[str, Tensor]
 APPLIED = torch.tensor(True)  # for `Objective.after_step` if the host already knows that the step was applied
@@ -178,7 +179,7 @@ class Objective(nn.Module, ABC):
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         """Recompute activations in backward, if the objective's modules support it."""
-        raise ValueError(
+        raise ConfigError(
             f"engine.grad_checkpointing: {type(self).__name__} has no blocks to checkpoint. Set it to false."
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,8 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from .errors import ConfigError, StoppedError
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _NAMES = ("SIGINT", "SIGTERM", "SIGUSR2", "SIGHUP")
@@ -37,6 +40,7 @@ class StopFlag:
         name = signal.Signals(number).name
         # Only for Ctrl-C: SLURM sends SIGTERM more than once by itself.
         if name == "SIGINT" and self.received == "SIGINT":
+            logger.warning("second Ctrl-C: stopped at once, without saving a checkpoint")
             raise KeyboardInterrupt
         self.received = self.received or name
 

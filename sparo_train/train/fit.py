@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..core.config import resolve
 from ..core.contracts import Engine, Objective
 from ..core.disk.checkpoint_store import CheckpointStore, newest_step, read_part, read_run_meta
 from ..core.disk.rundir import RunDir, package_versions
@@ -159,6 +160,9 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
         newest = ranks.rank0_broadcast(lambda: CheckpointStore(rundir.checkpoints).latest())
         if newest is None:
             callbacks.initial_weights(config.objective, config.start_from, run.objective)
+        else:
+            run = run._replace(config=_keep_start(config, newest))
+            config = run.config
         # Before computing tokens of a whole data set for a run that would be refused; it writes nothing.
         ranks.call_on_all(lambda: rundir.refuse_changes(config))
         if run.pipeline.examples.reads_model:
@@ -213,6 +217,18 @@ def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
         load_into(run.objective, read_part(newest, "model"), str(newest))
 
 
+def _keep_start(config: RunConfig, newest: Path) -> RunConfig:
+    """Return the recipe of a resumed run with the `start_from` with which it began, because a resumed run does not read it again."""
+    try:
+        recorded = resolve(RunConfig, read_run_meta(newest)["recipe"], str(newest), stored=True).start_from
+    except SparoError:  # damaged, or of a version whose keys are gone; others report it
+        return config
+    if recorded != config.start_from:
+        began = "random weights" if recorded is None else recorded.checkpoint
+        logger.warning(f"start_from: has no effect on a resumed run, which began with {began}")
+    return config.model_copy(update={"start_from": recorded})
+
+
 def _open_run_folder(run: Run) -> str:
     """Claim the run folder, unless its newest checkpoint is from other data; return the token of the claim."""
     rundir, config = run.rundir, run.config
@@ -222,7 +238,10 @@ def _open_run_folder(run: Run) -> str:
     newest = CheckpointStore(rundir.checkpoints).latest()
     if newest is not None:
         with suppress(CheckpointError):  # the trainer reports or skips a damaged one
-            refuse_changed(read_run_meta(newest)["fingerprint"], run.pipeline.fingerprint, str(newest))
+            meta = read_run_meta(newest)
+            refuse_changed(meta["fingerprint"], run.pipeline.fingerprint, str(newest))
+            # The checkpoint may have been copied from another run, or the folder may lack its config.yaml.
+            rundir.refuse_other_recipe(config, dict(meta.get("recipe") or {}), newest)
     return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
 
 

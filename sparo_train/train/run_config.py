@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -127,6 +129,16 @@ class StartConfig(Frozen):
     )
 
 
+def _expand_path(value: Any) -> Any:
+    """Return a path without `~` and environment variables. Raises `ValueError` for a variable that is not set."""
+    if not isinstance(value, str):
+        return value
+    expanded = os.path.expandvars(Path(value).expanduser()) if value else value
+    if "$" in expanded:
+        raise ValueError(f"contains an environment variable that is not set, got {value}. Set it, or write the path")
+    return expanded
+
+
 def _as_block(value: Any) -> Any:
     return {"checkpoint": value} if isinstance(value, str) else value
 
@@ -142,7 +154,7 @@ class RunConfig(Frozen):
     }
 
     name: str = resumable_field(..., "Name of the run folder.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    out: str = resumable_field("runs", "Parent folder of run folders.")
+    out: Annotated[str, BeforeValidator(_expand_path)] = resumable_field("runs", "Parent folder of run folders.")
     seed: int = field(0, "Random seed. All sampling derives from it.", ge=0, lt=1 << 63)
     batch_size: int = field(..., "Samples per optimizer step over all ranks.", gt=0, lt=1 << 31)
     world_size: int | None = resumable_field(
@@ -247,8 +259,8 @@ class RunConfig(Frozen):
         elif self.samples is not None:
             total = self.samples // self.batch_size
         else:
-            # Rounded down, as in the code of both papers.
-            total = int((self.epochs or 0) * (self.samples_per_epoch or epoch_size)) // self.batch_size
+            # Rounded down, as in the code of both papers; in decimals, so that 0.58 of 200 is 116 and not 115.99….
+            total = int(Decimal(str(self.epochs or 0)) * (self.samples_per_epoch or epoch_size)) // self.batch_size
         if total < 1:
             raise ConfigError(f"steps/epochs/samples: shorter than one batch of {self.batch_size}")
         if self.optim.warmup_steps >= total:
@@ -268,7 +280,7 @@ class RunConfig(Frozen):
 
 def load_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe with its parents and overrides. Raises `ConfigError`."""
-    tree: Tree = load_recipe(path)
+    tree: Tree = load_recipe(path, RunConfig)
     if is_sweep(tree):
         raise ConfigError(
             f"{path}: is a sweep of {len(tree['runs'])} runs. Train them with `sparo launch train {path} --cluster local`."

@@ -207,23 +207,25 @@ class RunDir:
 
     def refuse_changes(self, config: Frozen) -> None:
         """Raise ConfigError, with the differences, if the folder contains a run of another recipe."""
-        if not self.config.exists() or self._has_no_progress():
-            return
-        old: Tree = parse_yaml(read_text(self.config), str(self.config))
+        if self.config.exists() and not self._has_no_progress():
+            self.refuse_other_recipe(config, parse_yaml(read_text(self.config), str(self.config)), self.config)
+
+    def refuse_other_recipe(self, config: Frozen, old: Tree, origin: Path) -> None:
+        """Raise ConfigError, with the differences, if `old`, the recipe of a file or checkpoint, is not that of this run."""
         new: Tree = parse_yaml(dump(config), "the recipe")
         try:  # in the form of this version, with today's defaults for missing keys
-            before = resolve(type(config), old, str(self.config), stored=True)
+            before = resolve(type(config), old, str(origin), stored=True)
         except ConfigError:
             before = config  # written by a version whose keys no longer exist: compare it as it is
         else:
-            old = parse_yaml(dump(before), str(self.config))
+            old = parse_yaml(dump(before), str(origin))
         diff_lines = differences(old, new)
         changed_blocks = [line.partition(".kind:")[0] for line in diff_lines if ".kind:" in line]
         resumable = {*resumable_keys(before, changed_blocks), *resumable_keys(config, changed_blocks)}
         changed = [line for line in diff_lines if not _is_under(line.partition(":")[0], resumable)]
         if changed:
             raise ConfigError(
-                f"{self.path}: contains a run of another recipe:\n  "
+                f"{self.path if origin == self.config else origin}: contains a run of another recipe:\n  "
                 + "\n  ".join(changed)
                 + f"\n{self._remedy(changed, getattr(type(config), 'alternatives', ()))}"
             )

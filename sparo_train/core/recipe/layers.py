@@ -6,7 +6,7 @@ run never trains on sources that its user did not name. An override that begins 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,29 +16,47 @@ from ..errors import ConfigError, did_you_mean
 from ..files import read_text
 from .config_keys import Entries, RegistryBlock, child_shape, keys_named, value_text
 from .recipe_yaml import parse_yaml
+from .trees import Tree, entry_places, get_at, leaves, set_at, shape_at, without_keys
 
-Tree = dict[str, Any]
 _OPTIONS = ("--dry-run", "--print", "--help")  # options of `sparo train`, for suggestions
 _ROW_KEYS = ("kind", "task")  # keys that name an entry of a registry; other entries have other keys
 _KEEPS_KEYS = "optim"  # blocks most of whose keys belong to every kind, which they keep when the kind changes
+_KEEPS_COMMON_KEYS = "engine"  # blocks that keep the keys which both kinds inherit
 
 
-def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
+def merge(base: Tree, over: Mapping[str, Any], shape: Any = None) -> Tree:
     """Merge `over` into a copy of `base`. An empty mapping, or one with another `kind` (or `task`), replaces the whole old mapping.
 
-    `optim` keeps its keys when its kind changes: most of them apply to every optimizer, and a dropped learning rate
-    would go unnoticed.
+    `optim` keeps its keys when its kind changes, and `engine` those that every engine has: a dropped learning rate or
+    precision would go unnoticed.
+
+    Args:
+        base, over: the trees.
+        shape: the configuration class, or the shape of an inner block; None: nothing is known of common keys.
     """
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping):
-            # Keys of the old kind would be errors under the new kind.
+            inner = child_shape(shape, key, out)
             switched = key != _KEEPS_KEYS and any(k in value and k in old and value[k] != old[k] for k in _ROW_KEYS)
-            out[key] = dict(value) if switched or not value else merge(old, value)
+            if switched:  # keys of the old kind would be errors under the new kind
+                out[key] = {**_common_keys(key, inner, old, {**old, **value}), **value}
+            else:
+                out[key] = merge(old, value, inner) if value else dict(value)
         else:
             out[key] = value
     return out
+
+
+def _common_keys(key: str, shape: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> Tree:
+    """Return the keys of an engine's block that its new kind inherits from the same class."""
+    if key != _KEEPS_COMMON_KEYS or not isinstance(shape, RegistryBlock):
+        return {}
+    models = [shape.from_registry.find_model(block) for block in (old, new)]
+    bases = [model.__mro__ if model else () for model in models]
+    common = next((base for base in bases[0] if base in bases[1] and issubclass(base, BaseModel)), BaseModel)
+    return {name: value for name, value in old.items() if name in common.model_fields and name not in _ROW_KEYS}
 
 
 def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[tuple[str, Tree]]:
@@ -69,12 +87,39 @@ def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[t
     return [*above, (str(path), tree)]
 
 
-def load_recipe(path: str | Path) -> Tree:
-    """Load a recipe and its base recipes (a path or a list of paths, relative to the file) as one tree. Raises like `recipe_layers`."""
+def load_recipe(path: str | Path, model: type[BaseModel] | None = None) -> Tree:
+    """Load a recipe and its base recipes (a path or a list of paths, relative to the file) as one tree.
+
+    With its configuration class `model`, a name that fills other keys (`objective.model.arch`) replaces those of a
+    parent. Raises like `recipe_layers`, and `ConfigError` for a null that removes an entry which no parent has.
+    """
     tree: Tree = {}
-    for _, own in recipe_layers(path):
-        tree = merge(tree, own)
+    for origin, own in recipe_layers(path):
+        tree = _add_layer(tree, own, origin, model)
     return tree
+
+
+def _add_layer(tree: Tree, own: Tree, origin: str, model: type[BaseModel] | None) -> Tree:
+    """Return the tree of the parents with the content of a file."""
+    for keys in leaves(own):
+        if model is not None and get_at(own, keys) is None:
+            _refuse_absent_entry(model, tree, own, keys, origin)
+        tree = _drop_filled_keys(model, tree, keys, get_at(own, keys))
+    return merge(tree, own, model)
+
+
+def _refuse_absent_entry(model: type[BaseModel], tree: Tree, own: Tree, keys: tuple[str, ...], origin: str) -> None:
+    """Raise `ConfigError` if a null entry of named blocks removes nothing."""
+    if len(keys) - 1 not in entry_places(model, own, keys):
+        return
+    *above, name = keys
+    entries = get_at(tree, above)
+    if not isinstance(entries, Mapping) or name not in entries:
+        known = entries if isinstance(entries, Mapping) else {}
+        raise ConfigError(
+            f"{origin}: {'.'.join(keys)}: is empty, which removes the entry of a parent recipe, but no parent has it. Write "
+            f"{name}: {{}} for an entry with defaults; {did_you_mean(name, known)}"
+        )
 
 
 def is_sweep(tree: Mapping[str, Any]) -> bool:
@@ -150,45 +195,54 @@ def override(tree: Tree, assignments: Sequence[str], model: type[BaseModel] | No
     if set_alternatives:
         tree = {key: value for key, value in tree.items() if key not in alternatives}
     for given in parsed:
-        tree = _drop_filled_keys(model, tree, given)
-    for text, given in zip(assignments, parsed, strict=True):
+        tree = _drop_filled_keys(model, tree, given.keys, given.value)
+    for given in _kinds_first(parsed):
+        text = given.text
         # Check before assigning: `optim.lr.x=1` would replace a number by a block.
         for depth in range(1, len(given.keys)):
-            at = _get_at(tree, given.keys[:depth])
+            at = get_at(tree, given.keys[:depth])
             if not isinstance(at, dict) and at is not None:
                 raise ConfigError(f"override {text!r}: {'.'.join(given.keys[:depth])} is {at!r}, not a block with keys")
-        tree = _apply_change(tree, given, list(_entry_places(model, tree, given.keys)), model)
+        tree = _apply_change(tree, given, list(entry_places(model, tree, given.keys)), model)
     return tree
 
 
-def _drop_filled_keys(model: type[BaseModel] | None, tree: Tree, change: Assignment) -> Tree:
-    """Return the tree without the keys that a name of the command line fills (`fills` of its model)."""
-    *above, last = change.keys
+def _kinds_first(changes: Sequence[Assignment]) -> list[Assignment]:
+    """Return overrides with every `kind` before other keys of its block, which it would otherwise drop."""
+    ordered: list[Assignment] = []
+    for change in changes:
+        at, above = len(ordered), change.keys[:-1]
+        if change.keys[-1] in _ROW_KEYS and above:
+            # Not before a word that sets this block, a block around it, or one of their kinds.
+            while at and not _sets_block(ordered[at - 1].keys, above):
+                at -= 1
+        ordered.insert(at, change)
+    return ordered
+
+
+def _sets_block(keys: tuple[str, ...], block: tuple[str, ...]) -> bool:
+    """Return whether an override of `keys` replaces a block, as a whole or by the kind of this block or of one around it."""
+    place = keys[:-1] if keys[-1] in _ROW_KEYS else keys
+    return block[: len(place)] == place
+
+
+def _drop_filled_keys(model: type[BaseModel] | None, tree: Tree, keys: Sequence[str], value: Any) -> Tree:
+    """Return the tree without the keys that a name at `keys` fills (`fills` of its model)."""
+    *above, last = keys
     shape: Any = model
     at: Any = tree
     for key in above:
         shape = child_shape(shape, key, at)
         at = at.get(key) if isinstance(at, Mapping) else None
     filled = getattr(shape, "fills", {}).get(last)
-    if filled is None or change.value is None or not isinstance(at, Mapping):
+    if filled is None or value is None or not isinstance(at, Mapping):
         return tree
-    return _set_at(tree, above, _without_keys(at, filled))
-
-
-def _without_keys(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> Tree:
-    """Return a tree without the leaves of `keys`."""
-    remaining = {}
-    for key, value in tree.items():
-        if key not in keys:
-            remaining[key] = value
-        elif isinstance(keys[key], Mapping) and isinstance(value, Mapping):
-            remaining[key] = _without_keys(value, keys[key])
-    return remaining
+    return set_at(tree, above, without_keys(at, filled))
 
 
 def _apply_change(tree: Tree, change: Assignment, places: Sequence[int], model: type[BaseModel] | None) -> Tree:
     for place in places:
-        entries = _get_at(tree, change.keys[:place])
+        entries = get_at(tree, change.keys[:place])
         # An entry that null removed from a parent cannot be named.
         entries = (
             {name: entry for name, entry in entries.items() if entry is not None}
@@ -198,27 +252,26 @@ def _apply_change(tree: Tree, change: Assignment, places: Sequence[int], model: 
         if entries and change.keys[place] not in entries and not change.adds:
             raise ConfigError(_no_entry_message(change, place, entries))
     if change.adds and isinstance(change.value, Mapping):
-        return merge(tree, change.patch)
+        return merge(tree, change.patch, model)
     *above, last = change.keys
-    block = _get_at(tree, above)
+    block = get_at(tree, above)
     # Only the new kind: keys below the old kind are not its keys.
     is_switched = isinstance(block, Mapping) and last in _ROW_KEYS and block.get(last) not in (None, change.value)
     if is_switched and above != [_KEEPS_KEYS] and not _derives(model, tree, above, {**block, last: change.value}):
-        return _set_at(tree, above, {last: change.value})
+        shape = shape_at(model, tree, above)
+        common = _common_keys(above[-1] if above else "", shape, block, {**block, last: change.value})
+        return set_at(tree, above, {**common, last: change.value})
     if change.value is None and len(above) in places and isinstance(block, Mapping):
-        return _set_at(tree, above, {key: value for key, value in block.items() if key != last})
-    return _set_at(tree, change.keys, change.value)
+        return set_at(tree, above, {key: value for key, value in block.items() if key != last})
+    return set_at(tree, change.keys, change.value)
 
 
 def _derives(model: type[BaseModel] | None, tree: Tree, above: Sequence[str], switched: Mapping[str, Any]) -> bool:
     """Return whether a block's new kind has all keys of the old one, because its config derives from it."""
-    shape, at = model, tree
-    for key in above:
-        shape = child_shape(shape, key, at)  # type: ignore[arg-type]
-        at = at.get(key, {}) if isinstance(at, Mapping) else {}
+    shape = shape_at(model, tree, above)
     if not isinstance(shape, RegistryBlock):
         return False
-    old, new = shape.from_registry.find_model(at), shape.from_registry.find_model(switched)
+    old, new = (shape.from_registry.find_model(block) for block in (get_at(tree, above) or {}, switched))
     return old is not None and new is not None and issubclass(new, old)
 
 
@@ -248,44 +301,12 @@ def origins(path: str | Path, assignments: Sequence[str], model: type[BaseModel]
     tree: Tree = {}
     origin_by_key: dict[tuple[str, ...], str] = {}
     steps: list[tuple[str, Tree]] = recipe_layers(path)
-    for name, own in [*steps, *((text, assignment(text, model).patch) for text in assignments)]:
-        tree = override(tree, [name], model) if name in assignments else merge(tree, own)
+    given = _kinds_first([assignment(text, model) for text in assignments])
+    for name, own in [*steps, *((change.text, change.patch) for change in given)]:
+        tree = override(tree, [name], model) if name in assignments else _add_layer(tree, own, name, model)
         # A value that a later layer replaced has no origin any more.
-        leaves = set(_leaves(tree))
-        origin_by_key = {place: origin for place, origin in origin_by_key.items() if place in leaves}
+        places = set(leaves(tree))
+        origin_by_key = {place: origin for place, origin in origin_by_key.items() if place in places}
         source = f"command line: {name}" if name in assignments else name
-        origin_by_key |= {place: source for place in _leaves(own) if place in leaves}
+        origin_by_key |= {place: source for place in leaves(own) if place in places}
     return origin_by_key
-
-
-def _leaves(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, (*above, key))
-    else:
-        yield above
-
-
-def _get_at(tree: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else tree
-    return tree
-
-
-def _set_at(tree: Any, keys: Sequence[str], value: Any) -> Any:
-    if not keys:
-        return value
-    first, *rest = keys
-    block = dict(tree) if isinstance(tree, Mapping) else {}
-    return {**block, first: _set_at(block.get(first), rest, value)}
-
-
-def _entry_places(model: type[BaseModel] | None, tree: Tree, keys: Sequence[str]) -> Iterator[int]:
-    """Return the positions in `keys` of names that users choose."""
-    shape: Any = model
-    at: Any = tree
-    for place, key in enumerate(keys):
-        if isinstance(shape, Entries):
-            yield place
-        shape = child_shape(shape, key, at)
-        at = at.get(key) if isinstance(at, Mapping) else None
