@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -47,6 +46,7 @@ from .capabilities import (
     ViewsEncoder,
 )
 from .dense import DenseEncoder
+from .identity import hash_again_if_changed, text_identity
 from .pixels import BandPixels, MappedPixels, Pixels
 
 
@@ -111,12 +111,6 @@ def encode_texts(
     return encodings[[where[c] for c in captions]]
 
 
-def text_identity(tensors: Mapping[str, Tensor], architecture: str) -> str:
-    """Return the identity of a CLIP's text side: all weights outside `visual.` except logit scale and bias, and the architecture."""
-    weights_digest = weights_sha256(tensors, lambda n: not n.startswith(("visual.", "logit_")))
-    return hashlib.sha256(f"{weights_digest}\n{architecture}".encode()).hexdigest()
-
-
 Precision = Literal["fp32", "bf16", "fp16"]
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -158,6 +152,8 @@ class Encoder(ABC):
         self.model, self.label = model.eval(), label
         self.pooling = ""  # how another library's model pools its tokens
         self.assumed = ""  # assumptions about facts that the file does not contain
+        self.exported_from = ""  # identity of the weights of which an ONNX program is an export
+        self._hashes: dict[str, Any] = {}
         self.device = next(iter(model.parameters())).device
         # In a shape that broadcasts over (n, 3, S, S).
         self.mean = torch.tensor(mean, device=self.device).view(-1, 1, 1)
@@ -246,10 +242,12 @@ class Encoder(ABC):
         picture = picture.cpu().numpy() if isinstance(picture, Tensor) else picture
         return postprocess(from_array(picture, how.pixel_range or "by_type"), UNCONVERTED)
 
-    @cached_property
+    @property
     def weights(self) -> str:
         """Return the hex SHA-256 over all parameters and buffers, whatever file they came from."""
-        return weights_sha256(self.model.state_dict())
+        return hash_again_if_changed(
+            self._hashes, "weights", self.model, lambda: weights_sha256(self.model.state_dict())
+        )
 
     def transform_with_resize(self, resize: int | None) -> Transform:
         """Return `transform` with another resize of the shorter side before the centre crop; None: unchanged."""
@@ -320,11 +318,9 @@ class TwoTowerEncoder(Encoder, TextEncoder):
 
     @property
     def text_weights(self) -> str:
-        return self._text_weights
-
-    @cached_property
-    def _text_weights(self) -> str:
-        return text_identity(self.model.state_dict(), self.architecture)
+        return hash_again_if_changed(
+            self._hashes, "text", self.model, lambda: text_identity(self.model.state_dict(), self.architecture)
+        )
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Files are read as they are; a tag or a hub name is downloaded by the library its
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,14 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
             raise CheckpointError(f"{label}: no such file, and no such tag of {name}; its tags are {tags}")
         self._refuse_other_gelu(name, weights, label)
+        described = _read_config(Path(weights)).get("model_cfg")
+        for key, value in _numbers({"quick_gelu": False, **described} if isinstance(described, dict) else {}).items():
+            own = _numbers({"quick_gelu": False, **self._config}).get(key, value)
+            if own != value:
+                raise ConfigError(
+                    f"{label}: {name} has {key}={own}, but the open_clip_config.json next to the file says {value}. Name the model "
+                    f"that the file describes, score the folder itself ({Path(weights).parent}), or move the weights."
+                )
         try:
             built: Any = open_clip.create_model_and_transforms(
                 name, pretrained=None if state else weights, force_custom_text=True, **_preprocess_kwargs(Path(weights))
@@ -174,12 +182,28 @@ class TimmVitEncoder(BackboneEncoder, PatchesEncoder, TokensEncoder):
         return self.model.forward_features(normalised)[:, self.model.num_prefix_tokens :]
 
 
-def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
-    """Return the preprocessing of a file's model, in the arguments of open_clip's builder, if an `open_clip_config.json` is next to the file."""
+def _read_config(weights: Path) -> dict[str, Any]:
+    """Return the `open_clip_config.json` next to a weight file; empty without one."""
     config_file = weights.parent / "open_clip_config.json"
     if not weights.is_file() or not config_file.is_file():
         return {}
-    preprocess_cfg = read_json(config_file, dict, CheckpointError).get("preprocess_cfg")
+    return read_json(config_file, dict, CheckpointError)
+
+
+def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and switches of a config of open_clip by dotted key."""
+    inner = {
+        f"{key}.{name}": v
+        for key, block in config.items()
+        if isinstance(block, Mapping)
+        for name, v in _numbers(block).items()
+    }
+    return {**{key: value for key, value in config.items() if isinstance(value, bool | int | float)}, **inner}
+
+
+def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
+    """Return the preprocessing of a file's model, in the arguments of open_clip's builder, if an `open_clip_config.json` is next to the file."""
+    preprocess_cfg = _read_config(weights).get("preprocess_cfg")
     words = ("mean", "std", "interpolation", "resize_mode")
     return (
         {f"image_{key}": preprocess_cfg[key] for key in words if preprocess_cfg.get(key)}
@@ -203,13 +227,16 @@ def _read_timm_config(weights: Path, name: str, label: str) -> tuple[dict[str, A
     return content["pretrained_cfg"], content["model_args"] if same else {}
 
 
+READOUT_REMEDY = (
+    "has a readout (readout.safetensors), which the library's model ignores. Score the run, or an export of layout onnx or dino; "
+    "`sparo.load_readout` applies the readout to the tokens of the library's model."
+)
+
+
 def refuse_ignored_readout(place: Path, label: str) -> None:
     """Raise `CheckpointError` for an export of sparo whose readout another library's model does not have."""
     if (place / "readout.safetensors").is_file():
-        raise CheckpointError(
-            f"{label}: {place} has a readout (readout.safetensors), which this model ignores. Score the run, or an export of layout "
-            "onnx or dino; `sparo.load_readout` applies the readout to the tokens of this model."
-        )
+        raise CheckpointError(f"{label}: {place} {READOUT_REMEDY}")
 
 
 def from_open_clip(text: str) -> OpenClipEncoder:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class HeadsEncoder(TwoTowerEncoder):
     def architecture(self) -> str:
         return f"{self.inner.architecture} heads of the last {self._layers} blocks"
 
-    @cached_property
+    @property
     def weights(self) -> str:
         return self.inner.weights
 

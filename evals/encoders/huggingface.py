@@ -12,7 +12,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError
 from sparo_train.core.files import read_json
 
 from .capabilities import PatchesEncoder, TokensEncoder
-from .foreign import BackboneEncoder, refuse_ignored_readout
+from .foreign import READOUT_REMEDY, BackboneEncoder, refuse_ignored_readout
 from .hf_pooling import hf_pooling, refuse_unsteady
 from .pixels import FlooredPixels, Pixels, SquarePixels
 
@@ -99,7 +99,13 @@ def from_huggingface(place: str) -> BackboneEncoder:
 
 def folder_remedy(place: str | Path) -> str:
     """Return what to write for a folder with a config.json."""
-    return _timm_remedy(str(place)) or f"is a model folder of Hugging Face transformers. Write hf:{place}."
+    if (Path(place) / "readout.safetensors").is_file():
+        return READOUT_REMEDY
+    if remedy := _timm_remedy(str(place)):
+        return remedy
+    texts = "text_config" in read_json(Path(place) / "config.json", dict, CheckpointError)
+    only = " for its image tower; tasks with texts need the run, or an export of layout open_clip" if texts else ""
+    return f"is a model folder of Hugging Face transformers. Write hf:{place}{only}."
 
 
 def _timm_remedy(place: str) -> str:

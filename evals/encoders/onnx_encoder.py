@@ -60,6 +60,7 @@ class OnnxFacts(BaseModel):
     text: _Text | None = None
     logit_scale: float | None = None
     logit_bias: float | None = None
+    weights: str = ""
     cosine_with_fp32: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
@@ -100,7 +101,7 @@ class OnnxEncoder(Encoder):
         self.image_size, self.slots = facts.image.size, facts.slots
         self.transform = MappedPixels(facts.image.size, facts.image.resize, rgb_first=facts.text is None)
         self.read_like(facts.image)
-        self.fixed_precision = precision
+        self.fixed_precision, self.exported_from = precision, facts.weights
         self.prefix_tokens = facts.image.prefix
         self._image = self._session("image")
 
@@ -113,10 +114,10 @@ class OnnxEncoder(Encoder):
 
     @property
     def architecture(self) -> str:
-        return self.facts.model_dump_json(exclude={"cosine_with_fp32", "name", "sparo"})
+        return self.facts.model_dump_json(exclude={"cosine_with_fp32", "name", "sparo", "weights"})
 
     @cached_property
-    def weights(self) -> str:
+    def weights(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._digest("image")
 
     def encode(self, pixels: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import ValidationError, model_validator
 from torch import Tensor
@@ -15,7 +16,7 @@ from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.core.files import parse_json, read_text, write_whole
 from sparo_train.models.weight_files.weights import weights_sha256
 
-from .encoder import Encoder, TextEncoder
+from .encoder import Encoder, Precision, TextEncoder
 from .heads import SelectedHeads, make_heads
 
 
@@ -39,16 +40,25 @@ class MaskedEncoder(Encoder):
             )
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), label or inner.label)
         self.inner, self.transform, self.image_size, self.slots = inner, inner.transform, inner.image_size, slots
-        self.precision, self.decoding = inner.precision, inner.decoding
+        self.decoding = inner.decoding
         # The value of a slot applies to all values of the slot.
         self.mask = mask.float().repeat_interleave(width // slots) if mask.shape == (slots,) else mask.float()
 
     @classmethod
     def keep_slots(cls, inner: Encoder, slots: Sequence[int]) -> MaskedEncoder:
-        """Keep these slots only."""
+        """Keep these slots only. Raises `ConfigError` for a number that is not a slot."""
+        select_slots(inner, tuple(slots))
         mask = torch.zeros(inner.slots)
         mask[list(slots)] = 1
         return _with_text(inner)(inner, mask, f"{inner.label} slots {','.join(map(str, slots))}")
+
+    @property
+    def precision(self) -> Precision:  # pyright: ignore
+        return self.inner.precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.inner.precision = precision
 
     @property
     def width(self) -> int:
@@ -69,7 +79,7 @@ class MaskedEncoder(Encoder):
         return self.apply(self.inner.encode(pixels))
 
 
-class MaskedTextEncoder(MaskedEncoder, TextEncoder):
+class MaskedTextEncoder(MaskedEncoder, TextEncoder):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The same around an encoder with a text tower."""
 
     @property
@@ -194,7 +204,7 @@ def keep_units(encoder: Encoder, selection: Selection, where: str = "--slots") -
         ConfigError: the selection was made for other weights, or does not match them.
     """
     # Compare hashes of weights instead of paths, because slots of another training mean something else.
-    if selection.checkpoint != encoder.weights:
+    if selection.checkpoint not in (encoder.weights, encoder.exported_from):
         raise ConfigError(
             f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), but {encoder.label} has "
             "other weights, whose slots mean something else. Select again, or give numbers (--slots 0,3,8-15)."
@@ -240,7 +250,7 @@ def select_slots(encoder: Encoder, slots: tuple[int, ...], **facts: Any) -> Sele
     """Keep slots chosen by the user. Raises `ConfigError` if the encoder has no such slot."""
     if encoder.slots < 2:
         raise ConfigError(f"--slots: {encoder.label} has no slots. Use a model with a readout (readout.kind=sparo).")
-    wrong = [slot for slot in slots if not 0 <= slot < encoder.slots]
+    wrong = [slot for slot in slots if not isinstance(slot, int | np.integer) or not 0 <= slot < encoder.slots]
     if wrong or not slots:
         raise ConfigError(
             f"--slots {wrong[0] if wrong else ''}: {encoder.label} has {encoder.slots} slots, numbered from 0"

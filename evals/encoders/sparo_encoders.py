@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,7 +250,7 @@ class PixelEncoder(Encoder):
     def architecture(self) -> str:
         return self.label
 
-    @cached_property
+    @property
     def weights(self) -> str:
         return "none"
 

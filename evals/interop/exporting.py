@@ -74,7 +74,10 @@ def _scores(run: Path) -> list[CardScore]:
         return []
     # Scores of some slots or of some images are not scores of the model.
     own = [record for record in records if " (slots " not in record.checkpoint and not record.facts.get("limit")]
-    return [CardScore(record.task, record.result, _step(record.facts)) for record in own]
+    return [
+        CardScore(record.task, record.result, _step(record.facts), str(record.facts.get("precision") or "fp32"))
+        for record in own
+    ]
 
 
 def _step(facts: Mapping[str, Any]) -> int | None:

@@ -24,6 +24,7 @@ from sparo_train.data.examples.image_text import EOT, SOT
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.dino_head import build_backbone
+from sparo_train.models.weight_files.weights import weights_sha256
 from sparo_train.objectives.clip import scored_weights
 
 from ..encoders.onnx_encoder import CONFIG, runtime, session, weights_file
@@ -171,7 +172,7 @@ def _clip(trained: TrainedWeights) -> tuple[dict[str, _Program], dict[str, Any]]
         dynamic = {"patches": {0: "images", 1: "patches"}, "texts": {0: "texts"}}
         programs["score"] = _Program(_Scores(model), inputs, dynamic)
     facts = {
-        **_facts(trained, size, size, 3, model.visual.prefix, config.slots),
+        **_facts(trained, model, size, size, 3, model.visual.prefix, config.slots),
         "text": {"input": "tokens", "outputs": programs["text"].outputs, "context_length": config.text.context_length},
         "logit_scale": float(model.logit_scale.detach().exp()),
         "logit_bias": None if model.logit_bias is None else float(model.logit_bias.detach()),
@@ -188,12 +189,14 @@ def _backbone(trained: TrainedWeights) -> tuple[dict[str, _Program], dict[str, A
     module = _Backbone(backbone.eval(), torch.tensor(trained.objective.mean), torch.tensor(trained.objective.std))
     size, bands = config.image_size, config.bands
     program = _Program(module, {"pixels": _images(2, bands, size)}, {"pixels": {0: "images"}})
-    facts = _facts(trained, size, round(size * 256 / 224), bands, backbone.prefix, config.slots)
+    facts = _facts(trained, backbone, size, round(size * 256 / 224), bands, backbone.prefix, config.slots)
     _complete(facts, program)
     return {"image": program}, facts
 
 
-def _facts(trained: TrainedWeights, size: int, resize: int, bands: int, prefix: int, slots: int) -> dict[str, Any]:
+def _facts(
+    trained: TrainedWeights, model: nn.Module, size: int, resize: int, bands: int, prefix: int, slots: int
+) -> dict[str, Any]:
     data = trained.data
     return {
         "format": 1,
@@ -201,6 +204,7 @@ def _facts(trained: TrainedWeights, size: int, resize: int, bands: int, prefix: 
         "name": trained.name,
         "kind": trained.objective.kind,
         "slots": slots,
+        "weights": weights_sha256(model.state_dict()),  # by which a selection of slots belongs to the export, too
         "image": {
             "input": "pixels",
             "outputs": [],

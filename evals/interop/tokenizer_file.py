@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 from sparo_train.data.examples.image_text import EOT, SOT, byte_pairs
+
+# Repairs of ftfy and of html.unescape that are common in captions.
+_QUOTES = ((r"[\u02bc\u2018-\u201b]", "'"), (r"[\u201c-\u201f]", '"'))
+_LIGATURES = "\u0132\u0133\u0149\u01c4\u01c5\u01c6\u01c7\u01c8\u01c9\u01ca\u01cb\u01cc\u01f1\u01f2\u01f3\ufb00\ufb01\ufb02\ufb03\ufb04\ufb05\ufb06"
+_ENTITIES = {"&amp;": "&", "&lt;": "<", "&gt;": ">", "&quot;": '"', "&#39;": "'", "&apos;": "'", "&nbsp;": " "}
+
+
+def _repairs() -> list[dict[str, Any]]:
+    """Return normalizers that replace curly quotes, ligatures and the usual HTML entities."""
+    letters = {letter: unicodedata.normalize("NFKC", letter) for letter in _LIGATURES}
+    return [
+        *(
+            {"type": "Replace", "pattern": {"String": old}, "content": new}
+            for old, new in (_ENTITIES | letters).items()
+        ),
+        *({"type": "Replace", "pattern": {"Regex": old}, "content": new} for old, new in _QUOTES),
+    ]
 
 
 def tokenizer_json(context_length: int) -> dict[str, Any]:
     """Return the tokenizer, which adds SOT and EOT and cuts captions to `context_length` ids.
 
-    Unlike ours, it repairs neither broken characters (ftfy) nor HTML entities.
+    Unlike ours, it repairs curly quotes, ligatures and the usual HTML entities only (not broken characters, as ftfy does).
     """
     bpe = byte_pairs()
     special = ["<start_of_text>", "<end_of_text>"]
@@ -30,6 +48,7 @@ def tokenizer_json(context_length: int) -> dict[str, Any]:
         "normalizer": {
             "type": "Sequence",
             "normalizers": [
+                *_repairs(),
                 {"type": "NFC"},
                 {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
                 {"type": "Lowercase"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from sparo_train.core.errors import DataError
 
 from ..tasks.clusters import difference_test
 from ..tasks.result import DRAWS, LOWER_IS_BETTER, bootstrap, percentiles, sum_groups
+from ..tasks.zeroshot import macro_f1, worst_group_accuracy
 from .results_file import Record, load_predictions
 
 # Options that must be equal for two scores of one name to be comparable; older results may lack those of the second
@@ -48,7 +50,12 @@ _MATCH_IF_PRESENT = (
     "batch_size",
     "repeats",
     "selected_by",
+    "border_crop",
 )
+
+
+# Metrics of classification that are not a mean over samples.
+_NOT_A_MEAN = ("f1_macro", "acc1_worst_group", "acc5_worst_group")
 
 
 class Comparison(NamedTuple):
@@ -105,9 +112,13 @@ def compare(first: Record, second: Record, metric: str | None = None) -> Compari
         )
     if first.result.task == "retrieval":
         return _retrieval(first, second, a, b, metric)
+    if metric in _NOT_A_MEAN:
+        return _compare_classification(first, second, a, b, metric)
     if "right" not in a and metric in a:
         return _compare_per_sample(first, second, a, b, metric)
     name, rows, strata = _answers(first, a, metric)
+    for record, arrays in ((first, a), (second, b)):
+        _refuse_other_metric(record, arrays[name][rows], strata, metric)
     change = (b[name].astype(np.int64) - a[name].astype(np.int64))[rows]
     worse, better = int((change < 0).sum()), int((change > 0).sum())
     names = np.unique(strata)
@@ -159,16 +170,31 @@ def _answers(record: Record, arrays: dict[str, np.ndarray], metric: str) -> tupl
     return name, rows, strata[rows]
 
 
+def _refuse_other_metric(record: Record, right: np.ndarray, strata: np.ndarray, metric: str) -> None:
+    """Raise `DataError` if right answers do not give the metric's value: the difference would be that of another metric."""
+    mean = float(np.mean([right[strata == kind].mean() for kind in np.unique(strata)]))
+    if abs(mean - record.result.metrics.get(metric, mean)) > 1e-5:
+        raise DataError(
+            f"{record.task}: {metric} is not a mean over samples, so samples of two checkpoints cannot be paired. Compare the "
+            "intervals that `sparo eval table` shows."
+        )
+
+
 def _refuse_other_kind(first: Record, second: Record) -> None:
     """Raise `DataError` if two scores of one name were computed with different options."""
+    for key in different_options(first, second):
+        one, other = first.result.options.get(key), second.result.options.get(key)
+        raise DataError(
+            f"{first.task}: {first.checkpoint} was scored with {key}={one}, but {second.checkpoint} with "
+            f"{key}={other}, so their {first.result.headline} cannot be paired"
+        )
+
+
+def different_options(first: Record, second: Record) -> list[str]:
+    """Return the options in which two scores of one task differ, so that they cannot be compared."""
     mine, theirs = first.result.options, second.result.options
-    for key in (*_MUST_MATCH, *(key for key in _MATCH_IF_PRESENT if key in mine and key in theirs)):
-        one, other = mine.get(key), theirs.get(key)
-        if one != other:
-            raise DataError(
-                f"{first.task}: {first.checkpoint} was scored with {key}={one}, but {second.checkpoint} with "
-                f"{key}={other}, so their {first.result.headline} cannot be paired"
-            )
+    keys = (*_MUST_MATCH, *(key for key in _MATCH_IF_PRESENT if key in mine and key in theirs))
+    return [key for key in keys if mine.get(key) != theirs.get(key)]
 
 
 def _compare_per_sample(
@@ -195,6 +221,42 @@ def _compare_per_sample(
     )
 
 
+def _compare_classification(
+    first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray], metric: str
+) -> Comparison:
+    """Compare a metric that is not a mean over samples, computed for both on the same resampled samples."""
+    labels = a["label"]
+    if metric == "f1_macro":
+        columns = [labels, a["predicted"][:, 0], b["predicted"][:, 0]]
+        right = [labels == predicted for predicted in columns[1:]]
+    else:
+        if "group" not in a or "group" not in b or not np.array_equal(a["group"], b["group"]):
+            raise DataError(
+                f"{first.task}: the groups of {first.checkpoint} and {second.checkpoint} differ. Score both again."
+            )
+        best = 5 if metric.startswith("acc5") else 1
+        right = [(arrays["predicted"][:, :best] == labels[:, None]).any(axis=1) for arrays in (a, b)]
+        columns = [np.unique(a["group"], return_inverse=True)[1], *right]
+    # Samples with equal values are drawn together.
+    (shared, one, other), counts = _unique_columns(columns)
+
+    def difference(weights: np.ndarray) -> float:
+        if metric == "f1_macro":
+            return macro_f1(shared, other, weights) - macro_f1(shared, one, weights)
+        return worst_group_accuracy(other, shared, weights) - worst_group_accuracy(one, shared, weights)
+
+    rng, n = np.random.default_rng(0), len(labels)
+    draws = np.asarray([difference(rng.multinomial(n, counts / n)) for _ in range(DRAWS)])
+    only_first, only_second = int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())
+    return Comparison(first.task, metric, difference(counts), percentiles(draws), only_first, only_second, None, n)
+
+
+def _unique_columns(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct rows of columns (n,), as columns, and how often each occurs."""
+    rows, counts = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_counts=True)
+    return rows.T, counts
+
+
 def _retrieval(
     first: Record, second: Record, a: dict[str, np.ndarray], b: dict[str, np.ndarray], headline: str
 ) -> Comparison:
@@ -202,15 +264,15 @@ def _retrieval(
     names = (
         [headline.replace("mean", kind) for kind in ("text", "image")] if headline.startswith("mean") else [headline]
     )
-    # Rows are images; a mean of both directions needs the same images for both.
-    columns = a["columns"].tolist()
-    if any(name not in columns for name in names):
+    # Rows are images; a mean of both directions needs the same images for both. Columns depend on the task's k.
+    columns = [arrays["columns"].tolist() for arrays in (a, b)]
+    if any(name not in known for known in columns for name in names):
         raise DataError(f"{first.task}: {headline} has no values per image. Compare another metric.")
-    at = [columns.index(name) for name in names]
-    sums, counts = (np.concatenate([a[key][:, at], b[key][:, at]], axis=1) for key in ("sums", "counts"))
+    at = [[known.index(name) for name in names] for known in columns]
+    sums, counts = (np.concatenate([a[key][:, at[0]], b[key][:, at[1]]], axis=1) for key in ("sums", "counts"))
     draws = bootstrap(sums, counts)
-    change = b["sums"][:, at[0]] - a["sums"][:, at[0]]
-    difference = draws[:, len(at) :].mean(axis=1) - draws[:, : len(at)].mean(axis=1)
+    change = sums[:, len(names)] - sums[:, 0]
+    difference = draws[:, len(names) :].mean(axis=1) - draws[:, : len(names)].mean(axis=1)
     return Comparison(
         first.task,
         headline,

@@ -21,11 +21,12 @@ class DataFacts(NamedTuple):
 
 
 class CardScore(NamedTuple):
-    """A result of the run, and the step whose weights were scored (None: unknown)."""
+    """A result of the run, the step whose weights were scored (None: unknown), and the precision of the model."""
 
     task: str
     result: Result
     step: int | None
+    precision: str = "fp32"
 
 
 class CardFacts(NamedTuple):
@@ -98,9 +99,8 @@ def _scores(facts: CardFacts) -> list[str]:
         chance = format_metric(r.headline, r.chance) if is_share(r.headline) else ""
         value = format_metric(r.headline, r.value, unit=True)
         step = "" if score.step is None else f"{score.step:,}"
-        lines.append(
-            f"| {_cell(score.task)} | {r.headline} | {value} | {low} to {high} | {r.n:,} | {chance} | {step} |"
-        )
+        task = _cell(score.task) if score.precision == "fp32" else f"{_cell(score.task)} ({score.precision})"
+        lines.append(f"| {task} | {r.headline} | {value} | {low} to {high} | {r.n:,} | {chance} | {step} |")
     lines += ["", "Scores are per cent where they are shares."]
     if any(score.step not in (None, facts.step) for score in facts.scores):
         lines.append(f"These are the weights of step {facts.step:,}. Scores of other steps belong to other weights.")

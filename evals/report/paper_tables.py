@@ -11,6 +11,7 @@ import yaml
 from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..tasks.result import Result
+from .compare import different_options
 from .grid import MARK, Cell, Column, Grid, Row
 from .results_file import Record, by_checkpoint
 from .significance import with_significance
@@ -148,6 +149,7 @@ def grid(
         t: remark for t in tasks if (remark := describe_different_data([f[t] for f in table.values() if t in f]))
     }
     notes += of_several.values()
+    notes += describe_precisions([record for found in table.values() for t, record in found.items() if t in tasks])
     notes = [" ".join(note.split()) for note in notes]  # a name with a line feed would end a comment in LaTeX
     found = Grid(TITLES.get(layout or "", "Results"), columns, rows, notes, unranked=frozenset(of_several), heads=heads)
     return with_significance(found, table, reference)
@@ -206,11 +208,27 @@ def describe_different_data(records: Sequence[Record]) -> str:
     """Return a message if results of one task are not on the same samples; otherwise empty."""
     # Results of a plug-in may have no identity of the data; then at least the size must be equal.
     if len({record.dataset or record.result.n for record in records}) < 2:
-        return ""
+        keys = sorted({key for record in records for key in different_options(records[0], record)}) if records else []
+        return (
+            f"{records[0].task}: rows were scored with different {', '.join(keys)}; the best is not marked"
+            if keys
+            else ""
+        )
     sizes = sorted({record.result.n for record in records})
     sizes_text = f"n {', '.join(map(str, sizes))}" if len(sizes) > 1 else f"n {sizes[0]} each"
     what = "another loss, or other clips of it" if records[0].result.task == "validation_loss" else "a part of it"
     return f"{records[0].task}: rows were not scored on the same samples ({sizes_text}): another set, or {what}; the best is not marked"
+
+
+def describe_precisions(records: Sequence[Record]) -> list[str]:
+    """Return a note if not all scores were computed in one precision; empty otherwise."""
+    names: dict[str, list[str]] = {}
+    for record in records:
+        names.setdefault(str(record.facts.get("precision") or "fp32"), []).append(record.checkpoint)
+    if len(names) < 2:
+        return []
+    lists = (f"{precision}: {_list_names(list(dict.fromkeys(found)))}" for precision, found in sorted(names.items()))
+    return [f"scores were computed in different precisions ({'; '.join(lists)})"]
 
 
 def _describe_mixture(records: Sequence[Record]) -> str:
@@ -220,6 +238,7 @@ def _describe_mixture(records: Sequence[Record]) -> str:
         "weights": {f["checkpoint"].get("sha256") for f in record_facts},
         "precision": {f.get("precision") for f in record_facts},
         "storage": {f.get("storage") for f in record_facts},
+        "selected units": {str(f.get("selection", f["checkpoint"].get("architecture"))) for f in record_facts},
     }
     odd = [name for name, values in facts.items() if len(values) > 1]
     return f"its scores differ in {' and '.join(odd)}. Score it again on all tasks." if odd else ""

@@ -6,10 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+
+import torch
 
 from sparo_train.core.errors import ConfigError, did_you_mean
 from sparo_train.core.files import cache_folder
+from sparo_train.models.weight_files.weights import weights_sha256
 
 from ..encoders.encoder import Precision
 from ..encoders.selection import describe_selection, read_selection
@@ -45,9 +48,17 @@ class EvalOptions:
             raise ConfigError(f"limit: must be at least 1, got {self.limit}. Correct it.")
         if self.precision not in get_args(Precision):
             raise ConfigError(f"precision: {did_you_mean(str(self.precision), get_args(Precision))}")
-        for name in ("features", "results"):
+        for name in ("features", "results", "slots"):
             if isinstance(place := getattr(self, name), str):
                 object.__setattr__(self, name, Path(place))
+
+    def selection_facts(self) -> dict[str, Any]:
+        """Return the selected units, for results: a selection file may be written again later."""
+        if not isinstance(self.slots, Path):
+            return {"units": "slots", "chosen": list(self.slots or ())}
+        selection = read_selection(self.slots)
+        mask = {"mask_sha256": weights_sha256({"mask": torch.tensor(selection.mask)})} if selection.mask else {}
+        return {"units": selection.units, "chosen": list(selection.chosen), "method": selection.method, **mask}
 
     @property
     def slots_named(self) -> str:

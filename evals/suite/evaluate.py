@@ -6,6 +6,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -252,11 +253,11 @@ def _score_each(
     return incompatible, failed
 
 
-def only_slots(encoder: Encoder, slots: Sequence[int] | Path) -> Encoder:
+def only_slots(encoder: Encoder, slots: Sequence[int] | str | Path) -> Encoder:
     """Return an encoder with only these slots, or those of a selection; others are zero. Raises `ConfigError` for a slot that it does not have."""
-    if isinstance(slots, Path):
-        return keep_units(encoder, read_selection(slots), f"--slots {slots}")
-    return keep_units(encoder, select_slots(encoder, tuple(dict.fromkeys(int(slot) for slot in slots))))
+    if isinstance(slots, str | Path):
+        return keep_units(encoder, read_selection(Path(slots)), f"--slots {slots}")
+    return keep_units(encoder, select_slots(encoder, tuple(dict.fromkeys(slots))))
 
 
 def _set_precision(encoder: Encoder, precision: Precision) -> None:
@@ -285,6 +286,8 @@ def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str
         "precision": encoder.fixed_precision or how.precision,
         "storage": how.storage,
         "limit": how.limit,
+        **({"selection": how.selection_facts()} if how.slots else {}),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 3),
         "sparo": __version__,
         "environment": environment(),

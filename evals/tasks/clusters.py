@@ -11,11 +11,46 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
+import torch
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 from scipy.stats import norm
+from torch import Tensor
 
 from .result import Z, wilson
+
+_SHADOWS = 8  # numbers by which rows are compared
+_NEAR = 1e-5  # difference of equal rows that were computed in other batches, as a share of their spread
+
+
+def first_copies(blocks: Iterable[Tensor]) -> list[int]:
+    """Return for each row the number of the first row that is equal up to rounding: a set may contain an image several times.
+
+    Args:
+        blocks: encodings (n_i, D) of images, in order.
+    """
+    shadows, directions = [], None
+    for block in blocks:
+        rows = block.flatten(1).double()
+        if directions is None:
+            directions = torch.randn(rows.shape[1], _SHADOWS, generator=torch.Generator().manual_seed(0)).double()
+        # Equal projections on random directions mean equal rows.
+        shadows.append(rows @ directions)
+    if not shadows:
+        return []
+    table = torch.cat(shadows).numpy()
+    order, n = table[:, 0].argsort(kind="stable"), len(table)
+    ordered, near = table[order], _NEAR * np.abs(table).mean()
+    # A row that is not a copy may lie between two copies in the order of the first projection.
+    pairs = [
+        np.stack([order[:-step][equal], order[step:][equal]])
+        for step in range(1, min(n, 5))
+        if (equal := (np.abs(ordered[step:] - ordered[:-step]) <= near).all(1)).any()
+    ]
+    rows, columns = np.concatenate(pairs, axis=1) if pairs else np.zeros((2, 0), np.int64)
+    graph = coo_matrix((np.ones(len(rows), bool), (rows, columns)), (n, n))
+    groups = connected_components(graph, directed=False)[1]
+    return np.unique(groups, return_index=True)[1][groups].tolist()
 
 
 def assign_clusters(names: Sequence[Iterable[Hashable]]) -> np.ndarray | None:

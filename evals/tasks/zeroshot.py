@@ -87,22 +87,32 @@ def with_macro_f1(result: Result) -> Result:
     """Add `f1_macro`: the F1 score averaged over the classes that occur in the labels, as WILDS computes it for iWildCam."""
     labels, predicted = result.predictions["label"], result.predictions["predicted"][:, 0]
     pairs, counts = np.unique(np.stack([labels, predicted], axis=1), axis=0, return_counts=True)
-    present, size = np.unique(labels), int(pairs.max()) + 1
-    right = pairs[:, 0] == pairs[:, 1]
-
-    def macro_f1(weights: np.ndarray) -> float:
-        # Twice the right images of a class, divided by its images plus those predicted as it.
-        both = np.bincount(pairs.T.ravel(), weights=np.tile(weights, 2), minlength=size)[present]
-        twice = 2 * np.bincount(pairs[right, 0], weights=weights[right], minlength=size)[present]
-        # A class that a resampled set neither contains nor predicts does not count there.
-        return float((twice[both > 0] / both[both > 0]).mean())
-
     rng, total = np.random.default_rng(0), int(counts.sum())
-    draws = [macro_f1(rng.multinomial(total, counts / total)) for _ in range(DRAWS)]
+    (true, named), draws = pairs.T, []
+    for _ in range(DRAWS):
+        draws.append(macro_f1(true, named, rng.multinomial(total, counts / total)))
     return result._replace(
-        metrics={**result.metrics, "f1_macro": macro_f1(counts)},
+        metrics={**result.metrics, "f1_macro": macro_f1(true, named, counts)},
         intervals={**result.intervals, "f1_macro": percentiles(np.asarray(draws))},
     )
+
+
+def macro_f1(labels: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
+    """Return the mean F1 score over the classes in `labels` (n,), with a weight per sample: how often it occurs."""
+    present, size = np.unique(labels), int(max(labels.max(), predicted.max())) + 1
+    right = labels == predicted
+    # Twice the right images of a class, divided by its images plus those predicted as it.
+    both = (np.bincount(labels, weights, size) + np.bincount(predicted, weights, size))[present]
+    twice = 2 * np.bincount(labels[right], weights[right], size)[present]
+    # A class that a resampled set neither contains nor predicts does not count there.
+    return float((twice[both > 0] / both[both > 0]).mean())
+
+
+def worst_group_accuracy(right: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> float:
+    """Return the lowest accuracy of a group, for groups (n,) numbered from 0 and a weight per sample."""
+    total = np.bincount(groups, weights)
+    hits = np.bincount(groups, weights * right)
+    return float((hits[total > 0] / total[total > 0]).min())
 
 
 def with_groups(result: Result, groups: Sequence[int | str]) -> Result:

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from evals.report.compare import compare
+from evals.report.paper_tables import describe_precisions
 from evals.report.plots import relative_change
 from evals.report.results_file import Record, find_records
 from evals.tasks.result import format_metric
@@ -55,6 +56,8 @@ def print_comparison(first: str, second: str, plot: Path | None) -> None:
             str(c.only_second),
             "-" if c.p is None else f"{c.p:.2g}",
         )
+    for note in describe_precisions([side[task] for side in sides for task in compared]):
+        console.print(note, soft_wrap=True)
     if not compared:
         raise ConfigError(f"{first} and {second}: no task can be compared, for the reasons above")
     out.print_wide(table)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from evals.encoders.selection import Selection, write_selection
 from evals.report.results_file import refuse_unwritable
 from evals.sets.base import EvalSet, lines
 from evals.slots.eval_inputs import open_images
 from evals.slots.naming import Naming, caption_words, contain_names, name_slots
 from evals.slots.units import get_text_tower
+from evals.tasks.clusters import first_copies
 from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
@@ -64,9 +67,14 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
         raise ConfigError(
             f"--task {name}: has no captions and no classes, so names cannot be tested on it. Name another."
         )
+    # An image that the set contains several times is one image, so that no copy is in the other half.
+    merged: dict[int, list[str]] = {}
+    for first, texts in zip(first_copies(features.blocks()), captions, strict=True):
+        merged.setdefault(first, []).extend(texts)
+    captions = list(merged.values())
     names = vocabulary or caption_words(captions, _MAX_NAMES)
     naming = name_slots(
-        bench.units.images(features.in_memory()),
+        bench.units.images(features.rows(torch.tensor(list(merged)))),
         bench.units.texts(tower.text([name_options.template.replace("{c}", one) for one in names])),
         names,
         contain_names(captions, names),

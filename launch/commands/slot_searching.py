@@ -117,7 +117,12 @@ def _is_image(query: str) -> bool:
 
 def _slot_numbers(bench: Bench, slots: tuple[int, ...] | Path) -> list[int]:
     if isinstance(slots, Path):
-        return sorted(bench.read_selection(slots, "--slots").chosen)
+        selection = bench.read_selection(slots, "--slots")
+        if selection.mask:
+            raise ConfigError(
+                f"--slots {slots}: is a mask, but images are compared in whole slots. Name a selection, or numbers."
+            )
+        return sorted(selection.chosen)
     if wrong := [slot for slot in slots if not 0 <= slot < bench.units.number]:
         raise ConfigError(f"--slots {wrong[0]}: {bench.checkpoint} has {bench.units.number} slots, numbered from 0")
     return list(slots)

@@ -183,6 +183,8 @@ def tokenizer(tmp_path_factory):
 @settings(max_examples=300, deadline=None)
 @example("It's 3 o'clock;   a cat's café, naïve ÉTUDE — 日本語 😀 <end_of_text>")
 @example("word " * 40)
+@example("a dog’s toy, “a red sign”, ‘so’ said")
+@example("ﬁne ﬂow, Ĳssel, salt &amp; pepper, 2 &lt; 3, &quot;no&quot;")
 @given(
     st.text(
         st.characters(blacklist_categories=("Cs", "Cc", "Co", "Cn", "Mn", "Lm", "Sk"), max_codepoint=0x24F), max_size=60
@@ -192,7 +194,8 @@ def test_the_tokenizer_file_gives_the_same_ids(tokenizer, text):
     ours = ClipTokenizer(24)
     import ftfy
 
-    if "&" not in text and ftfy.fix_text(text) == text:  # the tokenizer's file does not repair texts
+    repaired = all(letter in text for letter in "’“") or "ﬁ" in text
+    if repaired or ("&" not in text and ftfy.fix_text(text) == text):  # the file repairs some characters only
         assert tokenizer.encode(text).ids == ours(text)
 
 

@@ -14,7 +14,7 @@ from evals.slots.margins import interval
 from evals.slots.selection_report import gain
 from evals.suite import answers
 from evals.tasks import pairs, questions
-from evals.tasks.clusters import assign_clusters, difference_test, mean_error, share_interval
+from evals.tasks.clusters import assign_clusters, difference_test, first_copies, mean_error, share_interval
 from evals.tasks.questions import Answers
 from evals.tasks.result import wilson
 from tests.unit.test_compare import two
@@ -162,3 +162,14 @@ def test_answers_of_plugins_may_share_an_image():
     for name in ("keys", "kinds", "images"):
         with pytest.raises(ValueError, match=rf"Answers\.{name}: has 5 entries for 6 answers"):
             answers.score_answers(made._replace(**{name: list("aabbc")}), "longer")
+
+
+def test_copies_of_an_image_are_found_by_their_encodings():
+    g = torch.Generator().manual_seed(0)
+    images = F.normalize(torch.randn(40, 64, generator=g), dim=-1)
+    order = torch.randperm(120, generator=g) % 40
+    rows = images[order] * (1 + 1e-7 * torch.randn(120, 1, generator=g))  # as computed in another batch
+    first = {int(image): order.tolist().index(int(image)) for image in order.unique()}
+    assert first_copies(rows.split(50)) == [first[int(image)] for image in order]
+    assert first_copies([images]) == list(range(40)) and first_copies([]) == []
+    assert first_copies([images[:1]]) == [0]

@@ -10,6 +10,7 @@ from scipy.stats import binom
 from evals.report import grid_text
 from evals.report import paper_tables as layouts
 from evals.report.compare import compare
+from evals.report.leaderboard import read_leaderboard
 from evals.report.plots import draw_curves, relative_change
 from evals.report.results_file import append, find_records, read_records
 from evals.report.seed_average import over_seeds
@@ -379,3 +380,66 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
     append(tmp_path / "other", "weights.pt", "t", scored([1, 0]), {})
     with pytest.raises(ConfigError, match=r"weights\.pt has no config\.yaml"):
         over_seeds(layouts.grid(read_records([tmp_path / "other"]), None))
+
+
+def grouped(rows, classes, headline):
+    """Score predictions (label, predicted, group) by a metric that is not a mean over samples."""
+    labels, predicted, groups = (torch.tensor(column) for column in zip(*rows, strict=True))
+    found = torch.stack([(predicted + i) % classes for i in range(classes)], 1)[:, :5]
+    result = zeroshot.with_macro_f1(zeroshot.result_from_ranking(found, labels, classes, "zeroshot"))
+    result = zeroshot.with_groups(result, groups.tolist())
+    return result._replace(headline=headline, keys=tuple(map(str, range(len(rows)))), data="d" * 64)
+
+
+@pytest.mark.parametrize("headline", ["f1_macro", "acc1_worst_group", "acc5_worst_group"])
+def test_metrics_that_are_no_mean_are_compared_by_their_own_difference(tmp_path, headline):
+    rng = np.random.default_rng(0)
+    labels, groups = rng.integers(0, 6, 200), rng.integers(0, 2, 200)
+    second = np.where(rng.random(200) < 0.3, labels, rng.integers(0, 6, 200))
+    # Better in one group only, where the lowest accuracy and some classes do not change.
+    first = np.where((groups == 1) & (rng.random(200) < 0.8), labels, second)
+    results = [grouped(list(zip(labels, x, groups, strict=True)), 6, headline) for x in (first, second)]
+    found = compare(*two(tmp_path, *results))
+    expected = results[1].metrics[headline] - results[0].metrics[headline]
+    assert found.difference == pytest.approx(expected, abs=1e-12) and found.p is None
+    assert found.interval[0] <= expected <= found.interval[1]
+    accuracy = compare(*two(tmp_path / "acc1", *(r._replace(headline="acc1") for r in results)))
+    assert accuracy.difference != pytest.approx(expected, abs=1e-3)
+
+
+def test_retrieval_with_another_k_is_compared_by_the_common_metric(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    image = torch.randn(60, 8, generator=g)
+    text = [image + noise * torch.randn(60, 8, generator=g) for noise in (1.0, 0.7)]
+
+    def scored_at(number, ks):
+        found = retrieval.score(image, text[number], torch.arange(60), ks)
+        return found._replace(headline="mean_R@5", keys=tuple(map(str, range(60))), data="d")
+
+    same = compare(*two(tmp_path / "same", scored_at(0, (1, 5)), scored_at(1, (1, 5))))
+    other = compare(*two(tmp_path / "other", scored_at(0, (1, 5)), scored_at(1, (5, 10, 20))))
+    assert other == same and same.interval[0] <= same.difference <= same.interval[1]
+
+
+def test_a_metric_that_right_answers_do_not_give_is_not_paired(tmp_path):
+    results = [scored([1] * n + [0] * (10 - n)) for n in (4, 6)]
+    odd = [r._replace(headline="mine", metrics={**r.metrics, "mine": r.metrics["acc1"] / 2}) for r in results]
+    with pytest.raises(DataError, match="mine is not a mean over samples"):
+        compare(*two(tmp_path, *odd))
+
+
+def test_tables_report_other_options_and_precisions(tmp_path):
+    results = [scored([1] * n + [0] * (10 - n)) for n in (4, 6)]
+    for name, result, templates, precision in (("a", results[0], 6, "fp32"), ("b", results[1], 1, "bf16")):
+        options = {"templates": templates}
+        append(tmp_path / name, name, "t", result._replace(options=options), {"precision": precision})
+    notes = layouts.grid(read_records([tmp_path / "a", tmp_path / "b"]), None).notes
+    assert "t: rows were scored with different templates; the best is not marked" in notes
+    assert any(note.startswith("scores were computed in different precisions (bf16: b; fp32: a)") for note in notes)
+
+
+def test_the_newest_result_is_on_the_leaderboard(tmp_path):
+    for name, right, time in (("a_new", 6, "2026-02-02T00:00:00+00:00"), ("b_old", 4, "2026-01-01T00:00:00+00:00")):
+        append(tmp_path / name, "run", "t", scored([1] * right + [0] * (10 - right)), {"time": time})
+    (entry,) = read_leaderboard(tmp_path).entries
+    assert entry.cells[0].value == pytest.approx(0.6)

@@ -153,7 +153,9 @@ def test_samples_of_a_group_are_in_one_half():
     owner = torch.tensor(
         [0, 1, 1, 2, 3, 4, 5, 6]
     )  # images 0 and 1 share a caption, and 1 has another one; 2 and 3 show the same object
-    features = Features([np.zeros((7, 2), np.float32)], list("0123456"), [[]] * 7)
+    features = Features(
+        [np.eye(7, 2, dtype=np.float32) + np.arange(7, dtype=np.float32)[:, None]], list("0123456"), [[]] * 7
+    )
     nothing = torch.zeros(8, 2)
     units = cast(Any, None)
     pairs = Pairs(units, features, nothing, nothing, owner, found, "macro", "")
