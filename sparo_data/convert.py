@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from evals.sets.base import lines
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError, did_you_mean
 from sparo_train.core.files import escape_control_chars, read_bytes
 from sparo_train.data.decode.decoding import PUBLISHED, decode, has_16bit_channels, notes, open_picture, suffixes
+from sparo_train.data.examples.samples import parse_list
 from sparo_train.data.rows.columns import CAPTION_COLUMNS
 from sparo_train.data.rows.table import IMAGE_COLUMNS, read_table
 from sparo_train.data.sources.folder import (
@@ -31,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 def table_rows(
     table: Path, image_column: str | None, caption_column: str | None, separator: str | None
-) -> Iterator[tuple[int, str, str]]:
-    """Yield the line that each row ends in, its image and its caption, either of them possibly empty.
+) -> Iterator[tuple[int, str, str, dict[str, str]]]:
+    """Yield the line that each row ends in, its image and its caption, either of them possibly empty, and its other cells by column.
 
     Args:
         table: the file.
@@ -49,10 +52,15 @@ def table_rows(
         (image_column,) if image_column else IMAGE_COLUMNS,
         (caption_column,) if caption_column else CAPTION_COLUMNS,
     )
-    for line, (image, caption) in read_table(
-        table, lambda names: _columns(table, names, candidates), candidates[0], separator
-    ):
-        yield line, image, caption
+    others: list[str] = []
+
+    def choose(names: Sequence[str]) -> list[str]:
+        chosen = _columns(table, names, candidates)
+        others[:] = [name for name in names if name and name not in chosen and list(names).count(name) == 1]
+        return [*chosen, *others]
+
+    for line, (image, caption, *cells) in read_table(table, choose, candidates[0], separator):
+        yield line, image, caption, {name: cell for name, cell in zip(others, cells, strict=True) if cell}
 
 
 def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -288,9 +296,11 @@ def convert_csv(
         raise DataError(f"{table}: no such file")
 
     def samples() -> Iterator[tuple[int, CaptionedImage]]:
-        for number, (line, *row) in enumerate(table_rows(table, image_column, caption_column, separator)):
+        for number, (line, image, text, others) in enumerate(
+            table_rows(table, image_column, caption_column, separator)
+        ):
             if is_in_part(number, per_shard, part):
-                if (sample := _load_table_sample(table, line, *row, skip_missing=skip_missing)) is not None:
+                if (sample := _load_table_sample(table, line, image, text, others, skip_missing)) is not None:
                     yield number, sample
                 else:
                     missing.add(line)  # the table is read twice if a test set is kept
@@ -305,7 +315,9 @@ def convert_csv(
         raise DataError(f"{table}: not UTF-8 ({error}). Convert it, e.g. with iconv -f latin1 -t utf-8.") from None
 
 
-def _load_table_sample(table: Path, line: int, image: str, caption: str, skip_missing: bool) -> CaptionedImage | None:
+def _load_table_sample(
+    table: Path, line: int, image: str, caption: str, others: Mapping[str, str], skip_missing: bool
+) -> CaptionedImage | None:
     if not image.strip() or not caption.strip():
         raise DataError(f"{table}, line {line}: no image or no caption")
     path = table.parent / image
@@ -324,4 +336,14 @@ def _load_table_sample(table: Path, line: int, image: str, caption: str, skip_mi
     if suffix is None:
         raise DataError(f"{table}, line {line}: not a readable image, got {image!r}. Convert it, or remove the row.")
     # Keep the file's own bytes if it is upright, because encoding a JPEG again would lose quality.
-    return apply_exif_orientation(path.read_bytes(), suffix)._replace(caption=caption)
+    sample = apply_exif_orientation(path.read_bytes(), suffix)
+    try:
+        captions = [text for text in parse_list(caption) or () if text.strip()]
+    except BadSampleError as bad:
+        raise DataError(f"{table}, line {line}: {bad.full_message()}. Write the list in JSON.") from None
+    facts: dict[str, Any] = {**others, "captions": captions} if len(captions) > 1 else dict(others)
+    return sample._replace(
+        caption=captions[0] if captions else caption,
+        captions=tuple(captions),
+        json=json.dumps(facts, ensure_ascii=False).encode() if facts else b"",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def convert_source(source: Source, out: Path, per_shard: int, part: Share | None
         source: the source.
         out: folder for the shards.
         per_shard: samples per shard.
-        part: write only the i-th of n parts; all parts together write the same bytes as one conversion.
+        part: write only the i-th of n parts; all parts together write the same samples as one conversion, and the same bytes if no sample is skipped.
         test: number of images to keep from training, for a retrieval set.
 
     Raises:
@@ -58,7 +58,24 @@ def _captioned_image(fields: dict[str, bytes], source: Source) -> CaptionedImage
     image = image_bytes(fields, source.config.image_keys)
     extension = _extension(image)
     sample = apply_exif_orientation(image, extension)
-    return sample._replace(caption=captions[0], captions=tuple(captions), json=fields.get("json", b""))
+    facts = _other_facts(fields, captions)
+    return sample._replace(caption=captions[0], captions=tuple(captions), json=facts.encode("utf-8", "surrogatepass"))
+
+
+def _other_facts(fields: dict[str, bytes], captions: Sequence[str] = ()) -> str:
+    """Return the `.json` of a sample, with its class (`label`) and all captions (`captions`) if it lacks them; empty if there is nothing."""
+    text = fields.get("json", b"").decode("utf-8", "replace")
+    more: dict[str, Any] = {"captions": list(captions)} if len(captions) > 1 else {}
+    if "cls" in fields:
+        label = fields["cls"].decode("utf-8", "replace").strip()
+        more["label"] = int(label) if label.isdecimal() else label
+    try:
+        facts = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(facts, dict) or not more:
+        return text
+    return json.dumps({**more, **facts}, ensure_ascii=False)
 
 
 def _extension(image: bytes) -> str:
@@ -120,10 +137,6 @@ def write_parquet(source: Source, out: Path, per_file: int) -> ConversionResult:
 
 
 def _parquet_row(key: str, fields: dict[str, bytes], source: Source) -> dict[str, Any]:
-    other = fields.get("json", b"").decode("utf-8", "replace")
-    if "cls" in fields:
-        label = fields["cls"].decode("utf-8", "replace").strip()
-        other = other or json.dumps({"label": int(label) if label.isdecimal() else label})
     captions = list_captions(fields, source.config) if source.config.has_captions and source.config.caption_key else []
     image = image_bytes(fields, source.config.image_keys)
-    return {"key": key, "image": image, "caption": captions, "json": other or None}
+    return {"key": key, "image": image, "caption": captions, "json": _other_facts(fields) or None}

@@ -141,6 +141,8 @@ def convert(
     from sparo_train.data.sources.detect import source_block
 
     data_set = next(iter(source_block([place])))
+    if to == "parquet" and data_set == "folder":
+        _refuse_captioned_folder(source)
     if to == "parquet" or data_set not in ("shards", "table", "folder"):
         _refuse_options(file_options, "folders and tables that become shards")
         keys = {"image_keys": image_column and (image_column,), "caption_key": caption_column, "split": split}
@@ -156,6 +158,16 @@ def convert(
     else:
         raise ConfigError(_conversion_error(source))
     _print_summary(folder, converted, own is None, to)
+
+
+def _refuse_captioned_folder(folder: Path) -> None:
+    """Raise `ConfigError` for a folder with captions, which training reads from shards only, so that Parquet files would lack them."""
+    names = (path.name for path in folder.rglob("*") if path.suffix.lower() in (".txt", ".csv", ".jsonl"))
+    if name := next((name for name in names if name != "classnames.txt"), None):
+        raise ConfigError(
+            f"--to parquet: captions of a folder, such as {name}, are not read. Run `sparo data convert {shlex.quote(str(folder))} SHARDS`, "
+            "then `sparo data convert SHARDS OUT --to parquet`."
+        )
 
 
 def _refuse_options(options: Mapping[str, object], applies_to: str) -> None:

@@ -59,7 +59,7 @@ def test_sweeps_apply_words_in_their_order(base):
     kinds = "objective.model.readout.kind=[sparo,attpool]"
     for words in ([kinds, "objective.model.readout.slots=8"], ["objective.model.readout.slots=8", kinds]):
         assert [run.objective.model.readout.slots for run in expand(base, words)[1]] == [8, 8]
-    name, runs = expand(base, ["optim.lr=[1e-3,2e-3]", "optim.lr=5e-4"])
+    _, runs = expand(base, ["optim.lr=[1e-3,2e-3]", "optim.lr=5e-4"])
     assert [run.optim.lr for run in runs] == [5e-4]
 
 
@@ -72,7 +72,9 @@ def test_the_command_line_precedes_lists_of_a_sweep_file(base, tmp_path):
 
 def test_an_empty_entry_of_a_file_is_refused_if_no_parent_has_it(base, tmp_path):
     sweep = write(tmp_path / "sweep.yaml", {"recipe": str(base), "runs": {"baseline": None, "big": {"overrides": []}}})
-    with pytest.raises(ConfigError, match=r"runs\.baseline: is empty, which removes .* Write baseline: \{\} for an entry"):
+    with pytest.raises(
+        ConfigError, match=r"runs\.baseline: is empty, which removes .* Write baseline: \{\} for an entry"
+    ):
         read_sweep(sweep)
     child = write(tmp_path / "child.yaml", {"extends": str(base), "data": {"sources": {"mian": None}}})
     with pytest.raises(ConfigError, match=r"data\.sources\.mian: is empty.*no parent has it"):

@@ -50,7 +50,8 @@ def image_bytes(fields: Mapping[str, bytes], keys: Sequence[str]) -> bytes:
 
 def _missing_error(reason: str, fields: Mapping[str, bytes], keys: Sequence[str]) -> BadSampleError:
     """Return the error for a member that is missing, or has another extension because the file's name contains an additional dot."""
-    names = [name for name in fields if "." in name and not name.startswith(_PLANES)]
+    numbered = any(re.fullmatch(r"\d+\.txt", name) for name in fields)  # captions of frames do not exist
+    names = [name for name in fields if "." in name and (numbered or not name.startswith(_PLANES))]
     dotted = next((name for name in names if name.rpartition(".")[2] in keys), None)
     if dotted is None:
         got = ", ".join(list(fields)[:6]) or "none"

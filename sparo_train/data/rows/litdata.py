@@ -14,7 +14,7 @@ from ...core.errors import ConfigError, DataError
 from ..servers.ranges import read_range
 from ..servers.remote import get_file_size
 from ..sources.base import SourceKind, dotted_key
-from .columns import RowsConfig
+from .columns import RowsConfig, choose_sampled
 from .groups import Group, process_groups
 from .packed import (
     Decode,
@@ -95,7 +95,12 @@ class LitDataFile(PackedFile, Group):
             found = pa.ipc.open_file(pa.py_buffer(data).slice(begin, length)).read_all()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.url}: its table is damaged ({error}). Copy the data set again.") from None
-        if len(found) != len(self) or not self._wanted <= set(found.column_names):
+        if lacking := self._wanted - set(found.column_names):
+            raise DataError(
+                f"{self.url}: its Arrow table has the columns {', '.join(found.column_names)} and lacks {', '.join(sorted(lacking))}. "
+                "Nested samples are not supported: write a flat dictionary of image and captions."
+            )
+        if len(found) != len(self):
             raise DataError(f"{self.url}: its Arrow table does not match index.json. Copy the data set again.")
         return found.select(sorted(self._wanted))
 
@@ -123,10 +128,12 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
     # Not `chunk_bytes` of the index, which contains the table of offsets in some versions only.
     with ThreadPoolExecutor(32) as pool:
         sizes = list(pool.map(get_file_size, urls))
-    return [
+    files = [
         open_packed(LitDataFile, url, chunk.get("chunk_size"), size, fields, config, chunk)
         for url, chunk, size in zip(urls, chunks, sizes, strict=True)
     ]
+    choose_sampled(files)
+    return files
 
 
 def _leaf_names(settings: Mapping[str, Any], count: int) -> list[str]:

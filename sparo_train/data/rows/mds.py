@@ -9,7 +9,7 @@ from typing import Literal
 from ...core.config import field, resumable_field
 from ...core.errors import DataError
 from ..sources.base import SourceKind, dotted_key
-from .columns import RowsConfig
+from .columns import RowsConfig, choose_sampled
 from .packed import (
     Decode,
     PackedField,
@@ -88,6 +88,7 @@ def _open_mds(config: MdsConfig, key: str, _write_index: bool) -> list[MdsFile]:
                 f"{config.mds}/index.json: the columns of {url} are not described. Copy the data set again."
             ) from None
         files.append(open_packed(MdsFile, url, shard.get("samples"), raw.get("bytes"), fields, config, shard))
+    choose_sampled(files)
     return files
 
 

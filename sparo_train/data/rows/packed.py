@@ -22,7 +22,7 @@ from ...core.errors import BadSampleError, DataError
 from ..servers.ranges import read_range
 from ..servers.remote import open_filesystem, with_retries
 from ..sources.shards import RangeStorage, process_reader
-from .columns import Columns, RowsConfig, choose_columns, encode_picture, row_members
+from .columns import Columns, RowsConfig, choose_columns, content_sample, encode_picture, row_members
 
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_SAMPLES = 1 << 26  # of a file, whose table of offsets is read as a whole
@@ -50,6 +50,7 @@ class PackedFile(RangeStorage):
         self.url, self._length, self._size, self._fields = url, length, size, fields
         self._columns, self._digest = columns, digest
         self._offsets: np.ndarray | None = None
+        self.is_sampled = False
         self._wanted = {columns.image, *columns.others.values()}
 
     def __len__(self) -> int:
@@ -57,6 +58,9 @@ class PackedFile(RangeStorage):
 
     def digest(self) -> str:
         return self._digest
+
+    def sampled_hash(self) -> str:
+        return content_sample(self) if self.is_sampled else self._digest
 
     def version(self) -> tuple[bytes, int]:
         return self._digest.encode(), self._size
@@ -117,7 +121,9 @@ def decode_picture(data: bytes) -> bytes:
     """Encode a picture that both formats store as width, height, length of the mode's name, mode and pixels."""
     width, height, length = struct.unpack_from("<3I", data)
     mode = data[12 : 12 + length].decode("ascii")
-    if mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I", "F"):
+    if mode == "P":
+        raise BadSampleError("a picture with a palette, which this format does not store")
+    if mode not in ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I", "F"):
         raise ValueError(f"a picture of mode {mode}, which is not supported")
     return encode_picture(Image.frombytes(mode, (width, height), data[12 + length :]))
 

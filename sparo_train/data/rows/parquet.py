@@ -11,7 +11,15 @@ from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, ConfigError, DataError
 from ..servers.remote import find_shards, open_filesystem, refuse_several_splits, with_retries
 from ..sources.base import SourceKind, dotted_key
-from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
+from .columns import (
+    Columns,
+    RowsConfig,
+    choose_columns,
+    choose_sampled,
+    row_members,
+    split_column,
+    warn_of_several_splits,
+)
 from .groups import Group, process_groups
 
 
@@ -32,6 +40,7 @@ class RowGroup(Group):
         self._columns, self._names = columns, list(dict.fromkeys([columns.image, *columns.others.values()]))
         self.row_bytes = -(-metadata.total_byte_size // max(1, metadata.num_rows))
         facts = [metadata.num_rows, *(_column_facts(metadata.column(i)) for i in range(metadata.num_columns))]
+        self.is_sampled = False
         self._digest = hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -51,7 +60,17 @@ class RowGroup(Group):
     def digest(self) -> str:
         return self._digest
 
+    def sampled_hash(self) -> str:
+        """Return a hash of the captions of a sampled row group, which statistics do not show if they were not written."""
+        if not self.is_sampled:
+            return self._digest
+        captions = self._read([name for name in self._names if name != self._columns.image])
+        return hashlib.sha256(str(captions.to_pylist()).encode(errors="surrogatepass")).hexdigest()[:16]
+
     def table(self) -> Any:
+        return self._read(self._names)
+
+    def _read(self, names: list[str]) -> Any:
         import pyarrow.parquet as pq
 
         def read() -> Any:
@@ -59,7 +78,7 @@ class RowGroup(Group):
             filesystem, path = open_filesystem(self._file)
             try:
                 with filesystem.open(path, "rb", cache_type="none") as stream, pq.ParquetFile(stream) as file:
-                    return file.read_row_group(self._group, columns=self._names, use_threads=False)
+                    return file.read_row_group(self._group, columns=names, use_threads=False)
             except Exception as error:
                 raise _unreadable(self._file, error) from None
 
@@ -126,6 +145,7 @@ def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[R
         opened = [group for groups in pool.map(lambda url: _open_file(url, config, splits), urls) for group in groups]
     for column in {column for column, _ in splits}:
         warn_of_several_splits(dotted_key(key, "parquet"), column, [value for _, value in splits])
+    choose_sampled(opened)
     return opened
 
 

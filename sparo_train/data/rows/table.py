@@ -85,11 +85,7 @@ def read_table(
                         f"{table}, line {reader.line_num}: has more columns than the header. Quote captions that contain {delimiter!r}."
                     )
                 cells = [row[column] or "" for column in columns]
-                if any(
-                    _looks_like_row(line, delimiter, header, columns[0])
-                    for cell in cells
-                    for line in cell.split("\n")[1:]
-                ):
+                if any(_contains_rows(cell, delimiter, header, columns[0]) for cell in cells if "\n" in cell):
                     raise csv.Error("a quotation mark joins several rows into one cell")
                 # Two are enough for a warning, so that a column of another meaning does not fill the memory.
                 if split and len(splits) < 2 and row[split]:
@@ -104,11 +100,25 @@ def read_table(
             ) from None
 
 
-def _looks_like_row(line: str, delimiter: str, header: list[str], image_column: str) -> bool:
-    """Return whether a line inside a cell looks like another row: with all columns, and an image where the image column is."""
-    cells = line.split(delimiter)
-    place = header.index(image_column)
-    return len(cells) >= len(header) and Path(cells[place].strip().strip('"')).suffix.lower() in suffixes()
+def _contains_rows(cell: str, delimiter: str, header: list[str], image_column: str) -> bool:
+    """Return whether a cell of several lines contains other rows, because a quotation mark was not closed in its row.
+
+    Captions of several lines have no tabs, no image file between delimiters, and rarely as many delimiters as a row in
+    three lines.
+    """
+    rows, place = [line.split(delimiter) for line in cell.split("\n")], header.index(image_column)
+
+    def has_image(text: str) -> bool:
+        return Path(text.strip().strip('"')).suffix.lower() in suffixes()
+
+    for number, row in enumerate(rows):
+        whole = len(row) >= len(header) and has_image(row[place])
+        # The first line lacks the columns before this cell, and the last those after it.
+        end = number in (0, len(rows) - 1) and len(row) > 1 and any(map(has_image, row))
+        if whole or end:
+            return True
+    inner = sum(len(row) == len(header) for row in rows[1:-1])
+    return inner >= 3 or (delimiter == "\t" and any(len(row) > 1 for row in rows))
 
 
 def _refuse_utf16(table: Path) -> None:

@@ -236,7 +236,9 @@ def _list(filesystem: Any, path: str, suffix: str) -> list[str]:
     if filesystem.isdir(path):
         # List instead of glob, because the folder's own name may contain glob characters.
         names = [str(hit) for hit in filesystem.ls(path, detail=False)]
-        if packed := [name for name in names if name.endswith(f"{suffix}.gz")]:
+        if packed := [
+            name for name in names if name.endswith((f"{suffix}.gz", ".tgz") if suffix == ".tar" else f"{suffix}.gz")
+        ]:
             logger.warning(
                 f"{path}: {len(packed)} compressed file(s) are ignored, such as {Path(packed[0]).name}. To use them, unpack them with gunzip."
             )

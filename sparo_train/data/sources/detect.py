@@ -40,10 +40,10 @@ def _block(first: str) -> dict[str, str]:
     if first.lower().endswith((".csv", ".tsv")):
         return {"table": first}
     path = Path(first)
+    if "://" not in first and (path / ".nv-meta").is_dir():  # it has shards, too, some of which may be for validation
+        return {"energon": first}
     if "://" in first or not path.is_dir() or any(path.glob("*.tar")):
         return {"shards": first}
-    if (path / ".nv-meta").is_dir():
-        return {"energon": first}
     if (path / "index.json").is_file():
         index = read_json(path / "index.json", dict, DataError, _MAX_INDEX_BYTES)
         return {"litdata": first} if "chunks" in index else {"mds": first}

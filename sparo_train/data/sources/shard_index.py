@@ -28,6 +28,7 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
+_MAX_PADDING = 20 * 512 + 1024  # zeros after the last member of a tar
 _SUFFIX, _MAX_EXTRA_BYTES = (
     ".idx.npy",
     4096,
@@ -103,7 +104,9 @@ def _energon_index(path: Path, size: int) -> ShardIndex | None:
     with suppress(OSError, ValueError):
         if path.stat().st_size <= size + _MAX_EXTRA_BYTES:
             offsets = np.frombuffer(path.read_bytes(), dtype="<u8").astype(np.int64)
-            if len(offsets) > 1 and offsets[0] >= 0 and offsets[-1] <= size and (np.diff(offsets) > 0).all():
+            # An index of only some samples, written before others were appended, ends far before the file.
+            whole = len(offsets) > 1 and size - _MAX_PADDING <= offsets[-1] <= size
+            if whole and offsets[0] >= 0 and (np.diff(offsets) > 0).all():
                 return ShardIndex(offsets, True)
     return None
 

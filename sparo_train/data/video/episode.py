@@ -59,6 +59,7 @@ IMAGE_KEYS = ("png", "jpg", "jpeg", "webp")
 PLANES = ("mask", "depth", "flow", "forward")
 _FRAME = re.compile(r"(\d{3,7})\.([a-z0-9]+)")
 _FIRST_FRAME = re.compile(rf"0{{3,7}}\.(?:{'|'.join(IMAGE_KEYS)})")
+_CAPTION = re.compile(r"\d+\.txt")
 _LONG_NUMBER = re.compile(r"^(0\d{3,6})\.")
 _MAX_RANGE = 1e30  # limit of a range: fp32 with headroom for arithmetic
 _MAX_NPY_BYTES = 1 << 30  # limit in bytes for an unpacked gzip array
@@ -71,6 +72,8 @@ def member(frame: int, plane: str = "") -> str:
 
 def is_episode(fields: Mapping[str, bytes]) -> bool:
     """Return whether these members are those of a video."""
+    if any(_CAPTION.fullmatch(name) for name in fields):  # images with numbers after a dot in their names
+        return False
     return any(name in ("video.npy", "video.npy.gz") or _FIRST_FRAME.fullmatch(name) for name in fields)
 
 
