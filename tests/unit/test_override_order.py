@@ -76,8 +76,8 @@ def test_an_empty_entry_of_a_file_is_refused_if_no_parent_has_it(base, tmp_path)
         ConfigError, match=r"runs\.baseline: is empty, which removes .* Write baseline: \{\} for an entry"
     ):
         read_sweep(sweep)
-    child = write(tmp_path / "child.yaml", {"extends": str(base), "data": {"sources": {"mian": None}}})
-    with pytest.raises(ConfigError, match=r"data\.sources\.mian: is empty.*no parent has it"):
+    child = write(tmp_path / "child.yaml", {"extends": str(base), "data": {"sources": {"scenez": None}}})
+    with pytest.raises(ConfigError, match=r"data\.sources\.scenez: is empty.*no parent has it"):
         load_run(child)
 
 
