@@ -141,10 +141,9 @@ class SetTaskConfig(TaskConfig):
     )
     published: bool | None = field(
         None,
-        "Decode images as open_clip and DINO's code do, for scores that are comparable with published ones: without EXIF "
-        "orientation, and without white behind transparent pixels. Default: yes for data sets that sparo lists, sets "
-        "with benchmark_name, and layouts of published sets; no for folders, tables and shards of your own, which are decoded "
-        "as in training.",
+        "How images are decoded. true: as open_clip and DINO's code do (EXIF orientation is ignored, and transparent pixels "
+        "keep their colours), for scores that are comparable with published ones. false: as in training. Default: false for "
+        "folders, tables and shards of your own, and true for the data sets of `sparo eval --list` and sets with benchmark_name.",
         examples=[True],
     )
     limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[1000])
@@ -180,10 +179,9 @@ class LabelledTaskConfig(TaskConfig):
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")
     published: bool | None = field(
         None,
-        "Decode images as open_clip and DINO's code do, for scores that are comparable with published ones: without EXIF "
-        "orientation, and without white behind transparent pixels. Default: yes for data sets that sparo lists, sets "
-        "with benchmark_name, and layouts of published sets; no for folders, tables and shards of your own, which are decoded "
-        "as in training.",
+        "How images are decoded. true: as open_clip and DINO's code do (EXIF orientation is ignored, and transparent pixels "
+        "keep their colours), for scores that are comparable with published ones. false: as in training. Default: false for "
+        "folders, tables and shards of your own, and true for the data sets of `sparo eval --list` and sets with benchmark_name.",
         examples=[True],
     )
     resize: int | None = field(

@@ -153,8 +153,8 @@ def _refuse_short(source: EvalSet, key: str, fact: Sequence[Any], metadata: Sequ
     """Raise `DataError` for an image with fewer numbers than names; DataComp's sets have further ones without a name."""
     if len(fact) - 1 < len(metadata):
         raise DataError(
-            f"{source.root}: {key} has {len(fact) - 1} numbers, but metadata names {len(metadata)} ({', '.join(metadata)}). "
-            "Correct metadata."
+            f"{source.root}: {key} has {len(fact) - 1} numbers, but the key metadata lists {len(metadata)} names "
+            f"({', '.join(metadata)}). List one name for each number."
         )
 
 

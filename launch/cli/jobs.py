@@ -32,8 +32,8 @@ ClusterName = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="Where to run: NAME of a file configs/clusters/NAME.yaml, allocation (the SLURM allocation of this "
-        "shell), local (this machine) or debug (this process).",
+        help="Where to run: slurm, allocation (the SLURM allocation of this shell), local (this machine), debug (this "
+        "process), or the NAME of your own file configs/clusters/NAME.yaml.",
     ),
 ]
 Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of array elements that run at a time.")]

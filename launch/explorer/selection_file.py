@@ -61,7 +61,7 @@ class SelectionFile:
             )
         if selection.mask:
             raise ConfigError(
-                f"--out {self.path}: contains a mask, and the page can only switch slots on and off. Name another file."
+                f"--out {self.path}: the existing file contains a mask, which the page cannot edit. Name another file."
             )
         return selection, revision
 

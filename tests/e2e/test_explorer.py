@@ -434,7 +434,7 @@ BAD = {
     "heads": (("runs/plain", "--units", "heads"), "Select heads with sparo slots select"),
     "out": (("runs/s0", "--out", "x.yaml"), "--out x.yaml: expected a .json file"),
     "of another": (("runs/s1", "--out", "anothers.json"), "--out anothers.json: was made for another checkpoint"),
-    "a mask": (("runs/s0", "--out", "a_mask.json"), "contains a mask, and the page can only"),
+    "a mask": (("runs/s0", "--out", "a_mask.json"), "the existing file contains a mask"),
     "no selection": (("runs/s0", "--out", "spoilt.json"), "--out spoilt.json"),
     "nothing fits": (("runs/dino", "--tasks", "ret,pairs"), "supports none of"),
     "host": (("runs/s0", "--host", "203.0.113.9"), "--host 203.0.113.9"),

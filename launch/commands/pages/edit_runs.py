@@ -94,7 +94,9 @@ def _open(checkpoint: str, model: EditableEncoder, image: str, options: SlotOpti
     try:
         task = one_task(checkpoint, name, options)
     except ConfigError as error:
-        raise ConfigError(f"{image}: is not a file, and {str(error).removeprefix('--task ')}") from None
+        raise ConfigError(
+            f"{image}: is neither a file nor an image of a task (TASK:NUMBER); {str(error).removeprefix('--task ')}"
+        ) from None
     source = open_images(task)
     if int(number) >= len(source):
         raise ConfigError(f"{image}: the task has {len(source)} images, numbered from 0")
