@@ -13,9 +13,7 @@ from .given_options import check_figure_path, check_json_path, parse_granularity
 
 Checkpoint = Annotated[str, typer.Argument(help="Anything that `sparo eval` accepts.")]
 Checkpoints = Annotated[list[str], typer.Argument(help="Anything that `sparo eval` accepts.")]
-Model = Annotated[
-    str | None, typer.Option(help="Name of the model, if CHECKPOINT is a weight file, as in `sparo eval --model`.")
-]
+Model = Annotated[str | None, typer.Option(help="Name of the model of a weight file, as in `sparo eval --model`.")]
 Data = Annotated[
     Path | None, typer.Option(help="YAML file with a key `tasks`, or a recipe. Default: eval.tasks of the run.")
 ]

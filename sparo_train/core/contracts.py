@@ -179,9 +179,8 @@ class Objective(nn.Module, ABC):
 
     def set_grad_checkpointing(self, enable: bool) -> None:
         """Recompute activations in backward, if the objective's modules support it."""
-        raise ConfigError(
-            f"engine.grad_checkpointing: {type(self).__name__} has no blocks to checkpoint. Set it to false."
-        )
+        name = type(self).__name__
+        raise ConfigError(f"engine.grad_checkpointing: {name} has no blocks to checkpoint. Set it to false.")
 
     def loss_parameters(self) -> Sequence[nn.Parameter]:
         """Return parameters that the loss itself uses, outside of `embed` (temperature, bias)."""

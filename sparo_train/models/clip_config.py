@@ -28,7 +28,7 @@ TRAINING = {"init_from", "freeze"}  # keys that do not change the tower itself
 def _check_freeze(value: Any) -> Any:
     # Before the union is validated, because each of its members would report its own error.
     if value != "blocks" and not isinstance(value, bool) and not (isinstance(value, int) and value >= 0):
-        raise ValueError(f"expected true, false, blocks, or a number of blocks (got {value!r})")
+        raise ValueError("expected true, false, blocks, or a number of blocks")
     return value
 
 

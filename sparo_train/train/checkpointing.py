@@ -324,7 +324,7 @@ def branch(path: Path, ranks: Ranks, pipeline: DataPipeline) -> tuple[State, Cal
                 engine.load(store.open_checkpoint(step, ("model", "optimizer"), meta=meta))
         except CheckpointError as error:
             error.args = (
-                f"start_from.checkpoint={path}: {error}. To continue with its optimizer state, the model, frozen "
+                f"start_from.checkpoint={path}: {str(error).rstrip('.')}. To continue with its optimizer state, the model, frozen "
                 "parameters, objective.ema and optim.kind must be those of that run. Set start_from.optimizer=false to load only its weights.",
             )
             raise

@@ -303,7 +303,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"freeze: model\.vision\.\* matches no parameter"):
         build_objective(_run(tree, "freeze=[model.vision.*]"))
-    with pytest.raises(ConfigError, match="freeze=3: the tower has 2 blocks"):
+    with pytest.raises(ConfigError, match="freeze=3: exceeds the 2 blocks of the tower"):
         _run(tree, "objective.model.vision.freeze=3")
 
 
@@ -347,7 +347,7 @@ def test_settings_that_train_nothing_are_refused():
         build_optimizer(AdamWConfig(), still)
     with pytest.raises(ValueError, match=r"optim.min_lr=0.01: must not be above optim.lr=0.001"):
         AdamWConfig(lr=1e-3, min_lr=1e-2)
-    with pytest.raises(ValueError, match=r"true, false, blocks, or a number of blocks \(got 'block'\)") as told:
+    with pytest.raises(ValueError, match=r"true, false, blocks, or a number of blocks") as told:
         TextConfig.model_validate({"freeze": "block"})
     assert told.value.error_count() == 1
 

@@ -111,3 +111,16 @@ def test_a_changed_start_is_reported_and_not_recorded(base, tmp_path, caplog):
     assert recorded.start_from is None
     meta = json.loads(next((tmp_path / "runs/own/checkpoints").glob("step-*8/meta.json")).read_text())
     assert meta["recipe"]["start_from"] is None
+
+
+def test_a_comment_in_a_value_is_refused(base):
+    with pytest.raises(ConfigError, match=r"' #' begins a comment in YAML\. Write quotation marks"):
+        load_run(base, ["name=x #y"])
+    assert load_run(base, ["out='a #b'"]).out == "a #b"
+
+
+def test_an_empty_config_of_a_run_folder_is_named(base, tmp_path):
+    train(load_run(base, ["name=whole", "stop_after_steps=4"]))
+    (tmp_path / "runs/whole/config.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"config\.yaml: has no keys\. Copy the recipe"):
+        train(load_run(base, ["name=whole"]))

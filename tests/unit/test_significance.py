@@ -146,7 +146,8 @@ def test_kinds_with_names_of_metrics_and_other_tie_rules_are_told_apart(tmp_path
     made = questions.Answers(right, {"acc": torch.full((10,), 0.5)}, kinds, [str(i) for i in range(10)])
     first = questions.score("choice", made)._replace(data="d")
     second = first._replace(
-        predictions={**first.predictions, "acc": ~first.predictions["acc"], "right": ~first.predictions["right"]}
+        metrics={**first.metrics, "acc": 0.4, "acc/acc": 0.0, "acc/text": 4 / 7},
+        predictions={**first.predictions, "acc": ~first.predictions["acc"], "right": ~first.predictions["right"]},
     )
     for name, result in (("a", first), ("b", second)):
         append(tmp_path / name, name, "t", result, {})

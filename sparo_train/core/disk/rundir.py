@@ -208,7 +208,12 @@ class RunDir:
     def refuse_changes(self, config: Frozen) -> None:
         """Raise ConfigError, with the differences, if the folder contains a run of another recipe."""
         if self.config.exists() and not self._has_no_progress():
-            self.refuse_other_recipe(config, parse_yaml(read_text(self.config), str(self.config)), self.config)
+            old = parse_yaml(read_text(self.config), str(self.config))
+            if not isinstance(old, dict):
+                raise ConfigError(
+                    f"{self.config}: has no keys. Copy the recipe of a checkpoint's meta.json into it, or remove it."
+                )
+            self.refuse_other_recipe(config, old, self.config)
 
     def refuse_other_recipe(self, config: Frozen, old: Tree, origin: Path) -> None:
         """Raise ConfigError, with the differences, if `old`, the recipe of a file or checkpoint, is not that of this run."""

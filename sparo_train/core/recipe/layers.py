@@ -163,6 +163,8 @@ def assignment(text: str, model: type[BaseModel] | None = None) -> Assignment:
     if not equals or not all(keys):
         raise ConfigError(f"override {text!r}: expected key.path=value, as in optim.lr=1e-3.")
     parsed = parse_yaml(value, f"override {text!r}")
+    if " #" in value and isinstance(parsed, str) and parsed == value.partition(" #")[0].strip():
+        raise ConfigError(f"override {text!r}: ' #' begins a comment in YAML. Write quotation marks around the value.")
     if len(keys) == 1 and isinstance(parsed, str) and (written := getattr(model, "short_forms", {}).get(keys[0])):
         keys, parsed = written(parsed)
     return Assignment(text, keys, parsed, text.startswith("+"))
