@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparo_train.core.errors import BadSampleError
+from evals.sets.pictures import label_image
+from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.decode.bands import PixelRange
 from sparo_train.data.decode.decoding import notes, open_picture
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, image_bytes
@@ -212,9 +213,26 @@ def _check_sample(
     if text is not None and _LONG.search(text):
         _refuse_long(text)
     facts = image_facts(data, pixel_range, bands)
-    if bands is None:
-        note_counts.update(notes(open_picture(data)))
+    found = notes(open_picture(data)) if bands is None else []
+    note_counts.update(found)
+    if "mask.png" in fields:
+        _check_masks(fields, data, "rotated by EXIF" in found)
     return text, data, facts
+
+
+def _check_masks(fields: Mapping[str, bytes], image: bytes, rotated: bool) -> None:
+    """Raise `BadSampleError` if a mask does not have one number for each pixel of its image."""
+    width, height = open_picture(image).size
+    for name in ("mask.png", "semantic.png"):
+        if name not in fields:
+            continue
+        try:
+            shape = label_image(fields[name], f".{name}").shape
+        except DataError as error:
+            raise BadSampleError("bad mask", detail=str(error)) from None
+        if shape != (height, width) and not (rotated and shape == (width, height)):
+            detail = f"got {shape[1]} x {shape[0]} pixels, but the image has {width} x {height}"
+            raise BadSampleError("a mask of another size than its image", detail=detail)
 
 
 def _refuse_long(text: str) -> None:

@@ -188,3 +188,20 @@ def test_an_energon_index_of_a_part_of_a_shard_is_not_used(tmp_path):
     for path in tmp_path.glob("*.idx.npy"):
         path.unlink()
     assert opened(shard).samples == 30
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (Image.new("L", (12, 12)), None),
+        (Image.new("L", (12, 10)), "a mask of another size than its image"),
+        (Image.new("RGB", (12, 12)), "bad mask"),
+    ],
+)
+def test_masks_of_images_are_checked(tmp_path, mask, reason):
+    buffer = io.BytesIO()
+    mask.save(buffer, "PNG")
+    write_tar(tmp_path / "a.tar", [("0.png", image()), ("0.mask.png", buffer.getvalue())])
+    checked = sparo("data", "check", str(tmp_path / "a.tar"))
+    assert checked.returncode == (0 if reason is None else 1)
+    assert reason is None or reason in checked.stdout + checked.stderr
