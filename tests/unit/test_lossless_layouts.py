@@ -66,7 +66,7 @@ def test_parquet_with_other_captions_of_equal_length_is_other_data(tmp_path):
     refuse_changed(older, first, "x")  # a checkpoint of a version without this hash
 
 
-def test_energon_folders_are_read_by_their_splits(tmp_path):
+def test_energon_folders_are_read_by_their_splits(tmp_path, caplog):
     for i in range(3):
         write_tar(tmp_path / f"{i}.tar", [(f"{i}.png", image(i)), (f"{i}.txt", b"a caption")])
     meta = tmp_path / ".nv-meta"
@@ -77,6 +77,9 @@ def test_energon_folders_are_read_by_their_splits(tmp_path):
     )
     assert source_block([str(tmp_path)]) == {"energon": str(tmp_path)}
     assert opened(tmp_path).samples == 1 and opened(tmp_path, split="val").samples == 2
+    assert "field_map" not in caplog.text
+    (meta / "dataset.yaml").write_text(json.dumps({"field_map": {"image": "png", "caption": "json[caption]"}}))
+    assert opened(tmp_path).samples == 1 and "is not used, got caption: json[caption]" in caplog.text
 
 
 def test_numbered_names_with_a_dot_are_not_a_video(tmp_path):
