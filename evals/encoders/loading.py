@@ -296,7 +296,7 @@ def _from_weights(
         config = add_readout(_load_by_name(name), weights)
         if quick_gelu and not config.quick_gelu:
             raise ConfigError(
-                f"--model {name}: {label} is OpenAI's file, trained with QuickGELU, got a model with GELU. "
+                f"--model {name}: {label} is a file of OpenAI, whose models have QuickGELU, but the named model has GELU. "
                 "Remove --model, or name a model with QuickGELU, as in ViT-B-32-quickgelu."
             )
         described = ModelDescription(config) if described is None else described._replace(config=config)

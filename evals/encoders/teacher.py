@@ -68,7 +68,7 @@ class CheckpointTeacher:
     def __init__(self, checkpoint: str, image_size: int | None):
         if ":" not in checkpoint and not Path(checkpoint.partition("?")[0]).exists():
             raise ConfigError(
-                f"objective.teacher.checkpoint={checkpoint}: no such file, but training reads it at every start. Download it, or change the path."
+                f"objective.teacher.checkpoint={checkpoint}: no such file. Training reads it at every start. Download it, or change the path."
             )
         # Models that are built without memory still load a teacher. It must not use random numbers of the student.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):

@@ -31,6 +31,11 @@ model = timm.create_model("local-dir:PLACE", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 pixels = transform(image)[None]  # a PIL image
 tokens = model.forward_features(pixels)  # (n, prefix + patches, width), normalized; the class token first"""
+_READOUT_LOAD = """
+
+from sparo import load_readout  # this library's model has no readout
+
+slots = load_readout("PLACE")(tokens).values  # (n, slots, width); concatenated, they are the encoding that sparo scores"""
 _TORCH_LOAD = """import torch
 
 model = torch.export.load("PLACE").module()
@@ -270,5 +275,13 @@ def _torch(trained: TrainedWeights, path: Path) -> Path:
     return path
 
 
-TIMM = Export(_timm, "timm", _TIMM_LOAD, folder=True, library="timm")
+def with_readout(use: str, objective: Any) -> str:
+    """Return the program of a model card, with the readout of the export if it has one."""
+    config = objective.model
+    with torch.device("meta"):
+        readout = config.readout.build(config.width, None, config.width).image
+    return use if readout is None else use + _READOUT_LOAD
+
+
+TIMM = Export(_timm, "timm", lambda objective: with_readout(_TIMM_LOAD, objective), folder=True, library="timm")
 TORCH = Export(_torch, "backbone.pt2", _TORCH_LOAD)

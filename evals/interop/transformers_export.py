@@ -15,7 +15,7 @@ from sparo_train.core.files import write_whole
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.vit_config import VitConfig
 
-from .backbone_exports import backbone_weights, refuse_mixtures, write_folder
+from .backbone_exports import backbone_weights, refuse_mixtures, with_readout, write_folder
 from .exporting import Export, TrainedWeights
 from .transformers_clip import CLIP_LOAD, write_clip_folder
 
@@ -160,7 +160,7 @@ def _hf_name(name: str, names: _HfNames) -> str:
 
 
 def _use(objective: Any) -> str:
-    return CLIP_LOAD if isinstance(objective.model, ClipConfig) else _HF_LOAD
+    return CLIP_LOAD if isinstance(objective.model, ClipConfig) else with_readout(_HF_LOAD, objective)
 
 
 TRANSFORMERS = Export(_transformers, "transformers", _use, folder=True, library="transformers")

@@ -172,8 +172,8 @@ class LabelledTaskConfig(TaskConfig):
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "How the train and test sets are stored: an entry of sparo.layouts. Its split train is read from the "
-        "path in `train`, its split test from the path in `test`.",
+        "Layout of the train and test sets, an entry of sparo.layouts. Training images are its split `train` at the path of the key "
+        "`train`, and test images its split `test` at the path of the key `test`.",
         examples=["wds"],
     )
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")

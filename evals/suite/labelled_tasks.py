@@ -39,7 +39,7 @@ class ProbeTaskConfig(SetTaskConfig):
     val_proportion: float = field(
         0.2, "Share of train_split on which the weight decay is selected. 0: use weight_decay.", ge=0, lt=1
     )
-    weight_decay: float = field(0.0, "Weight decay if none is selected.", ge=0)
+    weight_decay: float = field(0.0, "Weight decay if neither val_split nor val_proportion selects one.", ge=0)
     fewshot_k: int = field(-1, "Images per class. -1: all.", ge=-1)
     repeats: int = field(
         1,

@@ -100,7 +100,7 @@ def objects(
     ],
     folder: Annotated[Path | None, typer.Argument(help="Output folder. Default: data/KIND.")] = None,
     train: Annotated[int, typer.Option(min=1, help="Scenes for training.")] = 20_000,
-    test: Annotated[int, typer.Option(min=1, help="Scenes of each evaluation set.")] = 500,
+    test: Annotated[int, typer.Option(min=1, help="Number of scenes in each evaluation set.")] = 500,
     size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     max_objects: Annotated[
         int | None, typer.Option(min=1, help="Maximum objects per scene (clevr, clevrtex). Default: 6.")

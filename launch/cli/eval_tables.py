@@ -91,7 +91,7 @@ def sweep(
     file: Annotated[
         Path,
         typer.Argument(
-            help="Sweep file, name of a shipped sweep such as sweeps/sparo_table6, or a file that --record wrote."
+            help="A sweep: its YAML file, its name if it is shipped (such as sweeps/sparo_table6), or the JSON file that --record wrote."
         ),
     ],
     folder: Annotated[

@@ -41,7 +41,9 @@ class FanOut:
             )
         plan = read_json(path, dict) if plan is None else plan
         if not isinstance(plan.get("kind"), str) or not isinstance(plan.get("elements"), list):
-            raise ConfigError(f"{path}: lacks kind or elements. Launch again with another --name.")
+            raise ConfigError(
+                f"{path}: lacks the key kind or elements, so it is not the plan of a launch. Launch again with another --name."
+            )
         self.kind: str = plan["kind"]
         self.elements: list[dict[str, Any]] = plan["elements"]
 

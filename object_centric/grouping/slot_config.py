@@ -30,8 +30,7 @@ class BinderConfig(Frozen):
     causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: to all time steps.")
     context_frames: int | None = field(
         None,
-        "For causal blocks: number of time steps that each time step attends to: itself and those directly "
-        "before it. Default: itself and all before it.",
+        "For causal blocks: number of frames that a frame attends to, counting itself and the frames directly before it. Default: all earlier frames.",
         gt=0,
         examples=[6],
     )
@@ -287,7 +286,9 @@ class SlotAttentionConfig(Frozen):
                 "idspn: its slots have no attention and no update. Remove pooled, binder, transport, gru and mlp_width."
             )
         if self.gradient == "last" and self.layers == "own":
-            raise ValueError("gradient=last: iterations with separate weights would learn nothing. Set layers: shared.")
+            raise ValueError(
+                "gradient=last: only the last iteration gets a gradient, so with layers=own the weights of the others would not be trained. Set layers=shared."
+            )
         return self
 
     def _check_binder_options(self, binder: BinderConfig) -> None:

@@ -221,7 +221,7 @@ class ObjectSetConfig(Frozen):
     seed: int = field(0, "Random seed of all scenes.")
     size: int = field(64, "Image side in pixels.", ge=16, le=4096)
     train: int = field(20_000, "Scenes for training.", gt=0)
-    test: int = field(500, "Scenes of each evaluation set.", gt=0)
+    test: int = field(500, "Number of scenes in each evaluation set.", gt=0)
     max_objects: int = field(
         6,
         "Maximum number of objects per scene. The minimum is three, or the maximum if that is lower. Not used "

@@ -85,8 +85,7 @@ class VitConfig(Frozen):
     quick_gelu: bool = field(False, "Use OpenAI's approximation of GELU, as in CLIP's original models.")
     interpolate_offset: float = field(
         0.1,
-        "Number that is added to the size of the patch grid when learned positions are interpolated, such as "
-        "0.1 in DINO.",
+        "Number that is added to the size of the patch grid when learned positions are interpolated. DINO's code adds 0.1.",
         ge=0,
         lt=1,
     )

@@ -136,8 +136,14 @@ def test_exports_map_deep_pixels_like_the_run_or_say_that_they_do_not(runs, tmp_
         assert torch.allclose(load_encoder(export_run(run, None, layout)).images([deep, deep.T]), expected, atol=1e-5)
     assert "pixel_range" not in caplog.text
     card = (export_run(run, tmp_path / "timm", "timm") / "README.md").read_text()
-    assert "its transform does not apply data.pixel_range=(0.0, 4000.0)" in caplog.text
-    assert "mapped to 8 bits by data.pixel_range=(0.0, 4000.0)" in card
+    assert "the exported transform does not apply data.pixel_range=(0.0, 4000.0)" in caplog.text
+    assert "mapped to 8 bits by data.pixel_range=(0.0, 4000.0)" in card and "load_readout" not in card
+
+
+def test_cards_say_how_the_readout_is_loaded(runs):
+    for layout in ("timm", "transformers"):
+        card = (export_run(runs("dino"), None, layout) / "README.md").read_text()
+        assert 'slots = load_readout("' in card
 
 
 def test_an_export_with_a_readout_is_not_scored_without_it(runs):

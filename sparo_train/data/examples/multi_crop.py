@@ -137,7 +137,7 @@ class CropsConfig(Frozen):
     )
     stain: float = field(
         0.0,
-        "Strength of the stain jitter of histology (hematoxylin, eosin, DAB), applied to each crop. 0: none.",
+        "Strength of stain jitter for histology: changes of hematoxylin, eosin and DAB, applied to each crop. 0: none.",
         ge=0,
         le=1,
     )
