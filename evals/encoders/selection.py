@@ -204,7 +204,7 @@ def keep_units(encoder: Encoder, selection: Selection, where: str = "--slots") -
         ConfigError: the selection was made for other weights, or does not match them.
     """
     # Compare hashes of weights instead of paths, because slots of another training mean something else.
-    if selection.checkpoint not in (encoder.weights, encoder.exported_from):
+    if selection.checkpoint not in (encoder.weights, encoder.exported_from or encoder.weights):
         raise ConfigError(
             f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), but {encoder.label} has "
             "other weights, whose slots mean something else. Select again, or give numbers (--slots 0,3,8-15)."
