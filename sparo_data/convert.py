@@ -59,7 +59,7 @@ def table_rows(
         others[:] = [name for name in names if name and name not in chosen and list(names).count(name) == 1]
         return [*chosen, *others]
 
-    for line, (image, caption, *cells) in read_table(table, choose, candidates[0], separator):
+    for line, (image, caption, *cells) in read_table(table, choose, candidates[0], separator, 2):
         yield line, image, caption, {name: cell for name, cell in zip(others, cells, strict=True) if cell}
 
 
@@ -127,7 +127,7 @@ def convert_folder(
         _refuse_shards(source, "**/*.tar")
         others = f", got {left_out_text(left_out)}" if left_out else ""
         raise DataError(f"{source}: no readable image in this folder{others}.")
-    _refuse_metadata(source, images)
+    refuse_metadata(source, images)
     class_names = _class_names(source, images)
     several_lines: list[str] = []
 
@@ -161,7 +161,7 @@ def _refuse_shards(source: Path, *patterns: str) -> None:
         )
 
 
-def _refuse_metadata(source: Path, images: Sequence[str]) -> None:
+def refuse_metadata(source: Path, images: Sequence[str]) -> None:
     """Raise `DataError` for a folder with a table of captions, as Hugging Face's imagefolder has it; class names would be the captions."""
     folders = dict.fromkeys([source, *(source / name.partition("/")[0] for name in images if "/" in name)])
     for table in (folder / f"metadata.{suffix}" for folder in folders for suffix in ("csv", "jsonl", "parquet")):

@@ -190,6 +190,12 @@ def _read_config(weights: Path) -> dict[str, Any]:
     return read_json(config_file, dict, CheckpointError)
 
 
+# Keys of open_clip's configs that change what a model computes.
+_ARCHITECTURE = {"embed_dim", "quick_gelu", "image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio"} | {
+    "context_length", "vocab_size",
+}  # fmt: skip
+
+
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers and switches of a config of open_clip by dotted key."""
     inner = {
@@ -198,7 +204,14 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(block, Mapping)
         for name, v in _numbers(block).items()
     }
-    return {**{key: value for key, value in config.items() if isinstance(value, bool | int | float)}, **inner}
+    return {
+        **{
+            key: value
+            for key, value in config.items()
+            if key in _ARCHITECTURE and isinstance(value, bool | int | float)
+        },
+        **inner,
+    }
 
 
 def _preprocess_kwargs(weights: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def compare(first: Record, second: Record, metric: str | None = None) -> Compari
         )
     if first.result.task == "retrieval":
         return _retrieval(first, second, a, b, metric)
-    if metric in _NOT_A_MEAN:
+    if metric in _NOT_A_MEAN and all({"label", "predicted"} <= arrays.keys() for arrays in (a, b)):
         return _compare_classification(first, second, a, b, metric)
     if "right" not in a and metric in a:
         return _compare_per_sample(first, second, a, b, metric)

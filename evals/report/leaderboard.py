@@ -45,12 +45,13 @@ def read_leaderboard(folder: Path, layout: str | None = None) -> Leaderboard:
         raise DataError(f"{folder}: has no results.jsonl. Give the parent folder of runs that were scored.")
     # By run folder, so that names are those that other commands take.
     places = [path.parent.parent if path.parent.name == "evals" else path for path in files]
-    newest: dict[tuple[str, str], Record] = {}
+    newest: dict[tuple[str, str, str], Record] = {}
     for record in (record for place in places for record in _readable(place)):
-        known = newest.get((record.checkpoint, record.task))
+        key = record.checkpoint, record.task, str(record.facts.get("limit"))
+        known = newest.get(key)
         # Results of earlier versions have no time and count as older.
         if known is None or str(record.facts.get("time", "")) >= str(known.facts.get("time", "")):
-            newest[record.checkpoint, record.task] = record
+            newest[key] = record
     records = list(newest.values())
     if not records:
         raise DataError(f"{folder}: has no readable results. Score the runs again.")

@@ -208,7 +208,8 @@ def describe_different_data(records: Sequence[Record]) -> str:
     """Return a message if results of one task are not on the same samples; otherwise empty."""
     # Results of a plug-in may have no identity of the data; then at least the size must be equal.
     if len({record.dataset or record.result.n for record in records}) < 2:
-        keys = sorted({key for record in records for key in different_options(records[0], record)}) if records else []
+        # The size of masks is that of a model's input, which differs between models.
+        keys = sorted({key for record in records for key in different_options(records[0], record)} - {"mask_size"})
         return (
             f"{records[0].task}: rows were scored with different {', '.join(keys)}; the best is not marked"
             if keys
@@ -238,7 +239,7 @@ def _describe_mixture(records: Sequence[Record]) -> str:
         "weights": {f["checkpoint"].get("sha256") for f in record_facts},
         "precision": {f.get("precision") for f in record_facts},
         "storage": {f.get("storage") for f in record_facts},
-        "selected units": {str(f.get("selection", f["checkpoint"].get("architecture"))) for f in record_facts},
+        "selected units": {str(f["selection"]) for f in record_facts if "selection" in f},
     }
     odd = [name for name, values in facts.items() if len(values) > 1]
     return f"its scores differ in {' and '.join(odd)}. Score it again on all tasks." if odd else ""

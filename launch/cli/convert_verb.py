@@ -162,10 +162,15 @@ def convert(
 
 def _refuse_captioned_folder(folder: Path) -> None:
     """Raise `ConfigError` for a folder with captions, which training reads from shards only, so that Parquet files would lack them."""
-    names = (path.name for path in folder.rglob("*") if path.suffix.lower() in (".txt", ".csv", ".jsonl"))
-    if name := next((name for name in names if name != "classnames.txt"), None):
+    from sparo_data.convert import refuse_metadata
+    from sparo_train.data.sources.folder import list_pictures
+
+    images, _ = list_pictures(folder)
+    refuse_metadata(folder, images)
+    texts = (folder / name for name in images)
+    if path := next((path for image in texts if (path := image.with_suffix(".txt")).is_file()), None):
         raise ConfigError(
-            f"--to parquet: captions of a folder, such as {name}, are not read. Run `sparo data convert {shlex.quote(str(folder))} SHARDS`, "
+            f"--to parquet: captions of a folder, such as {path.name}, are not read. Run `sparo data convert {shlex.quote(str(folder))} SHARDS`, "
             "then `sparo data convert SHARDS OUT --to parquet`."
         )
 

@@ -157,6 +157,10 @@ def _expand_recipe(
         parsed = parse_yaml(value, f"override {text!r}") if equals else None
         if axes.pop(key, None) is not None:  # a later value replaces the list
             words.remove(key)
+        if inner := next((axis for axis in axes if axis.startswith(f"{key}.")), None):
+            raise ConfigError(
+                f"override {text!r}: replaces the block of {inner}=[…], which comes before it. Exchange the two."
+            )
         if isinstance(parsed, list) and not _accepts_list(recipe, overrides, text):
             if not parsed:
                 raise ConfigError(f"override {text!r}: an empty list of values")

@@ -161,8 +161,11 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
         if newest is None:
             callbacks.initial_weights(config.objective, config.start_from, run.objective)
         else:
-            run = run._replace(config=_keep_start(config, newest))
-            config = run.config
+            # One rank reads the checkpoint's facts, because they list the files of all ranks.
+            recorded = ranks.rank0_broadcast(lambda: _recorded_start(newest))
+            if recorded is not None:
+                run = run._replace(config=_keep_start(config, recorded))
+                config = run.config
         # Before computing tokens of a whole data set for a run that would be refused; it writes nothing.
         ranks.call_on_all(lambda: rundir.refuse_changes(config))
         if run.pipeline.examples.reads_model:
@@ -217,16 +220,22 @@ def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
         load_into(run.objective, read_part(newest, "model"), str(newest))
 
 
-def _keep_start(config: RunConfig, newest: Path) -> RunConfig:
+def _recorded_start(newest: Path) -> dict[str, Any] | None:
+    """Return the `start_from` with which a run began, {} for random weights; None if its checkpoint does not say."""
+    with suppress(SparoError):  # damaged, or of a version whose keys are gone; others report it
+        if recipe := read_run_meta(newest).get("recipe"):
+            start = resolve(RunConfig, recipe, str(newest), stored=True).start_from
+            return {} if start is None else start.model_dump(mode="json")
+    return None
+
+
+def _keep_start(config: RunConfig, recorded: dict[str, Any]) -> RunConfig:
     """Return the recipe of a resumed run with the `start_from` with which it began, because a resumed run does not read it again."""
-    try:
-        recorded = resolve(RunConfig, read_run_meta(newest)["recipe"], str(newest), stored=True).start_from
-    except SparoError:  # damaged, or of a version whose keys are gone; others report it
-        return config
-    if recorded != config.start_from:
-        began = "random weights" if recorded is None else recorded.checkpoint
+    start = StartConfig(**recorded) if recorded else None
+    if start != config.start_from:
+        began = "random weights" if start is None else start.checkpoint
         logger.warning(f"start_from: has no effect on a resumed run, which began with {began}")
-    return config.model_copy(update={"start_from": recorded})
+    return config.model_copy(update={"start_from": start})
 
 
 def _open_run_folder(run: Run) -> str:
@@ -241,7 +250,8 @@ def _open_run_folder(run: Run) -> str:
             meta = read_run_meta(newest)
             refuse_changed(meta["fingerprint"], run.pipeline.fingerprint, str(newest))
             # The checkpoint may have been copied from another run, or the folder may lack its config.yaml.
-            rundir.refuse_other_recipe(config, dict(meta.get("recipe") or {}), newest)
+            if recipe := meta.get("recipe"):
+                rundir.refuse_other_recipe(config, recipe, newest)
     return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import cached_property
@@ -131,11 +132,14 @@ class StartConfig(Frozen):
 
 def _expand_path(value: Any) -> Any:
     """Return a path without `~` and environment variables. Raises `ValueError` for a variable that is not set."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         return value
-    expanded = os.path.expandvars(Path(value).expanduser()) if value else value
-    if "$" in expanded:
-        raise ValueError(f"contains an environment variable that is not set, got {value}. Set it, or write the path")
+    try:
+        expanded = os.path.expandvars(Path(value).expanduser() if value.startswith("~") else value)
+    except RuntimeError:
+        raise ValueError("names the home folder of an unknown user. Write the path") from None
+    if unset := re.search(r"\$\{?[A-Za-z_]\w*", expanded):
+        raise ValueError(f"the environment variable {unset.group()} is not set. Set it, or write the path")
     return expanded
 
 

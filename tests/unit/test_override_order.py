@@ -85,7 +85,7 @@ def test_the_place_of_runs_is_expanded(base, monkeypatch):
     monkeypatch.setenv("SCRATCH_OF_TEST", "/scratch/me")
     assert load_run(base, ["out=$SCRATCH_OF_TEST/runs"]).out == "/scratch/me/runs"
     assert not load_run(base, ["out=~/runs"]).out.startswith("~")
-    with pytest.raises(ConfigError, match="out: contains an environment variable that is not set, got"):
+    with pytest.raises(ConfigError, match=r"out: the environment variable \$NO_SUCH_VARIABLE is not set"):
         load_run(base, ["out=$NO_SUCH_VARIABLE/runs"])
 
 
@@ -124,3 +124,27 @@ def test_an_empty_config_of_a_run_folder_is_named(base, tmp_path):
     (tmp_path / "runs/whole/config.yaml").write_text("")
     with pytest.raises(ConfigError, match=r"config\.yaml: has no keys\. Copy the recipe"):
         train(load_run(base, ["name=whole"]))
+
+
+def test_files_that_only_extend_or_repeat_others_change_nothing(base, shards, tmp_path):
+    only = write(tmp_path / "only.yaml", {"extends": str(base)})
+    assert load_run(only, ["name=x"]) == load_run(base, ["name=x"])
+    dino = write(tmp_path / "dino.yaml", dino_recipe(shards, tmp_path, steps=4))
+    model = {"arch": "vit_small"}
+    first = write(tmp_path / "first.yaml", {"extends": str(dino), "objective": {"model": model}})
+    deep = write(tmp_path / "deep.yaml", {"extends": str(first), "objective": {"model": {"depth": 3}}})
+    again = write(tmp_path / "again.yaml", {"extends": str(deep), "objective": {"model": model}})
+    assert load_run(again).objective.model.depth == 3 and load_run(deep).objective.model.depth == 3
+
+
+def test_a_block_after_a_list_inside_of_it_is_refused(base):
+    with pytest.raises(ConfigError, match=r"replaces the block of optim\.lr=\[…\], which comes before it"):
+        expand(base, ["optim.lr=[0.1,0.2]", "optim={kind: adamw, warmup_steps: 0}"])
+    _, runs = expand(base, ["optim={kind: adamw, warmup_steps: 0}", "optim.lr=[0.1,0.2]"])
+    assert [run.optim.lr for run in runs] == [0.1, 0.2]
+
+
+def test_a_home_folder_of_nobody_is_an_error_of_the_key(base):
+    with pytest.raises(ConfigError, match="out: names the home folder of an unknown user"):
+        load_run(base, ["out=~no_such_user_here/x"])
+    assert load_run(base, ["out=runs/$5"]).out == "runs/$5"

@@ -101,23 +101,26 @@ def load_recipe(path: str | Path, model: type[BaseModel] | None = None) -> Tree:
 
 def _add_layer(tree: Tree, own: Tree, origin: str, model: type[BaseModel] | None) -> Tree:
     """Return the tree of the parents with the content of a file."""
-    for keys in leaves(own):
-        if model is not None and get_at(own, keys) is None:
+    for keys in leaves(own) if own else ():
+        value = get_at(own, keys)
+        if model is not None and value is None:
             _refuse_absent_entry(model, tree, own, keys, origin)
-        tree = _drop_filled_keys(model, tree, keys, get_at(own, keys))
+        if value != get_at(tree, keys):  # a repeated name keeps what the parents say beside it
+            tree = _drop_filled_keys(model, tree, keys, value)
     return merge(tree, own, model)
 
 
 def _refuse_absent_entry(model: type[BaseModel], tree: Tree, own: Tree, keys: tuple[str, ...], origin: str) -> None:
     """Raise `ConfigError` if a null entry of named blocks removes nothing."""
-    if len(keys) - 1 not in entry_places(model, own, keys):
-        return
     *above, name = keys
+    shape = shape_at(model, own, above)
+    if not isinstance(shape, Entries) or shape.value_shape is None:
+        return
     entries = get_at(tree, above)
     if not isinstance(entries, Mapping) or name not in entries:
         known = entries if isinstance(entries, Mapping) else {}
         raise ConfigError(
-            f"{origin}: {'.'.join(keys)}: is empty, which removes the entry of a parent recipe, but no parent has it. Write "
+            f"{origin}: {'.'.join(map(str, keys))}: is empty, which removes the entry of a parent recipe, but no parent has it. Write "
             f"{name}: {{}} for an entry with defaults; {did_you_mean(name, known)}"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
@@ -144,27 +143,13 @@ def _is_text(value: Any) -> bool:
     return value is not None and not isinstance(value, bytes | bytearray | memoryview)
 
 
-_SAMPLED_FILES, _SAMPLED_ROWS = 64, 4
-_SMALL = 4096  # bytes of a member that are hashed
+_SAMPLED_FILES = 64
 
 
 def choose_sampled(storages: Sequence[Any]) -> None:
-    """Mark the files of a data set of which `content_sample` reads some samples for the fingerprint: at most 64."""
+    """Mark at most 64 local files of a data set, of which the fingerprint reads some rows, to notice changes that keep all sizes."""
     for storage in storages[:: -(-len(storages) // _SAMPLED_FILES) or 1]:
         storage.is_sampled = "://" not in storage.url
-
-
-def content_sample(storage: Any) -> str:
-    """Return a hash of the beginning of every member of four samples, which shows most changes that keep the sizes of all files."""
-    digest = hashlib.sha256()
-    for number in {round(i * (len(storage) - 1) / (_SAMPLED_ROWS - 1)) for i in range(_SAMPLED_ROWS)}:
-        try:
-            fields = storage.read(number)[1]
-        except BadSampleError as bad:
-            fields = {"": str(bad).encode()}
-        for name, data in sorted(fields.items()):
-            digest.update(name.encode() + data[:_SMALL])
-    return digest.hexdigest()[:16]
 
 
 def image_file(value: Any, folder: Path | None = None) -> bytes:

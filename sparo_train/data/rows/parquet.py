@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from .columns import (
 )
 from .groups import Group, process_groups
 
+_SAMPLED_ROWS = 256  # of a row group, for the fingerprint
+
 
 class ParquetConfig(RowsConfig):
     """Parquet files with a column of image files (bytes, or Hugging Face's struct of bytes and path)."""
@@ -40,7 +43,7 @@ class RowGroup(Group):
         self._columns, self._names = columns, list(dict.fromkeys([columns.image, *columns.others.values()]))
         self.row_bytes = -(-metadata.total_byte_size // max(1, metadata.num_rows))
         facts = [metadata.num_rows, *(_column_facts(metadata.column(i)) for i in range(metadata.num_columns))]
-        self.is_sampled = False
+        self.is_sampled, self.caption_columns = False, list[str]()
         self._digest = hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -57,15 +60,20 @@ class RowGroup(Group):
             bad.key = f"row {number} of group {self._group}"
             raise
 
+    def select_columns(self, keys: Iterable[str | None]) -> list[str]:
+        """Return the columns that have these keys as members of a sample."""
+        return [column for key in keys if key and (column := self._columns.others.get(key))]
+
     def digest(self) -> str:
         return self._digest
 
-    def sampled_hash(self) -> str:
-        """Return a hash of the captions of a sampled row group, which statistics do not show if they were not written."""
-        if not self.is_sampled:
-            return self._digest
-        captions = self._read([name for name in self._names if name != self._columns.image])
-        return hashlib.sha256(str(captions.to_pylist()).encode(errors="surrogatepass")).hexdigest()[:16]
+    def row_sample(self) -> str:
+        # Captions only: sizes and statistics do not show a change of captions of equal length.
+        if not self.is_sampled or not self.caption_columns:
+            return ""
+        captions = self._read(self.caption_columns)
+        rows = captions.take(list(range(0, len(captions), max(1, len(captions) // _SAMPLED_ROWS)))).to_pylist()
+        return hashlib.sha256(str(rows).encode(errors="surrogatepass")).hexdigest()[:16]
 
     def table(self) -> Any:
         return self._read(self._names)
@@ -146,6 +154,8 @@ def _open_parquet(config: ParquetConfig, key: str, _write_index: bool) -> list[R
     for column in {column for column, _ in splits}:
         warn_of_several_splits(dotted_key(key, "parquet"), column, [value for _, value in splits])
     choose_sampled(opened)
+    for group in opened:
+        group.caption_columns = group.select_columns(config.captions or (config.caption_key,))
     return opened
 
 

@@ -43,7 +43,11 @@ class TableConfig(RowsConfig):
 
 
 def read_table(
-    table: Path, choose: Callable[[list[str]], Sequence[str]], image_columns: Iterable[str], separator: str | None
+    table: Path,
+    choose: Callable[[list[str]], Sequence[str]],
+    image_columns: Iterable[str],
+    separator: str | None,
+    checked: int | None = None,
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the line that each row ends in, and the cells of the chosen columns, any of them possibly empty.
 
@@ -51,6 +55,7 @@ def read_table(
         table: the file.
         choose: returns the columns to read, among those of the first line.
         image_columns: usual names of the image column, by which the separator is detected.
+        checked: number of chosen columns, from the first, that are searched for parts of other rows; None: all.
         separator: between columns; None: tab, comma or semicolon, whichever makes the image column a column.
 
     Raises:
@@ -85,7 +90,8 @@ def read_table(
                         f"{table}, line {reader.line_num}: has more columns than the header. Quote captions that contain {delimiter!r}."
                     )
                 cells = [row[column] or "" for column in columns]
-                if any(_contains_rows(cell, delimiter, header, columns[0]) for cell in cells if "\n" in cell):
+                several = [(c, cell) for c, cell in zip(columns[:checked], cells, strict=False) if "\n" in cell]
+                if any(_contains_rows(cell, delimiter, header, columns[0], column) for column, cell in several):
                     raise csv.Error("a quotation mark joins several rows into one cell")
                 # Two are enough for a warning, so that a column of another meaning does not fill the memory.
                 if split and len(splits) < 2 and row[split]:
@@ -100,25 +106,24 @@ def read_table(
             ) from None
 
 
-def _contains_rows(cell: str, delimiter: str, header: list[str], image_column: str) -> bool:
-    """Return whether a cell of several lines contains other rows, because a quotation mark was not closed in its row.
+def _contains_rows(cell: str, delimiter: str, header: list[str], image_column: str, column: str) -> bool:
+    """Return whether a cell of several lines contains parts of other rows, because a quotation mark was not closed in its row.
 
-    Captions of several lines have no tabs, no image file between delimiters, and rarely as many delimiters as a row in
-    three lines.
+    Then an image is where a row has it: in the first line, which begins with this column, in whole rows, or in the last
+    line, which ends with this column.
     """
-    rows, place = [line.split(delimiter) for line in cell.split("\n")], header.index(image_column)
-
-    def has_image(text: str) -> bool:
-        return Path(text.strip().strip('"')).suffix.lower() in suffixes()
-
-    for number, row in enumerate(rows):
-        whole = len(row) >= len(header) and has_image(row[place])
-        # The first line lacks the columns before this cell, and the last those after it.
-        end = number in (0, len(rows) - 1) and len(row) > 1 and any(map(has_image, row))
-        if whole or end:
+    lines = [line.split(delimiter) for line in cell.split("\n")]
+    if delimiter == "\t" and any(len(line) > 1 for line in lines):
+        return True
+    place, own = header.index(image_column), header.index(column)
+    for number, line in enumerate(lines):
+        begin = own if number == 0 else 0
+        end = own + 1 if number == len(lines) - 1 else len(header)
+        at = place - begin
+        is_part = at > 0 if number == 0 else place < end
+        if is_part and len(line) >= end - begin and Path(line[at].strip().strip('"')).suffix.lower() in suffixes():
             return True
-    inner = sum(len(row) == len(header) for row in rows[1:-1])
-    return inner >= 3 or (delimiter == "\t" and any(len(row) > 1 for row in rows))
+    return False
 
 
 def _refuse_utf16(table: Path) -> None:

@@ -48,6 +48,10 @@ class Storage(ABC):
         """Return the bytes that the data's fingerprint uses in addition to name and length."""
         return ""
 
+    def row_sample(self) -> str:
+        """Return a hash of some rows for the data's fingerprint; empty if none were read."""
+        return ""
+
     def sampled_hash(self) -> str:
         """Return a hash of the content that indexing read; empty if it read none."""
         return ""
@@ -293,18 +297,16 @@ def open_source(name: str, config: SourceConfig, write_index: bool = False, bloc
     if not source.samples:
         first = source.storages[0].url if source.storages else config.kind
         why = "".join(f" ({damage.reason})" for damage in source.incomplete_storages()[:1])
-        raise DataError(
-            f"{key or config.kind}: {len(source.storages)} shard(s) without a complete sample; first: {first}{why}"
-        )
+        count = len(source.storages)
+        raise DataError(f"{key or config.kind}: {count} shard(s) without a complete sample; first: {first}{why}")
     return source
 
 
 def fingerprint(sources: list[Source]) -> dict[str, Any]:
     """Return everything that a cursor depends on: per source its shard names and counts, hashes of sampled content, and readable totals.
 
-    `sampled_hashes` cover names, sizes, small members and a piece of large ones, but not locations or times. They do
-    not notice a large member that changed elsewhere with the same length. `content`, hashes of everything, does; it
-    exists if every storage has one on record (`sparo data check --hash`).
+    `seen` covers names, sizes, small members and a piece of large ones, but not locations or times; `rows`, some rows
+    of other formats; `content`, everything, if every storage has a hash on record (`sparo data check --hash`).
     """
     out: dict[str, Any] = {}
     for source in sources:
@@ -316,9 +318,10 @@ def fingerprint(sources: list[Source]) -> dict[str, Any]:
             # Names without their folder, because data may be moved between two starts.
             "sha256": _hash(f"{Path(s.url).name} {len(s)} {s.digest()}".rstrip() for s in source.storages),
         }
-        # Only if all have one, because scans of remote shards read headers only.
         if all(sampled_hashes := [s.sampled_hash() for s in source.storages]):
             out[source.name]["seen"] = _hash(sampled_hashes)
+        if rows := [*filter(None, (s.row_sample() for s in source.storages))]:
+            out[source.name]["rows"] = _hash(rows)
         if all(content_hashes):
             out[source.name]["content"] = _hash(map(str, content_hashes))
     return out
@@ -334,11 +337,9 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
     for key in dict.fromkeys([*old, *new]):
         before, now = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            # Compare `seen` and `content` only if both have them, because older checkpoints lack them and hashes may be
-            # recorded later.
-            both = [
-                k for k in dict.fromkeys([*before, *now]) if k not in ("seen", "content") or (k in before and k in now)
-            ]
+            # Compare these hashes only if both have them: older checkpoints lack them, or data on a server.
+            keys = dict.fromkeys([*before, *now])
+            both = [k for k in keys if k not in ("seen", "content", "rows") or (k in before and k in now)]
             changed += [f"{key}.{k}: {before.get(k)} -> {now.get(k)}" for k in both if before.get(k) != now.get(k)]
         elif before != now:
             changed.append(f"{key}: {'absent' if before is None else before} -> {'absent' if now is None else now}")

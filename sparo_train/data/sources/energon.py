@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any, Literal
 
 from ...core.config import field, resumable_field
-from ...core.errors import DataError
+from ...core.errors import DataError, SparoError
 from ...core.logs import warn_once
 from ...core.recipe.recipe_yaml import parse_yaml
 from ..servers.ranges import read_range
@@ -35,12 +36,14 @@ def _read_yaml(file: str) -> Any:
     size = with_retries(file, lambda: filesystem.info(path)["size"]) or 0
     if size > _MAX_BYTES:
         raise DataError(f"{file}: expected at most {_MAX_BYTES} bytes, got {size}. Is it a list of shards?")
-    return parse_yaml(read_range(file, 0, size).decode("utf-8", "replace"), file)
+    return parse_yaml(read_range(file, 0, size).decode("utf-8", "replace"), file) or {}
 
 
 def _warn_of_field_map(folder: str, config: EnergonConfig, key: str) -> None:
     """Warn if the data set names its captions in `dataset.yaml`, which this reader does not use."""
-    content = _read_yaml(f"{folder}/.nv-meta/dataset.yaml")
+    content = None
+    with suppress(SparoError):  # nothing else is read from this file
+        content = _read_yaml(f"{folder}/.nv-meta/dataset.yaml")
     fields = content.get("field_map") if isinstance(content, dict) else None
     caption = fields.get("caption") if isinstance(fields, dict) else None
     if isinstance(caption, str) and config.caption_key == "txt" and config.captions is None and caption != "txt":
