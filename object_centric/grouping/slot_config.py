@@ -286,9 +286,8 @@ class SlotAttentionConfig(Frozen):
                 "idspn: its slots have no attention and no update. Remove pooled, binder, transport, gru and mlp_width."
             )
         if self.gradient == "last" and self.layers == "own":
-            raise ValueError(
-                "gradient=last: only the last iteration gets a gradient, so with layers=own the weights of the others would not be trained. Set layers=shared."
-            )
+            why = "only the last iteration gets a gradient, so with layers=own the weights of the others would not be trained"
+            raise ValueError(f"gradient=last: {why}. Set layers=shared.")
         return self
 
     def _check_binder_options(self, binder: BinderConfig) -> None:

@@ -77,7 +77,7 @@ def test_edits_from_the_command_line(folder):
     done = sparo(
         "slots", "edit", "runs/framed", "nothing:0", "--slot", "0", "--delete", "--data", "tasks.yaml", cwd=folder
     )
-    assert done.returncode == 2 and done.stderr.startswith("error: nothing:0: is not a file"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: nothing:0: is neither a file"), done.stderr
 
 
 def test_edits_in_the_explorer(folder):

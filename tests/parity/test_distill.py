@@ -350,7 +350,7 @@ def test_a_folder_of_transformers_teaches_patches(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("objective.teacher=nowhere.pth",), r"objective\.teacher\.checkpoint=nowhere\.pth: no such file, .*Download it"),
+        (("objective.teacher=nowhere.pth",), r"objective\.teacher\.checkpoint=nowhere\.pth: no such file.*Download it"),
         (("objective.class_weight=0", "objective.patch_weight=0"), r"class_weight and patch_weight are 0"),
         (("data.hflip=0.5",), r"data\.hflip: applies to image-text pairs only, .* use objective\.crops"),
         (("objective.model={timm_model_name: resnet18, image_size: 32}", "micro_batch_size=4"), r"micro_batch_size: cannot be used with resnet18, whose"),

@@ -236,7 +236,7 @@ BAD = {
     "straight_through: applies to gradient=last": {"straight_through": True},
     "ground: needs two or more slots": {"ground": True, "slots": 1},
     "ground=True: a binder supports False only": {"preset": "psb", "ground": True},
-    "would learn nothing": {"preset": "tf_inv", "gradient": "last"},
+    "would not be trained": {"preset": "tf_inv", "gradient": "last"},
 }
 
 

@@ -105,7 +105,7 @@ def _add_layer(tree: Tree, own: Tree, origin: str, model: type[BaseModel] | None
         value = get_at(own, keys)
         if model is not None and value is None:
             _refuse_absent_entry(model, tree, own, keys, origin)
-        if value != get_at(tree, keys):  # a repeated name keeps what the parents say beside it
+        if value != get_at(tree, keys):  # a repeated name keeps the other keys of the parents
             tree = _drop_filled_keys(model, tree, keys, value)
     return merge(tree, own, model)
 
