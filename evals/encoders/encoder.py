@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +32,7 @@ from sparo_train.data.decode.decoding import (
     to_8bit,
 )
 from sparo_train.data.examples.image_transforms import normalise
-from sparo_train.models.weight_files.weights import weights_sha256
+from sparo_train.models.weight_files.weights import hash_again_if_changed, weights_sha256
 
 from ..sets.base import Transform
 from .capabilities import (
@@ -46,7 +47,6 @@ from .capabilities import (
     ViewsEncoder,
 )
 from .dense import DenseEncoder
-from .identity import hash_again_if_changed, text_identity
 from .pixels import BandPixels, MappedPixels, Pixels
 
 
@@ -152,7 +152,7 @@ class Encoder(ABC):
         self.model, self.label = model.eval(), label
         self.pooling = ""  # how another library's model pools its tokens
         self.assumed = ""  # assumptions about facts that the file does not contain
-        self.exported_from = ""  # identity of the weights of which an ONNX program is an export
+        self.exported_from = ""  # SHA-256 of the weights from which an ONNX program was exported
         self._hashes: dict[str, Any] = {}
         self.device = next(iter(model.parameters())).device
         # In a shape that broadcasts over (n, 3, S, S).
@@ -318,9 +318,12 @@ class TwoTowerEncoder(Encoder, TextEncoder):
 
     @property
     def text_weights(self) -> str:
-        return hash_again_if_changed(
-            self._hashes, "text", self.model, lambda: text_identity(self.model.state_dict(), self.architecture)
-        )
+        return hash_again_if_changed(self._hashes, "text", self.model, self._hash_text_side)
+
+    def _hash_text_side(self) -> str:
+        """Return the hash of all weights outside `visual.` except logit scale and bias, and of the architecture."""
+        weights = weights_sha256(self.model.state_dict(), lambda name: not name.startswith(("visual.", "logit_")))
+        return hashlib.sha256(f"{weights}\n{self.architecture}".encode()).hexdigest()
 
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:

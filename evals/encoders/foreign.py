@@ -190,27 +190,20 @@ def _read_config(weights: Path) -> dict[str, Any]:
     return read_json(config_file, dict, CheckpointError)
 
 
-# Keys of open_clip's configs that change what a model computes.
+# Keys of open_clip's configs on which the output of a model depends.
 _ARCHITECTURE = {"embed_dim", "quick_gelu", "image_size", "patch_size", "width", "layers", "heads", "head_width", "mlp_ratio"} | {
     "context_length", "vocab_size",
 }  # fmt: skip
 
 
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and switches of a config of open_clip by dotted key."""
-    inner = {
-        f"{key}.{name}": v
-        for key, block in config.items()
-        if isinstance(block, Mapping)
-        for name, v in _numbers(block).items()
-    }
+    """Return the numbers and switches of these keys in a config of open_clip, by dotted key."""
+    blocks = {"": config, **{f"{key}.": block for key, block in config.items() if isinstance(block, Mapping)}}
     return {
-        **{
-            key: value
-            for key, value in config.items()
-            if key in _ARCHITECTURE and isinstance(value, bool | int | float)
-        },
-        **inner,
+        f"{prefix}{key}": value
+        for prefix, block in blocks.items()
+        for key, value in block.items()
+        if key in _ARCHITECTURE and isinstance(value, bool | int | float)
     }
 
 

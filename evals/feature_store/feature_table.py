@@ -8,6 +8,7 @@ import os
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 from sparo_train.core.files import write_whole
 
 from ..sets.base import Fact, Pair
+from ..tasks.clusters import first_copies
 
 
 class Part(NamedTuple):
@@ -230,6 +232,11 @@ class Features:
     def width(self) -> int:
         """Return the number of values in one encoding."""
         return int(np.prod(self.parts[0].shape[1:]))
+
+    @cached_property
+    def first_copies(self) -> list[int]:
+        """Return for each row the number of the first row with an equal encoding, as `clusters.first_copies` does."""
+        return first_copies(self.blocks())
 
     def blocks(self, rows: int = 8192) -> Iterator[Tensor]:
         """Yield fp32 (≤ rows, D), in order."""

@@ -23,7 +23,7 @@ from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, load_q
 from ..suite.scoring import collect_labels
 from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from ..tasks import zeroshot
-from ..tasks.clusters import assign_clusters, first_copies
+from ..tasks.clusters import assign_clusters
 from .margins import Average, EachUnit, Margins, class_curves, class_margins, each_unit, pair_margins, renormalize
 from .probe_tasks import Linear, Neighbours, ProbeTask
 from .question_inputs import Questions
@@ -237,15 +237,15 @@ def _probe_inputs(
     return units, bank, labels[0], test, labels[1], f"{identities(bank_set)} {identities(test_set)}"
 
 
-def question_images(material: Material) -> list[tuple[str | int, ...]]:
-    """Return the images of each question: keys, or numbers."""
-    if isinstance(material, Questions):
-        return [question.images for question in material.questions]
+def question_images(material: Material) -> list[tuple[str, ...]]:
+    """Return the keys of the images of each question; copies of an image have the key of the first."""
     features = material.test if isinstance(material, ProbeTask) else material.features
-    first = first_copies(features.blocks())
+    first = [features.keys[image] for image in features.first_copies]
+    if isinstance(material, Questions):
+        return [tuple(first[image] for image in question.images) for question in material.questions]
     if isinstance(material, Pairs):
-        return [(features.keys[first[image]],) for image in material.owner.tolist()]
-    return [(features.keys[image],) for image in first]
+        return [(first[image],) for image in material.owner.tolist()]
+    return [(image,) for image in first]
 
 
 def question_groups(material: Material) -> list[str]:
@@ -254,7 +254,7 @@ def question_groups(material: Material) -> list[str]:
     A set may contain an image once per pair, or several images of one object.
     """
     if isinstance(material, ProbeTask | Classes):
-        return [str(key) for (key,) in question_images(material)]
+        return [key for (key,) in question_images(material)]
     if isinstance(material, Questions):
         captions = [
             question.texts[question.answer if len(question.texts) > 1 else 0] for question in material.questions

@@ -257,10 +257,8 @@ def only_slots(encoder: Encoder, slots: Sequence[int] | str | Path) -> Encoder:
     """Return an encoder with only these slots, or those of a selection; others are zero. Raises `ConfigError` for a slot that it does not have."""
     if isinstance(slots, str | Path):
         return keep_units(encoder, read_selection(Path(slots)), f"--slots {slots}")
-    return keep_units(
-        encoder,
-        select_slots(encoder, tuple(dict.fromkeys(slots.tolist() if isinstance(slots, torch.Tensor) else slots))),
-    )
+    numbers = slots.tolist() if isinstance(slots, torch.Tensor) else slots
+    return keep_units(encoder, select_slots(encoder, tuple(dict.fromkeys(numbers))))
 
 
 def _set_precision(encoder: Encoder, precision: Precision) -> None:

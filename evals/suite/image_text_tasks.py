@@ -19,7 +19,6 @@ from ..sets.captions import SugarCrepeSet
 from ..sets.open_set import open_set
 from ..sets.task_config import SetTaskConfig
 from ..tasks import pairs, retrieval, textonly
-from ..tasks.clusters import first_copies
 from ..tasks.result import Result
 from .scoring import Scoring, attach_data_info
 from .task import Task
@@ -113,8 +112,7 @@ def run_pairs(scoring: Scoring, task: PairsTaskConfig) -> Result:
         texts = [(p.caption, p.negative_caption) for p in caption_pairs]
         kinds = [p.kind for p in caption_pairs]
         # Sets with a row per pair contain an image several times.
-        first = first_copies(images.blocks())
-        shown = [first[i] for i in owner.tolist()]
+        shown = [images.first_copies[i] for i in owner.tolist()]
         result = pairs.score(images.rows(owner), true, false, kinds, task.average, texts, shown)
         choices = [textonly.Choice(both, 0, image) for both, image in zip(texts, shown, strict=True)]
         return textonly.attach(result, choices, kinds, task.average)

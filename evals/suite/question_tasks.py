@@ -171,7 +171,9 @@ def _run(scoring: Scoring, task: QuestionsTaskConfig) -> Result:
         right = {name: values for name, values in right.items() if not chance[name].isnan().any()}
         chance = {name: chance[name] for name in right}
         kinds, keys, groups = zip(*((q.kind, q.key, q.groups) for q in questions), strict=True)
-        files = [{source.file(number) for number in question.images} for question in questions]
+        # Regions of one file, and copies of an image in rows of their own, are not independent.
+        first = images.first_copies
+        files = [{name for n in question.images for name in (source.file(n), first[n])} for question in questions]
         result = forms.score(task.task, Answers(right, chance, kinds, keys, groups, files), task.average)
         return _with_blind(result._replace(counts={**result.counts, "ties": ties}), task, questions)
 

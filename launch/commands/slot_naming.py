@@ -14,7 +14,6 @@ from evals.sets.base import EvalSet, lines
 from evals.slots.eval_inputs import open_images
 from evals.slots.naming import Naming, caption_words, contain_names, name_slots
 from evals.slots.units import get_text_tower
-from evals.tasks.clusters import first_copies
 from sparo_train.core.errors import ConfigError
 
 from ..views import slot_tables
@@ -69,7 +68,7 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
         )
     # An image that the set contains several times is one image, so that no copy is in the other half.
     merged: dict[int, list[str]] = {}
-    for first, texts in zip(first_copies(features.blocks()), captions, strict=True):
+    for first, texts in zip(features.first_copies, captions, strict=True):
         merged.setdefault(first, []).extend(texts)
     captions = list(merged.values())
     names = vocabulary or caption_words(captions, _MAX_NAMES)

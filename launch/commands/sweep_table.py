@@ -107,6 +107,8 @@ def checkpoint_readout_cells(name: str) -> tuple[str, ...]:
 
 def _different_keys(recorded: RunConfig, config: RunConfig) -> list[str]:
     """Return the keys of length, batch and optimizer in which a run differs from a row of the sweep."""
+    if config.auto != "off":  # chosen on the machine that trained
+        return []
     names = ("steps", "epochs", "samples", "batch_size", "start_from")
     keys = [name for name in names if getattr(recorded, name) != getattr(config, name)]
     before, now = (recipe.optim.model_dump(mode="json") for recipe in (recorded, config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from ..models.weight_files.backbone_description import BackboneDescription, describe_backbone
@@ -71,7 +72,7 @@ def _plan(situation: Situation, start: BackboneDescription | None) -> _Plan:
     if (samples := _recipe_value(recipe, "samples", None)) is not None:
         steps = samples // batch
     if (epochs := _recipe_value(recipe, "epochs", None)) is not None:
-        steps = int(epochs * images) // batch
+        steps = int(Decimal(str(epochs)) * images) // batch  # as RunConfig.total_steps
     return _Plan(patch, side, batch, max(1, _recipe_value(recipe, "steps", steps)))
 
 

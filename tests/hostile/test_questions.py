@@ -248,6 +248,15 @@ def test_a_region_of_an_embedded_image_is_another_image(tmp_path):
     assert sets[0].read(0)[1].size == (4, 4)
 
 
+def test_copies_of_an_embedded_image_are_one_cluster(tmp_path):
+    folder = tmp_path / "own"
+    task = own(folder, [], {**CHOICE, "file": "rows.parquet"})
+    rows = [{"i": made.embedded(folder, k % 4), "o": [f"a {k}", f"b {k}"]} for k in range(12)]
+    made.parquet(folder / "rows.parquet", rows)
+    (result,) = Suite({"own": task}).run(made.BagOfWords()).values()
+    assert result.n == 12 and result.counts["clusters"] == 4
+
+
 def test_parquet_cells_with_one_image_of_a_list_or_a_path_are_read(tmp_path):
     folder = tmp_path / "own"
     task = own(folder, [], {**CHOICE, "file": "rows.parquet"})

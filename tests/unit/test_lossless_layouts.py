@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import tarfile
 
 import numpy as np
@@ -21,6 +22,7 @@ from sparo_train.data.rows.table import read_table
 from sparo_train.data.sources.base import fingerprint, open_source, refuse_changed
 from sparo_train.data.sources.detect import source_block, source_config
 from sparo_train.data.video.episode import is_episode
+from tests.helpers.formats import FORMATS
 from tests.helpers.processes import sparo
 
 MULTI_LINE = [
@@ -213,3 +215,18 @@ def test_masks_of_images_are_checked(tmp_path, mask, reason):
     checked = sparo("data", "check", str(tmp_path / "a.tar"))
     assert checked.returncode == (0 if reason is None else 1)
     assert reason is None or reason in checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mds", "plain"), ("litdata", "tuple")])
+def test_packed_files_with_other_captions_are_other_data(tmp_path, kind, name):
+    folder = shutil.copytree(FORMATS / kind / name, tmp_path / kind)
+    before = fingerprint([opened(folder)])
+    assert before["a"]["rows"] and fingerprint([opened(folder)]) == before
+    file = max(folder.glob("*.mds" if kind == "mds" else "*.bin"), key=lambda path: path.stat().st_size)
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"caption", b"CAPTION"))
+    with pytest.raises(DataError, match="the data changed since this checkpoint"):
+        refuse_changed(before, fingerprint([opened(folder)]), "x")
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=file.name):
+        fingerprint([opened(folder)])

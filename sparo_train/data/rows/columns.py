@@ -147,7 +147,7 @@ _SAMPLED_FILES = 64
 
 
 def choose_sampled(storages: Sequence[Any]) -> None:
-    """Mark at most 64 local files of a data set, of which the fingerprint reads some rows, to notice changes that keep all sizes."""
+    """Mark at most 64 local files of a data set; the fingerprint reads some of their rows, to notice changes that keep all sizes."""
     for storage in storages[:: -(-len(storages) // _SAMPLED_FILES) or 1]:
         storage.is_sampled = "://" not in storage.url
 

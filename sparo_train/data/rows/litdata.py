@@ -65,6 +65,10 @@ class LitDataFile(PackedFile, Group):
     def row(self, number: int) -> bytes | Mapping[str, Any]:
         return process_groups().row(self, number) if self._is_arrow else super().row(number)
 
+    def row_sample(self) -> str:
+        # An Arrow table can only be read as a whole, which takes too long at the start of every rank.
+        return "" if not self.is_sampled or self._is_arrow else super().row_sample()
+
     def read_ahead(self, first: int, last: int) -> None:
         if self._is_arrow:
             process_groups().announce(self, first, last)

@@ -40,7 +40,7 @@ def _block(first: str) -> dict[str, str]:
     if first.lower().endswith((".csv", ".tsv")):
         return {"table": first}
     path = Path(first)
-    if "://" not in first and (path / ".nv-meta").is_dir():  # it has shards, too, some of which may be for validation
+    if "://" not in first and (path / ".nv-meta").is_dir():  # before its shards, because some are for validation
         return {"energon": first}
     if "://" in first or not path.is_dir() or any(path.glob("*.tar")):
         return {"shards": first}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ def weights_sha256(tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = 
         digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
         digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def hash_again_if_changed(hashes: dict[str, Any], name: str, model: nn.Module, compute: Callable[[], str]) -> str:
+    """Return `compute()`, or its earlier value in `hashes` if no weight of the model was replaced or written to since."""
+    tensors = chain(model.parameters(), model.buffers())
+    state = [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    if name not in hashes or hashes[name][0] != state:
+        hashes[name] = (state, compute())
+    return hashes[name][1]
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], origin: str, error: type[SparoError] = CheckpointError) -> None:
