@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -221,7 +222,9 @@ def _from_run(path: Path, slots: int | None) -> Encoder:
     label = str(step)
     if slots is not None:
         label = f"{step}?slots={slots}"
-        config = _with_slots(config, slots, label)
+        _check_slots(config.objective, slots, label)
+        tree = override(config.model_dump(mode="json"), [f"objective.model.grouping.slots={slots}"], RunConfig)
+        config = resolve(RunConfig, tree, label, stored=True)
     weights = run_weights(step)
     objective = build_objective(config, weights)
     load_into(objective, weights, label)
@@ -232,21 +235,19 @@ def _from_run(path: Path, slots: int | None) -> Encoder:
     return encoder
 
 
-def _with_slots(config: RunConfig, slots: int, label: str) -> RunConfig:
-    """Return a run's recipe with another number of slots. Raises `ConfigError` unless its slots are sampled."""
-    grouping = getattr(getattr(config.objective, "model", None), "grouping", None)
+def _check_slots(objective: Any, slots: int, label: str) -> None:
+    """Raise `ConfigError` if a run with this `objective` block cannot have another number of slots, because they are not sampled."""
+    grouping = getattr(getattr(objective, "model", None), "grouping", None)
     if grouping is None or not hasattr(grouping, "slots"):
         raise ConfigError(
             f"{label}: the number of slots can be changed only if slots compete, got "
-            f"objective.kind={config.objective.kind}. Remove `?slots=…`."
+            f"objective.kind={objective.kind}. Remove `?slots=…`."
         )
     if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
         raise ConfigError(
             f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each with its own "
             "parameters, so their number cannot be changed. Remove `?slots=…`, or train with slot_init=gaussian."
         )
-    tree = override(config.model_dump(mode="json"), [f"objective.model.grouping.slots={slots}"], RunConfig)
-    return resolve(RunConfig, tree, label, stored=True)
 
 
 def _from_export(path: Path) -> Encoder:

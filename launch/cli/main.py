@@ -97,13 +97,14 @@ def train(
     if dry_run:
         from evals.interop.initial_weights import refuse_absent_starts
         from evals.suite.task import check_recipe_compatible
+        from sparo_train.train.dry_run import dry_run as resolve_sizes
 
         from ..views.sizes import show_dry
 
         # Training would refuse the same.
         check_recipe_compatible(config)
         refuse_absent_starts(config.objective, config.start_from)
-        show_dry(config)
+        show_dry(resolve_sizes(config), config.name, config.batch_size)
         return
     from ..commands.train import exit_if_stopped
     from ..commands.train import train as run

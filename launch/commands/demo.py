@@ -6,7 +6,6 @@ import json
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 from evals.encoders.loading import load_encoder
 from evals.encoders.sparo_encoders import ClipEncoder
@@ -53,7 +52,9 @@ def run_demo(folder: Path, quick: bool) -> dict[str, dict[str, Result]]:
     sparo = encoders["CLIP+SPARO"]
     assert isinstance(sparo, ClipEncoder)
     zeroshot = load_predictions(records["CLIP+SPARO"]["zeroshot"])
-    facts = {**_facts(configs), "scenes": 400 if quick else 8000, "quick": quick, "sizes": model_sizes}
+    config = next(iter(configs.values()))
+    facts = {key: getattr(config, key) for key in ("steps", "batch_size", "seed")}
+    facts |= {"scenes": 400 if quick else 8000, "quick": quick, "sizes": model_sizes}
     page = write_page(folder, results, text_only, zeroshot, curves, sparo, data, facts)
     out.print(rows_table(six_rows(results), model_sizes, "sparo demo: per cent with 95 % intervals, one seed"))
     out.print(text_only_note(text_only))
@@ -98,12 +99,3 @@ def _config(name: str, folder: Path, data: Path, quick: bool) -> RunConfig:
             "checkpoint.every_steps=0",
         ]
     return load_run(recipe("clip/scenes_tiny.yaml"), overrides)
-
-
-def _facts(configs: dict[str, RunConfig]) -> dict[str, Any]:
-    config = next(iter(configs.values()))
-    return {
-        "steps": config.steps,
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-    }

@@ -23,9 +23,9 @@ from sparo_train.core.errors import SparoError, StoppedError, TrainingError
 from sparo_train.core.registries import TASKS
 from sparo_train.core.world import launched_world
 from sparo_train.models.weight_files.weights import refuse_non_finite
-from sparo_train.train.fit import Callbacks, Run, fit
+from sparo_train.train.fit import Callbacks, fit
 from sparo_train.train.run_config import LogConfig, RunConfig
-from sparo_train.train.state import Display, Evaluate, Outcome
+from sparo_train.train.state import Display, Evaluate, Outcome, Run
 
 from ..jobs.arrays import submit_eval_job
 from ..jobs.cluster_files import load_cluster

@@ -157,7 +157,15 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
     number_of_streams(run.data, run.batch_size, ranks)
     if run.epochs is None:  # otherwise the length depends on the data, which only the nodes may see
         run.total_steps(0)
-    _refuse_untrainable(run)
+    # What would end every job: nothing to train, or incompatible tasks.
+    try:
+        check_recipe_compatible(run, meta_objective(run))
+    except CheckpointError:
+        pass  # weights that only exist on the cluster are checked there
+    except SparoError:
+        raise
+    except Exception:
+        pass  # a plug-in's model may need memory to be built; the job reports other problems
     # Written into the recipe, so that ranks that do not find each other fail instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.get(run.engine.kind).one_process:
@@ -168,18 +176,6 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
         changes.append("engine=" + json.dumps({**engine_config, "kind": "ddp"}))
     tree: dict[str, Any] = parse_yaml(dump(run), run.name)
     return resolve(RunConfig, override(tree, changes), run.name)
-
-
-def _refuse_untrainable(run: RunConfig) -> None:
-    """Raise `ConfigError` for what would end every job of this recipe: nothing to train, or incompatible tasks."""
-    try:
-        check_recipe_compatible(run, meta_objective(run))
-    except CheckpointError:
-        pass  # weights that only exist on the cluster are checked there
-    except SparoError:
-        raise
-    except Exception:
-        pass  # a plug-in's model may need memory to be built; the job reports other problems
 
 
 def refuse_busy(folder: Path) -> None:

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from sparo_train.core.recipe.config_keys import value_text
-from sparo_train.train.dry_run import dry_run
-from sparo_train.train.run_config import RunConfig
+from sparo_train.train.dry_run import DryRun
 
 from .terminal import out
 
@@ -49,10 +48,9 @@ def _origin(model: Any, key: str, value: Any, origins: Mapping[tuple[str, ...], 
     return "default" if field is None or field.get_default(call_default_factory=True) == value else "follows"
 
 
-def show_dry(config: RunConfig) -> None:
-    """Resolve, count on the meta device, and print."""
-    dry = dry_run(config)
-    table = Table(title=f"{config.name}: parameters", title_justify="left")
+def show_dry(dry: DryRun, name: str, batch_size: int) -> None:
+    """Print a dry run of the recipe `name`."""
+    table = Table(title=f"{name}: parameters", title_justify="left")
     table.add_column("module")
     table.add_column("parameters", justify="right")
     for name, count in dry.parameters.items():
@@ -87,7 +85,7 @@ def show_dry(config: RunConfig) -> None:
                 soft_wrap=True,
             )
     out.print(
-        f"one epoch: {_number(dry.epoch_size)} samples; training: {_number(dry.steps)} steps x {config.batch_size} = {_number(dry.samples)} samples"
+        f"one epoch: {_number(dry.epoch_size)} samples; training: {_number(dry.steps)} steps x {batch_size} = {_number(dry.samples)} samples"
     )
     for line in dry.unused_keys:
         out.print(line, soft_wrap=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.config import resolve
-from ..core.contracts import Engine, Objective
+from ..core.contracts import Objective
 from ..core.disk.checkpoint_store import CheckpointStore, newest_step, read_part, read_run_meta
 from ..core.disk.rundir import RunDir, package_versions
 from ..core.distributed import Ranks
@@ -26,7 +26,7 @@ from ..engine.optim import group_numbers
 from .build import build_engine, build_objective, build_pipeline, build_ranks
 from .meter import FlopCounter
 from .run_config import RunConfig, StartConfig
-from .state import Display, Evaluate, NoDisplay, Outcome
+from .state import Display, Evaluate, NoDisplay, Outcome, Run
 from .trainer import Trainer
 
 _NAMED = 5
@@ -53,18 +53,6 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
 
 
 logger = logging.getLogger(__name__)
-
-
-class Run(NamedTuple):
-    """A training on one rank, before its first step. Nothing is written to `rundir` yet."""
-
-    config: RunConfig
-    ranks: Ranks
-    engine: Engine
-    objective: Objective
-    pipeline: Pipeline
-    rundir: RunDir
-    total_steps: int
 
 
 # Makes the function that scores the objective at evaluations, or returns None. Raises `ConfigError` for tasks that
@@ -126,13 +114,14 @@ def fit(
     callbacks = callbacks or Callbacks()
     own_ranks = ranks or build_ranks(config.engine, config.world_size, find_world(), config.folder)
     try:
-        return _fit(_prepare(config, own_ranks, callbacks.identity), evaluate, callbacks)
+        run, pipeline = _prepare(config, own_ranks, callbacks.identity)
+        return _fit(run, pipeline, evaluate, callbacks)
     finally:
         if ranks is None:
             own_ranks.close()
 
 
-def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str, Any]]) -> Run:
+def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str, Any]]) -> tuple[Run, Pipeline]:
     """Build engine, objective and data. If something prevents training, raise on all ranks together."""
     # Ranks with another seed, learning rate or checkout would otherwise train together silently.
     if ranks.size > 1:
@@ -145,10 +134,12 @@ def _prepare(config: RunConfig, ranks: Ranks, identity: Callable[[], Mapping[str
     objective.refuse_length(total_steps)
     # The optimizer would refuse this, too, but only after the run folder was created.
     group_numbers(config.optim.groups, [name for name, p in objective.named_parameters() if p.requires_grad])
-    return Run(config, ranks, engine, objective, pipeline, RunDir(config.folder), total_steps)
+    steps_per_epoch = config.steps_per_epoch(pipeline.plan.epoch_size)
+    run = Run(config, ranks, engine, objective, pipeline, RunDir(config.folder), total_steps, steps_per_epoch)
+    return run, pipeline
 
 
-def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> Outcome:
+def _fit(run: Run, pipeline: Pipeline, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> Outcome:
     config, ranks, rundir = run.config, run.ranks, run.rundir
     with ExitStack() as stack:
         stack.callback(rundir.close)
@@ -164,25 +155,21 @@ def _fit(run: Run, make_evaluate: MakeEvaluate | None, callbacks: Callbacks) -> 
             # One rank reads the checkpoint's facts, because they list the files of all ranks.
             recorded = ranks.rank0_broadcast(lambda: _recorded_start(newest))
             if recorded is not None:
-                run = run._replace(config=_keep_start(config, recorded))
+                run = _keep_start(run, recorded)
                 config = run.config
         # Before computing tokens of a whole data set for a run that would be refused; it writes nothing.
         ranks.call_on_all(lambda: rundir.refuse_changes(config))
-        if run.pipeline.examples.reads_model:
+        if pipeline.examples.reads_model:
             # Examples that read the model need the weights that training continues with, before the trainer loads them.
             _load_weights_to_continue(run, newest)
-            run.pipeline.examples.ready(run.objective, run.pipeline.sources, run.engine.device_context, ranks)
+            pipeline.examples.ready(run.objective, pipeline.sources, run.engine.device_context, ranks)
         rundir.join(ranks.rank0_broadcast(lambda: _open_run_folder(run)))
         log_file.open(rundir.path / "log.txt")
-        _log_start(run, newest)
+        _log_start(run, pipeline.sources, newest)
         try:
             # Count on a second objective on the meta device, so that the trained one is not touched.
             flops = FlopCounter(lambda: build_objective(config)) if config.log.flops else None
-            steps_per_epoch = config.steps_per_epoch(run.pipeline.plan.epoch_size)
-            trainer = Trainer(
-                config, rundir, ranks, run.engine, run.objective, run.pipeline, run.total_steps, steps_per_epoch,
-                display, evaluate, flops,
-            )  # fmt: skip
+            trainer = Trainer(run, display, evaluate, flops)
             outcome = trainer.fit()
         except SupersededError:  # not even to its log
             raise
@@ -229,13 +216,13 @@ def _recorded_start(newest: Path) -> dict[str, Any] | None:
     return None
 
 
-def _keep_start(config: RunConfig, recorded: dict[str, Any]) -> RunConfig:
-    """Return the recipe of a resumed run with the `start_from` with which it began, because a resumed run does not read it again."""
+def _keep_start(run: Run, recorded: dict[str, Any]) -> Run:
+    """Return a resumed run with the `start_from` with which it began in its recipe, because it is not read again."""
     start = StartConfig(**recorded) if recorded else None
-    if start != config.start_from:
+    if start != run.config.start_from:
         began = "random weights" if start is None else start.checkpoint
         logger.warning(f"start_from: has no effect on a resumed run, which began with {began}")
-    return config.model_copy(update={"start_from": start})
+    return run._replace(config=run.config.model_copy(update={"start_from": start}))
 
 
 def _open_run_folder(run: Run) -> str:
@@ -255,7 +242,7 @@ def _open_run_folder(run: Run) -> str:
     return rundir.open_for_training(config, 2 * config.log.heartbeat_seconds)
 
 
-def _log_start(run: Run, newest: Path | None) -> None:
+def _log_start(run: Run, sources: Sequence[Source], newest: Path | None) -> None:
     config, ranks = run.config, run.ranks
     # A resumed run logs where it continues instead.
     if not any(run.rundir.checkpoints.glob("step-*")):
@@ -263,14 +250,14 @@ def _log_start(run: Run, newest: Path | None) -> None:
         for choice in config.choices:
             logger.info(choice.text)
         logger.info(f"{run.total_steps} steps of {config.batch_size} samples{ranks_text} -> {run.rundir.path}")
-    for line in source_lines(run.pipeline.sources, run.total_steps * config.batch_size):
+    for line in source_lines(sources, run.total_steps * config.batch_size):
         logger.info(line)
     for line in config.optim.unused_keys():
         logger.warning(line)
     # With several ranks per machine, the launcher sets the threads; a resumed run takes them from its checkpoint.
     if newest is None and ranks.size == 1 and (line := run.engine.device_context.choose_threads()):
         logger.info(line)
-    for source in run.pipeline.sources if ranks.rank == 0 else ():
+    for source in sources if ranks.rank == 0 else ():
         for key in missing_caption_keys(source):
             logger.warning(
                 f"data.sources.{source.name}.captions: {key} is missing in all of the 64 samples that were checked. Its probability is shared by the other "

@@ -5,15 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..core.contracts import Cursor, Objective
+from ..core.contracts import Cursor, DataPipeline, Engine, Objective
+from ..core.disk.rundir import RunDir
 from ..core.distributed import Ranks
+from .run_config import RunConfig
 
 # Scores by task, for metrics.jsonl; the ranks are those that evaluate together.
 Evaluate = Callable[[Objective, int, Ranks], dict[str, Any]]
+
+
+class Run(NamedTuple):
+    """A training on one rank, before its first step.
+
+    Attributes:
+        config: the resolved recipe.
+        ranks: this process among those that train together.
+        engine, objective, pipeline: parts of the training.
+        rundir: run folder; nothing is written to it yet.
+        total_steps, steps_per_epoch: length of the schedules.
+    """
+
+    config: RunConfig
+    ranks: Ranks
+    engine: Engine
+    objective: Objective
+    pipeline: DataPipeline
+    rundir: RunDir
+    total_steps: int
+    steps_per_epoch: int
 
 
 class Display(Protocol):

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..core.contracts import BatchStream, DataPipeline, Engine, LoaderBatch, Objective, Progress
+from ..core.contracts import BatchStream, LoaderBatch, Progress
 from ..core.disk import checkpoint_store as store
-from ..core.disk.rundir import RunDir
-from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, LostRankError, SparoError, SupersededError
 from ..core.rng import torch_seed
 from ..core.world import StopFlag
@@ -18,8 +16,7 @@ from ..data.read.bad_samples import BadSampleBudget
 from .checkpointing import Saver, find_start
 from .meter import FlopCounter, RunClock
 from .reporting import Collector, Evaluation, Profile, Reporter
-from .run_config import RunConfig
-from .state import Display, Evaluate, Outcome, State
+from .state import Display, Evaluate, Outcome, Run, State
 from .step import RankSync, SkippedSteps, Upcoming, gradients, next_batch, refuse_diverged
 
 
@@ -27,33 +24,17 @@ class Trainer:
     """One run on one engine.
 
     Args:
-        config: the resolved recipe.
-        rundir: opened for training (by rank 0).
-        ranks: this process among those that train together.
-        engine, objective, pipeline: parts of the training.
-        total_steps, steps_per_epoch: length of the schedules.
+        run: the training; rank 0 has opened its run folder.
         display: shows the progress.
         evaluate: called every `eval.every_steps` and at the end; None: no evaluation.
         flops: counts a step's model FLOPs for the metrics; None: they are not logged.
     """
 
-    def __init__(  # noqa: PLR0913  the parts of a training, which `fit` builds
-        self,
-        config: RunConfig,
-        rundir: RunDir,
-        ranks: Ranks,
-        engine: Engine,
-        objective: Objective,
-        pipeline: DataPipeline,
-        total_steps: int,
-        steps_per_epoch: int,
-        display: Display,
-        evaluate: Evaluate | None = None,
-        flops: FlopCounter | None = None,
-    ):
-        self.config, self.ranks, self.engine, self.objective, self.pipeline = config, ranks, engine, objective, pipeline
-        self.total_steps, self.steps_per_epoch = total_steps, steps_per_epoch
+    def __init__(self, run: Run, display: Display, evaluate: Evaluate | None = None, flops: FlopCounter | None = None):
+        self.config, self.ranks, self.engine, self.objective, self.pipeline, rundir, *_ = run
+        self.total_steps, self.steps_per_epoch = run.total_steps, run.steps_per_epoch
         self.display, self.state, self._rundir = display, State(), rundir
+        config, ranks = self.config, self.ranks
         self.bad = BadSampleBudget(config.data.max_bad_share, config.data.max_bad_share_min_samples)
         every, claim = config.checkpoint, rundir.lease
         self.store = store.CheckpointStore(
@@ -61,13 +42,13 @@ class Trainer:
         )
         self.saver = Saver(self.store, ranks, every.background)
         self.skips = SkippedSteps(config.optim.max_consecutive_skips, self.saver.last_good)
-        self.reporter = Reporter(config.log, rundir, ranks, engine, display, flops)
-        self.evaluation = Evaluation(evaluate, config.eval, engine, ranks, self.reporter)
+        self.reporter = Reporter(config.log, rundir, ranks, run.engine, display, flops)
+        self.evaluation = Evaluation(evaluate, config.eval, run.engine, ranks, self.reporter)
         self._facts = {
             "recipe": config.model_dump(mode="json"),
             "world_size": ranks.size,
-            "fingerprint": pipeline.fingerprint,
-            "total_steps": total_steps,
+            "fingerprint": run.pipeline.fingerprint,
+            "total_steps": run.total_steps,
         }
         self._profile = (config.log.profile if ranks.rank == 0 else None, rundir.path / "profile")
 
