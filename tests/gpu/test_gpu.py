@@ -5,20 +5,18 @@ import torch
 import yaml
 
 from evals.encoders.sparo_encoders import ClipEncoder
-from sparo_data.synthetic.viewed_sets import MultiViewSetConfig, render_multi_view
 from sparo_data.writer import write_shards
 from sparo_train.core.config import resolve
 from sparo_train.core.disk import metrics
 from sparo_train.models.sparo import Sparo
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
+from tests.helpers.object_centric import object_centric
 from tests.helpers.processes import sparo, start_sparo
 from tests.helpers.ranks import free_port
-from tests.helpers.recipes import dino_recipe, slots_recipe, tiny_recipe
+from tests.helpers.recipes import dino_recipe, tiny_recipe
 from tests.helpers.runs import finish, losses
 from tests.helpers.samples import sample
-from tests.resume.test_scenes3d import recipe_of
-from tests.resume.test_videos import video_recipe
 from tests.unit.test_engines import after_four_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
@@ -44,21 +42,6 @@ def test_training_equals_the_cpu(place, name):
     assert done.returncode == 0, done.stderr
     assert losses(place / name) == pytest.approx(losses(place / f"{name}-cpu"), rel=2e-3)
     assert metrics.read(place / name / "metrics.jsonl", "train")[-1]["memory"] > 0
-
-
-def object_centric(kind, root):
-    """Return a recipe of slots for images, or for rendered videos or posed scenes."""
-    if kind != "images":
-        pytest.importorskip("pybullet", reason="videos and scenes are rendered with pybullet")
-    if kind == "images":
-        write_shards(root / "shards", (sample(i) for i in range(96)), 24)
-        return slots_recipe(root / "shards", root)
-    if kind in ("psb", "savi"):
-        return {**video_recipe(root, kind)[0], "out": str(root), "eval": {"tasks": {}}}
-    render_multi_view(root / "scenes", MultiViewSetConfig(size=16, frames=4, train=24, test=6, per_shard=12), 2)
-    field = {"kind": "nerf", "bins": 8, "near": 1.0, "far": 30.0}
-    decoders = {"nerf": field, "nerf_relu": {**field, "density": "relu"}, "slot_mixer": {"kind": "slot_mixer"}}
-    return recipe_of(root / "scenes", root, decoders[kind])
 
 
 @pytest.mark.parametrize("kind", ["images", "psb", "savi", "nerf", "nerf_relu", "slot_mixer"])

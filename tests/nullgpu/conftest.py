@@ -1,4 +1,4 @@
-"""Fixtures that run programs on the null GPU, each in a separate process: it must never be loaded into pytest's process."""
+"""Fixtures that run programs on the null GPU, each in its own process: it must never be loaded into pytest's process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,25 @@ def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run_program(null_gpu: dict[str, str]) -> Callable[..., Any]:
-    """Return a function that runs a function of `programs.py` on the null GPU and returns its result."""
+def run_program(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Return a function that runs a function of `programs.py` on the null GPU and returns its result.
 
-    def run(name: str, *arguments: Any, reads: str = "zero") -> Any:
-        command = [sys.executable, "-m", "tests.nullgpu.programs", name, json.dumps(arguments)]
-        env = {**null_gpu, "NULLGPU_READS": reads}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-        return json.loads(done.stdout.splitlines()[-1])
+    One process imports torch and the project, and is forked for each program: imports take longer than most programs.
+    """
+    printed = tmp_path_factory.mktemp("programs") / "printed.txt"
+    command = [sys.executable, "-m", "tests.nullgpu.programs", "serve", json.dumps([str(printed)])]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=null_gpu, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        requests, exit_codes = server.stdin, server.stdout
 
-    return run
+        def run(name: str, *arguments: Any, reads: str = "zero") -> Any:
+            requests.write(json.dumps([name, arguments, reads]) + "\n")
+            requests.flush()
+            exit_code, text = exit_codes.readline(), printed.read_text()
+            assert exit_code == "0\n", f"exit code {exit_code}{text[-8000:]}"
+            return json.loads(text.splitlines()[-1])
+
+        yield run
+        requests.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -28,7 +29,7 @@ from sparo_train.train.build import build_objective, build_pipeline
 from sparo_train.train.dry_run import memory_estimate
 from sparo_train.train.run_config import RunConfig
 from sparo_train.train.step import gradients
-from tests.gpu.test_gpu import object_centric
+from tests.helpers.object_centric import object_centric
 from tests.helpers.recipes import dino_recipe, slots_recipe, tiny_recipe
 from tests.helpers.samples import sample
 from tests.helpers.teachers import write_teacher
@@ -419,8 +420,41 @@ def local_memory(pairs: int) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+# ---- processes ----
+
+
+def serve(printed: str) -> None:
+    """Run a program in a fork of this process for each line of stdin, [name, arguments, NULLGPU_READS], and print its exit code.
+
+    This process itself must not use the device. What a program prints goes to the file `printed`.
+    """
+    for line in sys.stdin:
+        name, arguments, reads = json.loads(line)
+        if not (child := os.fork()):
+            signal.alarm(500)  # ends a program that hangs
+            file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, sys.stdout.fileno())
+            os.dup2(file, sys.stderr.fileno())
+            os.environ["NULLGPU_READS"] = reads
+            try:
+                run_and_exit(name, arguments)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def run_and_exit(name: str, arguments: list[Any]) -> None:
+    """Print the result of a program as the last line, and end the process."""
     assert counters.on_null_gpu(), "this program needs the null GPU: python -m tests.nullgpu.build python -m …"
-    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))), flush=True)
+    print(json.dumps(globals()[name](*arguments)), flush=True)
     # As in `sparo train` on several ranks: threads of process groups can abort an interpreter that shuts down.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve(*json.loads(sys.argv[2]))
+    else:
+        run_and_exit(sys.argv[1], json.loads(sys.argv[2]))
