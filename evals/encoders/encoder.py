@@ -26,7 +26,7 @@ from sparo_train.data.decode.decoding import (
     UNCONVERTED,
     Decoding,
     band_values,
-    decode,
+    decode_own,
     from_array,
     postprocess,
     to_8bit,
@@ -47,7 +47,7 @@ from .capabilities import (
     ViewsEncoder,
 )
 from .dense import DenseEncoder
-from .pixels import BandPixels, MappedPixels, Pixels
+from .pixels import BandPixels, FlooredPixels, LibraryPixels, MappedPixels, Pixels, SquarePixels
 
 
 def texts_per_batch(device: torch.device) -> int:
@@ -234,11 +234,14 @@ class Encoder(ABC):
         how = self.decoding
         if isinstance(picture, str | Path):
             data = read_bytes(picture, DataError)
-            return decode(data, how) if how.bands is None else band_values(data)
+            return decode_own(data) if how.bands is None else band_values(data)
         if how.bands is not None:
             return picture
         if isinstance(picture, Image.Image):
-            return postprocess(to_8bit(picture, how.pixel_range or "by_type"), UNCONVERTED)
+            # Another library's transform converts palettes and more than 8 bits itself.
+            if isinstance(self.transform, LibraryPixels | FlooredPixels | SquarePixels):
+                return postprocess(picture, UNCONVERTED)
+            return postprocess(to_8bit(picture, how.pixel_range or "by_type"), TRAINING)
         picture = picture.cpu().numpy() if isinstance(picture, Tensor) else picture
         return postprocess(from_array(picture, how.pixel_range or "by_type"), UNCONVERTED)
 

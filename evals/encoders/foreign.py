@@ -16,6 +16,7 @@ from typing import Any
 import open_clip
 import timm
 import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from sparo_train.core.errors import CheckpointError, ConfigError, did_you_mean
 from sparo_train.core.files import read_json
 from sparo_train.models.weight_files.dino_files import dinov2_as_timm, select_backbone
 from sparo_train.models.weight_files.state_dicts import archive_root, extract_state, read_raw, split_state
+from sparo_train.models.weight_files.timm_config import read_timm_config
 from sparo_train.models.weight_files.weights import load_into
 
 from .capabilities import PatchesEncoder, TokensEncoder
@@ -71,7 +73,10 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
                 open_clip.load_checkpoint(built[0], f"{weights}?state={state}")
         except (OSError, RuntimeError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{label}: open_clip cannot load it ({str(error)[:300]})") from None
-        model, _, transform = built
+        model, transform = built[0], built[2]
+        if fill := _read_preprocess(Path(weights)).get("fill_color"):  # no argument of the builder
+            settings = PreprocessCfg(**{**model.visual.preprocess_cfg, "fill_color": fill})
+            transform: Any = image_transform_v2(settings, is_train=False)
         pixels = LibraryPixels(transform.transforms, label)
         super().__init__(model, pixels.mean, pixels.std, label)
         self.transform, tokenizer = pixels, open_clip.get_tokenizer(name)
@@ -209,28 +214,13 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _preprocess_kwargs(weights: Path) -> dict[str, Any]:
     """Return the preprocessing of a file's model, in the arguments of open_clip's builder, if an `open_clip_config.json` is next to the file."""
-    preprocess_cfg = _read_config(weights).get("preprocess_cfg")
-    words = ("mean", "std", "interpolation", "resize_mode")
-    return (
-        {f"image_{key}": preprocess_cfg[key] for key in words if preprocess_cfg.get(key)}
-        if isinstance(preprocess_cfg, dict)
-        else {}
-    )
+    words, settings = ("mean", "std", "interpolation", "resize_mode"), _read_preprocess(weights)
+    return {f"image_{key}": settings[key] for key in words if settings.get(key)}
 
 
-def _read_timm_config(weights: Path, name: str, label: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the transform (pretrained_cfg) and the model's arguments in a `config.json` next to a file, as on timm's hub; empty without one."""
-    config_file = weights.parent / "config.json"
-    if not weights.is_file() or not config_file.is_file():
-        return {}, {}
-    content = read_json(config_file, dict, CheckpointError)
-    for key in ("pretrained_cfg", "model_args"):
-        if not isinstance(content.setdefault(key, {}), dict):
-            raise CheckpointError(
-                f"{label}: {config_file}: {key} is not a mapping. Fetch the file again, or remove it."
-            )
-    same = content.get("architecture") == name.partition(".")[0]
-    return content["pretrained_cfg"], content["model_args"] if same else {}
+def _read_preprocess(weights: Path) -> dict[str, Any]:
+    settings = _read_config(weights).get("preprocess_cfg")
+    return settings if isinstance(settings, dict) else {}
 
 
 READOUT_REMEDY = (
@@ -266,7 +256,7 @@ def from_timm(place: str) -> BackboneEncoder:
     if weights:
         refuse_ignored_readout(Path(split_state(weights)[0]).parent, label)
     state = timm_state(weights, label) if weights else {}
-    transform_config, arguments = _read_timm_config(Path(split_state(weights)[0]), name, label)
+    transform_config, arguments = read_timm_config(Path(split_state(weights)[0]), name, label)
     # A fine-tuned ViT may average its patches, although the model of this name reads the class token.
     averaged: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
     try:

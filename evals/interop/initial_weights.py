@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import timm
 import torch
-from timm.data.config import resolve_model_data_config
 from torch import Tensor, nn
 
 from sparo_train.core.contracts import Objective
@@ -20,6 +19,7 @@ from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
 from sparo_train.models.timm_tower import TimmTower
 from sparo_train.models.weight_files.state_dicts import read_raw, split_state
+from sparo_train.models.weight_files.timm_config import describe_timm
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import StartConfig
@@ -54,7 +54,7 @@ def trunk_weights(state: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]
 
 
 def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
-    """Return the weights in `timm:NAME@FILE` and NAME's normalisation, whatever the sizes of the file's model; None for another source.
+    """Return the weights in `timm:NAME@FILE`, and the normalisation in the file's `config.json` or that of NAME; None for another source.
 
     Raises:
         CheckpointError: the file cannot be read, or timm has no such name.
@@ -65,9 +65,7 @@ def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
         return None
     if not timm.is_model(name):
         raise CheckpointError(f"{source}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    # Only the data description is needed; asking for weights could start a download.
-    with torch.device("meta"):
-        pixels = resolve_model_data_config(timm.create_model(name))
+    _, pixels = describe_timm(name, file, source)
     return timm_state(file, source), Normalisation(pixels["mean"], pixels["std"])
 
 

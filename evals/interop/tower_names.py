@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
+from open_clip.transformer import TextTransformer as OpenClipText
 from torch import Tensor, nn
 
 from sparo_train.core.errors import CheckpointError
+from sparo_train.models.clip_towers import TextTower
+from sparo_train.models.weight_files.vit_fit import same_epsilon
 
 _ROUNDED = 1e-3  # published values are rounded to three or more digits
 
@@ -46,7 +49,7 @@ def refuse_other_pixels(origin: str, theirs: Normalisation | None, own: Normalis
 
 
 def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
-    """Raise `CheckpointError` for another number of heads, or another activation."""
+    """Raise `CheckpointError` for another number of heads, activation or epsilon, or texts that are read in another way."""
     their_heads, own_heads = _heads(theirs), _heads(own)
     # By name if both have one (both towers of a CLIP), otherwise by the first one.
     pairs = [(their_heads[n], own_heads[n]) for n in their_heads if n in own_heads] or list(
@@ -67,6 +70,35 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
         raise CheckpointError(
             f"{origin}: was trained {'with' if quick[0] else 'without'} OpenAI's approximation of GELU. Set objective.model.quick_gelu={str(quick[0]).lower()}."
         )
+    if any(isinstance(part, TextTower) for part in own.modules()) and (reading := _other_reading(theirs)):
+        raise CheckpointError(
+            f"{origin}: its text tower {reading}, but that of the run attends to earlier tokens only and reads the end "
+            "of the text. Use other weights."
+        )
+    their_eps, own_eps = _epsilons(theirs), _epsilons(own)
+    if own_eps and (other := [value for value in their_eps if not any(same_epsilon(value, e) for e in own_eps)]):
+        raise CheckpointError(
+            f"{origin}: was trained with layer norms of epsilon {other[0]:g}, which the model of the run does not have. Use other weights."
+        )
+
+
+def _epsilons(model: nn.Module) -> set[float]:
+    return {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+
+
+def _other_reading(model: nn.Module) -> str:
+    """Return how a text tower of open_clip or transformers differs from CLIP's; empty if it does not."""
+    for part in model.modules():
+        if type(part) is OpenClipText:
+            if part.attn_mask is None:
+                return "attends to all tokens"
+            if part.cls_emb is not None:
+                return "reads a class token"
+            if part.pool_type not in ("argmax", "eos"):
+                return f"pools tokens in another way ({part.pool_type})"
+        elif type(part).__name__.startswith("Siglip") and "Text" in type(part).__name__:
+            return "attends to all tokens"
+    return ""
 
 
 def _activations(model: nn.Module) -> set[str]:
@@ -151,6 +183,10 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
     }
     # A model with a single tower has no prefix; patches identify an image tower.
     own_kind = ("embeddings.patch_embedding.weight" in bare) == (part == "visual")
+    if own_kind and part == "visual" and "embeddings.class_embedding" not in bare:
+        raise CheckpointError(
+            f"{origin}: its image tower has no class token, as in SigLIP. Load it with vision.timm_model_name."
+        )
     if own_kind and any(name.startswith("encoder.layers.0.self_attn.q_proj") for name in bare):
         projection = state.get("visual_projection.weight" if part == "visual" else "text_projection.weight")
         return _from_transformers(bare) | (

@@ -14,7 +14,7 @@ from ..models.timm_backbone import TimmBackbone
 from ..models.vit import Vit
 from ..models.vit_config import VitConfig
 from ..models.weight_files.dino_files import is_dino, read_dino, read_dino_training
-from ..models.weight_files.vit_fit import FittedVit, fit_vit
+from ..models.weight_files.vit_fit import FittedVit, fit_vit, hidden_keys
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,11 @@ class BackboneObjective(Objective):
             assert isinstance(backbone, TimmBackbone)
             fitted = backbone.fit(weights)
             return {f"{net}.backbone.model.{name}": t for net in self.networks for name, t in fitted.items()}
-        return self._backbones(weights, source.config if isinstance(source, Vit) else None)
+        return self._backbones(weights, source.config if isinstance(source, Vit) else hidden_keys(source))
 
-    def _backbones(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> dict[str, Tensor]:
+    def _backbones(
+        self, weights: Mapping[str, Tensor], theirs: VitConfig | Mapping[str, Any] | None
+    ) -> dict[str, Tensor]:
         fitted = self._fit(weights, theirs)
         for line in fitted.size_changes:
             logger.info(f"start_from: resized {line}")
@@ -79,7 +81,7 @@ class BackboneObjective(Objective):
             weights = self.adapt_to_resolution(training, theirs)
         return FileWeights(weights, *file.normalisation)
 
-    def _fit(self, weights: Mapping[str, Tensor], theirs: VitConfig | None) -> FittedVit:
+    def _fit(self, weights: Mapping[str, Tensor], theirs: VitConfig | Mapping[str, Any] | None) -> FittedVit:
         return fit_vit(weights, self.config.model, theirs, mask_token=hasattr(self.student.backbone, "mask_token"))
 
     def adapt_to_resolution(self, weights: Mapping[str, Tensor], theirs: Any = None) -> Mapping[str, Tensor]:

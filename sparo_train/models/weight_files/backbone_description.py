@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-import torch
-from timm.data.config import resolve_model_data_config
 
 from ...core.config import resolve
 from ...core.errors import CheckpointError, ConfigError, did_you_mean
@@ -15,7 +13,9 @@ from ...core.files import read_json, read_text
 from ...core.recipe.recipe_yaml import parse_yaml
 from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .dino_files import is_dino, read_dino
-from .state_dicts import read_raw, read_raw_parts, split_state
+from .state_dicts import extract_state, read_raw, read_raw_parts, split_state
+from .timm_config import describe_timm
+from .vit_fit import hidden_keys, rope_theta, same_epsilon
 from .vit_names import find_published_heads, infer_vit, official_vit_names
 
 
@@ -39,7 +39,8 @@ def describe_backbone(place: str, heads: int | None = None) -> BackboneDescripti
     """
     scheme, _, rest = place.partition(":")
     if scheme == "timm":
-        return _describe_timm(rest.partition("@")[0])
+        name, _, weight_file = rest.partition("@")
+        return _describe_timm(name, weight_file, heads)
     if scheme == "hf":
         return _describe_transformers(Path(rest))
     file, key = split_state(place)
@@ -64,20 +65,24 @@ def describe_backbone(place: str, heads: int | None = None) -> BackboneDescripti
     return BackboneDescription(config, *found.normalisation)
 
 
-def _describe_timm(name: str) -> BackboneDescription:
+def _describe_timm(name: str, file: str, heads: int | None) -> BackboneDescription:
     if not timm.is_model(name):
         raise CheckpointError(f"timm:{name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    with torch.device("meta"):
-        model: Any = timm.create_model(name, pretrained=False, num_classes=0)
-    pixels = resolve_model_data_config(model)
+    label = f"timm:{name}@{file}" if file else f"timm:{name}"
+    model: Any
+    model, pixels = describe_timm(name, file, label)
     mean, std = tuple(pixels["mean"]), tuple(pixels["std"])
     rotary = getattr(model, "rope", None) is not None and "dinov3" not in name
     # A convnet, or a Transformer that the built-in ViT cannot be.
     if getattr(model, "cls_token", None) is None or not hasattr(model, "blocks") or rotary:
         return BackboneDescription(_timm_config(name), mean, std)
-    heads = model.blocks[0].attn.num_heads
-    tree = infer_vit(official_vit_names(model.state_dict()), f"timm:{name}", heads)
-    return BackboneDescription(VitConfig.model_validate(tree), mean, std)
+    weights = official_vit_names(model.state_dict())
+    if file:  # the file may have other sizes than its name
+        path, key = split_state(file)
+        weights = official_vit_names(extract_state(read_raw(path), label, key))
+    same_width = "cls_token" in weights and weights["cls_token"].shape[-1] == model.embed_dim
+    tree = infer_vit(weights, label, model.blocks[0].attn.num_heads if same_width else heads)
+    return BackboneDescription(VitConfig.model_validate({**tree, **hidden_keys(model)}), mean, std)
 
 
 def _timm_config(name: str) -> VitConfig:
@@ -96,4 +101,9 @@ def _describe_transformers(folder: Path) -> BackboneDescription | None:
     processor = folder / "preprocessor_config.json"
     pixels = read_json(processor, dict, CheckpointError) if processor.is_file() else {}
     mean, std = pixels.get("image_mean", IMAGENET_MEAN), pixels.get("image_std", IMAGENET_STD)
+    epsilon, base = config.get("layer_norm_eps"), rope_theta(config)
+    if isinstance(epsilon, float) and not same_epsilon(epsilon, tree.get("norm_eps", 1e-6)):
+        tree["norm_eps"] = epsilon
+    if base is not None:
+        tree["rope_base"] = float(base)
     return BackboneDescription(VitConfig.model_validate(tree), tuple(mean), tuple(std))

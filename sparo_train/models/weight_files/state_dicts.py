@@ -256,19 +256,21 @@ def strip_wrapper_prefixes(name: str) -> str:
 
 def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor]:
     if key is not None:
-        if not isinstance(raw, Mapping) or not _is_state(raw.get(key)):
+        named = _inner_state(raw.get(key)) if isinstance(raw, Mapping) else None
+        if named is None:
             contents = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
             raise CheckpointError(
                 f"{origin}: the file has no state dict of this name, got state={key}. The file holds: {contents}."
             )
-        return raw[key]
+        return named
     for _ in range(3):  # a trainer's checkpoint may contain a model's checkpoint
         if _is_state(raw):
             return raw
         if not isinstance(raw, Mapping):
             break
         inner = {name: raw[name] for name in _STATES if isinstance(raw.get(name), Mapping) and raw[name]}
-        states = {name: value for name, value in inner.items() if _is_state(value)}
+        # An average may be one level deeper than the weights, as in {model: …, ema: {module: …, updates: 7}}.
+        states = {name: state for name, value in inner.items() if (state := _inner_state(value)) is not None}
         if len(states) > 1 and not _all_equal(list(states.values())):
             raise CheckpointError(
                 f"{origin}: holds {len(states)} models, got {', '.join(states)}. Append ?state=NAME to the file's name to choose one, "
@@ -286,6 +288,14 @@ def _is_state(value: Any) -> bool:
         and bool(value)
         and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
     )
+
+
+def _inner_state(value: Any) -> Mapping[str, Tensor] | None:
+    """Return a state dict, or the only one under a trainer's key in a mapping; None for anything else."""
+    if _is_state(value):
+        return value
+    found = [value[name] for name in _STATES if _is_state(value.get(name))] if isinstance(value, Mapping) else []
+    return found[0] if len(found) == 1 else None
 
 
 def _all_equal(states: list[Mapping[str, Tensor]]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.layers.patch_embed import resample_patch_embed
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import CheckpointError
 from ...core.recipe.config_keys import value_text
@@ -17,7 +17,11 @@ from ..vit_config import VitConfig
 from .vit_names import find_published_heads, infer_vit, official_vit_names
 
 # Keys on which the function of the weights depends, in the order in which an error suggests them.
-_FUNCTION = ("width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "pre_norm")
+_FUNCTION = (
+    "width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "rope_base", "norm_eps", "pre_norm",
+)  # fmt: skip
+# Layer norms with a smaller epsilon are alike; transformers writes 1e-12 for models that were trained with 1e-6.
+_SMALL_EPSILON = 1e-6
 
 
 class FittedVit(NamedTuple):
@@ -31,7 +35,7 @@ class FittedVit(NamedTuple):
 def fit_vit(
     state: Mapping[str, Tensor],
     config: VitConfig,
-    theirs: VitConfig | None = None,
+    theirs: VitConfig | Mapping[str, Any] | None = None,
     mask_token: bool = False,
     block: str = "objective.model",
 ) -> FittedVit:
@@ -44,7 +48,8 @@ def fit_vit(
     Args:
         state: weights under the names of any supported program.
         config: the model that they are for.
-        theirs: the model that they belong to; None: inferred from names and shapes.
+        theirs: the model that they belong to, or its keys that weights do not show; the rest is inferred from names
+            and shapes.
         mask_token: keep the parameter that only iBOT's loss reads.
         block: dotted key of `config`, for errors.
 
@@ -54,9 +59,10 @@ def fit_vit(
     weights = official_vit_names(state)
     if not mask_token:
         weights.pop("mask_token", None)
-    if theirs is None:
+    if not isinstance(theirs, VitConfig):
         heads = find_published_heads(weights, config.depth) if "cls_token" in weights else None
-        theirs = VitConfig.model_validate(infer_vit(weights, "the checkpoint", heads or config.heads))
+        inferred = infer_vit(weights, "the checkpoint", heads or config.heads)
+        theirs = VitConfig.model_validate({**inferred, **(theirs or {})})
     _refuse_other_model(theirs, config, block)
     unused = [name for name in weights if _block_number(name) >= config.blocks]
     weights = {name: value for name, value in weights.items() if name not in unused}
@@ -90,8 +96,8 @@ def _refuse_other_model(theirs: VitConfig, config: VitConfig, block: str) -> Non
         changes.pop("depth", None)
     if theirs.readout.kind not in ("cls", config.readout.kind):
         changes["readout.kind"] = theirs.readout.kind
-    if theirs.positions == "rope" and "positions" not in changes and theirs.norm_eps != config.norm_eps:
-        changes["norm_eps"] = theirs.norm_eps
+    if theirs.positions != "rope":
+        changes.pop("rope_base", None)
     if changes:
         words = " ".join(f"{block}.{key}={value_text(value)}" for key, value in changes.items())
         raise CheckpointError(f"contains a different model than {block} describes. Set {words}.")
@@ -100,7 +106,29 @@ def _refuse_other_model(theirs: VitConfig, config: VitConfig, block: str) -> Non
 def _differs(key: str, one: Any, other: Any) -> bool:
     if key == "layer_scale":  # its value is only initial
         return (one is None) != (other is None)
-    return one != other
+    return not same_epsilon(one, other) if key == "norm_eps" else one != other
+
+
+def same_epsilon(one: float, other: float) -> bool:
+    """Return whether layer norms with these epsilons are alike."""
+    return one == other or max(one, other) <= _SMALL_EPSILON
+
+
+def hidden_keys(model: Any) -> dict[str, Any]:
+    """Return the keys of a `VitConfig` that a ViT of timm or transformers has but its weights do not show."""
+    keys: dict[str, Any] = {}
+    epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+    if len(epsilons) == 1 and not same_epsilon(epsilon := epsilons.pop(), _SMALL_EPSILON):
+        keys["norm_eps"] = epsilon
+    config = getattr(model, "config", None)
+    base = getattr(getattr(model, "rope", None), "temperature", None) or rope_theta(getattr(config, "__dict__", {}))
+    return keys if base is None else {**keys, "rope_base": float(base)}
+
+
+def rope_theta(config: Mapping[str, Any]) -> float | None:
+    """Return the base of the rotary periods in a config of transformers, whose place depends on its version."""
+    parameters = config.get("rope_parameters")
+    return config.get("rope_theta") or (parameters.get("rope_theta") if isinstance(parameters, Mapping) else None)
 
 
 def _fit_patches(weights: dict[str, Tensor], config: VitConfig, size_changes: list[str]) -> None:

@@ -235,6 +235,10 @@ def _refuse_other_vits(weights: Mapping[str, Tensor], origin: str) -> None:
         kind = "rotary positions that are not those of DINOv3"
     elif "blocks.0.mlp.w12.weight" in weights and not {"blocks.0.ls1.gamma", "register_tokens"} & {*weights}:
         kind = "a gated MLP without LayerScale, as in EVA-02"
+    elif any(name.endswith(("dist_token", "distillation_token")) for name in weights):
+        kind = "a distillation token, as in DeiT"
+    elif "pos_embed" in weights and math.isqrt(rows := weights["pos_embed"].shape[1] - 1) ** 2 != rows:
+        kind = f"{rows + 1} positions, which are not those of a class token and a square of patches"
     else:
         return
     raise CheckpointError(
