@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from PIL import ImageOps
 
 from evals.sets.pictures import label_image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.decode.bands import PixelRange
-from sparo_train.data.decode.decoding import notes, open_picture
+from sparo_train.data.decode.decoding import mask_may_be_rotated, notes, open_picture
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, image_bytes
 from sparo_train.data.examples.survey import ImageFacts, Measures, Survey, image_facts, summarize
 from sparo_train.data.sources.base import SourceConfig, Storage, close_storages
@@ -223,6 +224,10 @@ def _check_sample(
 def _check_masks(fields: Mapping[str, bytes], image: bytes, rotated: bool) -> None:
     """Raise `BadSampleError` if a mask does not have one number for each pixel of its image."""
     width, height = open_picture(image).size
+    if rotated and mask_may_be_rotated(image):
+        raise BadSampleError("an image rotated by EXIF, with a mask that may not be")
+    if rotated:
+        width, height = ImageOps.exif_transpose(open_picture(image)).size
     for name in ("mask.png", "semantic.png"):
         if name not in fields:
             continue
@@ -230,7 +235,7 @@ def _check_masks(fields: Mapping[str, bytes], image: bytes, rotated: bool) -> No
             shape = label_image(fields[name], f".{name}").shape
         except DataError as error:
             raise BadSampleError("bad mask", detail=str(error)) from None
-        if shape != (height, width) and not (rotated and shape == (width, height)):
+        if shape != (height, width):
             detail = f"got {shape[1]} x {shape[0]} pixels, but the image has {width} x {height}"
             raise BadSampleError("a mask of another size than its image", detail=detail)
 

@@ -73,6 +73,10 @@ class ClipSet(WdsSet):
     def identity(self) -> str:
         return sha256("clips", str(self.frames), super().identity())
 
+    def stamp(self) -> str:
+        # Stored features of a set whose lengths were given must not hide that its lengths differ.
+        return f"{super().stamp()}{' equal lengths' if self._alike else ''}"
+
     def _episode(self, number: int) -> tuple[str, str, Episode]:
         storage, ordinal = self.locate(number)
         key = f"number {ordinal}"
@@ -158,6 +162,11 @@ class ViewSet(WdsSet):
 
     def identity(self) -> str:
         return sha256("views", f"{self.frames} {self.views}", super().identity())
+
+    def stamp(self) -> str:
+        # As in `ClipSet`.
+        equal = [name for name, alike in (("frames", self._alike), ("views", self._views_alike)) if alike]
+        return " ".join([super().stamp(), *(f"equal {name}" for name in equal)])
 
     def _read_scene(self, number: int) -> tuple[str, str, MultiViewScene]:
         """Return a scene with the scored numbers of times and cameras."""

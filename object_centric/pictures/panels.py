@@ -160,13 +160,14 @@ def make_tiles(
 
 
 def colour_labels(labels: np.ndarray) -> Tensor:
-    """Convert a label map to colours (3, h, w), 0 grey."""
+    """Convert a label map to colours (3, h, w): 0 grey, pixels that are not scored (255) white."""
     table = torch.tensor(_COLOURS)
     numbers = torch.from_numpy(labels.astype(np.int64))
-    # After eight colours, they repeat in darker tones.
-    lap = torch.div((numbers - 1).clamp(min=0), len(_COLOURS) - 1, rounding_mode="floor")
+    # After the last colour, they repeat in darker tones, and after four tones from the first one.
+    lap = torch.div((numbers - 1).clamp(min=0), len(_COLOURS) - 1, rounding_mode="floor") % 4
     index = torch.where(numbers > 0, (numbers - 1) % (len(_COLOURS) - 1) + 1, 0)
-    return (table[index] / 255 * (0.6 ** lap[..., None])).permute(2, 0, 1)
+    colours = table[index] / 255 * (0.6 ** lap[..., None])
+    return torch.where((numbers == 255)[..., None], 1.0, colours).permute(2, 0, 1)
 
 
 def background_label(labels: np.ndarray) -> int:

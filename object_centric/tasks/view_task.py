@@ -54,6 +54,7 @@ class ViewMasksTaskConfig(TaskConfig):
         examples=[6],
     )
     background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
+    ignore: int | None = field(255, "Label of pixels that are excluded from scores of masks. null: none.")
     far: float = field(50.0, "Largest depth that is compared, in world units. The sky has no depth.", gt=0)
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
@@ -95,7 +96,7 @@ def run_view_masks(scoring: Scoring, task: ViewMasksTaskConfig) -> Result:
     def score() -> Result:
         rows = (row.numpy() for block in features.blocks(16) for row in block)
         clips = (_clip(encoder, row, np.asarray(fact)) for row, fact in zip(rows, features.facts, strict=True))
-        result = view_scores.score(clips, num_context_views, task.far, task.background, encoder.ends)
+        result = view_scores.score(clips, num_context_views, task.far, task.background, encoder.ends, task.ignore)
         if task.headline not in result.metrics:
             raise DataError(
                 f"{source.root}: {task.headline} cannot be computed for any scene. Set headline to another score."

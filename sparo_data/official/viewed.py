@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,8 @@ from ..writer import Fields
 from .clips import sanitize_key
 from .published import PublishedConfig, WriteSummary, decode_array, write_test_and_train
 from .videos import resize_video
+
+logger = logging.getLogger(__name__)
 
 _NAMES = ("transforms.json", "transforms_train.json", "transforms_val.json", "transforms_test.json")
 _DISTORTION_KEYS = ("k1", "k2", "k3", "k4", "k5", "k6", "p1", "p2", "distortion_params")
@@ -102,6 +105,9 @@ def _frame(path: Path, number: int, transforms: dict[str, Any], frame: Any) -> P
     if not isinstance(frame, dict) or not isinstance(frame.get("file_path"), str) or not frame["file_path"]:
         raise DataError(f"{where}: has no file_path")
     _refuse_distortion(where, {**transforms, **frame})
+    for key in ("mask_path", "depth_file_path"):
+        if key in frame and number == 0:
+            logger.warning(f"{path}: {key} is not converted; the scenes have no masks of objects and no depth")
     image = decode_array(_picture(path, where, frame["file_path"]), where)
     lens = {name: frame.get(name, transforms.get(name)) for name in _LENS if name in frame or name in transforms}
     try:

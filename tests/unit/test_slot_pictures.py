@@ -10,7 +10,7 @@ from PIL import Image
 from evals.encoders.pixels import Pixels, SquarePixels
 from evals.slots.attend import Attended, attend, filter_slots, gallery
 from evals.slots.overlay import image_crop, overlay
-from object_centric.pictures.panels import background_label, colour_slots
+from object_centric.pictures.panels import background_label, colour_labels, colour_slots
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
 
@@ -105,6 +105,11 @@ def test_attention_of_a_model_adds_up():
     assert alone[0].words == [] and torch.equal(alone[0].maps, found[0].maps)
     with pytest.raises(ConfigError, match="has no slots with attention"):
         attend(clip({"kind": "token"}), images, None)
+
+
+def test_labels_of_any_number_are_visible_and_pixels_without_a_score_are_white():
+    colours = colour_labels(np.array([[1, 200, 1001, 255, 0]])).movedim(0, -1)[0]
+    assert (colours[3] == 1).all() and (colours[:3].max(-1).values > 0.1).all()
 
 
 def test_the_slot_on_the_border_is_drawn_as_background():

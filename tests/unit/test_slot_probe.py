@@ -98,6 +98,9 @@ def test_annotations_of_episodes_are_read_and_missing_ones_named(tmp_path):
     write_wds_layout(tmp_path / "uneven", [(f"{n}", {f"{t:03d}.png": b"" for t in range(n)}) for n in (2, 3)])
     with pytest.raises(DataError, match=r"has 3 frames, but the first sample has 2. Set frames: 2 or less"):
         ClipSet(tmp_path / "uneven", None).read(1)
+    # The stored features of a given length must not hide this error.
+    given, default = ClipSet(tmp_path / "uneven", 2), ClipSet(tmp_path / "uneven", None)
+    assert given.identity() == default.identity() and given.stamp() != default.stamp()
     few = SLOT_PROBE.config(root=str(tmp_path / "v/clips"))
     with pytest.raises(DataError, match=r"has 3 usable episode\(s\), but probes need at least 4"):
         SLOT_PROBE.check(few)

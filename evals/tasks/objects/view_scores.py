@@ -34,7 +34,9 @@ class ViewedClip(NamedTuple):
     true_depth: np.ndarray
 
 
-def scene_scores(clip: ViewedClip, num_context_views: int, far: float, background: int | None = 0) -> dict[str, float]:
+def scene_scores(
+    clip: ViewedClip, num_context_views: int, far: float, background: int | None = 0, ignore: int | None = None
+) -> dict[str, float]:
     """Return one scene's scores; NaN without objects, or without held-out views.
 
     `image_fg_ari`: per view and time, then averaged. `video_fg_ari`: per camera over all times. `camera_fg_ari`: per
@@ -47,12 +49,12 @@ def scene_scores(clip: ViewedClip, num_context_views: int, far: float, backgroun
     times, views = t.shape[:2]
 
     def ari(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
-        return _mean([adjusted_rand(count_pixels(true, own, background).objects) for true, own in pairs])
+        return _mean([adjusted_rand(count_pixels(true, own, background, ignore).objects) for true, own in pairs])
 
     held_out, context, whole = (
         slice(num_context_views, None),
         slice(None, num_context_views),
-        count_pixels(t, p, background),
+        count_pixels(t, p, background, ignore),
     )
     valid_depth = clip.true_depth[:, held_out] < far  # false for NaN
     relative_error = np.abs(clip.depth[:, held_out] - clip.true_depth[:, held_out]) / np.maximum(
@@ -82,16 +84,18 @@ def score(
     far: float,
     background: int | None = 0,
     ends: tuple[float, float] | None = None,
+    ignore: int | None = None,
 ) -> Result:
     """Return means over scenes of `scene_scores`; intervals resample scenes.
 
     Args:
         clips, num_context_views, far, background: scenes and options.
+        ignore: see `count_pixels`.
         ends: range of distances that a model samples; `counts` has the number of scenes with something outside of it.
     """
     scores, outside = [], 0
     for clip in clips:
-        scores.append(scene_scores(clip, num_context_views, far, background))
+        scores.append(scene_scores(clip, num_context_views, far, background, ignore))
         outside += ends is not None and _exceeds_depth_range(clip.true_depth, ends, far)
     means = metric_means(scores)
     empty = int(np.isnan(means.columns["scene_fg_ari"]).sum()) if scores else 0
@@ -104,6 +108,7 @@ def score(
         means.intervals,
         {
             "background": background,
+            "ignore": ignore,
             "mean": "over scenes",
             "interval": "bootstrap over scenes",
             "empty": "excluded from ARIs",

@@ -22,7 +22,7 @@ from object_centric.tasks.cropped_set import CroppedTaskConfig, open_masks
 from object_centric.tasks.scene_encoder import SceneEncoder
 from object_centric.tasks.slot_encoder import MaskingEncoder
 from object_centric.tasks.video_encoder import TimedEncoder
-from object_centric.tasks.video_task import VideoMasksTaskConfig
+from object_centric.tasks.video_task import VideoMasksTaskConfig, open_clips
 from object_centric.tasks.view_task import ViewMasksTaskConfig, open_views
 from sparo_train.core.accelerator import available_device
 from sparo_train.core.errors import ConfigError
@@ -40,7 +40,7 @@ class PageRow(NamedTuple):
 
 
 def write_page(
-    out: Path, checkpoint: str, task: str, title: str, summary: str, note: str, rows: Sequence[PageRow]
+    out: Path, title: str, summary: str, note: str, rows: Sequence[PageRow], scores: Sequence[tuple[str, str]]
 ) -> Path:
     """Write OUT/report.html; return its path."""
     # Keys and names are foreign text, and the page is opened in a browser.
@@ -57,17 +57,18 @@ def write_page(
             summary=summary,
             note=note,
             rows=escaped_rows,
-            scores=_scores(Path(checkpoint), task),
+            scores=scores,
         ),
     )
     return place
 
 
-def _scores(run: Path, task: str) -> list[tuple[str, str]]:
-    """Return the run's latest scores on the whole task; empty without any."""
+def _scores(run: Path, task: str, source: EvalSet) -> list[tuple[str, str]]:
+    """Return the run's latest scores of the task on this set; empty without any."""
     if not (run / "evals/results.jsonl").is_file():
         return []
-    results = [record.result for record in whole_records(run) if record.task == task]
+    data = source.identity()
+    results = [record.result for record in whole_records(run) if record.task == task and record.result.data == data]
     rows = [
         (name, format_metric(name, value, unit=True))
         for result in results[-1:]
@@ -142,6 +143,7 @@ def _write_task_page(
     """Write OUT/report.html, with a sheet and an animation of every clip, or a sheet of every image."""
     paths, rows = list[Path](), list[PageRow]()
     if isinstance(task, VideoMasksTaskConfig) and isinstance(encoder, TimedEncoder):
+        source = open_clips(task)
         for at, (key, clip) in enumerate(clip_panels(task, num_samples)):
             sheet, moving = out / f"clip-{at}.png", out / f"clip-{at}.webp"
             save_sheet(clip_sheet(encoder, [clip], tile), sheet)
@@ -150,14 +152,16 @@ def _write_task_page(
             rows.append(PageRow(key, [(moving.name, f"Moving: {caption}"), (sheet.name, f"Frames of {caption}")]))
             paths += [moving, sheet]
     else:
-        for at, (key, panel) in enumerate(image_panels(_task_images(task), num_samples)):
+        source = _task_images(task)
+        for at, (key, panel) in enumerate(image_panels(source, num_samples)):
             sheet = out / f"image-{at}.png"
             save_sheet(panels(encoder, [panel], tile), sheet)
             rows.append(PageRow(key, [(sheet.name, f"Image {key}: masks, reconstruction, every slot alone")]))
             paths.append(sheet)
     summary = f"{len(rows)} samples of the task {task_name}, evenly spaced."
     note = "From the left: the sample, true masks if there are any, predicted masks, the reconstruction, and every slot's part on white."
-    return [write_page(out, checkpoint, task_name, f"Slots of {checkpoint}", summary, note, rows), *paths]
+    scores = _scores(Path(checkpoint), task_name, source)
+    return [write_page(out, f"Slots of {checkpoint}", summary, note, rows, scores), *paths]
 
 
 def _task_images(task: TaskConfig) -> EvalSet:
@@ -206,11 +210,10 @@ def draw_scenes(checkpoint: str, task_name: str, scenes: int, tile: int, out: Pa
         paths += [sheet, moving]
     write_page(
         out,
-        checkpoint,
-        task_name,
         f"Scenes of {checkpoint}",
         f"Scenes of {task_name}: {count}. Slots are computed from the first {num_input_views} views of each time; the others are held out.",
         "A slot alone is drawn on white: of radiance fields as if there were no other, else by its share of each ray.",
         rows,
+        _scores(Path(checkpoint), task_name, source),
     )
     return paths

@@ -37,13 +37,20 @@ def draw_best_and_worst(
         ConfigError: a run without a score of the task, a model without slots, or a task without masks.
     """
     refuse_unwritable(out.parent, "--out")
-    ranked = sorted(((_score(run, task_name), run) for run in runs), key=lambda pair: _rank(pair[0]), reverse=True)
-    if len({result.headline for result, _ in ranked}) > 1:
-        raise ConfigError(f"--task {task_name}: the runs were scored by different metrics. Score them again.")
-    task = one_task(ranked[0][1], task_name, options)
+    for run in runs:
+        if "?slots=" in run:
+            raise ConfigError(
+                f"{run}: scores of several runs are compared, so their number of slots cannot be changed. Remove `?slots=…`."
+            )
+    task = one_task(runs[0], task_name, options)
     if not isinstance(task, MasksTaskConfig):
         raise ConfigError(f"--task {task_name}: has no images with masks. Name a task of kind masks.")
-    panels = [panel for _, panel in image_panels(open_masks(task), num_images)]
+    source = open_masks(task)
+    scored = [(_score(run, task_name, source.identity()), run) for run in runs]
+    ranked = sorted(scored, key=lambda pair: _rank(pair[0]), reverse=True)
+    if len({result.headline for result, _ in ranked}) > 1:
+        raise ConfigError(f"--task {task_name}: the runs were scored by different metrics. Score them again.")
+    panels = [panel for _, panel in image_panels(source, num_images)]
     rows, heads = [[] for _ in panels], ["image", "true"]
     for name, (result, run) in (("best", ranked[0]), ("worst", ranked[-1])):
         encoder = load_encoder(run, options.model, available_device().type)
@@ -65,12 +72,17 @@ def draw_best_and_worst(
     return out
 
 
-def _score(run: str, task_name: str) -> Result:
-    """Return a run's latest result of a task on its whole set."""
+def _score(run: str, task_name: str, data: str) -> Result:
+    """Return a run's latest result of a task on the set whose identity is `data`."""
     found = [record.result for record in whole_records(Path(run)) if record.task == task_name]
     if not found:
         raise ConfigError(f"{run}: has no score of {task_name}. Score it with `sparo eval {run} --tasks {task_name}`.")
-    return found[-1]
+    if not (same := [result for result in found if result.data == data]):
+        raise ConfigError(
+            f"{run}: its scores of {task_name} are from other images than those that would be drawn. Score the same images with `sparo eval {run} "
+            f"--tasks {task_name}` (and the same --data), or name their file with --data."
+        )
+    return same[-1]
 
 
 def _rank(result: Result) -> float:

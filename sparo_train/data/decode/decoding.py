@@ -226,6 +226,19 @@ def is_rotated(data: bytes) -> bool:
     return _is_rotated(open_picture(data))
 
 
+# Problem of an image for which `mask_may_be_rotated` holds.
+ROTATED_MASK = (
+    "its image is rotated by EXIF, and the sizes do not show whether its mask is, too. Save the image without the EXIF "
+    "orientation, so that both agree, or score the pixels as stored (published: true)."
+)
+
+
+def mask_may_be_rotated(data: bytes) -> bool:
+    """Return whether an image is rotated by EXIF such that a mask of either orientation has its size: mirrored, by 180 degrees, or a square."""
+    image = open_picture(data)
+    return _is_rotated(image) and (image.width == image.height or ImageOps.exif_transpose(image).size == image.size)
+
+
 def unscale_labels(table: np.ndarray, data: bytes) -> np.ndarray:
     """Return the numbers in a decoded PNG of labels: Pillow scales gray levels of 2 and 4 bits to 0..255."""
     if not data.startswith(b"\x89PNG"):
