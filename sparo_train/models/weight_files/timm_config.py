@@ -1,4 +1,4 @@
-"""The `config.json` beside a file of timm weights, which describes its model as on timm's hub."""
+"""The `config.json` next to a file of timm weights, which describes its model as on timm's hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state_dicts import split_state
 
 
 def read_timm_config(weights: Path, name: str, label: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the transform (pretrained_cfg) and the model's arguments in a `config.json` beside a file; empty without one."""
+    """Return the transform (pretrained_cfg) and the model's arguments in a `config.json` next to a file; empty without one."""
     config_file = weights.parent / "config.json"
     if not weights.is_file() or not config_file.is_file():
         return {}, {}
