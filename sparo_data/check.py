@@ -225,7 +225,7 @@ def _check_masks(fields: Mapping[str, bytes], image: bytes, rotated: bool) -> No
     """Raise `BadSampleError` if a mask does not have one number for each pixel of its image."""
     width, height = open_picture(image).size
     if rotated and mask_may_be_rotated(image):
-        raise BadSampleError("an image rotated by EXIF, with a mask that may not be")
+        raise BadSampleError("an image rotated by EXIF, whose mask may not be rotated")
     if rotated:
         width, height = ImageOps.exif_transpose(open_picture(image)).size
     for name in ("mask.png", "semantic.png"):

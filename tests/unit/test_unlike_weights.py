@@ -69,6 +69,11 @@ def test_rotary_bases_and_epsilons_that_weights_do_not_show_are_compared():
     with pytest.raises(CheckpointError, match=r"Set objective\.model\.rope_base=20\.0\.$"):
         fit_vit(model.state_dict(), VitConfig(**keys), hidden_keys(model))
     fit_vit(model.state_dict(), VitConfig(**keys, rope_base=20.0), hidden_keys(model))
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DINOv3ViTConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, rope_theta=30.0, layer_norm_eps=1e-12
+    )
+    assert hidden_keys(transformers.DINOv3ViTModel(config)) == {"norm_eps": 1e-6, "rope_base": 30.0}
     # Between two runs, too: only then are both configs known as a whole.
     with pytest.raises(CheckpointError, match=r"Set objective\.model\.norm_eps=0\.0001\.$"):
         fit_vit(model.state_dict(), VitConfig(**keys), VitConfig(**{**keys, "norm_eps": 1e-4}))
@@ -95,6 +100,12 @@ def test_an_average_one_level_deeper_counts_as_another_model():
     assert extract_state(content, "file", "ema")["weight"][0] == 2
     assert extract_state({"state_dict": state(1), "ema": {"module": state(1)}}, "file")["weight"][0] == 1
     assert extract_state({"model": {"state_dict": state(3)}, "ema": {}}, "file")["weight"][0] == 3
+    for content in (
+        {"model": {"state_dict": state(3)}, "ema": {"state_dict": state(4)}},
+        {"model": {"model": state(3), "ema": {"module": state(4)}}},
+    ):
+        with pytest.raises(CheckpointError, match="holds 2 models"):
+            extract_state(content, "file")
 
 
 def test_models_without_the_tokens_of_a_vit_are_refused_by_name():

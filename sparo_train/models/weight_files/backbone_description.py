@@ -15,7 +15,7 @@ from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .dino_files import is_dino, read_dino
 from .state_dicts import extract_state, read_raw, read_raw_parts, split_state
 from .timm_config import describe_timm
-from .vit_fit import hidden_keys, rope_theta, same_epsilon
+from .vit_fit import SMALL_EPSILON, hidden_keys, rope_theta
 from .vit_names import find_published_heads, infer_vit, official_vit_names
 
 
@@ -102,8 +102,8 @@ def _describe_transformers(folder: Path) -> BackboneDescription | None:
     pixels = read_json(processor, dict, CheckpointError) if processor.is_file() else {}
     mean, std = pixels.get("image_mean", IMAGENET_MEAN), pixels.get("image_std", IMAGENET_STD)
     epsilon, base = config.get("layer_norm_eps"), rope_theta(config)
-    if isinstance(epsilon, float) and not same_epsilon(epsilon, tree.get("norm_eps", 1e-6)):
-        tree["norm_eps"] = epsilon
+    if isinstance(epsilon, float):
+        tree["norm_eps"] = max(epsilon, SMALL_EPSILON)
     if base is not None:
         tree["rope_base"] = float(base)
     return BackboneDescription(VitConfig.model_validate(tree), tuple(mean), tuple(std))

@@ -278,7 +278,7 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
             )
         if not inner:
             break
-        raw = next(iter((states or inner).values()))
+        raw = next((value for value in inner.values() if _is_state(value)), next(iter(inner.values())))
     raise CheckpointError(f"{origin}: contains no state dict of tensors")
 
 

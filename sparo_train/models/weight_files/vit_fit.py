@@ -20,8 +20,8 @@ from .vit_names import find_published_heads, infer_vit, official_vit_names
 _FUNCTION = (
     "width", "depth", "heads", "mlp_ratio", "registers", "layer_scale", "ffn_layer", "positions", "rope_base", "norm_eps", "pre_norm",
 )  # fmt: skip
-# Layer norms with a smaller epsilon are alike; transformers writes 1e-12 for models that were trained with 1e-6.
-_SMALL_EPSILON = 1e-6
+# Layer norms with smaller epsilons are alike; transformers writes 1e-12 for models that were trained with 1e-6.
+SMALL_EPSILON = 1e-6
 
 
 class FittedVit(NamedTuple):
@@ -111,15 +111,15 @@ def _differs(key: str, one: Any, other: Any) -> bool:
 
 def same_epsilon(one: float, other: float) -> bool:
     """Return whether layer norms with these epsilons are alike."""
-    return one == other or max(one, other) <= _SMALL_EPSILON
+    return one == other or max(one, other) <= SMALL_EPSILON
 
 
 def hidden_keys(model: Any) -> dict[str, Any]:
     """Return the keys of a `VitConfig` that a ViT of timm or transformers has but its weights do not show."""
     keys: dict[str, Any] = {}
     epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
-    if len(epsilons) == 1 and not same_epsilon(epsilon := epsilons.pop(), _SMALL_EPSILON):
-        keys["norm_eps"] = epsilon
+    if len(epsilons) == 1:
+        keys["norm_eps"] = max(epsilons.pop(), SMALL_EPSILON)
     config = getattr(model, "config", None)
     base = getattr(getattr(model, "rope", None), "temperature", None) or rope_theta(getattr(config, "__dict__", {}))
     return keys if base is None else {**keys, "rope_base": float(base)}
