@@ -155,8 +155,8 @@ class MetadataTaskConfig(SetTaskConfig):
 
     metadata: tuple[str, ...] = field(
         (),
-        "Names of the values in each image's `.npy` member, in order. Default: the values are the labels of "
-        "a multilabel set.",
+        "Names of the values in each image's `.npy` member, in order. Without names, the values are the "
+        "labels of a multilabel set.",
         strict=False,
         examples=[["region", "year", "y"]],
     )

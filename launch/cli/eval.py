@@ -49,8 +49,8 @@ def score(
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Score a predefined list of the data sets below --root, and show an estimate of the time: "
-            "compositional, datacomp or reviewer. Sets that do not exist are skipped."
+            help="Score a predefined list of data sets: compositional, datacomp or reviewer. Sets that are not in --root "
+            "are skipped. An estimate of the time is shown."
         ),
     ] = None,
     data: Annotated[

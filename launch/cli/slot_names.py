@@ -46,7 +46,7 @@ def name(
         int,
         typer.Option(
             min=2,
-            help="Test a name only if, in each half, at least this many images have it and at least this many do not.",
+            help="Minimum number of images with a name, and of images without it, in each half of the data. Other names are not tested.",
         ),
     ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,

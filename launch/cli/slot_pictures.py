@@ -112,7 +112,8 @@ def show(
     image: Annotated[list[Path] | None, typer.Option(help="Your own image. May be repeated.")] = None,
     caption: Annotated[list[str] | None, typer.Option(help="Caption of an --image. May be repeated.")] = None,
     slots: Annotated[
-        str | None, typer.Option(help="Show only these slots: 0,3,8-15, or a selection.json with its names.")
+        str | None,
+        typer.Option(help="Show only these slots: 0,3,8-15, or those in a selection.json, with the names in it."),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Number of images of the task, evenly spaced.")] = 200,
     examples: Annotated[int, typer.Option(min=0, help="Number of images that are shown with all their slots.")] = 8,
@@ -178,7 +179,7 @@ def panels(
     data: Data = None,
     root: Root = Path("data"),
 ) -> None:
-    """Draw images or frames with true and predicted masks, the reconstruction, and every slot alone.
+    """Draw images with their masks, the reconstruction, and every slot alone.
 
     Of several runs, such as the seeds of a recipe, the masks of the best and the worst are drawn next to each other.
     """
@@ -250,7 +251,7 @@ def edit(
     data: Data = None,
     root: Root = Path("data"),
 ) -> None:
-    """Draw an image from its slots after one slot is moved, scaled, deleted or swapped."""
+    """Change a slot (move, scale, delete, swap) and draw the image again."""
     from ..commands.pages.edit_runs import EditOptions, edit_image
     from ..views.terminal import out as printed
 

@@ -46,8 +46,8 @@ class TransformerConfig(Frozen):
     )
     first_norm: Literal["stream", "branch"] = field(
         "branch",
-        "Target of the first LayerNorm for norm=pre. branch: only the attention's input. stream: also the "
-        "residual stream (STEVE's code).",
+        "What the first LayerNorm changes if norm=pre: only the input of the attention (branch), or the residual stream, "
+        "too (stream, as in STEVE's code).",
     )
     last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")
     biases: bool | Literal["out"] = field(

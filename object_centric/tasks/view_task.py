@@ -48,8 +48,8 @@ class ViewMasksTaskConfig(TaskConfig):
     )
     context_frames: int | None = field(
         None,
-        "Number of time steps from which the slots of a time step are computed: the step itself and those directly before it. Default: the clip "
-        "length of training.",
+        "Length of the context in time steps: slots are computed from this many steps, the last of which is the step itself. Default: "
+        "the clip length of training.",
         gt=0,
         examples=[6],
     )

@@ -111,7 +111,7 @@ class VideoAutoencoderConfig(Frozen):
     frames: FramesConfig = field(FramesConfig(), "Which frames of an episode form a sample.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error: mean over frames, pixels and colours, or the sum per video. SAVi's threshold of gradient clipping refers to the sum.",
+        "Squared error: mean over frames, pixels and colours, or the sum per video. SAVi's threshold of gradient clipping was set for the sum.",
     )
     similarity: SimilarityConfig = field(
         SimilarityConfig(),

@@ -340,7 +340,7 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
     for number, group in enumerate(groups, start=1):
         if number not in group_by_name.values():
             raise ConfigError(
-                f"optim.groups.{number - 1}.match={list(group.match)}: all parameters that it matches belong to earlier groups, because the first match "
-                "counts. Put it before them."
+                f"optim.groups.{number - 1}.match={list(group.match)}: matches no further parameters. A parameter belongs to the first group that "
+                "matches it, and earlier groups match all of these. Put this group before them."
             )
     return group_by_name

@@ -241,7 +241,7 @@ class RunConfig(Frozen):
         method = METHODS.get(self.objective.kind)
         if self.data.bands is not None and not method.bands:
             raise ValueError(
-                f"data.bands: objective.kind={self.objective.kind} reads images in red, green and blue. Remove it."
+                f"data.bands: does not apply to objective.kind={self.objective.kind}, which reads RGB images. Remove data.bands."
             )
         method.rules(self)
         return self
