@@ -334,7 +334,9 @@ def test_keys_that_do_not_fit_are_named(scenes, words, message):
 def test_objectives_of_colour_images_refuse_bands():
     distilled = ["auto=off", "objective.teacher.checkpoint=x", "epochs=1", "batch_size=1"]
     for recipe, more in (("cc15m_sparo", []), ("own_distilled", distilled)):
-        with pytest.raises(ConfigError, match=r"data\.bands: objective\.kind=\w+ reads images in red, green and blue"):
+        with pytest.raises(
+            ConfigError, match=r"data\.bands: does not apply to objective\.kind=\w+, which reads RGB images"
+        ):
             load_run(recipe, ["data.bands=[1,2,3,4]", *more])
 
 

@@ -149,7 +149,7 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
             convert_published(
                 [tmp_path / name], tmp_path / f"{name}_out", PublishedConfig(source="nerf", files=(name,))
             )
-    with pytest.raises(ConfigError, match="--max-objects: scenes of --as nerf do not give"):
+    with pytest.raises(ConfigError, match="--max-objects: does not apply to --as nerf, which has no"):
         convert_published(
             [tmp_path / "gone"], tmp_path / "m", PublishedConfig(source="nerf", files=("gone",), max_objects=3)
         )
