@@ -14,7 +14,7 @@ from PIL import ImageOps
 from evals.sets.pictures import label_image
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.decode.bands import PixelRange
-from sparo_train.data.decode.decoding import mask_may_be_rotated, notes, open_picture
+from sparo_train.data.decode.decoding import notes, open_picture, refuse_unclear_rotation
 from sparo_train.data.examples.samples import MAX_CAPTION_CHARS, MAX_WORD_CHARS, caption, image_bytes
 from sparo_train.data.examples.survey import ImageFacts, Measures, Survey, image_facts, summarize
 from sparo_train.data.sources.base import SourceConfig, Storage, close_storages
@@ -223,11 +223,8 @@ def _check_sample(
 
 def _check_masks(fields: Mapping[str, bytes], image: bytes, rotated: bool) -> None:
     """Raise `BadSampleError` if a mask does not have one number for each pixel of its image."""
-    width, height = open_picture(image).size
-    if rotated and mask_may_be_rotated(image):
-        raise BadSampleError("an image rotated by EXIF, whose mask may not be rotated")
-    if rotated:
-        width, height = ImageOps.exif_transpose(open_picture(image)).size
+    refuse_unclear_rotation(image)
+    width, height = (ImageOps.exif_transpose(open_picture(image)) if rotated else open_picture(image)).size
     for name in ("mask.png", "semantic.png"):
         if name not in fields:
             continue

@@ -210,8 +210,8 @@ class Encoder(ABC):
 
         Args:
             pictures: paths of files, PIL images, or arrays (H, W) or (H, W, 3) of uint8, uint16 or floats. Other than 8-bit pixels are mapped by the run's
-                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1. If the run has `data.bands`, it chooses
-                them from a file, or from arrays (H, W, bands) with all bands of a file.
+                `data.pixel_range`; by default 16 bits to their upper byte, and floats from 0..1. Models of other libraries convert files and
+                PIL images as their library does. If the run has `data.bands`, it chooses them from a file, or from arrays (H, W, bands).
 
         Raises:
             DataError: not a list of images, arrays of another shape or dtype, or numbers that `data.pixel_range` does not map.

@@ -19,7 +19,7 @@ from sparo_train.models.clip_model import Clip
 from sparo_train.models.clip_towers import TextTower, VisionTower
 from sparo_train.models.timm_tower import TimmTower
 from sparo_train.models.weight_files.state_dicts import read_raw, split_state
-from sparo_train.models.weight_files.timm_config import describe_timm
+from sparo_train.models.weight_files.timm_config import build_on_meta
 from sparo_train.models.weight_files.weights import refuse_non_finite
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import StartConfig
@@ -65,7 +65,7 @@ def timm_file(source: str) -> tuple[dict[str, Tensor], Normalisation] | None:
         return None
     if not timm.is_model(name):
         raise CheckpointError(f"{source}: {did_you_mean(name.split('.')[0], timm.list_models())}")
-    _, pixels = describe_timm(name, file, source)
+    _, pixels = build_on_meta(name, file, source)
     return timm_state(file, source), Normalisation(pixels["mean"], pixels["std"])
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 from PIL import Image
 
-from sparo_train.core.errors import DataError
+from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import is_safe_relative_path, read_bytes, read_json
-from sparo_train.data.decode.decoding import ROTATED_MASK, mask_may_be_rotated
+from sparo_train.data.decode.decoding import refuse_unclear_rotation
 from sparo_train.data.sources.folder import class_order, open_folder, refuse_splits
 
 from .base import EvalSet, Fact, FactKind, Layout, evenly, sha256, stat_files
@@ -112,8 +112,11 @@ class MaskedFiles(FileSet):
                 f"{path}: has {mask.shape[1]} x {mask.shape[0]} pixels, but its image {key} has {image.width} x {image.height}. "
                 "Resize one of them."
             )
-        if not self.published and mask_may_be_rotated(read_bytes(self.root / self._names[number], DataError)):
-            raise DataError(f"{self.root / self._names[number]}: {ROTATED_MASK}")
+        if not self.published:
+            try:
+                refuse_unclear_rotation(read_bytes(self.root / self._names[number], DataError))
+            except BadSampleError as bad:
+                raise DataError(f"{self.root / self._names[number]}: {bad}.") from None
         return key, image, mask
 
     def identity(self) -> str:

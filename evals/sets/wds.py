@@ -21,7 +21,7 @@ from PIL import Image
 
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.files import read_text
-from sparo_train.data.decode.decoding import ROTATED_MASK, mask_may_be_rotated
+from sparo_train.data.decode.decoding import refuse_unclear_rotation
 from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.servers.remote import open_filesystem, remedy, with_retries
 from sparo_train.data.sources.base import SourceConfig, Storage, open_source
@@ -68,6 +68,8 @@ class SourceSet(EvalSet):
             key, fields = storage.read(ordinal)
             data = image_bytes(fields, IMAGE_KEYS)
             image = decode_image(data, f"{storage.url}: sample {key}", own=not self.published)
+            if self.kind == "masks" and not self.published:
+                refuse_unclear_rotation(data)
         except BadSampleError as bad:
             raise DataError(
                 f"{storage.url}: sample {key}: {bad}. Scoring skips no sample. Repair this one, or remove it from the set."
@@ -77,8 +79,6 @@ class SourceSet(EvalSet):
             raise DataError(
                 f"{storage.url}: sample {key}: .mask.png has {fact.shape[-1]} x {fact.shape[-2]} pixels, but its image {image.width} x {image.height}"
             )
-        if self.kind == "masks" and not self.published and mask_may_be_rotated(data):
-            raise DataError(f"{storage.url}: sample {key}: {ROTATED_MASK}")
         return key, image, fact
 
 

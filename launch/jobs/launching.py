@@ -164,8 +164,10 @@ def resolve_for_ranks(run: RunConfig, cluster: ClusterConfig) -> RunConfig:
         pass  # weights that only exist on the cluster are checked there
     except SparoError:
         raise
-    except Exception:
-        pass  # a plug-in's model may need memory to be built; the job reports other problems
+    except Exception as error:  # a plug-in's model may need memory to be built
+        logger.warning(
+            f"{run.name}: the model could not be checked before the launch ({error}); the job will report problems"
+        )
     # Written into the recipe, so that ranks that do not find each other fail instead of training alone.
     changes = [f"world_size={ranks}"]
     if ranks > 1 and ENGINES.get(run.engine.kind).one_process:

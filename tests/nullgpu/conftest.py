@@ -34,12 +34,9 @@ def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run_program(null_gpu: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Return a function that runs a function of `programs.py` on the null GPU and returns its result.
-
-    One process imports torch and the project, and is forked for each program: imports take longer than most programs.
-    """
+    """Return a function that runs a function of `programs.py` on the null GPU and returns its result (see `server.py`)."""
     printed = tmp_path_factory.mktemp("programs") / "printed.txt"
-    command = [sys.executable, "-m", "tests.nullgpu.programs", "serve", json.dumps([str(printed)])]
+    command = [sys.executable, "-m", "tests.nullgpu.server", str(printed)]
     with subprocess.Popen(
         command, cwd=ROOT, env=null_gpu, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as server:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
@@ -420,31 +419,6 @@ def local_memory(pairs: int) -> dict[str, Any]:
     }
 
 
-# ---- processes ----
-
-
-def serve(printed: str) -> None:
-    """Run a program in a fork of this process for each line of stdin, [name, arguments, NULLGPU_READS], and print its exit code.
-
-    This process itself must not use the device. What a program prints goes to the file `printed`.
-    """
-    for line in sys.stdin:
-        name, arguments, reads = json.loads(line)
-        if not (child := os.fork()):
-            signal.alarm(500)  # ends a program that hangs
-            file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, sys.stdout.fileno())
-            os.dup2(file, sys.stderr.fileno())
-            os.environ["NULLGPU_READS"] = reads
-            try:
-                run_and_exit(name, arguments)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
 def run_and_exit(name: str, arguments: list[Any]) -> None:
     """Print the result of a program as the last line, and end the process."""
     assert counters.on_null_gpu(), "this program needs the null GPU: python -m tests.nullgpu.build python -m …"
@@ -454,7 +428,4 @@ def run_and_exit(name: str, arguments: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        serve(*json.loads(sys.argv[2]))
-    else:
-        run_and_exit(sys.argv[1], json.loads(sys.argv[2]))
+    run_and_exit(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,5 +1,6 @@
 """Weights whose shapes fit but whose model computes something else: masks, epsilons, rotary bases, nested averages, preprocessing."""
 
+import contextlib
 import io
 import json
 
@@ -15,8 +16,9 @@ from torch import nn
 from evals.encoders.foreign import from_open_clip
 from evals.interop.initial_weights import timm_file
 from evals.interop.tower_names import refuse_unlike, tower_weights
-from sparo_train.core.errors import CheckpointError
-from sparo_train.data.decode.decoding import mask_may_be_rotated
+from sparo_train.core.errors import BadSampleError, CheckpointError
+from sparo_train.data.decode.decoding import refuse_unclear_rotation
+from sparo_train.data.video.episode import Episode
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.models.clip_model import Clip
 from sparo_train.models.vit_config import VitConfig
@@ -141,4 +143,10 @@ def test_a_mask_of_an_image_rotated_by_exif_has_to_show_its_orientation(size, or
     exif, stream = Image.Exif(), io.BytesIO()
     exif[0x0112] = orientation
     Image.new("RGB", size).save(stream, "JPEG", exif=exif)
-    assert mask_may_be_rotated(stream.getvalue()) is unclear
+    mask = io.BytesIO()
+    Image.new("L", size).save(mask, "PNG")
+    episode = Episode({"000.jpg": stream.getvalue(), "000.mask.png": mask.getvalue()}, ("jpg",))
+    with pytest.raises(BadSampleError, match="rotated by EXIF") if unclear else contextlib.nullcontext():
+        refuse_unclear_rotation(stream.getvalue())
+    with pytest.raises(BadSampleError, match="rotated by EXIF") if unclear else contextlib.nullcontext():
+        episode.labels(0)  # frames of videos and views

@@ -226,17 +226,17 @@ def is_rotated(data: bytes) -> bool:
     return _is_rotated(open_picture(data))
 
 
-# Problem of an image for which `mask_may_be_rotated` holds.
-ROTATED_MASK = (
-    "its image is rotated by EXIF, and the sizes do not show whether its mask is, too. Save the image without the EXIF "
-    "orientation, so that both agree, or score the pixels as stored (published: true)."
-)
+def refuse_unclear_rotation(data: bytes) -> None:
+    """Raise `BadSampleError` for an image with a mask, if EXIF rotates the image and both orientations of the mask have its size.
 
-
-def mask_may_be_rotated(data: bytes) -> bool:
-    """Return whether an image is rotated by EXIF such that a mask of either orientation has its size: mirrored, by 180 degrees, or a square."""
+    These are squares, and images that are mirrored or rotated by 180 degrees. Otherwise, the size of the mask shows
+    whether it belongs to the rotated image.
+    """
     image = open_picture(data)
-    return _is_rotated(image) and (image.width == image.height or ImageOps.exif_transpose(image).size == image.size)
+    if _is_rotated(image) and (image.width == image.height or ImageOps.exif_transpose(image).size == image.size):
+        raise BadSampleError(
+            "an image rotated by EXIF, whose mask may not be rotated; save it without EXIF orientation"
+        )
 
 
 def unscale_labels(table: np.ndarray, data: bytes) -> np.ndarray:

@@ -16,7 +16,7 @@ from PIL import Image
 from ...core.config import Frozen, between, field
 from ...core.errors import BadSampleError
 from ..decode.bands import PixelRange
-from ..decode.decoding import TRAINING, decode, unscale_labels
+from ..decode.decoding import TRAINING, decode, refuse_unclear_rotation, unscale_labels
 
 
 class FramesConfig(Frozen):
@@ -172,6 +172,7 @@ class Episode:
 
     def labels(self, t: int) -> np.ndarray:
         """Return (H, W) integers: the object's number per pixel, 0 for none."""
+        self._refuse_unclear_rotation(t)
         if (table := self._array("segmentations")) is not None:
             table = table[..., 0] if table.ndim == 4 else table
             if len(table) != self._length or table.ndim != 3 or table.dtype.kind not in "iub":
@@ -220,8 +221,13 @@ class Episode:
             raise BadSampleError("bad json")
         return parsed
 
+    def _refuse_unclear_rotation(self, t: int) -> None:
+        if self._key:
+            refuse_unclear_rotation(self.fields[f"{t:03d}.{self._key}"])
+
     def _dequantize(self, t: int, plane: str) -> np.ndarray:
         """Convert a 16-bit plane to its units."""
+        self._refuse_unclear_rotation(t)
         ranges = self.metadata.get("ranges")
         bounds = ranges.get(plane) if isinstance(ranges, dict) else None
         if not (isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(b, int | float) for b in bounds)):

@@ -14,7 +14,7 @@ from ...core.recipe.recipe_yaml import parse_yaml
 from ..vit_config import IMAGENET_MEAN, IMAGENET_STD, VitConfig
 from .dino_files import is_dino, read_dino
 from .state_dicts import extract_state, read_raw, read_raw_parts, split_state
-from .timm_config import describe_timm
+from .timm_config import build_on_meta
 from .vit_fit import SMALL_EPSILON, hidden_keys, rope_theta
 from .vit_names import find_published_heads, infer_vit, official_vit_names
 
@@ -70,7 +70,7 @@ def _describe_timm(name: str, file: str, heads: int | None) -> BackboneDescripti
         raise CheckpointError(f"timm:{name}: {did_you_mean(name.split('.')[0], timm.list_models())}")
     label = f"timm:{name}@{file}" if file else f"timm:{name}"
     model: Any
-    model, pixels = describe_timm(name, file, label)
+    model, pixels = build_on_meta(name, file, label)
     mean, std = tuple(pixels["mean"]), tuple(pixels["std"])
     rotary = getattr(model, "rope", None) is not None and "dinov3" not in name
     # A convnet, or a Transformer that the built-in ViT cannot be.

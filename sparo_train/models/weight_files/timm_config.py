@@ -30,7 +30,7 @@ def read_timm_config(weights: Path, name: str, label: str) -> tuple[dict[str, An
     return content["pretrained_cfg"], content["model_args"] if same else {}
 
 
-def describe_timm(name: str, file: str, label: str) -> tuple[nn.Module, dict[str, Any]]:
+def build_on_meta(name: str, file: str, label: str) -> tuple[nn.Module, dict[str, Any]]:
     """Return a timm model without its classifier on the meta device, and its data config.
 
     Args:
