@@ -132,7 +132,7 @@ class ArraySet(EvalSet):
             images[here[here >= 0]] = block[here >= 0]
         if images is None or first != len(place):
             raise DataError(
-                f"{self._table.paths[0]}: has another number of images than labels ({len(place)}). Fetch it again."
+                f"{self._table.paths[0]}: its number of images differs from the number of labels ({len(place)}). Download the data set again."
             )
         return images
 

@@ -46,7 +46,7 @@ def name(
         int,
         typer.Option(
             min=2,
-            help="Minimum number of images with a name, and of images without it, in each half of the data. Other names are not tested.",
+            help="A name is tested only if, in each half of the data, at least this many images have it, and at least this many do not.",
         ),
     ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,

@@ -59,8 +59,8 @@ class MuonConfig(AdamWConfig):
         matrices = [group for group in groups if group["role"] == _MATRIX]
         if not matrices:
             raise ConfigError(
-                "optim.kind=muon: Muon has nothing to train, because every trained parameter either is not a matrix or "
-                "is left to AdamW by optim.adamw_patterns or by the model. Set optim.kind=adamw."
+                "optim.kind=muon: Muon trains matrices only, and none is left for it, because optim.adamw_patterns and the "
+                "model assign the trained matrices to AdamW. Set optim.kind=adamw, or change optim.adamw_patterns."
             )
         muon = torch.optim.Muon(
             matrices,

@@ -139,7 +139,7 @@ def test_smallnorb_from_the_authors_arrays_and_from_records(packed, tmp_path):
         raw, records = (open_library(tmp_path / place, name, "test") for place in ("raw", "tfds"))
         assert content(raw) == content(records) and len(raw) == 10
     write("dat", cameras[:-1], 0x1E3D4C55)
-    with pytest.raises(DataError, match=r"another number of images than labels \(20\)"):
+    with pytest.raises(DataError, match=r"differs from the number of labels \(20\)"):
         content(open_library(tmp_path / "raw", name, "test"))
 
 
