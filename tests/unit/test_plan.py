@@ -14,18 +14,22 @@ from sparo_train.data.read.plan import Plan
 
 shard_counts = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda c: sum(c) > 0)
 plans = st.builds(
-    lambda counts, weights, seed, chunk, window: (counts, (weights * len(counts))[: len(counts)], seed, chunk, window),
+    lambda counts, weights, seed, chunk, window, grouped: (
+        *(counts, (weights * len(counts))[: len(counts)], seed, chunk, window),
+        [[(grouped >> i) % 2 == 1 for i in range(len(shards))] for shards in counts],
+    ),
     st.lists(shard_counts, min_size=1, max_size=3),
     st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=3),
     st.integers(0, 2**40),
     st.integers(1, 70),
     st.integers(1, 50),
+    st.integers(0, 63),
 )
 
 
 def build(spec, streams=1):
-    counts, weights, seed, chunk, window = spec
-    return Plan(counts, weights, seed, streams, chunk, window)
+    counts, weights, seed, chunk, window, whole = spec
+    return Plan(counts, weights, seed, streams, chunk, window, whole)
 
 
 def epoch_of(plan, epoch):
@@ -83,6 +87,21 @@ def test_window_chunks_cover_exactly_what_the_window_reads():
             read = sorted(plan.sample_at(stream, p)[1:] for p in range(position, min(position + 16, length)))
             ahead = sorted((s, d, i) for s, d, a, b in plan.window_chunks(stream, position) for i in range(a, b))
             assert read == ahead
+
+
+def test_a_row_group_is_divided_by_windows_and_streams_only():
+    whole = Plan([[20] * 30 + [100]], [1.0], 0, 2, chunk=4, window=64, whole=[[True] * 31])
+    windows = [
+        Counter(shard for _, shard, _, _ in whole.window_chunks(stream, position))
+        for stream in range(2)
+        for position in range(0, whole.stream_length(stream), 64)
+    ]
+    reads = sum((Counter(window.keys()) for window in windows), Counter())
+    cuts = len(windows) - 1
+    assert sum(reads[shard] for shard in range(30)) <= 30 + cuts
+    assert reads[30] <= 4  # two chunks of at most a window, each of which may be cut
+    parts = Plan([[20] * 30], [1.0], 0, 2, chunk=4, window=64)
+    assert sum(1 for s in range(2) for p in range(0, 300, 64) for _ in parts.window_chunks(s, p)) > 150
 
 
 class Announced:

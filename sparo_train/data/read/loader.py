@@ -196,6 +196,7 @@ class Pipeline:
         self.sources = [open_source(name, source) for name, source in config.sources.items()]
         if config.cache is not None:
             use_cache(SampleCache(config.cache), [s for source in self.sources for s in source.storages])
+        whole = [[config.whole_groups and storage.is_group for storage in s.storages] for s in self.sources]
         self.plan = Plan(
             [[len(storage) for storage in s.storages] for s in self.sources],
             [s.config.weight for s in self.sources],
@@ -203,11 +204,14 @@ class Pipeline:
             streams,
             config.chunk,
             config.shuffle_window,
+            whole,
         )
         self.per_stream = batch_size // streams
         # A worker without a row would have nothing to return.
         self.workers = min(config.workers, len(self.rows))
         plan = {"streams": streams, "chunk": config.chunk, "window": config.shuffle_window, "seed": seed}
+        if any(map(any, whole)):
+            plan["whole_groups"] = True
         self.fingerprint: dict[str, Any] = {**fingerprint(self.sources), "plan": {**plan, **examples.fingerprint}}
 
     def preview(self, batch: Mapping[str, Tensor], count: int) -> list[Sample]:

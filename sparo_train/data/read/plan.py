@@ -2,7 +2,7 @@
 
 An epoch visits `round(weight * n)` samples of every source (at least one if the weight is above zero) and always
 finishes a pass over a source before it begins the next. A pass is cut into chunks of neighbouring samples at a random
-offset. The chunks of all sources are permuted and concatenated, the result is cut into C streams of equal length, and
+offset; a row group of Parquet is one chunk. The chunks of all sources are permuted and concatenated, the result is cut into C streams of equal length, and
 each stream is shuffled inside windows:
 
     pass       (seed, source, pass)            order and offset of a source's chunks
@@ -76,6 +76,8 @@ class Plan:
         streams: C, number of streams that the epoch is cut into.
         chunk: neighbouring samples that stay together.
         window: samples of a stream that are shuffled together.
+        whole: for each shard of each source, whether all its samples are one chunk, or if they are more than `window`,
+            chunks of that size. Default: none.
 
     Raises:
         ConfigError: no samples, or fewer samples per epoch than streams.
@@ -89,10 +91,12 @@ class Plan:
         streams: int,
         chunk: int = 64,
         window: int = 2048,
+        whole: Sequence[Sequence[bool]] | None = None,
     ):
         self.counts = [np.asarray(c, dtype=np.int64) for c in counts]
         self.seed, self.streams, self.chunk, self.window = seed, streams, chunk, window
         self.totals = [int(c.sum()) for c in self.counts]
+        self._whole = [np.asarray(w, dtype=bool) for w in whole or [[False] * len(c) for c in counts]]
         self.epoch_sizes = epoch_sizes(self.totals, weights)
         self.epoch_size = sum(self.epoch_sizes)
         if self.epoch_size < streams:
@@ -171,12 +175,14 @@ class Plan:
         """Return a pass over a source: chunks (shard, start, length) in random order, cut at a random offset per shard."""
         rng, counts = generator(self.seed, "pass", source, number), self.counts[source]
         # Another offset in every pass, so that chunks do not always join the same neighbours.
-        offsets = rng.integers(0, self.chunk, size=len(counts))
-        shard = np.repeat(np.arange(len(counts)), (counts + offsets + self.chunk - 1) // self.chunk)
+        whole = self._whole[source]
+        offsets = np.where(whole, 0, rng.integers(0, self.chunk, size=len(counts)))
+        chunks = np.where(whole, np.clip(counts, 1, self.window), self.chunk)
+        shard = np.repeat(np.arange(len(counts)), (counts + offsets + chunks - 1) // chunks)
         first = np.r_[0, np.flatnonzero(np.diff(shard)) + 1] if len(shard) else np.zeros(0, dtype=np.int64)
         nth = np.arange(len(shard)) - np.repeat(first, np.diff(np.r_[first, len(shard)]))
-        start = np.maximum(nth * self.chunk - offsets[shard], 0)
-        stop = np.minimum((nth + 1) * self.chunk - offsets[shard], counts[shard])
+        start = np.maximum(nth * chunks[shard] - offsets[shard], 0)
+        stop = np.minimum((nth + 1) * chunks[shard] - offsets[shard], counts[shard])
         # The random offset may leave a shard's first or last chunk empty.
         keep = np.flatnonzero(stop > start)
         keep = keep[rng.permutation(len(keep))]

@@ -23,6 +23,7 @@ class Group(Storage):
     """
 
     row_bytes: int
+    is_group = True
 
     @abstractmethod
     def table(self) -> Any:

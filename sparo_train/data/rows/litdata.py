@@ -63,20 +63,20 @@ class LitDataFile(PackedFile, Group):
     decoders = _DECODERS
 
     def row(self, number: int) -> bytes | Mapping[str, Any]:
-        return process_groups().row(self, number) if self._is_arrow else super().row(number)
+        return process_groups().row(self, number) if self.is_group else super().row(number)
 
     def row_sample(self) -> str:
         # An Arrow table can only be read as a whole, which takes too long at the start of every rank.
-        return "" if not self.is_sampled or self._is_arrow else super().row_sample()
+        return "" if not self.is_sampled or self.is_group else super().row_sample()
 
     def read_ahead(self, first: int, last: int) -> None:
-        if self._is_arrow:
+        if self.is_group:
             process_groups().announce(self, first, last)
         else:
             super().read_ahead(first, last)
 
     @property
-    def _is_arrow(self) -> bool:
+    def is_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return bool(self.offsets[0] == self.offsets[-1])
 
     @property

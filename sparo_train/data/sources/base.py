@@ -24,10 +24,12 @@ class Storage(ABC):
     Attributes:
         url: name for errors and counts.
         intact: False if it is truncated or cannot be read.
+        is_group: whether one sample cannot be read without decoding all of them.
     """
 
     url: str
     intact: bool = True
+    is_group: bool = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -166,6 +168,11 @@ class DataConfig(Frozen):
         "Number of consecutive samples of a shard that are read together; data.shuffle_window then mixes them with others.",
         gt=0,
         le=1 << 31,
+    )
+    whole_groups: bool = resumable_field(
+        True,
+        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): keep the samples of a group together instead of "
+        "data.chunk samples, up to data.shuffle_window samples. Set false to resume a run that was started before this key existed.",
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
     cache: CacheConfig | None = resumable_field(
