@@ -270,8 +270,10 @@ def _quiet_deepspeed() -> Any:
 def _costs(config: DeepSpeedEngineConfig, sizes: Sizes, ranks: int) -> Costs:
     p, t, cast = sizes.parameters, sizes.learning, autocast_bytes(config, sizes)
     sent = (ranks - 1) / ranks * (2 * 4 * p + 4 * t)
+    bucket = 1e6 * config.bucket_mb
     if config.stage == 3:
-        return Costs(4 * p / ranks, 4 * t / ranks, sizes.moments / ranks, 4 * sizes.live + cast, sent)
+        # DeepSpeed allocates the bucket once, and keeps it. By default it keeps up to 10^9 gathered parameters for backward.
+        return Costs(4 * p / ranks, 4 * t / ranks, sizes.moments / ranks, 4 * min(p, 1e9) + cast + bucket, sent)
     gradients = 4 * t if config.stage == 1 else 4 * t / ranks
     # Master weights are stored in addition to the weights for computation, although both are fp32; gradients are
     # all-reduced.

@@ -30,12 +30,14 @@ def total_norms(groups: Mapping[str, nn.Module], param_norms: Mapping[int, Tenso
 
 def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients if their norm is above `max_norm`; unlike torch's clip_grads_with_norm_, also shards."""
-    tensors = list(gradients)
     # The small constant is that of clip_grad_norm_, so that both scale alike. Double precision, as in Python; a
     # gradient below the limit is multiplied by one, which changes no bit.
     exact = norm.double() if has_fp64(norm.device) else norm
-    factor = torch.where(norm > max_norm, max_norm / (exact + 1e-6), 1.0).to(tensors[0].device, tensors[0].dtype)
-    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+    factor = torch.where(norm > max_norm, max_norm / (exact + 1e-6), 1.0)
+    # With offloading, some gradients are on the host and some on the device.
+    for place in dict.fromkeys(gradient.device for gradient in gradients):
+        here = [gradient for gradient in gradients if gradient.device == place]
+        torch._foreach_mul_(here, factor.to(place, here[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def clip_per_tensor(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], max_norm: float) -> None:

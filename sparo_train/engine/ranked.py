@@ -215,12 +215,16 @@ def sum_norms(
     """
     trained = [id(p) for p in objective.parameters() if p.requires_grad]
     sums = torch.zeros(len(trained), device=device)
-    if shards:
-        norms = torch._foreach_norm(list(shards.values()), dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        squares = dict(zip(shards, torch.stack(norms).square(), strict=True))
-        nothing = torch.zeros((), device=norms[0].device)
-        # Offloaded gradients are on the host: one copy for all of them.
-        sums = torch.stack([squares.get(key, nothing) for key in trained]).to(device)
+    norms = (
+        dict(zip(shards, torch._foreach_norm(list(shards.values()), dtype=torch.float32), strict=True))
+        if shards
+        else {}
+    )  # pyright: ignore[reportPrivateImportUsage]
+    # Offloaded gradients are on the host, and those of numbers such as logit_scale on the device: one copy for each place.
+    for place in dict.fromkeys(norm.device for norm in norms.values()):
+        nothing = torch.zeros((), device=place)
+        here = {key: norm for key, norm in norms.items() if norm.device == place}
+        sums += torch.stack([here.get(key, nothing) for key in trained]).square().to(device)
     # One exchange for all norms instead of one per parameter.
     if ranks.size > 1:
         with ranks.error_context("summing the gradient's norm"):

@@ -1,5 +1,9 @@
 """Tests that only a GPU can decide: `pytest -m gpu`."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import yaml
@@ -12,7 +16,7 @@ from sparo_train.models.sparo import Sparo
 from sparo_train.train.build import build_objective
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.object_centric import object_centric
-from tests.helpers.processes import sparo, start_sparo
+from tests.helpers.processes import sparo
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import dino_recipe, tiny_recipe
 from tests.helpers.runs import finish, losses
@@ -81,8 +85,17 @@ def test_two_gpus_train_like_one(place, kind):
     name = "two-" + "".join(c for c in kind if c.isalnum())
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     engine = f"engine={{kind: {kind}, device: cuda, precision: fp32, timeout: 60}}"
+    # Not forked from the process of the other tests, which has loaded DeepSpeed for the CPU.
+    command = [sys.executable, "-m", "launch.cli", "train", "clip.yaml", f"name={name}", engine]
     ranks = [
-        start_sparo("train", "clip.yaml", f"name={name}", engine, cwd=place, RANK=str(r), LOCAL_RANK=str(r), **common)
+        subprocess.Popen(
+            command,
+            cwd=place,
+            env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r), "DS_ACCELERATOR": "cuda"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for r in range(2)
     ]
     found = finish(ranks)

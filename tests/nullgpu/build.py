@@ -83,6 +83,7 @@ def environment(cache: Path | None = None, **variables: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "NULLGPU": "1",
+        "DS_ACCELERATOR": "cuda",  # the ordinary tests set cpu
         **variables,
     }
 

@@ -82,7 +82,7 @@ def test_a_missing_engine_package_is_named(monkeypatch):
         ({"kind": "fsdp2", "cpu_offload": True}, 4, 0, 4 * 400, 3 / 4 * (4 * 1_800 + 4_000)),
         ({"kind": "deepspeed", "stage": 1}, 4, 8_000 + 3_000, 0, 3 / 4 * 12_000),
         ({"kind": "deepspeed", "stage": 2}, 4, 4_000 + 1_000 + 3_000, 0, 3 / 4 * 12_000),
-        ({"kind": "deepspeed", "stage": 3, "precision": "bf16"}, 4, 4_000, 1_600 + 2_000, 3 / 4 * 12_000),
+        ({"kind": "deepspeed", "stage": 3, "precision": "bf16"}, 4, 4_000, 4_000 + 2_000 + 200e6, 3 / 4 * 12_000),
     ],
 )
 def test_costs_are_those_of_the_formulas(keys, ranks, states, gathered, sent):
