@@ -23,6 +23,8 @@ from sparo_train.core.world import stop_here
 from sparo_train.data.read.workers import WorkerItems
 from sparo_train.data.sources.folder import refuse_other_order
 
+from .pictures import NEEDS_ALL
+
 OWN = {"classnames": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}
 _PUBLISHED = {"classnames": "en_classnames.json", "templates": "en_zeroshot_classification_templates.json"}
 
@@ -250,7 +252,7 @@ class _Samples(Dataset[Any]):
         except DataError as error:
             return error
         except BadSampleError as bad:  # pixels that cannot be mapped to 8 bits
-            return DataError(f"{self.source.root}: {key}: {bad.full_message()}; scores need all images")
+            return DataError(f"{self.source.root}: {key}: {bad.full_message()}{NEEDS_ALL}")
 
 
 def refuse_label(source: EvalSet, key: str, fact: Fact) -> None:
@@ -304,7 +306,7 @@ def stat_files(paths: Sequence[Path]) -> tuple[bytes, bytes]:
             # Count only now: one missing file is as bad as all, but needs another remedy.
             missing = sum(not p.is_file() for p in paths)
             raise DataError(
-                f"{path}: missing; in all, {missing} of {len(paths)} files are missing, and scores need all images"
+                f"{path}: missing; in all, {missing} of {len(paths)} files are missing, and a score needs every image"
             ) from None
         sizes[i], times[i] = stat.st_size, stat.st_mtime_ns
     return sizes.tobytes(), times.tobytes()

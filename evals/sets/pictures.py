@@ -13,6 +13,8 @@ from sparo_train.core.files import read_bytes
 from sparo_train.data.decode.bands import TiffFile, is_tiff
 from sparo_train.data.decode.decoding import PUBLISHED, Decoding, decode, decode_own, unscale_labels
 
+# End of the error for an image that cannot be used.
+NEEDS_ALL = ". A score needs every image: repair this one or remove it. `sparo data check` names all damaged images."
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -28,7 +30,7 @@ def decode_image(data: bytes, where: object, how: Decoding = PUBLISHED, own: boo
     Raises:
         DataError: naming `where`. For a TIFF of bands that only some encoders read, it is raised when the pixels are used.
     """
-    scored = "; scores need all images" if how == PUBLISHED else ""
+    scored = NEEDS_ALL if how == PUBLISHED else ""
     if how.bands is not None:
         how = PUBLISHED
     try:

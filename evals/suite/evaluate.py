@@ -20,6 +20,7 @@ from sparo_train.core.distributed import Ranks
 from sparo_train.core.errors import CheckpointError, ConfigError, LostRankError, SparoError, StoppedError, did_you_mean
 from sparo_train.core.files import disk_error
 from sparo_train.core.recipe.layers import load_recipe
+from sparo_train.core.registries import TASKS
 from sparo_train.core.world import World
 from sparo_train.train.run_config import TaskConfig as AnyTask
 
@@ -93,9 +94,24 @@ def tasks_for(
                 *(Path(t.root).parent.name for t in available_tasks.values() if isinstance(t, SetTaskConfig)),
                 *catalogue.names(),
             ]
-            raise ConfigError(f"{option} {name}: {did_you_mean(name, dict.fromkeys(candidates))}")
+            raise ConfigError(f"{option} {name}: {_unknown_task(name, available_tasks, candidates)}")
         selected_tasks |= matches
     return selected_tasks
+
+
+def _unknown_task(name: str, available: Mapping[str, TaskConfig], candidates: Sequence[str]) -> str:
+    """Return a similar name, or where names can be found; the catalogue has hundreds."""
+    if name not in TASKS.names() and (hint := did_you_mean(name, dict.fromkeys(candidates))).startswith("did"):
+        return hint
+    names = [n for n, task in available.items() if task.task == name] or list(available)
+    what = (
+        "is a kind of task, not a name"
+        if name in TASKS.names()
+        else "is neither a task nor a set of `sparo eval --list`"
+    )
+    return (
+        f"{what}. Give {', '.join(names)}." if names else f"{what}. Define tasks in a YAML file, and give it to --data."
+    )
 
 
 def _available_tasks(checkpoint: str, data: Path | None) -> dict[str, TaskConfig]:

@@ -24,6 +24,7 @@ from ..encoders.capabilities import BlocksEncoder
 from ..feature_store.feature_table import Features, View
 from ..sets.base import EvalSet, Fact, read_batches, split_batches
 from ..sets.open_set import open_labelled
+from ..sets.pictures import NEEDS_ALL
 from ..sets.task_config import LabelledTaskConfig
 from ..tasks import linear
 from ..tasks.result import Result
@@ -164,7 +165,7 @@ class _Crops(EvalSet):
                 else to_bands(image, how)
             )
         except BadSampleError as bad:
-            raise DataError(f"{self.root}: {key}: {bad.full_message()}; scores need all images") from None
+            raise DataError(f"{self.root}: {key}: {bad.full_message()}{NEEDS_ALL}") from None
         rng = generator(self.names[0], "probe-augment", self.names[1], number)
         # Seeded by the image's number, not by the order in which workers process images.
         box = random_resized_crop_box(get_size(picture), (0.08, 1.0), rng)

@@ -255,9 +255,11 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool, to: s
         console.print(f"left out: {count} samples ({reason})", soft_wrap=True)
     if converted.turned:
         console.print(f"{converted.turned} images were rotated according to EXIF")
-    for reason, count in converted.refused.items():
+    if unusable := max(converted.broken, sum(converted.refused.values())):
+        reasons = ", ".join(converted.refused) or "bad image"
+        scored = ", and they are not scored" if converted.broken else ""
         console.print(
-            f"{count} images cannot be used ({reason}). Training skips them; the next command names them.",
+            f"unusable images: {unusable} ({reasons}). Training skips them{scored}. `sparo data check` names them.",
             soft_wrap=True,
         )
     if converted.left_out:
@@ -274,11 +276,6 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool, to: s
         )
     if converted.copies:
         console.print(f"left out of training: {converted.copies} copies of evaluation images", soft_wrap=True)
-    if converted.broken:
-        console.print(
-            f"{converted.broken} images cannot be decoded and are not scored. The next command names them.",
-            soft_wrap=True,
-        )
     if not whole:
         return
     shards = folder / "train" if converted.task else folder

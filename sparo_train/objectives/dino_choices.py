@@ -86,8 +86,13 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
     bands = _num_bands(situation)
     if bands != 3:
         yield Choice("objective.model.bands", bands, "data.bands")
-    if survey.low:
+    if start is not None and start.pixel_range is not None and bands == len(start.mean):
+        # Mean and standard deviation of the initial weights belong to this range.
+        yield Choice("data.pixel_range", start.pixel_range, "of the initial weights")
+    elif survey.low:
         yield Choice("data.pixel_range", [list(pair) for pair in survey.ranges], f"of {survey.images} images")
+    elif survey.full_range is not None:
+        yield Choice("data.pixel_range", list(survey.full_range), f"16-bit images use {survey.used_bits} bits")
     if start is not None:
         for key in _KEPT if timm is None else _KEPT[:1]:
             if (value := getattr(start.config, key)) != type(start.config).model_fields[key].default:

@@ -51,8 +51,13 @@ def _situation(tree: Tree) -> Situation:
     device = engine.get("device", "auto") if isinstance(engine, Mapping) else "auto"
     gpu = tree["auto"] == "gpu" or (tree["auto"] == "here" and find_device(device, "engine.device").type != "cpu")
     images = sum(source.samples for source in sources)
-    if config.bands is None or _look_up(tree, "data.pixel_range") is not None:
-        return Situation(tree, images, survey(sources, config), gpu)
+    is_given = _look_up(tree, "data.pixel_range") is not None
+    if config.bands is None or is_given:
+        found = survey(sources, config)
+        if found.full_range is not None and not is_given:
+            used = survey(sources, config.model_copy(update={"pixel_range": found.full_range}))
+            found = used._replace(used_bits=found.used_bits)
+        return Situation(tree, images, found, gpu)
     # Any values can be read by percentiles. Mean and standard deviation depend on the range, so they are measured again
     # with the one that will be chosen.
     found = survey(sources, config.model_copy(update={"pixel_range": "percentiles"}))

@@ -94,7 +94,7 @@ def test_tasks_are_selected_by_data_folder_and_by_catalogue_group(scored):
     assert done.returncode == 0 and "ret" in done.stdout and "knn" not in done.stdout
     again = sparo("eval", "runs/s0", "--data", "recipe.yaml", "--tasks", "ret", "--no-write-to-run", cwd=root)
     shipped = sparo("eval", "runs/s0", "--data", "own_pairs", "--tasks", "ret", "--no-write-to-run", cwd=root)
-    assert shipped.returncode == 2 and "--tasks ret: known:" in shipped.stderr, shipped.stderr
+    assert shipped.returncode == 2 and "--tasks ret: is neither a task" in shipped.stderr, shipped.stderr
     assert again.returncode == 0 and "mean_R@5" in again.stdout, again.stderr
     done = sparo("eval", "runs/s0", "--tasks", "sugar_crepe", "--no-write-to-run", "--results", "sc", cwd=root)
     assert done.returncode == 0, done.stderr

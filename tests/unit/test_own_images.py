@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 
 from launch.recipes import load_run
@@ -64,6 +65,27 @@ def test_gray_images_get_no_colour_jitter_and_their_own_statistics(tmp_path):
     source = open_source("x", source_config([str(folder)]))
     found = survey([source], DataConfig(sources={"x": source.config}))
     assert found is not None and found.gray == 1 and found.kinds == {"PNG gray": 12} and found.sides[2] == 40
+
+
+def test_images_of_12_bits_are_not_read_as_dark_16_bit_ones(tmp_path):
+    folder = tmp_path / "camera"
+    folder.mkdir()
+    for i in range(12):
+        pixels = np.random.default_rng(i).integers(0, 4000, (40, 50), dtype=np.uint16)
+        Image.fromarray(pixels).save(folder / f"{i}.tif")
+    config = chosen(folder, "auto=cpu")
+    assert config.data.pixel_range == (0, 4095) and config.objective.mean == pytest.approx((0.49,) * 3, abs=0.01)
+    kept = chosen(folder, "auto=cpu", "data.pixel_range=by_type")
+    assert kept.data.pixel_range == "by_type" and kept.objective.mean == pytest.approx((0.03,) * 3, abs=0.01)
+    done = sparo("data", "check", str(folder))
+    assert "16-bit images use 12 bits only" in done.stdout and "data.pixel_range=[0,4095]" in done.stdout
+    # A run's mean and standard deviation belong to its range.
+    (tmp_path / "run").mkdir()
+    tree = {"objective": kept.objective.model_dump(mode="json"), "data": {"pixel_range": "by_type"}}
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(tree))
+    assert chosen(folder, "auto=cpu", f"init={tmp_path}/run").data.pixel_range == "by_type"
+    Image.fromarray(np.full((40, 50), 40_000, np.uint16)).save(folder / "bright.tif")
+    assert chosen(folder, "auto=cpu").data.pixel_range == "by_type"
 
 
 def test_initial_weights_give_the_model(images, tmp_path):

@@ -251,14 +251,19 @@ def test_pictures_that_no_reader_takes_are_counted_as_they_are_converted(tmp_pat
     large = io.BytesIO()
     Image.new("1", (13312, 13312)).save(large, format="PNG")
     put(tmp_path / "in/a/large.png", large.getvalue())
+    whole = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)).save(whole, format="PNG")
+    put(tmp_path / "in/a/short.png", whole.getvalue()[:60])  # Pillow opens it, and fails when it looks for EXIF
     made = convert_folder(tmp_path / "in", tmp_path / "out")
-    assert made.train == 3 and made.refused == {"bad image": 1, "too many pixels": 1}
+    assert made.train == 4 and made.refused == {"bad image": 2, "too many pixels": 1}
     done = sparo("data", "convert", str(tmp_path / "in"), str(tmp_path / "line"))
-    assert "1 images cannot be used (too many pixels)" in done.stderr
+    assert (
+        "unusable images: 3 (bad image, too many pixels). Training skips them. `sparo data check` names" in done.stderr
+    )
     report = check_storage(
         open_shards([str(tmp_path / "out/00000.tar")], False)[0], ShardsConfig(shards=str(tmp_path / "out"))
     )
-    assert sorted(reason for _, reason in report.bad) == ["bad image", "too many pixels"]
+    assert sorted(reason for _, reason in report.bad) == ["bad image", "bad image", "too many pixels"]
 
 
 def test_rarer_members_of_shards_are_read_in_training_checks_and_evaluation(tmp_path):

@@ -232,17 +232,24 @@ class RunDir:
             raise ConfigError(
                 f"{self.path if origin == self.config else origin}: contains a run of another recipe:\n  "
                 + "\n  ".join(changed)
-                + f"\n{self._remedy(changed, getattr(type(config), 'alternatives', ()))}"
+                + f"\n{self._remedy(changed, config)}"
             )
 
-    def _remedy(self, changed: Sequence[str], lengths: Sequence[str]) -> str:
+    def _remedy(self, changed: Sequence[str], config: Frozen) -> str:
+        chosen = [choice.key for choice in getattr(config, "choices", ())]
+        lengths = getattr(type(config), "alternatives", ())
+        if all(_is_under(line.partition(":")[0], [*chosen, *lengths]) for line in changed) and chosen:
+            return (
+                "`auto` chose these values from the data and the machine, one of which has changed since the run began. If the images "
+                f"changed, restore them or use another name=. If the machine changed, continue with `sparo train {self.config}`."
+            )
         if all(_is_under(line.partition(":")[0], lengths) for line in changed):
             if all(_is_shorter(line) for line in changed):
                 return "The schedule depends on the length. Give a shorter run another name=, or score a checkpoint of this one."
             return (
                 "The schedule depends on the length of the run. To continue from the weights of this run, start "
                 "a new run, in which `steps` is the number of additional steps: "
-                f"name=NEW steps=N optim.warmup_steps=0 start_from='{{checkpoint: {self.path}, optimizer: true}}'."
+                f"name=NEW steps=N start_from='{{checkpoint: {self.path}, optimizer: true}}'. Its learning rate warms up again."
             )
         return "Use another name=, undo the change, or remove the folder."
 

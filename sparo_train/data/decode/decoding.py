@@ -218,7 +218,10 @@ def notes(image: Image.Image) -> frozenset[str]:
 
 
 def _is_rotated(image: Image.Image) -> bool:
-    return image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+    try:
+        return image.getexif().get(_ORIENTATION, 1) not in (0, 1)
+    except Exception as error:  # Pillow decodes a PNG to find its EXIF, and the file may be damaged
+        raise BadSampleError("bad image", detail=_first_line(error)) from None
 
 
 def is_rotated(data: bytes) -> bool:

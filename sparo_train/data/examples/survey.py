@@ -14,11 +14,12 @@ from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
 from ..decode.bands import PixelRange, as_rgb, is_tiff, select, tiff_nodata
-from ..decode.decoding import band_values, open_picture
+from ..decode.decoding import band_values, has_16bit_channels, open_picture
 from ..sources.base import DataConfig, Source
 from .samples import decode_image, image_bytes
 
 _SMALL = 128  # side at which colours are measured, which is enough for mean and standard deviation
+_FEW_BITS = 14
 _GRAY_LEVELS = 2  # largest difference of channels, in levels, of an image that counts as gray
 
 
@@ -32,6 +33,7 @@ class ImageFacts(NamedTuple):
         gray: it has three channels, and they are equal.
         look: 64-bit hash that similar images share: whether each cell of an 8 x 8 grid is brighter than its neighbour.
         low, high: 1st and 99th percentile of each chosen band in the file's own values; empty for 8 bits and without chosen bands.
+        used_bits: bits that the largest value of a 16-bit file needs, at least 8; 0 for other files and other ranges than by_type.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class ImageFacts(NamedTuple):
     look: int
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
+    used_bits: int = 0
 
 
 def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequence[int] | None = None) -> ImageFacts:
@@ -52,9 +55,14 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
         data: the file's bytes.
         pixel_range, bands: training's `data.pixel_range` and `data.bands`.
     """
+    used_bits = 0
     if bands is None:
-        kind, low, high = _kind(open_picture(data)), (), ()
+        picture = open_picture(data)
+        kind, low, high = _kind(picture), (), ()
+        is_deep = picture.mode.startswith("I;16") or has_16bit_channels(picture)
         image = decode_image(data, pixel_range)
+        if is_deep and pixel_range == "by_type":  # the upper byte
+            used_bits = 8 + int(np.asarray(image).max()).bit_length()
         width, height = image.size
         small = np.asarray(image.resize((min(width, _SMALL), min(height, _SMALL)), Image.Resampling.BOX))
     else:
@@ -69,7 +77,8 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
     shares = small.reshape(-1, small.shape[2]) / 255
     gray = small.shape[2] == 3 and (small.max(-1).astype(int) - small.min(-1)).max() <= _GRAY_LEVELS
     mean, square = (tuple(float(v) for v in f) for f in (shares.mean(0), (shares**2).mean(0)))
-    return ImageFacts(kind, width, height, mean, square, bool(gray), _difference_hash(as_rgb(small)), low, high)
+    look = _difference_hash(as_rgb(small))
+    return ImageFacts(kind, width, height, mean, square, bool(gray), look, low, high, used_bits)
 
 
 def _percentiles(
@@ -111,6 +120,7 @@ class Survey(NamedTuple):
         gray: share of gray images.
         low, high: of each chosen band in the files' own values, the 5th percentile over images of their 1st percentile, and the 95th of
             their 99th; empty for 8 bits and without chosen bands.
+        used_bits: bits that the largest value of all 16-bit files needs, at least 8; 0 without such files.
     """
 
     images: int
@@ -123,6 +133,12 @@ class Survey(NamedTuple):
     gray: float
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
+    used_bits: int = 0
+
+    @property
+    def full_range(self) -> tuple[int, int] | None:
+        """Return the range of values if 16-bit files use 14 bits or fewer, as cameras write them; by_type makes such images dark."""
+        return (0, (1 << self.used_bits) - 1) if 0 < self.used_bits <= _FEW_BITS else None
 
     @property
     def ranges(self) -> tuple[tuple[float, float], ...]:
@@ -139,6 +155,7 @@ class Measures:
         self.sums: np.ndarray | float = 0.0
         self.ranges: list[np.ndarray] = []
         self.gray = 0
+        self.used_bits = 0
 
     def add(self, facts: ImageFacts) -> None:
         self.kinds[facts.kind] += 1
@@ -148,6 +165,7 @@ class Measures:
         if facts.low:
             self.ranges.append(np.array((facts.low, facts.high), np.float32))
         self.gray += facts.gray
+        self.used_bits = max(self.used_bits, facts.used_bits)
 
     def pack(self) -> Measures:
         """Return these measures with the sizes in an array, to pass to another process."""
@@ -177,8 +195,19 @@ def summarize(parts: Iterable[Measures]) -> Survey | None:
         tuple(float(f"{v:.4g}") for v in np.percentile(ranges[:, i], share, axis=0)) if len(ranges) else ()
         for i, share in ((0, 5), (1, 95))
     )
+    used_bits = max(part.used_bits for part in parts)
     return Survey(
-        len(sizes), dict(kinds.most_common()), widths, heights, sides, colours[0], colours[1], gray, low, high
+        len(sizes),
+        dict(kinds.most_common()),
+        widths,
+        heights,
+        sides,
+        colours[0],
+        colours[1],
+        gray,
+        low,
+        high,
+        used_bits,
     )
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _MAX_LISTED = 10
 _MAX_LOGGED = 100
 _SHARDS = {"truncated tar", "unreadable tar"}  # judged before the first step, relative to the whole source
-_REMEDY = "Repair or remove these shards (`sparo data check` lists them), or raise data.max_bad_share."
+_REMEDY = "Repair or remove these files (`sparo data check` lists them), or raise data.max_bad_share."
 
 
 def refuse_broken(sources: Sequence[Source], config: DataConfig) -> list[DamagedShard]:

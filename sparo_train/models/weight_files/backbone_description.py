@@ -20,11 +20,12 @@ from .vit_names import find_published_heads, infer_vit, official_vit_names
 
 
 class BackboneDescription(NamedTuple):
-    """Config of a backbone, and the normalization that it was trained with."""
+    """Config of a backbone, the normalization that it was trained with, and the `data.pixel_range` of a run."""
 
     config: VitConfig
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    pixel_range: Any = None
 
 
 def describe_backbone(place: str, heads: int | None = None) -> BackboneDescription | None:
@@ -47,12 +48,15 @@ def describe_backbone(place: str, heads: int | None = None) -> BackboneDescripti
     path = Path(file)
     run = path.parent.parent if (path / "meta.json").is_file() else path
     if (run / "config.yaml").is_file():
-        objective = parse_yaml(read_text(run / "config.yaml", CheckpointError), place).get("objective", {})
+        recipe = parse_yaml(read_text(run / "config.yaml", CheckpointError), place)
+        objective, data = recipe.get("objective", {}), recipe.get("data", {})
         try:
             config = resolve(VitConfig, objective["model"], place, stored=True)
         except (ConfigError, KeyError):  # a run with another kind of model
             return None
-        return BackboneDescription(config, tuple(objective["mean"]), tuple(objective["std"]))
+        return BackboneDescription(
+            config, tuple(objective["mean"]), tuple(objective["std"]), data.get("pixel_range", "by_type")
+        )
     if not path.is_file():
         return None
     content = read_raw(path)
