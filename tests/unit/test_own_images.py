@@ -115,6 +115,15 @@ def test_missing_inputs_are_reported_with_the_remedy(tmp_path, monkeypatch, imag
         chosen("empty")
 
 
+def test_too_many_unreadable_images_are_reported_before_the_first_step(images):
+    (images / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(
+        DataError, match=r"data: 1 of 41 images cannot be used, such as .*bad image.*max_bad_share is 0\.01"
+    ):
+        chosen(images, "auto=cpu")
+    assert chosen(images, "auto=cpu", "data.max_bad_share=0.05").batch_size == 8
+
+
 def test_data_accepts_any_format(tmp_path, shards, images):
     assert source_block([str(images)]) == {"folder": str(images)}
     assert next(iter(source_block([str(shards)]))) == "shards"

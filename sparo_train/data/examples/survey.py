@@ -215,12 +215,12 @@ def survey(sources: Sequence[Source], config: DataConfig, count: int = 256) -> S
     """Return the survey of `count` evenly spaced images of some sources, read as `config` says; broken ones are skipped.
 
     Raises:
-        DataError: none of them can be read.
+        DataError: none of them can be read, or of all images, more than `data.max_bad_share` cannot be used.
     """
     storages = [(storage, source) for source in sources for storage in source.storages]
     ends = list(accumulate(len(storage) for storage, _ in storages))
     total = ends[-1] if ends else 0
-    measures, problem = Measures(), "the data contain none"
+    measures, problem, bad_count = Measures(), "the data contain none", 0
     for at in sorted({i * total // count for i in range(count)} if total else ()):
         number = bisect_right(ends, at)
         storage, source = storages[number]
@@ -230,7 +230,13 @@ def survey(sources: Sequence[Source], config: DataConfig, count: int = 256) -> S
             data = image_bytes(fields, source.config.image_keys)
             measures.add(image_facts(data, config.pixel_range, config.bands))
         except BadSampleError as bad:
+            bad_count += 1
             problem = f"{storage.url}: {key}: {bad.full_message()}"
     if (result := summarize([measures])) is None:
         raise DataError(f"no image can be read; {problem}")
+    if total <= count and bad_count > config.max_bad_share * total:  # training would stop after the first passes
+        raise DataError(
+            f"data: {bad_count} of {total} images cannot be used, such as {problem}, and data.max_bad_share is "
+            f"{config.max_bad_share:g}. `sparo data check` names them. Remove them, or raise data.max_bad_share."
+        )
     return result
