@@ -129,12 +129,12 @@ class ClusterConfig(Frozen):
         return self
 
     def margin_warning(self) -> str:
-        """Return a warning if the time limit leaves no time for training between start and signal; empty otherwise."""
+        """Return a warning if the time limit leaves no time for work between start and signal; empty otherwise."""
         needed = self.signal_seconds + _SAVE_SECONDS + _START_SECONDS
         if self.kind != "slurm" or 60 * minutes(self.time) >= needed:
             return ""
         return (
-            f"--time {self.time}: leaves less than {_SAVE_SECONDS} s for training between the start (about "
+            f"--time {self.time}: leaves less than {_SAVE_SECONDS} s for work between the start (about "
             f"{_START_SECONDS} s) and the signal {self.signal_seconds} s before the limit. Set --time to {-(-needed // 60)} "
             "or more, or lower --signal-seconds."
         )

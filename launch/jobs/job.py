@@ -155,6 +155,8 @@ class Job:
             # Under torchrun's names, which training reads.
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+            # Otherwise a rank could join another job of this machine that uses the same port.
+            os.environ["TORCHELASTIC_RUN_ID"] = f"local job {os.environ['SUBMITIT_LOCAL_JOB_ID']}"
 
 
 def mark(what: str) -> None:

@@ -63,8 +63,6 @@ def launch_train(runs: Sequence[RunConfig], launch_options: LaunchOptions, sweep
     """
     runs = [resolve_for_ranks(run, launch_options.cluster) for run in runs]
     home, name = (runs[0].folder, runs[0].name) if len(runs) == 1 else (sweep, sweep.name)
-    if warning := launch_options.cluster.margin_warning():
-        logger.warning(warning)
     # Until the submission is recorded, because another launch of a run must find it.
     with launch_lock([_folder(folder) for folder in (home, *(run.folder for run in runs))]):
         for run in runs:
@@ -119,6 +117,8 @@ def submit_and_record(
     launch_options: LaunchOptions, elements: Sequence[Element], home: Path, name: str, code: Snapshot
 ) -> list[str]:
     """Submit elements and record the submission in each one's folder, once per folder; return the jobs."""
+    if warning := launch_options.cluster.margin_warning():
+        logger.warning(warning)
     dependency = after_jobs(launch_options.after)
     jobs = submit(launch_options.cluster, elements, home / "jobs", name, code.path, launch_options.parallel, dependency)
     facts = {

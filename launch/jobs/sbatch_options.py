@@ -53,7 +53,7 @@ _FLAGS = {
     "spread-job", "use-min-nodes",
 }  # fmt: skip
 _PASSED = {
-    "bb", "bbf", "begin", "cluster-constraint", "comment", "consolidate-segments", "core-spec", "cores-per-socket",
+    "acctg-freq", "bb", "bbf", "begin", "cluster-constraint", "comment", "consolidate-segments", "core-spec", "cores-per-socket",
     "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "extra", "extra-node-info", "gid", "gpu-bind",
     "gpu-freq", "gres", "gres-flags", "hint", "kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label",
     "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice", "oom-kill-step", "power", "prefer",

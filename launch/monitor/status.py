@@ -224,7 +224,16 @@ def _ended_state(record: Mapping[str, Any], job: str, records: Records) -> str:
     # A lane of a fan-out has many elements; the last may have succeeded and another not.
     if ends[-1] == 0 and not _count_missing(records.folder):
         return "COMPLETED"
-    return "CANCELLED" if records.is_cancelled(record, job) else "FAILED"
+    if not records.is_cancelled(record, job) or _failed_by_itself(lines, records.folder):
+        return "FAILED"
+    return "CANCELLED"
+
+
+def _failed_by_itself(lines: Sequence[Mapping[str, Any]], folder: Path) -> bool:
+    """Return whether a training ended with an error of its own; runs of one lane share a job, which may be cancelled later."""
+    end = lines[-1] if lines else {}
+    lost_rank = str(end.get("reason", "")).startswith("LostRankError")  # what a cancelled rank's neighbours report
+    return end.get("end", 0) not in (0, STOPPED) and not lost_rank and not (folder / "plan.json").exists()
 
 
 def _count_missing(folder: Path) -> int:
@@ -286,4 +295,5 @@ def _describe_early_end(records: Records, record: Mapping[str, Any], nodes: str)
             f"the first of its nodes ({nodes or 'unknown'}) could not write a log to {record['logs']}. Is this folder on a "
             f"file system that all nodes share? `sparo launch resubmit {records.folder} --exclude NODE` avoids the node"
         )
-    return last_error_line(record)
+    line = last_error_line(record)
+    return f"{nodes}: {line}" if line and nodes not in ("", "here") else line

@@ -5,8 +5,11 @@ Only this module depends on the kind of device; all others take a `torch.device`
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from functools import cache
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -14,11 +17,24 @@ from torch import Tensor
 
 from .errors import ConfigError
 
+logger = logging.getLogger(__name__)
 DeviceName = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 
 # Kinds with streams, events, pinned host memory and an allocator that counts its peak.
 _STREAMING = ("cuda", "xpu")
+_DEVICE_FILES = Path("/dev")
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+
+
+@cache
+def _warn_of_unused_gpus() -> None:
+    """Warn once if this machine has NVIDIA GPUs that torch cannot use, because training would then silently use the CPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if (gpus := list(_DEVICE_FILES.glob("nvidia[0-9]*"))) and not hidden:
+        logger.warning(
+            f"engine.device=auto: the CPU is used, because torch {torch.__version__} sees none of the {len(gpus)} GPU(s) of this "
+            "machine. Install a CUDA build of torch that fits the driver, or set CUDA_VISIBLE_DEVICES= (empty) if this is intended."
+        )
 
 
 def available_device() -> torch.device:
@@ -27,6 +43,8 @@ def available_device() -> torch.device:
     MPS has to be named: it lacks fp64, and what works there has not been tested.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        _warn_of_unused_gpus()
     return found if found is not None and is_streaming(found) else torch.device("cpu")
 
 

@@ -215,11 +215,10 @@ def sum_norms(
     """
     trained = [id(p) for p in objective.parameters() if p.requires_grad]
     sums = torch.zeros(len(trained), device=device)
-    norms = (
-        dict(zip(shards, torch._foreach_norm(list(shards.values()), dtype=torch.float32), strict=True))
-        if shards
-        else {}
-    )  # pyright: ignore[reportPrivateImportUsage]
+    norms: dict[int, Tensor] = {}
+    if shards:
+        values = torch._foreach_norm(list(shards.values()), dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        norms = dict(zip(shards, values, strict=True))
     # Offloaded gradients are on the host, and those of numbers such as logit_scale on the device: one copy for each place.
     for place in dict.fromkeys(norm.device for norm in norms.values()):
         nothing = torch.zeros((), device=place)

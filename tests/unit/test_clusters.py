@@ -149,9 +149,7 @@ def test_reserved_options_name_their_replacement(word, instead):
 
 def test_a_limit_without_time_to_train_is_reported():
     cluster = load_cluster("test", ["--time", "3", "--signal-seconds", "90"])
-    assert (
-        "leaves less than 60 s for training" in cluster.margin_warning() and "--time to 4" in cluster.margin_warning()
-    )
+    assert "leaves less than 60 s for work" in cluster.margin_warning() and "--time to 4" in cluster.margin_warning()
     assert load_cluster("test", ["--time", "4", "--signal-seconds", "90"]).margin_warning() == ""
 
 

@@ -139,7 +139,7 @@ def test_failures_before_python_are_shown(tmp_path, queue):
     assert "could not write a log" in statuses([tmp_path / "run"])[0].reason
     noise = "srun: error: n1: task 0: Exited with exit code 1\nslurmstepd: error: *** STEP 7.0 CANCELLED ***\n"
     (tmp_path / "run/jobs/7_0_log.err").write_text(f"bash: line 3: module: command not found\n{noise}\n")
-    assert statuses([tmp_path / "run"])[0].reason == "bash: line 3: module: command not found (7_0_log.err)"
+    assert statuses([tmp_path / "run"])[0].reason == "n[1-2]: bash: line 3: module: command not found (7_0_log.err)"
     assert last_error_line(records.last_submission()) == "bash: line 3: module: command not found (7_0_log.err)"
     (tmp_path / "run/jobs/.7.nodes").write_text(
         "n1\tthe run folder is not there: /x\nn2\tthe run folder is not there: /x\n"
@@ -158,6 +158,19 @@ def test_a_failure_without_a_message_is_named_by_its_kind(tmp_path, queue):
     records.add("failures", failure)
     queue["7"] = JobState("FAILED")
     assert statuses([tmp_path / "run"])[0].reason == "rank 3 on n1: AssertionError"
+
+
+def test_a_run_that_failed_before_its_lane_was_cancelled_has_failed(tmp_path, queue):
+    records = submitted(tmp_path / "run", "7", cluster={**CLUSTER, "kind": "local"})
+    records.add("cancelled", {"job": "7"})
+    assert statuses([tmp_path / "run"])[0].state == "CANCELLED"  # it never began
+    for end, reason, state in (
+        (2, "DataError: x", "FAILED"),
+        (2, "LostRankError: x", "CANCELLED"),
+        (75, "SIGTERM", "CANCELLED"),
+    ):
+        records.add("starts", {"job": "7", "restart": 0, "end": end, "reason": reason})
+        assert statuses([tmp_path / "run"])[0].state == state
 
 
 def test_jobs_that_slurm_forgot_have_the_state_of_their_records(tmp_path, queue, monkeypatch):
