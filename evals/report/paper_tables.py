@@ -135,6 +135,7 @@ def grid(
     ]
     if layout in SUITE_LAYOUTS:
         columns, rows, notes = _without_empty(layout, columns, rows, {record.task for record in records})
+        notes += _baseline_notes(columns, records)
     else:
         notes = list[str]()
     if layout is not None:
@@ -169,6 +170,18 @@ def _without_empty(
         )
     rows = [row._replace(cells=[row.cells[i] for i in kept]) for row in rows]
     return [columns[i] for i in kept], rows, [f"no results: {', '.join(absent)}"] if absent else []
+
+
+def _baseline_notes(columns: Sequence[Column], records: Sequence[Record]) -> list[str]:
+    """Return chance and the best guess from captions alone for each set of questions; both are the same for all checkpoints."""
+    results = {record.task: record.result for record in records}
+    known = [(column, results[column.task]) for column in columns if column.task in results and not column.members]
+    tasks = {column.task: (column, result) for column, result in known if "blind" in result.metrics}
+    parts = [
+        f"{column.group} {column.label}".rstrip() + f" {100 * result.metrics['blind']:.1f} ({100 * result.chance:.1f})"
+        for column, result in tasks.values()
+    ]
+    return [f"best guess from the captions alone (chance): {', '.join(parts)}"] if parts else []
 
 
 def _make_cell(column: Column, by_task: Mapping[str, Record]) -> Cell | None:

@@ -25,22 +25,42 @@ _ORDER = [
 _WINOGROUND = [Column("Winoground", name, "winoground", name) for name in ("text", "image", "group")]
 _MATCH = [Column("Winoground", "group match", "winoground", "group_match")]
 _MATCHING = [
-    Column("ColorSwap", "group", "colorswap", "group"),
-    Column("BiVLC", "group", "bivlc", "group"),
-    Column("EqBen", "group", "eqben", "group"),
+    *(
+        Column(name, label, task, metric)
+        for name, task in (("ColorSwap", "colorswap"), ("BiVLC", "bivlc"), ("EqBen", "eqben"))
+        for label, metric in (("group", "group"), ("group match", "group_match"))
+    ),
     Column("MMVP-VLM", "image", "mmvp_vlm", "image"),
     Column("COLA", "image", "cola", "image"),
 ]
 _NEGATION = [
     Column("NegBench", "COCO", "negbench/coco_mcq", "acc"),
     Column("NegBench", "VOC", "negbench/voc2007_mcq", "acc"),
+    Column("NegBench", "T2I R@5", "negbench/coco_retrieval", "image_R@5"),
+    Column("NegBench", "negated T2I R@5", "negbench/coco_negated_retrieval", "image_R@5"),
 ]
 _OTHERS = [
     Column("VALSE", "", "valse", "acc"),
     Column("SVO", "", "svo_probes", "acc"),
-    Column("What'sUp", "A", "whatsup/a", "acc"),
-    Column("What'sUp", "B", "whatsup/b", "acc"),
-    Column("CREPE", "productivity", "crepe/productivity", "acc"),
+    *(
+        Column("What'sUp", label, f"whatsup/{name}", "acc")
+        for label, name in (
+            ("A", "a"),
+            ("B", "b"),
+            ("COCO 1", "coco_one"),
+            ("COCO 2", "coco_two"),
+            ("VG 1", "vg_one"),
+            ("VG 2", "vg_two"),
+        )
+    ),
+    *(
+        Column("CREPE", label, f"crepe/{name}", "acc")
+        for label, name in (
+            ("productivity", "productivity"),
+            ("atom", "systematicity_atom"),
+            ("compound", "systematicity_comp"),
+        )
+    ),
 ]
 _RETRIEVAL = [
     Column(group, label, task, metric)

@@ -111,7 +111,8 @@ def run_attentive(scoring: Scoring, task: AttentiveTaskConfig) -> Result:
         return result._replace(
             chance=chance(label_sets),
             options={"head": task.head.kind, "head_parameters": head, "lr": task.lr, "weight_decay": task.weight_decay,
-                     "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed}
+                     "epochs": task.epochs, "batch_size": task.batch_size, "seed": task.seed,
+                     "steps": task.epochs * -(-len(label_sets[0]) // task.batch_size)}
         )  # fmt: skip
 
     return attach_data_info(

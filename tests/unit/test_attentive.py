@@ -112,6 +112,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         scoring = Scoring("x", encoder, FeatureStore(tmp_path / "store"), Ranks(World(), "gloo", 0.0))
         result = run_attentive(scoring, task)
         assert result.n == 12 and result.options["head_parameters"] == 4 * shape[1] + 16 * shape[1]
+        assert any("the probe was trained for" in note for note in result.remarks())
         calls = []
         encoder.tokens = lambda pixels, whole=encoder.tokens, calls=calls: calls.append(len(pixels)) or whole(pixels)
         again = run_attentive(scoring, task)

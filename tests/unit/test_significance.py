@@ -1,8 +1,11 @@
 """Significance in tables: Holm's correction, paired differences of every metric, the marked best, and layouts of suites."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+import yaml
 from scipy.stats import binomtest
 
 from evals.report import grid_text
@@ -11,7 +14,7 @@ from evals.report.compare import compare
 from evals.report.grid import BETTER, WORSE
 from evals.report.results_file import append, read_records
 from evals.report.significance import holm, mark_separated_best
-from evals.report.suite_layouts import VTAB
+from evals.report.suite_layouts import VTAB, suite_tasks
 from evals.tasks import pairs, questions
 from evals.tasks.result import Result, wilson
 from sparo_train.core.errors import ConfigError, DataError
@@ -112,9 +115,14 @@ def test_layouts_of_suites_show_what_was_scored(tmp_path):
     found = table(tmp_path, {"a": {"winoground": answers(0, shares)}}, layout="compositional")
     assert [column.label for column in found.columns] == ["text", "image", "group", "group match"]
     assert "no results: sugar_crepe, sugar_crepe_pp" in found.notes[0]
+    guessed = {"aro/vg_relation": answers(0, {"acc": 0.6, "blind": 0.59})}
+    notes = table(tmp_path / "blind", {"a": guessed}, layout="compositional").notes
+    assert "best guess from the captions alone (chance): ARO VG-R 57.5 (25.0)" in notes
+    catalogue_sets = yaml.safe_load(Path("evals/suite/datasets/compositional.yaml").read_text())
+    assert {task.name for task in suite_tasks("compositional")} == {"sugar_crepe", *catalogue_sets}
     with pytest.raises(
         ConfigError,
-        match=r"--layout compositional: no column is complete, because only 0 of its 19 sets are scored\. Score the others with sparo eval --suite",
+        match=r"--layout compositional: no column is complete, because only 0 of its 27 sets are scored\. Score the others with sparo eval --suite",
     ):
         table(tmp_path / "none", {"a": {"other": answers(0, shares)}}, layout="compositional")
     accuracy = {
