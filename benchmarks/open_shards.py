@@ -36,7 +36,8 @@ def write(file: Path) -> None:
 def measure(file: str) -> list[float]:
     """Return the seconds to open the source, and to its fingerprint and first sample of the plan."""
     from sparo_train.data.read.plan import Plan
-    from sparo_train.data.sources.base import fingerprint, open_source
+    from sparo_train.data.sources.base import open_source
+    from sparo_train.data.sources.fingerprint import fingerprint
     from sparo_train.data.sources.shards import ShardsConfig
 
     begin = time.perf_counter()

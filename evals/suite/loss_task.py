@@ -19,8 +19,9 @@ from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.core.registries import METHODS
 from sparo_train.core.rng import generator
 from sparo_train.data.read.loader import Examples
-from sparo_train.data.sources.base import Source, fingerprint, open_source
+from sparo_train.data.sources.base import Source, open_source
 from sparo_train.data.sources.detect import source_config
+from sparo_train.data.sources.fingerprint import fingerprint
 
 from ..encoders.capabilities import TrainingRun
 from ..encoders.encoder import Encoder

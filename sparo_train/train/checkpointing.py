@@ -20,7 +20,7 @@ from ..core.disk.pieces import CheckpointReader, Piece, Pieces
 from ..core.distributed import Ranks
 from ..core.errors import CheckpointError, DataError, SparoError, SupersededError
 from ..data.read.bad_samples import BadSampleBudget
-from ..data.sources.base import refuse_changed
+from ..data.sources.fingerprint import refuse_changed
 from .run_config import StartConfig
 from .state import State
 

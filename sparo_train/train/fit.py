@@ -20,7 +20,8 @@ from ..core.world import find_world
 from ..data.examples.samples import missing_caption_keys
 from ..data.read.loader import Pipeline
 from ..data.read.plan import source_shares
-from ..data.sources.base import Source, refuse_changed
+from ..data.sources.base import Source
+from ..data.sources.fingerprint import refuse_changed
 from ..data.sources.folder import left_out_text
 from ..engine.optim import group_numbers
 from .build import build_engine, build_objective, build_pipeline, build_ranks

@@ -10,7 +10,8 @@ from sparo_train.core.config import resolve
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.examples.multi_crop import CropExamples, CropsConfig
 from sparo_train.data.read.loader import Pipeline
-from sparo_train.data.sources.base import DataConfig, fingerprint, open_source
+from sparo_train.data.sources.base import DataConfig, open_source
+from sparo_train.data.sources.fingerprint import fingerprint
 from sparo_train.data.sources.folder import FolderConfig, open_folder
 from sparo_train.train.run_config import RunConfig
 from tests.helpers.recipes import dino_recipe, tiny_recipe

@@ -19,8 +19,9 @@ from sparo_train.data.examples.samples import caption, list_captions
 from sparo_train.data.rows.columns import encode_picture, row_members
 from sparo_train.data.rows.packed import decode_picture
 from sparo_train.data.rows.table import read_table
-from sparo_train.data.sources.base import fingerprint, open_source, refuse_changed
+from sparo_train.data.sources.base import open_source
 from sparo_train.data.sources.detect import source_block, source_config
+from sparo_train.data.sources.fingerprint import fingerprint, refuse_changed
 from sparo_train.data.video.episode import is_episode
 from tests.helpers.formats import FORMATS
 from tests.helpers.processes import sparo

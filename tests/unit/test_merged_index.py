@@ -10,7 +10,8 @@ import pytest
 from sparo_data.writer import write_shards
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.servers import remote
-from sparo_train.data.sources.base import close_storages, fingerprint, open_source
+from sparo_train.data.sources.base import close_storages, open_source
+from sparo_train.data.sources.fingerprint import fingerprint
 from sparo_train.data.sources.shards import ShardsConfig
 from tests.helpers.processes import sparo
 from tests.helpers.samples import sample

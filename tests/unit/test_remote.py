@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
+import fsspec
 import numpy as np
 import pytest
 import torch
+import yaml
 from moto.server import ThreadedMotoServer
 
 from sparo_data.writer import write_shard, write_shards
@@ -26,10 +28,12 @@ from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExample
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.servers import ranges, remote
 from sparo_train.data.servers.remote import find_shards
-from sparo_train.data.sources.base import DataConfig, fingerprint, open_source
+from sparo_train.data.sources.base import DataConfig, open_source
+from sparo_train.data.sources.fingerprint import fingerprint
 from sparo_train.data.sources.shard_index import load_index
 from sparo_train.data.sources.shards import ShardReader, ShardsConfig, close_reader
 from tests.helpers.processes import sparo
+from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import jpeg, sample
 
 
@@ -326,6 +330,33 @@ def test_an_index_next_to_a_shard_on_a_server_is_used(server, shards, damage, tm
     assert server.sent == 0  # from the cache
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:secret@host.org/{0..3}.tar",
+        "https://host.org/a.tar?b=1&X-Amz-Signature=secret",
+        "az://data/a.tar?sv=1&sig=secret",
+    ],
+)
+@pytest.mark.parametrize("key", ["shards", "parquet", "mds"])
+def test_addresses_with_credentials_are_refused(url, key):
+    with pytest.raises(ValueError, match=r"contains a password or signature.* Remove it\.") as refused:
+        DataConfig.model_validate({"sources": {"a": {key: url}}})
+    assert "secret" not in str(refused.value.errors()[0]["msg"])
+    DataConfig.model_validate({"sources": {"a": {key: "https://host.org/a@b:c/x.tar?version=3"}}})
+
+
+def test_time_limits_keep_the_users_settings_of_fsspec(monkeypatch):
+    monkeypatch.setitem(
+        fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 5, "s3": {"addressing_style": "path"}}}
+    )
+    monkeypatch.setitem(fsspec.config.conf, "https", {"client_kwargs": {"headers": {"A": "b"}}})
+    limits = remote._limits("s3")["config_kwargs"]
+    assert limits == {"connect_timeout": 20.0, "read_timeout": 5, "s3": {"addressing_style": "path"}}
+    web = remote._limits("https")["client_kwargs"]
+    assert web["headers"] == {"A": "b"} and web["timeout"].sock_read == 30 and web["trust_env"]
+
+
 def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
@@ -345,6 +376,13 @@ def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
         shutil.rmtree(tmp_path / "cache")
         for place in ("s3://data/mine", "s3://data/mine/{00000..00002}.tar"):
             assert all(map(equal, batches(shards.paths, 5, 0), batches(place, 5, 2)))
+        monkeypatch.chdir(tmp_path)
+        tree = tiny_recipe("s3://data/mine", tmp_path) | {"name": "from_s3", "steps": 3}
+        (tmp_path / "from_s3.yaml").write_text(yaml.safe_dump(tree))
+        done = sparo("train", "from_s3.yaml")
+        written = [path.read_bytes() for path in (tmp_path / "from_s3").rglob("*") if path.is_file()]
+        assert done.returncode == 0 and written, done.stderr
+        assert not any(b"a secret" in content for content in [*written, (done.stdout + done.stderr).encode()])
         client.delete_object(Bucket="data", Key="mine/00001.tar")
         with pytest.raises(DataError, match=r"s3://data/mine/00001\.tar: cannot be read"):
             batches(("s3://data/mine/00001.tar",), 1, 0)

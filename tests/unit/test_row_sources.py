@@ -23,7 +23,8 @@ from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExample
 from sparo_train.data.examples.samples import caption, image_bytes
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.rows import groups
-from sparo_train.data.sources.base import DataConfig, close_storages, fingerprint, refuse_changed
+from sparo_train.data.sources.base import DataConfig, close_storages
+from sparo_train.data.sources.fingerprint import fingerprint, refuse_changed
 from tests.helpers.formats import COUNT, FIXTURES, FORMATS, KINDS, contents, opened, rows, write, write_table
 from tests.helpers.processes import sparo
 from tests.helpers.recipes import tiny_recipe
@@ -269,6 +270,20 @@ def test_sources_of_different_kinds_are_mixed_by_weight(tmp_path):
     assert counts == {k: {"mds": 2 * COUNT, "energon": 8}.get(k, COUNT) for k in KINDS}
     with closing(pipeline.start()) as started:
         assert sum(len(b.batch["image"]) for b in islice(started, plan.epoch_size // 4)) == plan.epoch_size
+
+
+def test_row_groups_stay_together_and_older_runs_continue_in_their_order(tmp_path):
+    pq.write_table(pa.Table.from_pylist(rows()[:8]), tmp_path / "a.parquet", row_group_size=4)
+    block = {"sources": {"a": {"parquet": str(tmp_path / "a.parquet")}}, "streams": 1, "shuffle_window": 8, "chunk": 1}
+    configs = [DataConfig.model_validate({**block, **change}) for change in ({}, {"whole_groups": False})]
+    now, before = (Pipeline(c, 2, ImageTextExamples(c, 16, 16, ClipTokenizer(16)), 0) for c in configs)
+    groups, parts = ([*pipeline.plan.window_chunks(0, 0)] for pipeline in (now, before))
+    assert [end - first for _, _, first, end in groups] == [4, 4] and len(parts) > 2
+    assert "whole_groups" not in before.fingerprint["plan"]
+    with pytest.raises(
+        DataError, match=r"x: is of a version that read row groups in parts.*set data\.whole_groups=false"
+    ):
+        refuse_changed(before.fingerprint, now.fingerprint, "x")
 
 
 def test_row_groups_on_a_server_are_fetched_once(server):  # noqa: F811

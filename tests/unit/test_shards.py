@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sparo_data.writer import write_shard
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.data.servers.remote import find_shards
-from sparo_train.data.sources.base import fingerprint, open_source, refuse_changed
+from sparo_train.data.sources.base import open_source
+from sparo_train.data.sources.fingerprint import fingerprint, refuse_changed
 from sparo_train.data.sources.shard_index import load_index
 from sparo_train.data.sources.shards import ShardReader, ShardsConfig
 from sparo_train.data.sources.tar import scan, split_key, unpack, unpack_any

@@ -24,7 +24,8 @@ from ...core.errors import BadSampleError, ConfigError, DataError, SparoError
 from ...core.rng import generator
 from ..decode.bands import as_rgb
 from ..servers.cache import SampleCache
-from ..sources.base import DataConfig, Source, close_storages, fingerprint, open_source
+from ..sources.base import DataConfig, Source, close_storages, open_source
+from ..sources.fingerprint import fingerprint
 from ..sources.shards import use_cache
 from .ahead import ReadAhead
 from .bad_samples import refuse_broken

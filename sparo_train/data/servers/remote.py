@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.config import apply_config
 from webdataset.shardlists import expand_urls
 
 from ...core.errors import ConfigError, DataError, SparoError, did_you_mean
@@ -22,6 +23,16 @@ _WHOLE = 600.0  # seconds for one answer of a few megabytes, which a server that
 # Splits in the names of files: cc3m-train-0000.tar, test-00000-of-00001.parquet, val_001.tar.
 _SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|validation|valid|val|dev)(?:[-_.]|(?=\d))")
 _SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation"}
+_SECRET = re.compile(
+    r"://[^/@\s]*:[^/@\s]+@|[?&](?:x-amz-signature|x-goog-signature|signature|sig|token|access_token|api_key)=",
+    re.IGNORECASE,
+)
+_NETRC = "Write `machine {host} login NAME password WORD` into ~/.netrc, or download the files."
+_CREDENTIALS = {
+    "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", "gs": "Set GOOGLE_APPLICATION_CREDENTIALS.",
+    "az": "Set AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING.", "http": _NETRC, "https": _NETRC,
+    "": "Write it into the configuration of fsspec (~/.config/fsspec/conf.json).",
+}  # fmt: skip
 _EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "http": "http", "https": "http",
 }  # fmt: skip
@@ -44,12 +55,36 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def _limits(protocol: str) -> dict[str, Any]:
-    """Return time limits for a web server; by default, aiohttp waits five minutes for a header and forever for a body."""
-    if protocol not in ("http", "https"):
-        return {}
-    from aiohttp import ClientTimeout  # from the extra `http`; the caller reports its absence
+    """Return time limits for a server: by default, aiohttp waits five minutes for a header and forever for a body.
 
-    return {"client_kwargs": {"timeout": ClientTimeout(total=_WHOLE, sock_connect=_CONNECT, sock_read=_SILENCE)}}
+    Those that the user's configuration of fsspec has are kept, because fsspec replaces whole dictionaries.
+    """
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout  # from the extra `http`; the caller reports its absence
+
+        timeout = ClientTimeout(total=_WHOLE, sock_connect=_CONNECT, sock_read=_SILENCE)
+        # With ~/.netrc and the variables of proxies.
+        return {"client_kwargs": {"timeout": timeout, "trust_env": True, **_configured(protocol, "client_kwargs")}}
+    if protocol in ("s3", "s3a"):
+        limits = {"connect_timeout": _CONNECT, "read_timeout": _SILENCE}
+        return {"config_kwargs": {**limits, **_configured(protocol, "config_kwargs")}}
+    return {}
+
+
+def _configured(protocol: str, name: str) -> dict[str, Any]:
+    """Return a dictionary of arguments from the user's configuration of fsspec, such as ~/.config/fsspec/conf.json."""
+    return dict(apply_config(fsspec.get_filesystem_class(protocol), {}).get(name, {}))
+
+
+def refuse_credentials(url: str) -> None:
+    """Raise `ValueError` for an address with a password or a signature, which run folders and logs would contain."""
+    if _SECRET.search(url):
+        protocol, _, rest = url.partition("://")
+        host = re.split("[/?]", rest.rpartition("@")[2])[0]
+        raise ValueError(
+            f"the address of {protocol}://{host} contains a password or signature, which would be stored in run folders and logs. "
+            f"Remove it. {_CREDENTIALS.get(protocol, _CREDENTIALS['']).format(host=host)}"
+        )
 
 
 def with_retries(url: str, work: Callable[[], T]) -> T:
