@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,9 +76,12 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")
             expected_name = next(iter(names)) if len(names) == 1 else usual
+            addresses = option == "--image-column" and re.search(r"\burl\b", " ".join(header)) is not None
+            hint = (
+                "add --url-cache FOLDER for the addresses in url" if addresses else did_you_mean(expected_name, header)
+            )
             raise DataError(
-                f"{table}: no column for {what}, got the columns {', '.join(header)}. Call it {expected_name}, or name it with {option}; "
-                f"{did_you_mean(expected_name, header)}"
+                f"{table}: no column for {what}, got the columns {', '.join(header)}. Call it {expected_name}, or name it with {option}; {hint}"
             )
         columns.append(column)
     return columns
@@ -325,11 +329,8 @@ def _load_table_sample(
     if not path.is_file():
         if skip_missing:
             return None
-        here = (
-            " The file exists in the current folder, but paths are relative to the table."
-            if Path(image).is_file()
-            else ""
-        )
+        is_here = Path(image).is_file()
+        here = " The file exists in the current folder, but paths are relative to the table." if is_here else ""
         raise DataError(
             f"{table}, line {line}: no such image, got {image!r}.{here} Correct the row, or skip such rows with --skip-missing."
         )

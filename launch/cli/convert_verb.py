@@ -21,6 +21,12 @@ if TYPE_CHECKING:  # not needed for `sparo --help`
 ShareOption = Annotated[
     str | None, typer.Option(help="I/N: process only part I of N, counted from 0 (for sparo launch data).")
 ]
+UrlCache = Annotated[
+    str | None,
+    typer.Option(
+        help="For a table with the URLs of images: folder that stores the downloaded images (url_cache of a recipe)."
+    ),
+]
 _TEMPLATE = "a photo of a {c}"
 _DEFAULT_FOLDER = Path("data/mine")  # default of configs/clip/own_pairs.yaml
 
@@ -61,6 +67,7 @@ def convert(
     split: Annotated[
         str | None, typer.Option(help="Split of Hugging Face datasets or Energon. Default: train.")
     ] = None,
+    url_cache: UrlCache = None,
     to: Annotated[
         Literal["shards", "parquet"],
         typer.Option(help="Output format. With parquet, the input may be any data set, including shards."),
@@ -119,6 +126,7 @@ def convert(
     }
     file_options = {"--separator": separator, "--skip-missing": skip_missing, "--template": template != _TEMPLATE}
     column_options = {"--image-column": image_column, "--caption-column": caption_column, "--split": split}
+    column_options["--url-cache"] = url_cache
     if own is not None and (kind is not None or test):
         what = "published sets are" if kind is not None else "with --test, the set is"
         raise ConfigError(f"--part: {what} converted as a whole. Remove it.")
@@ -143,9 +151,10 @@ def convert(
     data_set = next(iter(source_block([place])))
     if to == "parquet" and data_set == "folder":
         _refuse_captioned_folder(source)
-    if to == "parquet" or data_set not in ("shards", "table", "folder"):
-        _refuse_options(file_options, "folders and tables that become shards")
+    if to == "parquet" or url_cache or data_set not in ("shards", "table", "folder"):
+        _refuse_options(file_options, "folders and tables of files that become shards")
         keys = {"image_keys": image_column and (image_column,), "caption_key": caption_column, "split": split}
+        keys["url_cache"] = url_cache
         converted = _convert_data_set(place, folder, keys, to, per_shard, own, test)
     elif source.is_dir():
         _refuse_options({"--split": split}, "Hugging Face datasets and Energon")

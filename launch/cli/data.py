@@ -15,7 +15,7 @@ from sparo_train.core.errors import ConfigError, DataError
 from ..views.terminal import console, out
 from . import convert_verb
 from . import synthetic_verbs as drawn_verbs
-from .convert_verb import ShareOption
+from .convert_verb import ShareOption, UrlCache
 from .given_options import ALLOW_UNKNOWN_OPTIONS, Overrides, Recipe, load_run_config, parse_part
 from .synthetic_verbs import Processes, max_objects_option, print_ready
 
@@ -226,6 +226,7 @@ def check(
     split: Annotated[
         str | None, typer.Option(help="Split of Hugging Face datasets or Energon. Default: train.")
     ] = None,
+    url_cache: UrlCache = None,
     processes: Processes = 2,
     pixel_range: Annotated[
         str | None,
@@ -253,7 +254,7 @@ def check(
 
     from ..views.progress import check_facts, check_lines, check_with_bar
 
-    config = source_config(data, caption_key=caption_key, split=split)
+    config = source_config(data, caption_key=caption_key, split=split, url_cache=url_cache)
     if hash_ and config.kind != "shards":
         raise ConfigError(f"--hash: applies to shards only, got {config.kind}. Remove it.")
     if json_file and not json_file.parent.is_dir():

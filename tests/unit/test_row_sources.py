@@ -178,7 +178,7 @@ def test_images_by_url_are_downloaded_once(tmp_path):
     far.write_bytes(FIXTURES.jpeg(0))
     (tmp_path / "t.tsv").write_text(f"url\tcaption\nfile://{far}\tone\nfile://{tmp_path}/none.jpg\ttwo\n")
     block = {"table": str(tmp_path / "t.tsv")}
-    with pytest.raises(DataError, match="Name a folder for them in url_cache"):
+    with pytest.raises(DataError, match="Name a folder for them: url_cache, or the option --url-cache"):
         opened(block).storages[0].read(0)
     (storage,) = opened({**block, "url_cache": str(tmp_path / "cache")}).storages
     for _ in range(2):
@@ -186,6 +186,15 @@ def test_images_by_url_are_downloaded_once(tmp_path):
         far.unlink(missing_ok=True)  # the second time from the cache
     with pytest.raises(BadSampleError, match="image not downloaded"):
         storage.read(1)
+    table, cache = str(tmp_path / "t.tsv"), ("--url-cache", str(tmp_path / "cache"))
+    refused = sparo("data", "convert", table, str(tmp_path / "out"))
+    assert refused.returncode == 2 and "add --url-cache FOLDER for the addresses in url" in refused.stderr
+    checked = sparo("data", "check", table, *cache)
+    assert checked.returncode == 1 and "image not downloaded: 1" in checked.stdout, checked.stderr
+    done = sparo("data", "convert", table, str(tmp_path / "out"), *cache)
+    assert done.returncode == 0 and "left out: 1 samples (image not downloaded)" in done.stderr, done.stderr
+    (shard,) = opened({"shards": str(tmp_path / "out")}).storages
+    assert image_bytes(shard.read(0)[1], ["jpg"]) == FIXTURES.jpeg(0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
