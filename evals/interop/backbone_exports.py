@@ -29,7 +29,7 @@ _TIMM_LOAD = """import timm
 
 model = timm.create_model("local-dir:PLACE", pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-pixels = transform(image.convert("RGB"))[None]  # a PIL image; transparent and 16-bit files need the conversion of sparo.load_encoder
+pixels = transform(image.convert("RGB"))[None]  # a PIL image of 8 bits without transparency
 tokens = model.forward_features(pixels)  # (n, prefix + patches, width), normalized; the class token first"""
 _READOUT_LOAD = """
 

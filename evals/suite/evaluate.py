@@ -103,7 +103,7 @@ def _unknown_task(name: str, available: Mapping[str, TaskConfig], candidates: Se
     """Return a similar name, or where names can be found; the catalogue has hundreds."""
     if name not in TASKS.names() and (hint := did_you_mean(name, dict.fromkeys(candidates))).startswith("did"):
         return hint
-    names = [n for n, task in available.items() if task.task == name] or list(available)
+    names = [n for n, task in available.items() if task.task == name or name not in TASKS.names()]
     what = (
         "is a kind of task, not a name"
         if name in TASKS.names()

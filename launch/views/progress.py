@@ -213,7 +213,7 @@ def _survey_lines(survey: Survey) -> list[str]:
         lines.append(f"1st to 99th percentile of each band: data.pixel_range={ranges}")
     if survey.full_range is not None:
         lines.append(
-            f"16-bit images use {survey.used_bits} bits only, so training would see them dark. Set "
+            f"images with more than 8 bits use {survey.used_bits} of them only, so training would see them dark. Set "
             f"data.pixel_range=[0,{survey.full_range[1]}], and measure the colours again with --pixel-range [0,{survey.full_range[1]}]."
         )
     return [*lines, f"colours: objective.mean={mean} objective.std={std}{gray}"]

@@ -23,17 +23,21 @@ DeviceName = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 # Kinds with streams, events, pinned host memory and an allocator that counts its peak.
 _STREAMING = ("cuda", "xpu")
 _DEVICE_FILES = Path("/dev")
+_ALLOCATED_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 @cache
 def _warn_of_unused_gpus() -> None:
-    """Warn once if this machine has NVIDIA GPUs that torch cannot use, because training would then silently use the CPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if (gpus := list(_DEVICE_FILES.glob("nvidia[0-9]*"))) and not hidden:
+    """Warn once if this process may use NVIDIA GPUs that torch does not see, because the CPU would silently be used."""
+    env = os.environ
+    hidden = env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    allocated = "SLURM_JOB_ID" not in env or any(name in env for name in _ALLOCATED_GPUS)
+    if allocated and not hidden and (gpus := list(_DEVICE_FILES.glob("nvidia[0-9]*"))):
+        build = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
         logger.warning(
-            f"engine.device=auto: the CPU is used, because torch {torch.__version__} sees none of the {len(gpus)} GPU(s) of this "
-            "machine. Install a CUDA build of torch that fits the driver, or set CUDA_VISIBLE_DEVICES= (empty) if this is intended."
+            f"the CPU is used: torch {torch.__version__}, which {build}, sees none of the {len(gpus)} GPU(s) of this machine. Install a "
+            "build of torch that fits the driver. If the CPU is intended, name the device cpu."
         )
 
 

@@ -37,7 +37,14 @@ def _accept_lists(schema: Any) -> None:
 class Frozen(BaseModel):
     """Base class of all configuration models: immutable, no unknown keys, no implicit conversions, no infinite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

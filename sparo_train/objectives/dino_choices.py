@@ -92,7 +92,7 @@ def _model(situation: Situation, start: BackboneDescription | None, plan: _Plan)
     elif survey.low:
         yield Choice("data.pixel_range", [list(pair) for pair in survey.ranges], f"of {survey.images} images")
     elif survey.full_range is not None:
-        yield Choice("data.pixel_range", list(survey.full_range), f"16-bit images use {survey.used_bits} bits")
+        yield Choice("data.pixel_range", list(survey.full_range), f"the images use {survey.used_bits} bits")
     if start is not None:
         for key in _KEPT if timm is None else _KEPT[:1]:
             if (value := getattr(start.config, key)) != type(start.config).model_fields[key].default:

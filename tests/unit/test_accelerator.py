@@ -39,26 +39,36 @@ def test_devices_that_do_not_exist_are_refused(name, message):
 @NO_GPU
 def test_machines_without_an_accelerator_use_the_cpu():
     assert accelerator.find_device("auto", "x") == accelerator.find_device("cpu", "x") == torch.device("cpu")
-
-
-@pytest.mark.parametrize(("visible", "warns"), [(None, True), ("0", True), ("", False), ("-1", False)])
-def test_gpus_that_torch_does_not_see_are_reported(monkeypatch, tmp_path, caplog, visible, warns):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(accelerator, "_DEVICE_FILES", tmp_path)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    accelerator._warn_of_unused_gpus.cache_clear()
-    assert accelerator.find_device("auto", "x") == torch.device("cpu")
-    assert ("sees none of the 2 GPU(s)" in caplog.text) is warns
     assert accelerator.collectives(torch.device("cpu")) == "gloo"
     assert accelerator.device_name(torch.device("cpu")) is None
     assert memory(torch.device("cpu")) > 0 and utilisation(1.0, torch.device("cpu")) is None
     done = sparo("eval", "missing", "--device", "cuda")
     assert done.returncode == 2 and "--device=cuda: torch finds no GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "warns"),
+    [
+        ({}, True),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, True),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, False),
+        ({"SLURM_JOB_ID": "7"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0"}, True),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_reported(monkeypatch, tmp_path, caplog, variables, warns):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(accelerator, "_DEVICE_FILES", tmp_path)
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    accelerator._warn_of_unused_gpus.cache_clear()
+    assert accelerator.find_device("auto", "x") == torch.device("cpu")
+    assert ("sees none of the 2 GPU(s)" in caplog.text) is warns
 
 
 def test_gpus_use_their_own_collectives_and_the_host_gloo():

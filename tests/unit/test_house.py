@@ -130,7 +130,7 @@ def test_the_loop_imports_only_the_error_budget_and_the_fingerprint_from_data():
     rooms = {
         f"sparo_train.data.{p.name}" for p in (ROOT / "sparo_train/data").iterdir() if (p / "__init__.py").is_file()
     }
-    budget_and_fingerprint = {"sparo_train.data.read.bad_samples", "sparo_train.data.sources.base"}
+    budget_and_fingerprint = {"sparo_train.data.read.bad_samples", "sparo_train.data.sources.fingerprint"}
     allowed = {"sparo_train.data.read", "sparo_train.data.sources", *budget_and_fingerprint}
     assert (read | rooms) - set(loop["forbidden_modules"]) == allowed
 

@@ -78,13 +78,18 @@ def test_images_of_12_bits_are_not_read_as_dark_16_bit_ones(tmp_path):
     kept = chosen(folder, "auto=cpu", "data.pixel_range=by_type")
     assert kept.data.pixel_range == "by_type" and kept.objective.mean == pytest.approx((0.03,) * 3, abs=0.01)
     done = sparo("data", "check", str(folder))
-    assert "16-bit images use 12 bits only" in done.stdout and "data.pixel_range=[0,4095]" in done.stdout
+    assert (
+        "images with more than 8 bits use 12 of them only" in done.stdout and "data.pixel_range=[0,4095]" in done.stdout
+    )
     # A run's mean and standard deviation belong to its range.
     (tmp_path / "run").mkdir()
     tree = {"objective": kept.objective.model_dump(mode="json"), "data": {"pixel_range": "by_type"}}
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(tree))
     assert chosen(folder, "auto=cpu", f"init={tmp_path}/run").data.pixel_range == "by_type"
-    Image.fromarray(np.full((40, 50), 40_000, np.uint16)).save(folder / "bright.tif")
+    Image.fromarray(np.zeros((40, 50), np.uint16)).save(folder / "black.tif")
+    Image.fromarray(pixels.astype(np.int32)).save(folder / "wide.tif")
+    assert chosen(folder, "auto=cpu").data.pixel_range == (0, 4095)
+    Image.fromarray((pixels * 10).astype(np.uint16)).save(folder / "bright.tif")
     assert chosen(folder, "auto=cpu").data.pixel_range == "by_type"
 
 

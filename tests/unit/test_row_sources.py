@@ -289,10 +289,10 @@ def test_row_groups_stay_together_and_older_runs_continue_in_their_order(tmp_pat
     groups, parts = ([*pipeline.plan.window_chunks(0, 0)] for pipeline in (now, before))
     assert [end - first for _, _, first, end in groups] == [4, 4] and len(parts) > 2
     assert "whole_groups" not in before.fingerprint["plan"]
-    with pytest.raises(
-        DataError, match=r"x: is of a version that read row groups in parts.*set data\.whole_groups=false"
-    ):
+    with pytest.raises(DataError, match=r"x: was written with another order.*set data\.whole_groups=false"):
         refuse_changed(before.fingerprint, now.fingerprint, "x")
+    with pytest.raises(DataError, match=r"set data\.whole_groups=true"):
+        refuse_changed(now.fingerprint, before.fingerprint, "x")
 
 
 def test_row_groups_on_a_server_are_fetched_once(server):  # noqa: F811

@@ -237,19 +237,21 @@ class RunDir:
 
     def _remedy(self, changed: Sequence[str], config: Frozen) -> str:
         chosen = [choice.key for choice in getattr(config, "choices", ())]
-        lengths = getattr(type(config), "alternatives", ())
-        if all(_is_under(line.partition(":")[0], [*chosen, *lengths]) for line in changed) and chosen:
-            return (
-                "`auto` chose these values from the data and the machine, one of which has changed since the run began. If the images "
-                f"changed, restore them or use another name=. If the machine changed, continue with `sparo train {self.config}`."
-            )
-        if all(_is_under(line.partition(":")[0], lengths) for line in changed):
-            if all(_is_shorter(line) for line in changed):
+        lengths = [key for key in getattr(type(config), "alternatives", ()) if key not in chosen]
+        of_length = [line for line in changed if _is_under(line.partition(":")[0], lengths)]
+        # What `auto` chooses may follow from the length, such as the warm-up.
+        if of_length and all(_is_under(line.partition(":")[0], [*lengths, *chosen]) for line in changed):
+            if all(_is_shorter(line) for line in of_length):
                 return "The schedule depends on the length. Give a shorter run another name=, or score a checkpoint of this one."
             return (
                 "The schedule depends on the length of the run. To continue from the weights of this run, start "
                 "a new run, in which `steps` is the number of additional steps: "
                 f"name=NEW steps=N start_from='{{checkpoint: {self.path}, optimizer: true}}'. Its learning rate warms up again."
+            )
+        if chosen and all(_is_under(line.partition(":")[0], chosen) for line in changed):
+            return (
+                "`auto` now chooses these values, because the images, the machine or the version of sparo is another one than at the start "
+                f"of the run. If the images changed, restore them or use another name=. Otherwise continue with `sparo train {self.config}`."
             )
         return "Use another name=, undo the change, or remove the folder."
 

@@ -33,7 +33,8 @@ class ImageFacts(NamedTuple):
         gray: it has three channels, and they are equal.
         look: 64-bit hash that similar images share: whether each cell of an 8 x 8 grid is brighter than its neighbour.
         low, high: 1st and 99th percentile of each chosen band in the file's own values; empty for 8 bits and without chosen bands.
-        used_bits: bits that the largest value of a 16-bit file needs, at least 8; 0 for other files and other ranges than by_type.
+        used_bits: bits that the largest integer of a file with more than 8 bits needs, at least 8. 0 for other files, for images of
+            one value, and if `pixel_range` is not by_type.
     """
 
     kind: str
@@ -59,10 +60,9 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
     if bands is None:
         picture = open_picture(data)
         kind, low, high = _kind(picture), (), ()
-        is_deep = picture.mode.startswith("I;16") or has_16bit_channels(picture)
         image = decode_image(data, pixel_range)
-        if is_deep and pixel_range == "by_type":  # the upper byte
-            used_bits = 8 + int(np.asarray(image).max()).bit_length()
+        if pixel_range == "by_type":
+            used_bits = _used_bits(picture, image)
         width, height = image.size
         small = np.asarray(image.resize((min(width, _SMALL), min(height, _SMALL)), Image.Resampling.BOX))
     else:
@@ -79,6 +79,17 @@ def image_facts(data: bytes, pixel_range: PixelRange = "by_type", bands: Sequenc
     mean, square = (tuple(float(v) for v in f) for f in (shares.mean(0), (shares**2).mean(0)))
     look = _difference_hash(as_rgb(small))
     return ImageFacts(kind, width, height, mean, square, bool(gray), look, low, high, used_bits)
+
+
+def _used_bits(picture: Image.Image, mapped: Image.Image) -> int:
+    if picture.mode.startswith("I"):
+        low, high = picture.getextrema()
+    elif has_16bit_channels(picture):  # Pillow reads their upper bytes only
+        pixels = np.asarray(mapped)
+        low, high = int(pixels.min()) << 8, int(pixels.max()) << 8
+    else:
+        return 0
+    return max(8, int(high).bit_length()) if low != high else 0  # type: ignore[arg-type]
 
 
 def _percentiles(
@@ -120,7 +131,7 @@ class Survey(NamedTuple):
         gray: share of gray images.
         low, high: of each chosen band in the files' own values, the 5th percentile over images of their 1st percentile, and the 95th of
             their 99th; empty for 8 bits and without chosen bands.
-        used_bits: bits that the largest value of all 16-bit files needs, at least 8; 0 without such files.
+        used_bits: the largest `used_bits` of the images.
     """
 
     images: int
@@ -137,7 +148,7 @@ class Survey(NamedTuple):
 
     @property
     def full_range(self) -> tuple[int, int] | None:
-        """Return the range of values if 16-bit files use 14 bits or fewer, as cameras write them; by_type makes such images dark."""
+        """Return the range of values if files with more than 8 bits use at most 14 of them, as those of cameras; by_type makes such images dark."""
         return (0, (1 << self.used_bits) - 1) if 0 < self.used_bits <= _FEW_BITS else None
 
     @property

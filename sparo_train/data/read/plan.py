@@ -2,8 +2,8 @@
 
 An epoch visits `round(weight * n)` samples of every source (at least one if the weight is above zero) and always
 finishes a pass over a source before it begins the next. A pass is cut into chunks of neighbouring samples at a random
-offset; a row group of Parquet is one chunk. The chunks of all sources are permuted and concatenated, the result is cut into C streams of equal length, and
-each stream is shuffled inside windows:
+offset; a row group of Parquet or an Arrow file of LitData is one chunk. The chunks of all sources are permuted and
+concatenated, the result is cut into C streams of equal length, and each stream is shuffled inside windows:
 
     pass       (seed, source, pass)            order and offset of a source's chunks
     epoch      (seed, epoch)                   order of all chunks
@@ -76,8 +76,8 @@ class Plan:
         streams: C, number of streams that the epoch is cut into.
         chunk: neighbouring samples that stay together.
         window: samples of a stream that are shuffled together.
-        whole: for each shard of each source, whether all its samples are one chunk, or if they are more than `window`,
-            chunks of that size. Default: none.
+        whole: for each shard of each source, whether it is one chunk instead of several; if it has more than `window` samples,
+            its chunks have `window` samples. Default: no shard.
 
     Raises:
         ConfigError: no samples, or fewer samples per epoch than streams.

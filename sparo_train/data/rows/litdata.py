@@ -63,20 +63,20 @@ class LitDataFile(PackedFile, Group):
     decoders = _DECODERS
 
     def row(self, number: int) -> bytes | Mapping[str, Any]:
-        return process_groups().row(self, number) if self.is_group else super().row(number)
+        return process_groups().row(self, number) if self.is_arrow else super().row(number)
 
     def row_sample(self) -> str:
         # An Arrow table can only be read as a whole, which takes too long at the start of every rank.
-        return "" if not self.is_sampled or self.is_group else super().row_sample()
+        return "" if not self.is_sampled or self.is_arrow else super().row_sample()
 
     def read_ahead(self, first: int, last: int) -> None:
-        if self.is_group:
+        if self.is_arrow:
             process_groups().announce(self, first, last)
         else:
             super().read_ahead(first, last)
 
     @property
-    def is_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def is_arrow(self) -> bool:
         return bool(self.offsets[0] == self.offsets[-1])
 
     @property
@@ -137,6 +137,10 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
         for url, chunk, size in zip(urls, chunks, sizes, strict=True)
     ]
     choose_sampled(files)
+    # All files of a set are alike, and looking into each would take a request per file.
+    is_group = bool(files) and files[0].is_arrow
+    for file in files:
+        file.is_group = is_group
     return files
 
 

@@ -205,7 +205,9 @@ class TablePart(Storage):
     def _download(self, url: str) -> bytes:
         """Return an image from the cache, or from its server. Raises `BadSampleError`."""
         if self._url_cache is None:
-            raise DataError(f"{self._table}: has images by URL, such as {url}. Name a folder for them: url_cache, or the option --url-cache.")
+            raise DataError(
+                f"{self._table}: has images by URL, such as {url}. Name a folder for them: url_cache, or the option --url-cache."
+            )
         name = hashlib.sha256(url.encode()).hexdigest()
         file = self._url_cache / name[:2] / name
         if file.is_file():

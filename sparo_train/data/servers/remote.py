@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlsplit
 
 import fsspec
 from fsspec.config import apply_config
@@ -23,16 +24,20 @@ _WHOLE = 600.0  # seconds for one answer of a few megabytes, which a server that
 # Splits in the names of files: cc3m-train-0000.tar, test-00000-of-00001.parquet, val_001.tar.
 _SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|validation|valid|val|dev)(?:[-_.]|(?=\d))")
 _SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation"}
+# Names of parameters that give access to a file.
 _SECRET = re.compile(
-    r"://[^/@\s]*:[^/@\s]+@|[?&](?:x-amz-signature|x-goog-signature|signature|sig|token|access_token|api_key)=",
+    r"x-(?:amz|goog)-(?:signature|credential|security-token)|signature|sig|(?:access_)?token|api_?key|key|auth|password",
     re.IGNORECASE,
 )
-_NETRC = "Write `machine {host} login NAME password WORD` into ~/.netrc, or download the files."
+_NETRC = "Write `machine {host} login NAME password WORD` into ~/.netrc."
 _CREDENTIALS = {
     "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", "gs": "Set GOOGLE_APPLICATION_CREDENTIALS.",
     "az": "Set AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING.", "http": _NETRC, "https": _NETRC,
     "": "Write it into the configuration of fsspec (~/.config/fsspec/conf.json).",
 }  # fmt: skip
+_CREDENTIALS |= {
+    alias: _CREDENTIALS[name] for alias, name in (("s3a", "s3"), ("gcs", "gs"), ("abfs", "az"), ("abfss", "az"))
+}
 _EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "http": "http", "https": "http",
 }  # fmt: skip
@@ -78,12 +83,21 @@ def _configured(protocol: str, name: str) -> dict[str, Any]:
 
 def refuse_credentials(url: str) -> None:
     """Raise `ValueError` for an address with a password or a signature, which run folders and logs would contain."""
-    if _SECRET.search(url):
-        protocol, _, rest = url.partition("://")
-        host = re.split("[/?]", rest.rpartition("@")[2])[0]
+    for address in filter(lambda part: "://" in part, url.split("::")):
+        try:
+            parts = urlsplit(address)
+            host = parts.hostname or ""
+        except ValueError:  # brackets that are no IPv6 address, as in a glob
+            continue
+        is_web = parts.scheme in ("http", "https")
+        if parts.password is not None or (is_web and parts.username is not None):
+            what, remedy = "a password", _CREDENTIALS.get(parts.scheme, _CREDENTIALS[""]).format(host=host)
+        elif any(_SECRET.fullmatch(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
+            what, remedy = "a signature", _CREDENTIALS.get(parts.scheme, "") if not is_web else "Download the files."
+        else:
+            continue
         raise ValueError(
-            f"the address of {protocol}://{host} contains a password or signature, which would be stored in run folders and logs. "
-            f"Remove it. {_CREDENTIALS.get(protocol, _CREDENTIALS['']).format(host=host)}"
+            f"the address of {parts.scheme}://{host} contains {what}, which would be stored in run folders and logs. Remove it. {remedy}"
         )
 
 
@@ -187,6 +201,10 @@ def find_shards(pattern: str | tuple[str, ...], key: str = "shards", suffix: str
     """
     shard_urls: list[str] = []
     for part in (pattern,) if isinstance(pattern, str) else pattern:
+        try:
+            refuse_credentials(part)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
         # An existing folder is used literally, even with braces in its name.
         for url in [part] if "://" not in part and Path(part).exists() else expand_braces(part, key):
             shard_urls += _expand(url, key, suffix)

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ...core.config import resolve
 from ...core.errors import ConfigError, DataError
 from ...core.files import read_json
 from ...core.registries import SOURCES
@@ -88,4 +89,4 @@ def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
                 f"{places[0]}: {key} does not apply to data of kind {next(iter(block))}, got {value!r}. Remove it."
             )
         block[key] = value
-    return config(**block)
+    return resolve(config, block, "the data")

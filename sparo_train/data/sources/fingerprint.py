@@ -53,9 +53,10 @@ def refuse_changed(old: Mapping[str, Any], new: Mapping[str, Any], where: str) -
         elif before != now:
             changed.append(f"{key}: {'absent' if before is None else before} -> {'absent' if now is None else now}")
     if changed:
-        if changed == ["plan.whole_groups: None -> True"]:
+        if len(changed) == 1 and changed[0].startswith("plan.whole_groups:"):
+            value = str(old["plan"].get("whole_groups", False)).lower()
             raise DataError(
-                f"{where}: is of a version that read row groups in parts, in another order. To continue the run, set data.whole_groups=false."
+                f"{where}: was written with another order of samples. To continue the run, set data.whole_groups={value}."
             )
         raise DataError(
             f"{where}: the data changed since this checkpoint, so its position in the data is invalid:\n  " + "\n  ".join(changed)
