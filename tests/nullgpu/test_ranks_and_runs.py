@@ -39,7 +39,7 @@ def test_offloaded_parameters_leave_little_on_the_device(run_program):
     assert step["counts"]["event_sync"] < 75 and step["counts"]["stream_sync"] <= 1
 
 
-@pytest.mark.parametrize("world_size", [8, 64, 1024])
+@pytest.mark.parametrize("world_size", [8, 1024])  # 64 ranks: see test_a_dry_run_estimates_the_peak_of_a_step
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_keeps_what_the_estimate_says(run_program, stage, world_size):
     step = run_program("ranks", world_size, {"kind": "deepspeed", "stage": stage}, GATHER, reads="stored")
