@@ -7,11 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...core.config import resolve
 from ...core.errors import ConfigError, DataError
 from ...core.files import read_json
 from ...core.registries import SOURCES
 from ..decode.decoding import suffixes
+from ..servers.remote import refuse_credentials
 from .base import SourceConfig, infer_kind
 
 _MAX_INDEX_BYTES = 1 << 28
@@ -89,4 +89,9 @@ def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
                 f"{places[0]}: {key} does not apply to data of kind {next(iter(block))}, got {value!r}. Remove it."
             )
         block[key] = value
-    return resolve(config, block, "the data")
+    for place in places:
+        try:
+            refuse_credentials(place)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    return config(**block)  # without JSON, in which paths that are not UTF-8 cannot be written
