@@ -9,6 +9,7 @@ from pydantic import AfterValidator, model_validator
 from sparo_train.core.config import Frozen, field
 from sparo_train.core.errors import did_you_mean
 from sparo_train.core.registries import LAYOUTS
+from sparo_train.data.servers.remote import refuse_credentials
 
 
 class TableColumns(Frozen):
@@ -110,6 +111,11 @@ class TaskConfig(Frozen):
     """Keys of every entry of `eval.tasks`, which names the entry of `sparo.tasks` that scores it."""
 
     task: Any = field(..., "Kind of the task: an entry of sparo.tasks.")  # each entry has a Literal with one name
+
+    @model_validator(mode="after")
+    def _refuse_credentials(self) -> TaskConfig:
+        refuse_credentials(*vars(self).values())
+        return self
 
 
 def _validate_layout(layout: str | None) -> str | None:

@@ -101,16 +101,15 @@ def tasks_for(
 
 def _unknown_task(name: str, available: Mapping[str, TaskConfig], candidates: Sequence[str]) -> str:
     """Return a similar name, or where names can be found; the catalogue has hundreds."""
-    if name not in TASKS.names() and (hint := did_you_mean(name, dict.fromkeys(candidates))).startswith("did"):
-        return hint
-    names = [n for n, task in available.items() if task.task == name or name not in TASKS.names()]
-    what = (
-        "is a kind of task, not a name"
-        if name in TASKS.names()
-        else "is neither a task nor a set of `sparo eval --list`"
-    )
-    return (
-        f"{what}. Give {', '.join(names)}." if names else f"{what}. Define tasks in a YAML file, and give it to --data."
+    if name in TASKS.names():
+        problem, names = "is a kind of task, not a name", [n for n, task in available.items() if task.task == name]
+    else:
+        hint = did_you_mean(name, dict.fromkeys(candidates))
+        if hint.startswith("did"):
+            return hint
+        problem, names = "is neither a task nor a set of `sparo eval --list`", list(available)
+    return f"{problem}. " + (
+        f"Give {', '.join(names)}." if names else "Define tasks in a YAML file, and give it to --data."
     )
 
 

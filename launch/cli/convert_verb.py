@@ -114,37 +114,27 @@ def convert(
 ) -> None:
     """Convert a folder or table of images with captions, a data set of another library, or a published set, to shards or Parquet."""
     source, own, per_shard = Path(place), parse_part(part), per_shard or (100 if videos else 1000)
-    published_options = {
-        "--limit": limit,
-        "--scenes": scenes,
-        "--max-objects": max_objects is not None,
-        "--crop": crop != "none",
-        "--size": size,
-        "--near": near is not None,
-        "--far": far is not None,
-        "--videos": videos,
-    }
+    published: dict[str, Any] = {
+        "limit": limit, "scenes": _parse_scene_range(scenes), "max_objects": max_objects, "crop": crop, "size": size, "near": near,
+        "far": far, "videos": videos,
+    }  # fmt: skip
     file_options = {"--separator": separator, "--skip-missing": skip_missing, "--template": template != _TEMPLATE}
-    column_options = {"--image-column": image_column, "--caption-column": caption_column, "--split": split}
-    column_options["--url-cache"] = url_cache
+    column_options = {
+        "--image-column": image_column, "--caption-column": caption_column, "--split": split, "--url-cache": url_cache,
+    }  # fmt: skip
     if own is not None and (kind is not None or test):
         what = "published sets are" if kind is not None else "with --test, the set is"
         raise ConfigError(f"--part: {what} converted as a whole. Remove it.")
     if kind is not None:
         _refuse_options({**column_options, **file_options, "--to": to != "shards"}, "folders and tables")
-        user_input = {
-            "test": test,
-            "limit": limit,
-            "max_objects": max_objects,
-            "crop": crop,
-            "size": size,
-            "near": near,
-            "far": far,
-        }
-        user_input |= {"scenes": _parse_scene_range(scenes), "per_shard": per_shard, "videos": videos}
-        _convert_published(source, folder, kind, user_input)
+        _convert_published(source, folder, kind, {**published, "test": test, "per_shard": per_shard})
         return
-    _refuse_options(published_options, "--as NAME")
+    # Zero is a value.
+    given = {
+        f"--{name.replace('_', '-')}": value not in ("none", None) and value is not False
+        for name, value in published.items()
+    }
+    _refuse_options(given, "--as NAME")
     from sparo_data.convert import convert_csv, convert_folder
     from sparo_train.data.sources.detect import source_block
 
@@ -153,8 +143,8 @@ def convert(
         _refuse_captioned_folder(source)
     if to == "parquet" or url_cache or data_set not in ("shards", "table", "folder"):
         _refuse_options(file_options, "folders and tables of files that become shards")
-        keys = {"image_keys": image_column and (image_column,), "caption_key": caption_column, "split": split}
-        keys["url_cache"] = url_cache
+        keys: dict[str, Any] = {"caption_key": caption_column, "split": split, "url_cache": url_cache}
+        keys["image_keys"] = image_column and (image_column,)
         converted = _convert_data_set(place, folder, keys, to, per_shard, own, test)
     elif source.is_dir():
         _refuse_options({"--split": split}, "Hugging Face datasets and Energon")

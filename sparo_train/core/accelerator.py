@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -50,6 +51,14 @@ def available_device() -> torch.device:
     if found is None:
         _warn_of_unused_gpus()
     return found if found is not None and is_streaming(found) else torch.device("cpu")
+
+
+def indices_by_device(tensors: Iterable[Tensor]) -> list[list[int]]:
+    """Return the positions of tensors on each device. With offloading, there are two: operations on lists need one."""
+    groups: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(i)
+    return list(groups.values())
 
 
 def find_device(name: str, key: str) -> torch.device:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .accelerator import indices_by_device
+
 
 @dataclass(frozen=True)
 class Follow:
@@ -80,13 +82,16 @@ def update_ema(
     assert applied is not None
     for own, theirs in _buffers(average, model) if buffers else ():
         own.copy_(torch.where(applied, theirs, own))
-    averages, trained = _pairs(average, model, frozen=decay == 0)
-    if averages and decay == 0:
-        # Not by the difference, whose rounding would leave a copy that is not exact.
-        for own, theirs in zip(averages, trained, strict=True):
-            own.copy_(torch.where(applied, theirs, own))
-    elif averages:
-        gain = torch.where(applied, 1 - decay, 0.0)
+    all_averages, all_trained = _pairs(average, model, frozen=decay == 0)
+    for group in indices_by_device(all_averages):
+        averages, trained = [all_averages[i] for i in group], [all_trained[i] for i in group]
+        here = applied.to(averages[0].device)
+        if decay == 0:
+            # Not by the difference, whose rounding would leave a copy that is not exact.
+            for own, theirs in zip(averages, trained, strict=True):
+                own.copy_(torch.where(here, theirs, own))
+            continue
+        gain = torch.where(here, 1 - decay, 0.0)
         # Compute the difference first: it is multiplied by zero if nothing was applied, so the average keeps its exact
         # bits.
         delta = torch._foreach_sub(trained, averages)  # pyright: ignore[reportPrivateImportUsage]

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.accelerator import has_fp64
+from ..core.accelerator import has_fp64, indices_by_device
 from ..core.config import Frozen, between, field, resumable_field
 from ..core.contracts import Objective, Progress
 from ..core.errors import ConfigError
@@ -33,20 +33,22 @@ def clip_global_norm(gradients: Collection[Tensor], norm: Tensor, max_norm: floa
     # The small constant is that of clip_grad_norm_, so that both scale alike. Double precision, as in Python; a
     # gradient below the limit is multiplied by one, which changes no bit.
     exact = norm.double() if has_fp64(norm.device) else norm
-    factor = torch.where(norm > max_norm, max_norm / (exact + 1e-6), 1.0)
-    # With offloading, some gradients are on the host and some on the device.
-    for place in dict.fromkeys(gradient.device for gradient in gradients):
-        here = [gradient for gradient in gradients if gradient.device == place]
-        torch._foreach_mul_(here, factor.to(place, here[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
+    factor, tensors = torch.where(norm > max_norm, max_norm / (exact + 1e-6), 1.0), list(gradients)
+    for group in indices_by_device(tensors):
+        here = [tensors[i] for i in group]
+        torch._foreach_mul_(here, factor.to(here[0].device, here[0].dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def clip_per_tensor(gradients: Mapping[int, Tensor], norms: Mapping[int, Tensor], max_norm: float) -> None:
     """Scale every gradient whose own norm is above `max_norm`."""
-    # No branch on a value, because that would wait for the device.
-    factors = [
-        (max_norm / (norms[key] + 1e-6)).clamp(max=1.0).to(gradient.device) for key, gradient in gradients.items()
-    ]
-    torch._foreach_mul_(list(gradients.values()), factors)  # pyright: ignore[reportPrivateImportUsage]
+    if not gradients:
+        return
+    # No branch on a value, because that would wait for the device, and one copy for all gradients of a place.
+    factors = (max_norm / (torch.stack([norms[key] for key in gradients]) + 1e-6)).clamp(max=1.0)
+    tensors = list(gradients.values())
+    for group in indices_by_device(tensors):
+        here, own = [tensors[i] for i in group], factors.to(tensors[group[0]].device).unbind()
+        torch._foreach_mul_(here, [own[i] for i in group])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _join_norms(norms: list[Tensor]) -> Tensor:

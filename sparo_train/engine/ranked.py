@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.accelerator import indices_by_device
 from ..core.config import resumable_field
 from ..core.contracts import Batch, CoupledObjective, Embeddings, Loss, Objective, Progress
 from ..core.distributed import Ranks
@@ -215,14 +216,13 @@ def sum_norms(
     """
     trained = [id(p) for p in objective.parameters() if p.requires_grad]
     sums = torch.zeros(len(trained), device=device)
-    norms: dict[int, Tensor] = {}
-    if shards:
-        values = torch._foreach_norm(list(shards.values()), dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        norms = dict(zip(shards, values, strict=True))
-    # Offloaded gradients are on the host, and those of numbers such as logit_scale on the device: one copy for each place.
-    for place in dict.fromkeys(norm.device for norm in norms.values()):
-        nothing = torch.zeros((), device=place)
-        here = {key: norm for key, norm in norms.items() if norm.device == place}
+    keys, gradients = list(shards), list(shards.values())
+    for group in indices_by_device(gradients):  # one copy for all gradients of a place
+        values = torch._foreach_norm([gradients[i] for i in group], dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        here, nothing = (
+            dict(zip((keys[i] for i in group), values, strict=True)),
+            torch.zeros((), device=values[0].device),
+        )
         sums += torch.stack([here.get(key, nothing) for key in trained]).square().to(device)
     # One exchange for all norms instead of one per parameter.
     if ranks.size > 1:

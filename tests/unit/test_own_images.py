@@ -53,12 +53,18 @@ def test_given_keys_are_kept_and_others_adapt(images):
     assert not {c.key for c in config.choices} & {"batch_size", "epochs", "optim.lr", "objective.model.image_size"}
 
 
-def test_gray_images_get_no_colour_jitter_and_their_own_statistics(tmp_path):
-    folder = tmp_path / "gray"
+def write_noise(folder, low, high, dtype, suffix):
+    """Write twelve images of one channel, of 50 x 40 pixels; return the values of the last one."""
     folder.mkdir()
     for i in range(12):
-        pixels = np.random.default_rng(i).integers(60, 80, (40, 50), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.png")
+        pixels = np.random.default_rng(i).integers(low, high, (40, 50), dtype=dtype)
+        Image.fromarray(pixels).save(folder / f"{i}{suffix}")
+    return pixels
+
+
+def test_gray_images_get_no_colour_jitter_and_their_own_statistics(tmp_path):
+    folder = tmp_path / "gray"
+    write_noise(folder, 60, 80, np.uint8, ".png")
     config = chosen(folder, "auto=cpu")
     assert config.objective.crops.jitter[2:] == (0, 0) and config.objective.crops.gray_prob == 0
     assert config.objective.mean == pytest.approx((0.273,) * 3, abs=0.005)
@@ -69,10 +75,7 @@ def test_gray_images_get_no_colour_jitter_and_their_own_statistics(tmp_path):
 
 def test_images_of_12_bits_are_not_read_as_dark_16_bit_ones(tmp_path):
     folder = tmp_path / "camera"
-    folder.mkdir()
-    for i in range(12):
-        pixels = np.random.default_rng(i).integers(0, 4000, (40, 50), dtype=np.uint16)
-        Image.fromarray(pixels).save(folder / f"{i}.tif")
+    pixels = write_noise(folder, 0, 4000, np.uint16, ".tif")
     config = chosen(folder, "auto=cpu")
     assert config.data.pixel_range == (0, 4095) and config.objective.mean == pytest.approx((0.49,) * 3, abs=0.01)
     kept = chosen(folder, "auto=cpu", "data.pixel_range=by_type")

@@ -22,8 +22,10 @@ import torch
 import yaml
 from moto.server import ThreadedMotoServer
 
+from evals.suite.labelled_tasks import KnnTaskConfig
 from sparo_data.writer import write_shard, write_shards
-from sparo_train.core.errors import DataError
+from sparo_train.core.config import resolve
+from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.servers import ranges, remote
@@ -354,6 +356,14 @@ def test_addresses_with_credentials_are_refused(url, key):
         "data/a?.tar",
     ):
         DataConfig.model_validate({"sources": {"a": {key: fine}}})
+
+
+def test_addresses_in_eval_tasks_and_messages_have_no_credentials():
+    with pytest.raises(ConfigError, match=r"https://host\.org contains a password") as refused:
+        resolve(KnnTaskConfig, {"task": "knn", "train": "https://me:secret@host.org/a.tar", "test": "b"}, "x")
+    assert "secret" not in str(refused.value)
+    text = "404, url='https://me:secret@host.org/a/b.jpg?sig=secret&x=1' of s3://box/c.jpg"
+    assert remote.without_credentials(text) == "404, url='https://host.org/a/b.jpg' of s3://box/c.jpg"
 
 
 @pytest.mark.parametrize("command", ["check", "index"])

@@ -172,6 +172,17 @@ def test_names_of_columns_in_upper_case(tmp_path):
     assert contents(source) == [(FIXTURES.jpeg(i), [FIXTURES.caption(i)]) for i in range(COUNT)]
 
 
+def test_signatures_of_image_addresses_are_in_no_message(server, tmp_path):  # noqa: F811
+    address = f"http://me:secret@127.0.0.1:{server.server_port}/none.jpg?sig=secret"
+    (tmp_path / "t.tsv").write_text(f"url\tcaption\n{address}\tone\n")
+    for keys in ({}, {"url_cache": str(tmp_path / "cache")}):
+        (storage,) = opened({"table": str(tmp_path / "t.tsv"), **keys}).storages
+        with pytest.raises((DataError, BadSampleError)) as failed:
+            storage.read(0)
+        message = f"{failed.value} {getattr(failed.value, 'key', '')} {getattr(failed.value, 'detail', '')}"
+        assert "none.jpg" in message and "secret" not in message
+
+
 def test_images_by_url_are_downloaded_once(tmp_path):
     (tmp_path / "far").mkdir()
     far = tmp_path / "far/0.jpg"

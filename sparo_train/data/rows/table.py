@@ -15,7 +15,7 @@ from ...core.config import field, resumable_field
 from ...core.errors import BadSampleError, DataError
 from ...core.files import whole_file
 from ..decode.decoding import suffixes
-from ..servers.remote import open_filesystem, remedy, with_retries
+from ..servers.remote import open_filesystem, remedy, with_retries, without_credentials
 from ..sources.base import SourceKind, Storage, dotted_key
 from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 
@@ -194,7 +194,7 @@ class TablePart(Storage):
                 row[self._columns.image] = self._download(place)
             return f"{label:09d}", row_members(self._columns, row, self._table.parent)
         except BadSampleError as bad:
-            bad.key = f"row {label + 1}: {place}"
+            bad.key = f"row {label + 1}: {without_credentials(place)}"
             raise
 
     def digest(self) -> str:
@@ -204,9 +204,10 @@ class TablePart(Storage):
 
     def _download(self, url: str) -> bytes:
         """Return an image from the cache, or from its server. Raises `BadSampleError`."""
+        shown = without_credentials(url)
         if self._url_cache is None:
             raise DataError(
-                f"{self._table}: has images by URL, such as {url}. Name a folder for them: url_cache, or the option --url-cache."
+                f"{self._table}: has images by URL, such as {shown}. Name a folder for them: url_cache, or the option --url-cache."
             )
         name = hashlib.sha256(url.encode()).hexdigest()
         file = self._url_cache / name[:2] / name
@@ -214,7 +215,7 @@ class TablePart(Storage):
             return file.read_bytes()
         try:
             filesystem, path = open_filesystem(url)
-            data = with_retries(url, lambda: filesystem.cat_file(path))
+            data = with_retries(shown, lambda: filesystem.cat_file(path))
         except DataError as error:
             raise BadSampleError("image not downloaded", detail=str(error)[:200]) from None
         file.parent.mkdir(parents=True, exist_ok=True)

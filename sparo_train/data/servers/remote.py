@@ -29,6 +29,7 @@ _SECRET = re.compile(
     r"x-(?:amz|goog)-(?:signature|credential|security-token)|signature|sig|(?:access_)?token|api_?key|key|auth|password",
     re.IGNORECASE,
 )
+_ADDRESS = re.compile(r"(\w+://)(?:[^/@\s'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?")
 _NETRC = "Write `machine {host} login NAME password WORD` into ~/.netrc."
 _CREDENTIALS = {
     "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", "gs": "Set GOOGLE_APPLICATION_CREDENTIALS.",
@@ -81,9 +82,14 @@ def _configured(protocol: str, name: str) -> dict[str, Any]:
     return dict(apply_config(fsspec.get_filesystem_class(protocol), {}).get(name, {}))
 
 
-def refuse_credentials(url: str) -> None:
-    """Raise `ValueError` for an address with a password or a signature, which run folders and logs would contain."""
-    for address in filter(lambda part: "://" in part, url.split("::")):
+def refuse_credentials(*values: object) -> None:
+    """Raise `ValueError` for an address with a password or a signature, which run folders and logs would contain.
+
+    Args:
+        values: values of a recipe; addresses are strings, or in tuples.
+    """
+    texts = [text for value in values for text in (value if isinstance(value, tuple) else (value,))]
+    for address in (part for text in texts if isinstance(text, str) for part in text.split("::") if "://" in part):
         try:
             parts = urlsplit(address)
             host = parts.hostname or ""
@@ -99,6 +105,11 @@ def refuse_credentials(url: str) -> None:
         raise ValueError(
             f"the address of {parts.scheme}://{host} contains {what}, which would be stored in run folders and logs. Remove it. {remedy}"
         )
+
+
+def without_credentials(text: str) -> str:
+    """Return a text for messages in which addresses have no user, password and parameters."""
+    return _ADDRESS.sub(r"\1\2", text)
 
 
 def with_retries(url: str, work: Callable[[], T]) -> T:
@@ -144,7 +155,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _words(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0][:200]
+    first = without_credentials((str(error).splitlines() or [""])[0])[:200]
     return first or type(error).__name__
 
 

@@ -110,10 +110,7 @@ class SourceConfig(Frozen):
 
     @model_validator(mode="after")
     def _refuse_credentials(self) -> SourceConfig:
-        for name in (*_LOCATIONS.values(), "index"):
-            value = getattr(self, name, None)
-            for url in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
-                refuse_credentials(url)
+        refuse_credentials(*vars(self).values())
         return self
 
     @field_validator("captions")

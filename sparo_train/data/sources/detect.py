@@ -7,11 +7,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ...core.errors import ConfigError, DataError
 from ...core.files import read_json
 from ...core.registries import SOURCES
 from ..decode.decoding import suffixes
-from ..servers.remote import refuse_credentials
 from .base import SourceConfig, infer_kind
 
 _MAX_INDEX_BYTES = 1 << 28
@@ -77,7 +78,7 @@ def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
             are columns.
 
     Raises:
-        ConfigError: a key does not apply to this kind.
+        ConfigError: a key does not apply to this kind, or has a value that it refuses.
     """
     block = source_block(places)
     config = SOURCES.get(infer_kind(block)["kind"]).config
@@ -89,9 +90,8 @@ def source_config(places: Sequence[str], **keys: Any) -> SourceConfig:
                 f"{places[0]}: {key} does not apply to data of kind {next(iter(block))}, got {value!r}. Remove it."
             )
         block[key] = value
-    for place in places:
-        try:
-            refuse_credentials(place)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    return config(**block)  # without JSON, in which paths that are not UTF-8 cannot be written
+    try:
+        return config(**block)  # without JSON, in which paths that are not UTF-8 cannot be written
+    except ValidationError as error:
+        problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
