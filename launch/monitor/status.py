@@ -232,7 +232,8 @@ def _ended_state(record: Mapping[str, Any], job: str, records: Records) -> str:
 def _failed_by_itself(lines: Sequence[Mapping[str, Any]], folder: Path) -> bool:
     """Return whether a training reported an error itself; runs of one lane share a job, which may be cancelled later."""
     end = lines[-1] if lines else {}
-    lost_rank = str(end.get("reason", "")).startswith("LostRankError")  # reported by other ranks after a rank was cancelled
+    # After a rank was cancelled, the others report that they lost it.
+    lost_rank = str(end.get("reason", "")).startswith("LostRankError")
     return end.get("end", 0) not in (0, STOPPED) and not lost_rank and not (folder / "plan.json").exists()
 
 
