@@ -186,7 +186,7 @@ def _check_classes(source: Path, classes: Sequence[str]) -> None:
         )
     elif is_split(classes):
         raise DataError(
-            f"{source}: holds splits, not classes, got {', '.join(classes)}, and images without captions. Convert one of these folders."
+            f"{source}: contains splits whose images have no captions, got {', '.join(classes)}. Convert one of these folders."
         )
 
 

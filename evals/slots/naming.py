@@ -158,8 +158,9 @@ def name_slots(
     usable = testable(labels, (choosing, held_out), min_images)
     if not len(usable):
         raise ConfigError(
-            f"--min-images: none of {len(names)} names is in the captions of {min_images} images of each half and "
-            f"missing from those of {min_images} others. Use more images, or lower --min-images."
+            f"--min-images: each half of the images needs {min_images} images whose captions contain a name and "
+            f"{min_images} whose captions do not, which holds for none of {len(names)} names. Use more images, or lower "
+            "--min-images."
         )
     chosen_auc, tested_auc = (np.empty((images.shape[1], len(usable))) for _ in range(2))
     # One name at a time: the scores of all names of many images would not fit into memory.

@@ -73,7 +73,7 @@ class SweepFile(Frozen):
 
     recipe: str | None = field(None, "Recipe of runs that name none: a path relative to the file, or a shipped recipe.")
     overrides: tuple[str, ...] = field((), "Overrides of all runs, applied before those of a run.")
-    runs: dict[str, SweepRun] = field(..., "Runs by name.", min_length=1)
+    runs: dict[str, SweepRun] = field(..., "Runs: a mapping from the name of each run to its settings.", min_length=1)
     data: tuple[str, ...] = field((), "`sparo data` commands that make the data.", examples=[["sparo data scenes"]])
     measures: dict[str, Measure] = field({}, "Measurements of finished runs, by name.")
     figure: SweepFigure | None = field(

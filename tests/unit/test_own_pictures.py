@@ -112,10 +112,10 @@ def test_a_folder_of_splits_is_refused_as_classes(tmp_path):
         lambda root: convert_folder(root, tmp_path / "out"),
         lambda root: open_images(str(root), "label", "test"),
     ):
-        with pytest.raises(DataError, match=r"holds splits, not classes, got train, val\. Give .*train"):
+        with pytest.raises(DataError, match=r"contains splits, not classes, got train, val\. Give .*train"):
             read(tmp_path)
         put(tmp_path / "meta/dog/a.jpg", jpeg(3))
-        with pytest.raises(DataError, match=r"holds splits, not classes, got meta, train, val\. Give .*train"):
+        with pytest.raises(DataError, match=r"contains splits, not classes, got meta, train, val\. Give .*train"):
             read(tmp_path)
         shutil.rmtree(tmp_path / "meta")
         for name in ("dog", "cat"):

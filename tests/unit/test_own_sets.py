@@ -124,7 +124,7 @@ def test_sixteen_bit_colours_are_noticed_wherever_exif_is():
 def test_a_folder_with_a_table_of_captions_or_with_splits_invents_no_captions(tmp_path, caplog):
     images = {f"train/{i}.jpg": jpeg(i) for i in range(3)} | {f"test/{i}.jpg": jpeg(9 + i) for i in range(3)}
     write(tmp_path / "hf", images)
-    with pytest.raises(DataError, match="holds splits, not classes"):
+    with pytest.raises(DataError, match="contains splits whose images have no captions"):
         convert_folder(tmp_path / "hf", tmp_path / "out")
     (tmp_path / "hf/train/metadata.csv").write_text("file_name,caption\n0.jpg,a dog\n1.jpg,a cat\n2.jpg,a cow")
     with pytest.raises(DataError, match=r"metadata.csv: has captions or labels.*sparo data convert .*metadata.csv OUT"):

@@ -207,7 +207,7 @@ def refuse_splits(root: Path, classes: Sequence[str]) -> None:
     splits = [name for name in classes if name.lower() in _SPLITS]
     if splits and (len(splits) == len(classes) or len(splits) > 1) and below(splits[0]):
         first = next((name for name in splits if name.lower().startswith("train")), splits[0])
-        raise DataError(f"{root}: holds splits, not classes, got {', '.join(classes)}. Give {root / first}.")
+        raise DataError(f"{root}: contains splits, not classes, got {', '.join(classes)}. Give {root / first}.")
     if len(classes) == 1 and classes[0].lower() in _WRAPPERS and (count := below(classes[0])) > 1:
         raise DataError(
             f"{root}: expected one folder per class, got a single folder {classes[0]} that contains {count} folders. Give {root / classes[0]}."
