@@ -279,7 +279,8 @@ def _write_small(folder: Path, name: str, program: _Program, separate: bool) -> 
             weights = {"save_as_external_data": separate, "location": weights_file(half).name}
             onnx.save(_half_weights(onnx.load(source)), temporary, **weights)
         with _whole_program(quarter) as temporary:
-            kind = quantization.QuantType.QInt8
+            # Unsigned, because products with signed weights overflow 16 bits on CPUs without VNNI instructions.
+            kind = quantization.QuantType.QUInt8
             quantization.quantize_dynamic(source, temporary, weight_type=kind, use_external_data_format=separate)
     inputs = {key: value.numpy() for key, value in _make_more_inputs(program.inputs).items()}
     exact, *others = (torch.from_numpy(session(path).run(None, inputs)[0]) for path in (source, half, quarter))
