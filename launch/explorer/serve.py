@@ -9,6 +9,7 @@ import secrets
 import shlex
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -201,13 +202,13 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
         local = is_loopback(page_options.host) and not page_options.token and not page_options.names
         token = None if local else secrets.token_urlsafe(24)
         app = Guard(make_app(explorer), page_options.host, token, page_options.names)
-        out.print(_address(sock, page_options.host, token), soft_wrap=True)
-        console.print(f"{checkpoint}: saves to {page_options.out}; Ctrl-C ends", soft_wrap=True)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3)
-        try:
+        with suppress(
+            KeyboardInterrupt
+        ):  # also before uvicorn handles it; uvicorn closes everything, and raises it again
+            out.print(_address(sock, page_options.host, token), soft_wrap=True)
+            console.print(f"{checkpoint}: saves to {page_options.out}; Ctrl-C ends", soft_wrap=True)
             uvicorn.Server(config).run(sockets=[sock])
-        except KeyboardInterrupt:  # uvicorn has closed everything, and raises it again
-            return
 
 
 def write_page(checkpoint: str, page_options: PageOptions, options: SlotOptions, target: Path, precision: str) -> None:
