@@ -143,6 +143,13 @@ def has_bf16(device: torch.device) -> bool:
     return True
 
 
+def is_bf16_slow(device: torch.device) -> bool:
+    """Return whether bfloat16 is slower than fp32: on CPUs without AVX-512 (x86) or bfloat16 instructions (Arm)."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def set_tf32(enable: bool) -> None:
     """Set whether fp32 products and convolutions on CUDA devices are computed in TF32. torch's default is convolutions only."""
     torch.backends.cuda.matmul.allow_tf32 = enable

@@ -21,6 +21,7 @@ from ..core.accelerator import (
     find_device,
     grow_segments,
     has_bf16,
+    is_bf16_slow,
     is_streaming,
     random_state,
     set_random_state,
@@ -178,6 +179,12 @@ class Device:
     def prepare_objective(self, objective: Objective) -> Objective:
         """Prepare an objective for this device, in a fixed order: compiled blocks must see their checkpointing."""
         self.limit_threads()
+        if self.config.precision == "bf16" and is_bf16_slow(self.device):
+            # Not refused, because a run may continue on another machine.
+            logger.warning(
+                "engine.precision=bf16: this CPU has no bfloat16 instructions, so a step takes several times as long "
+                "as in fp32. A new run is faster with engine.precision=fp32."
+            )
         if self.config.grad_checkpointing:
             objective.set_grad_checkpointing(True)
         # Before compile, whose guards hold the device, and before the optimizer, which holds the parameters.

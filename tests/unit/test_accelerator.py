@@ -76,6 +76,18 @@ def test_gpus_use_their_own_collectives_and_the_host_gloo():
     assert accelerator.collectives(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
 
 
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_bf16_on_a_cpu_without_its_instructions_is_reported(monkeypatch, caplog, has_instructions):
+    cpu = torch.device("cpu")
+    assert isinstance(accelerator.is_bf16_slow(cpu), bool) and not accelerator.is_bf16_slow(torch.device("cuda"))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    for precision in ("bf16", "fp32"):
+        Device(DeviceConfig(device="cpu", precision=precision)).prepare_objective(torch.nn.Identity())
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (not has_instructions)
+    assert has_instructions or "A new run is faster with engine.precision=fp32." in warnings[0]
+
+
 def test_an_apple_gpu_needs_no_streams_and_no_pinned_memory(apple, monkeypatch):
     assert accelerator.find_device("auto", "x") == torch.device("cpu")  # only if it is named explicitly
     device = accelerator.find_device("mps", "x")
