@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import NamedTuple
 
-from scipy.stats import norm
+from scipy.special import ndtr
 
 from sparo_train.core.errors import ConfigError, DataError, did_you_mean
 
@@ -198,4 +198,4 @@ def _unpaired_difference(a: Cell, b: Cell) -> Difference:
 
 def _p(value: float, error: float) -> float:
     """Return the two-sided p of a difference with a normal error; 1 without an error, because nothing is known of it."""
-    return 1.0 if error <= 0 else float(2 * norm.sf(abs(value) / error))
+    return 1.0 if error <= 0 else float(2 * ndtr(-abs(value) / error))

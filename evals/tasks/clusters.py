@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
-from scipy.stats import norm
+from scipy.special import ndtr
 from torch import Tensor
 
 from .result import Z, wilson
@@ -106,5 +106,5 @@ def difference_test(change: np.ndarray, strata: np.ndarray, clusters: np.ndarray
     if math.isinf(error):
         return (-1.0, 1.0), 1.0
     # Without variation, every cluster changed by the same amount: the sign test of the clusters.
-    p = float(2 * norm.sf(abs(value) / error)) if error else min(1.0, 2 * 0.5 ** len(np.unique(clusters)))
+    p = float(2 * ndtr(-abs(value) / error)) if error else min(1.0, 2 * 0.5 ** len(np.unique(clusters)))
     return (value - Z * error, value + Z * error), p if value else 1.0
