@@ -195,8 +195,12 @@ def autograd_functions() -> dict[str, Any]:
     return out
 
 
-def graph_breaks(kinds: list[str]) -> dict[str, Any]:
-    """Return the reasons for which torch.compile splits the graph of each objective; or the error."""
+def graph_breaks(kinds: list[str], backend: str) -> dict[str, Any]:
+    """Return the reasons for which torch.compile splits the graph of each objective; or the error.
+
+    Args:
+        backend: `aot_eager` also derives the backward pass, which takes several times as long as `eager`.
+    """
     from torch._dynamo.utils import counters as dynamo
 
     out: dict[str, Any] = {}
@@ -205,7 +209,7 @@ def graph_breaks(kinds: list[str]) -> dict[str, Any]:
         dynamo.clear()
         with tempfile.TemporaryDirectory() as root:
             objective, engine, batch = _prepared(tiny(kind, Path(root)), {}, {})
-        compiled = torch.compile(objective, backend="aot_eager", dynamic=False)
+        compiled = torch.compile(objective, backend=backend, dynamic=False)
         batch = objective.preprocess_batch(engine.device_context.prefetch_to_device(batch), PROGRESS)
         with engine.device_context.autocast():
             loss = compiled(batch, PROGRESS)

@@ -14,6 +14,7 @@ from tests.docs.test_docs import ROOT, SHORT
 from tests.slurm.conftest import Lab
 
 pytestmark = pytest.mark.slurm
+SMALL = "batch_size=16"  # otherwise these trainings take most of the processor time of the tests on SLURM
 
 
 def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
@@ -26,10 +27,10 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     assert len(lines) - len(commands) == 2 and len(commands) >= 10  # the fixture executes the other two
     for command in commands:
         words = shlex.split(command)[1:]
-        words += SHORT if "train" in words else []
+        words += [*SHORT, SMALL] if "train" in words else []
         words += ["eval={}"] if "name=sweep" in words else []
         words += ["--force"] if "resubmit" in words else []  # the run of two steps has finished by then
-        lab.sparo(*words, *(["--train", "140"] if words == ["data", "scenes"] else []))
+        lab.sparo(*words, *(["--train", "140", "--test", "20"] if words == ["data", "scenes"] else []))
         if words[1] in ("train", "data", "resubmit"):
             lab.wait(120, lambda: not cluster.says("squeue", "-h"), command)
     lab.wait(120, lambda: not cluster.says("squeue", "-h"), "the last one")
@@ -40,6 +41,7 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     assert list((tmp_path / "data/scenes/train").glob("*.idx.npy"))
 
 
+@pytest.mark.slow  # six runs, several of them twice: seven minutes
 def test_a_sweep_is_operated_as_in_the_guide(whole, tmp_path, monkeypatch):
     """Kill a node between the commands of docs/guides/operate_cluster.md."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -56,7 +58,7 @@ def test_a_sweep_is_operated_as_in_the_guide(whole, tmp_path, monkeypatch):
     answers = []
     for command in commands:
         words = shlex.split(command)[1:]
-        words += [*SHORT, "steps=30", "eval={}", "log.heartbeat_seconds=0.5"] if "train" in words else []
+        words += [*SHORT, SMALL, "steps=30", "eval={}", "log.heartbeat_seconds=0.5"] if "train" in words else []
         words += ["--interval", "1"] if "--watch" in words else []
         answers.append(said := lab.sparo(*words))
         if words[1] == "train" and "--dry-run" not in words:

@@ -36,6 +36,7 @@ def test_a_node_that_is_lost_is_replaced(whole):
     assert len(used) == 2 and "n2" not in used
 
 
+@pytest.mark.slow  # with accounting, see test_a_daemon_killed_in_mid_job_with_accounting
 def test_a_killed_daemon_costs_only_a_restart(whole):
     folder = whole.launch("deaf", "--nodes", "2", "--environment.SPARO_TEST_SLEEP", "0.8")
     whole.step(folder, 3)

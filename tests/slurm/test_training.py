@@ -1,5 +1,6 @@
 """Training on a real SLURM: undisturbed, preempted, out of time, cancelled. The losses are always the same."""
 
+import itertools
 import json
 import shlex
 import sys
@@ -19,7 +20,8 @@ HERE = ("--nodes", "2", "--nodelist", "n1,n2")
 
 @pytest.fixture(scope="module", autouse=True)
 def limited(lab):
-    limit = ("--time", "2", "--signal-seconds", "60", "--environment.SPARO_TEST_SLEEP", "2.0")
+    # Two minutes until the signal, more than a start takes on a busy machine, and less than 40 steps of three seconds.
+    limit = ("--time", "3", "--signal-seconds", "60", "--environment.SPARO_TEST_SLEEP", "3.0")
     return lab.launch("limited", *ASIDE, *limit, "checkpoint.every_steps=0")
 
 
@@ -159,11 +161,14 @@ def test_a_crash_loop_ends_with_the_reason(lab, loop):
 
 
 def test_the_time_limit_saves_requeues_and_resumes(lab, limited):
-    lab.end(limited, 240)
+    lab.end(limited, 300)
     lab.equal(limited)
     starts = lab.starts(limited)
-    assert len(starts) > 1 and {reason for *_, reason in starts[:-1]} == {"SIGUSR2"}
-    assert starts[0][1] < starts[1][1] and starts[-1][2] == "finished"
+    assert len(starts) > 1 and starts[-1][2] == "finished"
+    for (_, first, reason), (_, last, _) in itertools.pairwise(starts):
+        # A start that receives the signal while it still imports torch ends without a record, and has nothing to save.
+        assert reason == "SIGUSR2" or (reason == "" and first == last), starts
+    assert any(a[2] == "SIGUSR2" and a[1] < b[1] for a, b in itertools.pairwise(starts)), starts
 
 
 def test_a_job_that_is_submitted_inside_another_has_its_own_resources(lab):
