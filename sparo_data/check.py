@@ -234,7 +234,7 @@ def _check_masks(fields: Mapping[str, bytes], image: bytes, rotated: bool) -> No
             raise BadSampleError("bad mask", detail=str(error)) from None
         if shape != (height, width):
             detail = f"got {shape[1]} x {shape[0]} pixels, but the image has {width} x {height}"
-            raise BadSampleError("a mask of another size than its image", detail=detail)
+            raise BadSampleError("a mask whose size differs from its image", detail=detail)
 
 
 def _refuse_long(text: str) -> None:

@@ -81,7 +81,7 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
                 "add --url-cache FOLDER for the addresses in url" if addresses else did_you_mean(expected_name, header)
             )
             raise DataError(
-                f"{table}: no column for {what}, got the columns {', '.join(header)}. Call it {expected_name}, or name it with {option}; {hint}"
+                f"{table}: no column for {what}, got the columns {', '.join(header)}. Rename it to {expected_name}, or name it with {option}; {hint}"
             )
         columns.append(column)
     return columns
@@ -173,7 +173,7 @@ def refuse_metadata(source: Path, images: Sequence[str]) -> None:
             convert = f"Convert the table: `sparo data convert {shlex.quote(str(table))} OUT`"
             as_csv = "Write its file names and captions to a .csv file with the columns file_name and caption, and convert that file"
             raise DataError(
-                f"{table}: has captions or labels, which are not read from a folder. {convert if table.suffix == '.csv' else as_csv}."
+                f"{table}: has captions or labels, which the conversion of a folder ignores. {convert if table.suffix == '.csv' else as_csv}."
             )
 
 

@@ -55,7 +55,9 @@ def make_fashion_mnist(root: Path, raw: Path = FASHION_FOLDER) -> dict[str, int]
 def read_idx(path: Path) -> np.ndarray:
     """Return an array in Yann LeCun's idx format, gzipped (unsigned bytes)."""
     if not path.is_file():
-        raise DataError(f"{path}: missing. Debian: apt-get install dataset-fashion-mnist, or give --raw FOLDER.")
+        raise DataError(
+            f"{path}: no such file. On Debian, run apt-get install dataset-fashion-mnist, or give the folder of the files with --raw FOLDER."
+        )
     try:
         with gzip.open(path) as stream:
             data = stream.read()

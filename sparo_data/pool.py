@@ -82,8 +82,8 @@ def process_pool(processes: int, jobs: int) -> Iterator[Executor]:
                 raise
     except BrokenProcessPool:
         raise WorkerLostError(
-            "a process that works on the data was killed, probably out of memory. Run the same command again with "
-            "fewer --processes: it keeps the files that are written and continues after them."
+            "a worker process was killed, probably because memory ran out. Run the same command again with "
+            "fewer --processes: finished files are kept, and the work continues after them."
         ) from None
 
 

@@ -59,7 +59,7 @@ def as_list(values: Iterable[Any], what: str) -> list[Any]:
     """Return captions or images as a list. Raises `DataError` for a single one, whose parts would be taken for several, and for none."""
     pixels = isinstance(values, Tensor) or (isinstance(values, np.ndarray) and values.dtype.kind not in "OSU")
     if isinstance(values, str | bytes | Path | Image.Image) or (pixels and getattr(values, "ndim", 4) < 4):
-        raise DataError(f"{what}: expected a list, got one {type(values).__name__}. Write brackets around it.")
+        raise DataError(f"{what}: expected a list, got a single {type(values).__name__}. Put it in a list.")
     if not (listed := list(values)):
         raise DataError(f"{what}: the list is empty. Give at least one.")
     return listed

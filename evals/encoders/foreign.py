@@ -55,15 +55,15 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
         # Check before building, because open_clip would treat a wrong tag as a download and report a network error.
         if not Path(weights).is_file() and weights not in open_clip.list_pretrained_tags_by_model(name):
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
-            raise CheckpointError(f"{label}: no such file, and no such tag of {name}; its tags are {tags}")
+            raise CheckpointError(f"{label}: {weights} is neither a file nor a tag of {name}, whose tags are: {tags}")
         self._refuse_other_gelu(name, weights, label)
         described = _read_config(Path(weights)).get("model_cfg")
         for key, value in _numbers({"quick_gelu": False, **described} if isinstance(described, dict) else {}).items():
             own = _numbers({"quick_gelu": False, **self._config}).get(key, value)
             if own != value:
                 raise ConfigError(
-                    f"{label}: {name} has {key}={own}, but the open_clip_config.json next to the file says {value}. Name the model "
-                    f"that the file describes, score the folder itself ({Path(weights).parent}), or move the weights."
+                    f"{label}: {name} has {key}={own}, but the open_clip_config.json next to the weights says {value}. Name the model "
+                    f"that this config describes, score the folder itself ({Path(weights).parent}), or move the weights to another folder."
                 )
         try:
             built: Any = open_clip.create_model_and_transforms(

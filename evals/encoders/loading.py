@@ -135,7 +135,9 @@ def _load(checkpoint: str | Path, model: str | None) -> Encoder:
     if (path / "config.yaml").is_file() or (path / "meta.json").is_file():
         return _from_run(path, slots)
     if slots is not None:
-        raise ConfigError(f"{checkpoint}?slots={slots}: only runs of slot models take a number of slots. Remove it.")
+        raise ConfigError(
+            f"{checkpoint}?slots={slots}: only runs of slot models accept a number of slots. Remove `?slots={slots}`."
+        )
     if (path / "open_clip_config.json").is_file():
         encoder = _from_export(path)
     elif (path / "onnx.json").is_file():
@@ -150,7 +152,7 @@ def _load(checkpoint: str | Path, model: str | None) -> Encoder:
             parts = [part for part in (raw, *raw.values()) if isinstance(part, Mapping)]
             if any(str(name).endswith("fc_norm.weight") for part in parts for name in part):
                 raise CheckpointError(
-                    f"{checkpoint}: is a ViT of timm that averages its patches (fc_norm). Load it as timm:NAME@{checkpoint}, with its name in timm."
+                    f"{checkpoint}: is a timm ViT that averages its patch tokens (fc_norm). Load it as timm:NAME@{checkpoint}, where NAME is its name in timm."
                 )
             encoder = _from_dino(read_dino(raw, str(checkpoint), key), model)
         else:
@@ -182,7 +184,7 @@ def refuse_absent(checkpoint: str | Path) -> None:
         return
     if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
         raise CheckpointError(
-            f"{path}: is the folder of a run's checkpoints, not one of them. Give the run, {path.parent}, or a step-… folder."
+            f"{path}: is the folder of a run's checkpoints, not one of them. Give the run's folder ({path.parent}) or one of its step-… folders."
         )
     runs = sorted(file.parent for file in path.glob("*/config.yaml") if (file.parent / "checkpoints").is_dir())
     if runs:
@@ -240,7 +242,7 @@ def _check_slots(objective: Any, slots: int, label: str) -> None:
     grouping = getattr(getattr(objective, "model", None), "grouping", None)
     if grouping is None or not hasattr(grouping, "slots"):
         raise ConfigError(
-            f"{label}: the number of slots can be changed only if slots compete, got "
+            f"{label}: the number of slots can be changed only in models whose slots compete for tokens (slot attention), got "
             f"objective.kind={objective.kind}. Remove `?slots=…`."
         )
     if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
@@ -297,7 +299,7 @@ def _from_weights(
         config = add_readout(_load_by_name(name), weights)
         if quick_gelu and not config.quick_gelu:
             raise ConfigError(
-                f"--model {name}: {label} is a file of OpenAI, whose models have QuickGELU, but the named model has GELU. "
+                f"--model {name}: {label} contains the weights of an OpenAI CLIP, which uses QuickGELU, but the named model uses GELU. "
                 "Remove --model, or name a model with QuickGELU, as in ViT-B-32-quickgelu."
             )
         described = ModelDescription(config) if described is None else described._replace(config=config)

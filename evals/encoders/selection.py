@@ -36,7 +36,7 @@ class MaskedEncoder(Encoder):
         width, slots = inner.width, inner.slots
         if mask.shape not in ((width,), (slots,)):
             raise ConfigError(
-                f"{inner.label}: its encodings need a mask of ({width},) or ({slots},), got {tuple(mask.shape)}"
+                f"{inner.label}: expected a mask of shape ({width},) or ({slots},), got {tuple(mask.shape)}"
             )
         super().__init__(inner.model, inner.mean.flatten().tolist(), inner.std.flatten().tolist(), label or inner.label)
         self.inner, self.transform, self.image_size, self.slots = inner, inner.transform, inner.image_size, slots
@@ -136,13 +136,16 @@ class Selection(Frozen):
     head_layers: int = field(4, "For units=heads: number of last blocks whose heads are the units.", ge=1)
     method: str = field("hand", "Method of the selection.")
     classifier_slots: Literal["slice", "renorm"] = field(
-        "slice", "How slots of class vectors are scaled: unchanged (slice), or to the same norm (renorm)."
+        "slice", "How the slots of each class vector are scaled: not at all (slice), or all to the same norm (renorm)."
     )
     chosen: tuple[int, ...] = field(..., "Selected units, best first if an order is known.", min_length=1)
     order: tuple[int, ...] = field((), "All units, best first.")
-    scores: tuple[float, ...] = field((), "Score of each unit alone on the data of the selection, by unit number.")
+    scores: tuple[float, ...] = field(
+        (), "Score of each unit when it is used alone, on the data of `made_on`, in the order of unit numbers."
+    )
     mask: tuple[float, ...] = field(
-        (), "Weights instead of zeros and ones: one per unit, or one per dimension of an encoding."
+        (),
+        "Factors for encodings, used instead of 1 (selected) and 0 (not selected): one per unit, or one per dimension of an encoding.",
     )
     made_on: SelectionData = field(SelectionData(), "Data on which the selection was made.")
     looked_at: tuple[str, ...] = field(

@@ -100,7 +100,9 @@ class CheckpointTeacher:
             )
         grid = round((tokens.shape[1] - 1) ** 0.5)
         if grid**2 != tokens.shape[1] - 1:
-            raise ConfigError(f"{label}: its {tokens.shape[1] - 1} patches form no square. Use another teacher.")
+            raise ConfigError(
+                f"{label}: its {tokens.shape[1] - 1} patches do not form a square grid. Use another teacher."
+            )
         memory = sum(p.numel() * p.element_size() for p in self.module.parameters())
         content = f"{self.encoder.weights} {self.encoder.architecture} {size}"
         identity = hashlib.sha256(content.encode()).hexdigest()

@@ -323,6 +323,6 @@ def _refuse_non_finite(encodings: Tensor, keys: Sequence[str], where: str) -> No
     if not good.all():
         bad = int((~good).nonzero()[0])
         raise DataError(
-            f"{where}: the encoding of {keys[bad]!r} is not finite ({int((~good).sum())} of {len(keys)} in its batch). "
-            "Use an earlier checkpoint; or, with fp16 (--precision, --storage), use bf16 or fp32."
+            f"{where}: the encoding of {keys[bad]!r} is not finite (in its batch, {int((~good).sum())} of {len(keys)} are not). "
+            "Use an earlier checkpoint. If --precision or --storage is fp16, try bf16 or fp32 first."
         )

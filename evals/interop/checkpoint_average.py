@@ -26,7 +26,8 @@ def newest_checkpoints(folder: Path, step: Path, average: str) -> list[Path]:
     ]
     if len(checkpoints) < int(count):
         raise ConfigError(
-            f"--average {average}: {folder} has {len(checkpoints)} complete checkpoint(s). To keep more while the run continues, set checkpoint.keep_last."
+            f"--average {average}: {folder} has only {len(checkpoints)} complete checkpoint(s) up to {step.name}. "
+            "Use a smaller number. To keep more checkpoints in further training, set checkpoint.keep_last."
         )
     return checkpoints[-int(count) :]
 

@@ -219,8 +219,8 @@ def export_run(
     path = export_weights(trained, home, to, layout)
     if layout in ("timm", "transformers", "torch") and config.data.pixel_range != "by_type":
         logger.warning(
-            f"--layout {layout}: the exported transform does not apply data.pixel_range={config.data.pixel_range}. Map values to 8 bits "
-            "before you apply it, or use --layout onnx."
+            f"--layout {layout}: the exported transform does not apply data.pixel_range={config.data.pixel_range}. Scale pixel values to 8 bits yourself "
+            "before you apply the transform, or use --layout onnx."
         )
     export = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0])
     use = export.use if isinstance(export.use, str) else export.use(config.objective)

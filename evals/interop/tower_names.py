@@ -72,7 +72,7 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
         )
     if any(isinstance(part, TextTower) for part in own.modules()) and (reading := _other_reading(theirs)):
         raise CheckpointError(
-            f"{origin}: its text tower {reading}, but that of the run attends to earlier tokens only and reads the end "
+            f"{origin}: its text tower {reading}, but the run's text tower attends only to earlier tokens and reads the end "
             "of the text. Use other weights."
         )
     their_eps, own_eps = _epsilons(theirs), _epsilons(own)

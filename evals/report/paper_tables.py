@@ -117,7 +117,10 @@ def grid(
             f"--paper {','.join(paper)}: the SPARO paper has no table with layout {layout}. Remove --paper."
         )
     if layout is None and paper:
-        raise ConfigError(f"--paper {','.join(paper)}: the paper's rows need a --layout: {', '.join(LAYOUTS)}")
+        raise ConfigError(
+            f"--paper {','.join(paper)}: the paper's rows can be added only to a table with --layout, "
+            f"got none. Choose one of {', '.join(LAYOUTS)}."
+        )
     if layout is None:
         tasks = dict.fromkeys(record.task for record in records)
         # In the order of scoring, which is that of the recipe.

@@ -54,7 +54,9 @@ def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], p
     ]
     shared = [task for task in shared if first[task].result.value > 0]
     if not shared:
-        raise DataError("a relative change needs a positive score, and no task that both checkpoints share has one")
+        raise DataError(
+            "relative changes cannot be drawn, because no task that both checkpoints share has a positive score for the first one"
+        )
     change = {task: second[task].result.value / first[task].result.value - 1 for task in shared}
     change = {t: -v if headlines[t] in LOWER_IS_BETTER else v for t, v in change.items()}
     order = sorted(shared, key=lambda task: change[task])

@@ -120,7 +120,7 @@ def _record(content: dict[str, Any], path: Path, number: int) -> Record:
             and isinstance(facts.get("checkpoint", {}), dict)
             and isinstance(facts.get("environment", {}), dict)
         ):
-            raise TypeError("a field of another kind")
+            raise TypeError("a field has the wrong type")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataError(
             f"{path}: line {number} is not a result ({type(error).__name__}: {error}). Remove this line, or score again."

@@ -39,7 +39,7 @@ def read_set_texts(what: str, root: Path, benchmark_name: str | None) -> list[st
 def lines(path: Path) -> list[str]:
     """Return the lines of a text file, stripped, without blank ones, as clip-benchmark reads them. Raises `DataError` if it is missing."""
     if not path.is_file():
-        raise DataError(f"{path}: missing, but this task needs it (one entry per line)")
+        raise DataError(f"{path}: no such file, but this task needs it. Write the file with one entry per line.")
     return [line.strip() for line in read_text(path, DataError).split("\n") if line.strip()]
 
 

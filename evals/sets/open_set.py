@@ -80,7 +80,7 @@ def refuse_shared_groups(train: EvalSet, test: EvalSet, name: str = "train") -> 
     """Raise `DataError` if images of one group (patient, slide) are in both sets; `name` is that of the first one."""
     if both := set(train.groups or ()) & set(test.groups or ()):
         raise DataError(
-            f"test: has images of {len(both)} group(s) that {name} has, too, such as {min(both)!r}, so the score would be too high. Set "
+            f"test: has images of {len(both)} group(s) that also occur in {name}, such as {min(both)!r}, so the score would be too high. Set "
             "columns.test_share, or split by groups."
         )
 
@@ -114,7 +114,9 @@ def open_labelled(config: LabelledTaskConfig, kind: str = "label") -> tuple[Eval
         ConfigError: a layout whose images have no labels.
     """
     if config.layout is None and kind == "target":
-        raise ConfigError(f"layout: missing, and task {config.task} takes its numbers from a table. Set layout=table.")
+        raise ConfigError(
+            f"layout: missing, but task {config.task} needs a table with a number for each image. Set layout=table."
+        )
     if config.layout is None:
         train, test = (open_images(getattr(config, key), kind, key) for key in ("train", "test"))
         train.published = test.published = bool(config.published)

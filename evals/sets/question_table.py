@@ -32,7 +32,7 @@ def open_questions(root: Path, columns: TableColumns, split: str) -> QuestionSet
         DataError: no such file, or a row lacks a column.
     """
     if not columns.captions:
-        raise ConfigError("columns.captions: missing, and questions need texts. Name their columns.")
+        raise ConfigError("columns.captions: missing, but questions need captions. Name the columns that contain them.")
     paths = _files(root, columns.file)
     rows = [row for path in paths for row in _iter_rows(root, path, len(paths) > 1)]
     if columns.split is not None:
@@ -46,7 +46,7 @@ def open_questions(root: Path, columns: TableColumns, split: str) -> QuestionSet
     size = columns.rows
     if len(rows) % size:
         raise DataError(
-            f"{paths[-1]}: the number of rows must be a multiple of {size}, the rows of a question, got {len(rows)}. "
+            f"{paths[-1]}: the number of rows must be a multiple of columns.rows={size}, got {len(rows)}. "
             "Remove the incomplete question."
         )
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -63,7 +63,9 @@ def present_questions(root: Path, items: Sequence[Item], where: object) -> Quest
     kept = [item for item in items if all(exists[ref.name] for ref in item.images)]
     if items and not kept:
         missing = next(name for name, found in exists.items() if not found)
-        raise DataError(f"{root}: every question lacks an image file, for example {missing}. Fetch the images.")
+        raise DataError(
+            f"{root}: no question has all its image files; for example, {missing} is missing. Fetch the images."
+        )
     question_set = QuestionSet(root, kept, where)
     question_set.skipped = len(items) - len(kept)
     return question_set

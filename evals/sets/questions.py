@@ -93,7 +93,7 @@ class QuestionSet(FileSet):
         for question in self.questions:
             if not question.images or not question.texts or not all(text.strip() for text in question.texts):
                 raise DataError(
-                    f"{where}: question {question.key}: has no image, or an empty caption, got {len(question.images)} image(s) and "
+                    f"{where}: question {question.key}: must have an image and no empty caption, got {len(question.images)} image(s) and captions "
                     f"{str(question.texts)[:80]}. Complete the row, or remove it."
                 )
             choices = len(question.images) if len(question.texts) == 1 else len(question.texts)

@@ -39,13 +39,15 @@ def table_rows(text: str, path: Path) -> Iterator[Mapping[str, Any]]:
         try:
             repeated = [name for name, count in Counter(filter(None, reader.fieldnames or ())).items() if count > 1]
             if repeated:
-                raise DataError(f"{path}: has several columns {repeated[0]!r}. Rename all but one of them.")
+                raise DataError(f"{path}: has several columns named {repeated[0]!r}. Rename all but one of them.")
             for row in reader:
                 if None in row.values():
-                    raise DataError(f"{path}, line {reader.line_num}: has fewer columns than the header. Fill the row.")
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: has fewer columns than the header. Add the missing cells."
+                    )
                 if None in row:
                     raise DataError(
-                        f"{path}, line {reader.line_num}: has more columns than the header. Quote its texts."
+                        f"{path}, line {reader.line_num}: has more columns than the header. Put texts that contain the separator in quotation marks."
                     )
                 yield row
         except csv.Error as error:
@@ -139,7 +141,9 @@ class TableRow:
         try:
             return parse_list(self.fill(template))
         except BadSampleError as error:
-            raise DataError(f"{self.where}: {template} is {error}, {error.detail}. Write it in JSON.") from None
+            raise DataError(
+                f"{self.where}: {template} contains {error}, {error.detail}. Write the list in JSON."
+            ) from None
 
     def box(self, template: str) -> tuple[float, float, float, float]:
         """Return left, top, width and height of a region, separated by commas."""

@@ -36,7 +36,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         )
     if columns.split is None and columns.test_share is None and split != config.split:
         raise ConfigError(
-            f"columns.split: missing, but task {config.task} needs the rows of {split!r}. Name the column."
+            f"columns.split: missing, but task {config.task} needs the rows of split {split!r}. Name the column that contains each row's split."
         )
     if columns.test_share is not None and split not in ("train", "test"):
         raise ConfigError(
@@ -134,8 +134,8 @@ def _refuse_similar_splits(path: Path, columns: TableColumns, rows: Sequence[Tab
         name = row.value(str(columns.split))
         if names.setdefault(name.casefold(), name) != name:
             raise DataError(
-                f"{path}: column {columns.split!r} writes one split in two ways, got {names[name.casefold()]!r} and "
-                f"{name!r}. Use one of them."
+                f"{path}: column {columns.split!r} spells one split in two ways, got {names[name.casefold()]!r} and "
+                f"{name!r}. Use one spelling."
             )
 
 

@@ -18,8 +18,8 @@ class TableColumns(Frozen):
     file: str = field(
         ...,
         "Path of the table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. Questions "
-        "may also be in .parquet with embedded images, or in files that a glob matches. If there are several, the column "
-        "file_stem has the name of a row's file, without its extension.",
+        "may also be in .parquet with embedded images, or in files that a glob matches. If there are several files, the extra column "
+        "file_stem contains the name of each row's file, without its extension.",
         examples=["table.csv"],
     )
     images: tuple[str, ...] = field(
@@ -31,7 +31,7 @@ class TableColumns(Frozen):
     )
     captions: tuple[str, ...] = field(
         (),
-        "Captions of a row. The first one is true of the first image. A cell with a list stands for all its entries.",
+        "Captions of a row. The first one is true of the first image. Each entry of a cell that contains a list is a caption.",
         strict=False,
         examples=[["{caption}"]],
     )
@@ -48,7 +48,7 @@ class TableColumns(Frozen):
     target: str | None = field(None, "Column with a number, for task regression.", examples=["{age}"])
     mask: str | None = field(
         None,
-        "Label image of a row, below root, for task linear_segmentation: a PNG with the number of the class per pixel.",
+        "For task linear_segmentation: path, below root, of a row's label image, a PNG that contains the class number of each pixel.",
         examples=["{mask}"],
     )
     answer: str | None = field(
@@ -74,7 +74,7 @@ class TableColumns(Frozen):
     rows: int = field(1, "For questions: number of consecutive rows whose images and captions form one question.", gt=0)
     kind: str = field(
         "",
-        "Divides the rows into kinds, for each of which a score is reported as well. For example, {relation} uses the values of the column relation.",
+        "Kind of a row. A score for each kind is reported as well. For example, {relation} uses the values of the column relation.",
         examples=["{tag}"],
     )
     split: str | None = field(
@@ -82,8 +82,8 @@ class TableColumns(Frozen):
     )
     test_share: float | None = field(
         None,
-        "If there is no column of splits: fraction of the groups (without groups: of the images) that forms "
-        "the split test; the others are the split train. No group is in both.",
+        "If columns.split is not set: fraction of the groups (of the images, if columns.group is not set) that forms "
+        "the split test; the others form the split train. No group is in both.",
         gt=0,
         lt=1,
         examples=[0.2],
@@ -91,7 +91,7 @@ class TableColumns(Frozen):
     group: str | None = field(
         None,
         "Column with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other. For "
-        "questions: all questions of a group must be right for the metric all_of_group.",
+        "questions: the metric all_of_group counts a group as right only if all its questions are right.",
         examples=["patient"],
     )
     key: str | None = field(None, "Column with the name of a row. Default: its number.", examples=["id"])
@@ -178,8 +178,8 @@ class LabelledTaskConfig(TaskConfig):
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "Layout of the train and test sets, an entry of sparo.layouts. Training images are its split `train` at the path of the key "
-        "`train`, and test images its split `test` at the path of the key `test`.",
+        "Layout of the train and test sets, an entry of sparo.layouts. Training images are the split `train` of the set at the path "
+        "in the key `train`; test images are the split `test` of the set at the path in the key `test`.",
         examples=["wds"],
     )
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")
@@ -191,7 +191,10 @@ class LabelledTaskConfig(TaskConfig):
         examples=[True],
     )
     resize: int | None = field(
-        None, "Shorter side before the center crop. Default: the encoder's own.", gt=0, examples=[256]
+        None,
+        "Length of an image's shorter side before the center crop, in pixels. Default: the encoder's own.",
+        gt=0,
+        examples=[256],
     )
     limit: int | None = field(
         None,

@@ -218,7 +218,7 @@ def _array(data: bytes, where: str) -> np.ndarray:
 def _metadata(fields: dict[str, bytes], where: str) -> list[int]:
     """Return the class (-1 without a .cls member) and the whole numbers of the .npy member, as in DataComp's sets of WILDS."""
     if "npy" not in fields:
-        raise DataError(f"{where} has no .npy member, which contains `metadata` in DataComp's sets of WILDS")
+        raise DataError(f"{where} has no .npy member, in which DataComp's WILDS sets store the values of `metadata`")
     table = _array(fields["npy"], where)
     if table.ndim != 1 or table.dtype.kind not in "iub":
         raise DataError(

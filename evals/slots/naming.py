@@ -158,8 +158,8 @@ def name_slots(
     usable = testable(labels, (choosing, held_out), min_images)
     if not len(usable):
         raise ConfigError(
-            f"--min-images: each half of the images needs {min_images} images whose captions contain a name and "
-            f"{min_images} whose captions do not, which holds for none of {len(names)} names. Use more images, or lower "
+            f"--min-images: no name can be tested: each half of the images needs {min_images} images whose captions contain the name and "
+            f"{min_images} whose captions do not, but none of the {len(names)} names has them. Use more images, or lower "
             "--min-images."
         )
     chosen_auc, tested_auc = (np.empty((images.shape[1], len(usable))) for _ in range(2))

@@ -150,7 +150,7 @@ def _retrieval(task: RetrievalTaskConfig, units: Units, store: FeatureStore) -> 
         raise DataError(f"{source.root}: no image has a caption")
     both = [k for k in task.k if k <= min(len(features), len(lines))]
     if not both:
-        raise ConfigError(f"k={list(task.k)}: {source.root} has {len(features)} images and {len(lines)} captions. Use a smaller k.")  # fmt: skip
+        raise ConfigError(f"k={list(task.k)}: exceeds the {len(features)} images or the {len(lines)} captions of {source.root}. Use a smaller k.")  # fmt: skip
     k = 5 if 5 in both else max(both)
     left, right = units.images(features.in_memory()), units.texts(store.texts(tower, lines))
     arrays = {"left": _unit_first(left), "right": _unit_first(right), "owner": _int32(owner)}

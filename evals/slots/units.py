@@ -64,7 +64,7 @@ def make_units(encoder: Encoder, kind: Kind = "slots", parts: int | None = None,
     if kind == "parts":
         if parts is None or not 1 < parts <= encoder.width or encoder.width % parts:
             raise ConfigError(
-                f"--parts {parts}: must divide the {encoder.width} values of an encoding of {encoder.label}"
+                f"--parts {parts}: must be at least 2 and a divisor of {encoder.width}, the width of an encoding of {encoder.label}"
             )
         return Units(kind, parts, encoder)
     if encoder.slots < 2:
@@ -78,6 +78,6 @@ def get_text_tower(units: Units) -> TextEncoder:
     """Return the text tower for the units. Raises `ConfigError` if there is none."""
     if not isinstance(units.encoder, TextEncoder):
         raise ConfigError(
-            f"{units.encoder.label} has no text tower, which this needs. `sparo slots select` can use a task of kind knn instead."
+            f"{units.encoder.label} has no text tower, which is needed here. Without one, use `sparo slots select` with a task of kind knn."
         )
     return units.encoder

@@ -28,7 +28,7 @@ class AssociationsTaskConfig(SetTaskConfig):
     task: Literal["associations"] = field("associations", "Kind of the task: an entry of sparo.tasks.")
     headline: Literal["jaccard", "jaccard/5-6", "jaccard/10-12"] = field(
         "jaccard",
-        "Metric that tables show: over all questions, over those with 5 or 6 images, or over those with 10 "
+        "Metric that tables show: the Jaccard index over all questions, over those with 5 or 6 images, or over those with 10 "
         "or 12 images.",
     )
 

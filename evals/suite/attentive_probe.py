@@ -35,7 +35,7 @@ class AttentiveTaskConfig(LabelledTaskConfig):
         default_factory=lambda: READOUTS.get("ep")(), description="Readout of the tokens: an entry of sparo.readouts."
     )
     lr: float = field(1e-3, "Peak learning rate of AdamW.", gt=0)
-    weight_decay: float = field(1e-4, "Weight decay of matrices.", ge=0)
+    weight_decay: float = field(1e-4, "Weight decay of weight matrices. Biases and norms have none.", ge=0)
     epochs: int = field(20, "Passes over the training images.", ge=1)
     warmup_epochs: float = field(1.0, "Epochs of linear warm-up.", ge=0)
     batch_size: int = field(256, "Images per step.", ge=2)
@@ -73,7 +73,7 @@ def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tupl
     config = config.resolve_defaults(normalize=False)
     place, readout = config.placement, config.build(dim, None, dim).image
     if config.reads_cls and not has_cls:
-        raise ConfigError(f"head.kind={config.kind}: needs a class token, which this encoder lacks. Use gap.")
+        raise ConfigError(f"head.kind={config.kind}: needs a class token, which this encoder lacks. Use head.kind=gap.")
     slots, width = (1, dim) if readout is None else (readout.slots, readout.width)
     if readout is not None and place.normalize:  # a learned weight is not part of the encoding
         slots, width = config.shape(dim)

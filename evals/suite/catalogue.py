@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class DatasetEntry(Frozen):
     """A data set of the catalogue: an entry of a YAML file in `dataset_folders`, under its name."""
 
-    group: str = field(..., "Name for this set and related sets, as in --tasks vtab.")
+    group: str = field(..., "Group of the set: a name that selects all related sets, as in --tasks vtab.")
     task: str = field(..., "Task by which models are scored on the set: an entry of sparo.tasks.")
     folder: str = field(
         "",
@@ -44,7 +44,7 @@ class DatasetEntry(Frozen):
     options: dict[str, Any] = field({}, "Keys of the task that are used if the files are not in the wds layout.")
     or_options: dict[str, Any] = field(
         {},
-        "Keys of the task that replace `options` if their table (columns.file) exists and that of `options` does not.",
+        "Keys of the task that replace `options` if the table that they name (columns.file) exists and the table of `options` does not.",
     )
     settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
     languages: tuple[str, ...] = field(
@@ -54,10 +54,12 @@ class DatasetEntry(Frozen):
     n: int | None = field(None, "Number of images. Default: not checked.", gt=0)
     questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
-    chance: float | None = field(None, "Score of guessing.")
+    chance: float | None = field(None, "Score that random guessing would get.")
     licence: str = field("none stated", "License of the images.")
-    name: str = field("", "Key of the entry in its file.")
-    shipped: bool = field(False, "The entry is one of sparo's own, whose images are decoded as by open_clip.")
+    name: str = field("", "Name of the set, filled in from the key of the entry in its YAML file.")
+    shipped: bool = field(
+        False, "Filled in: whether the entry is shipped with sparo. Images of such sets are decoded as by open_clip."
+    )
 
 
 _RENDERED = "scene_questions.json"  # manifest of stand-ins, in the folder above the sets

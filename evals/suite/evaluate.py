@@ -70,8 +70,8 @@ def tasks_for(
     if not only and not available_tasks:
         problem = f" {data}: has no tasks" if data else f": missing, and {checkpoint} has no run with eval.tasks"
         raise ConfigError(
-            f"--data{problem}. Give --data the recipe or the config.yaml of its run or a YAML file with `tasks:`, or "
-            "give --tasks names that `sparo eval --list` shows."
+            f"--data{problem}. Use --data with the recipe, the config.yaml of the run, or a YAML file with `tasks:`, or "
+            "use --tasks with names that `sparo eval --list` shows."
         )
     if not only:
         return available_tasks
@@ -229,8 +229,8 @@ def evaluate_checkpoint(
     waiting = len(tasks) - len(incompatible) - len(failed) - len(results)
     if waiting and how.part:
         logger.warning(
-            f"part {how.part[0]}/{how.part[1]} is encoded; {waiting} task(s) need the other parts. "
-            "When all are encoded, the same command without --part scores them."
+            f"part {how.part[0]}/{how.part[1]} is encoded; {waiting} task(s) also need the other parts. "
+            "When all parts are encoded, run the same command without --part to score these tasks."
         )
     if how.write_to_run and is_run and results and how.slots is None and ranks.rank == 0:
         try:
@@ -282,7 +282,7 @@ def _set_precision(encoder: Encoder, precision: Precision) -> None:
         encoder.precision = precision
     elif precision != "fp32":
         raise ConfigError(
-            f"--precision {precision}: {encoder.label} has the precision {encoder.fixed_precision}. Remove it."
+            f"--precision {precision}: {encoder.label} always computes in {encoder.fixed_precision}. Remove --precision."
         )
 
 

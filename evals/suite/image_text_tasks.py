@@ -93,7 +93,7 @@ def collect_captions(images: Features, ks: Sequence[int], source: EvalSet) -> tu
         raise DataError(f"{source.root}: no image has a caption")
     if min(ks) > min(len(images), len(texts)):
         raise ConfigError(
-            f"k={list(ks)}: {source.root} has {len(images)} images and {len(texts)} captions. Use a smaller k."
+            f"k={list(ks)}: no value is small enough for {source.root}, got {len(images)} images and {len(texts)} captions. Add a smaller k."
         )
     return texts, owner
 

@@ -43,7 +43,7 @@ class ProbeTaskConfig(SetTaskConfig):
     fewshot_k: int = field(-1, "Images per class. -1: all.", ge=-1)
     repeats: int = field(
         1,
-        "With fewshot_k: number of random choices of training images. The score is their mean, with an interval over them.",
+        "With fewshot_k: number of times that training images are drawn at random. The score is the mean over these draws, with an interval.",
         ge=1,
     )
     lr: float = field(0.1, "Peak learning rate of AdamW.", gt=0)
@@ -83,7 +83,9 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     several = labels["test"].ndim == 2
     classes = labels["test"].shape[1] if several else 1 + max(int(class_ids.max()) for class_ids in labels.values())
     if task.fewshot_k > 0 and several:
-        raise ConfigError("fewshot_k: needs one label per image, but these have several. Remove it.")
+        raise ConfigError(
+            "fewshot_k: needs one label per image, but images of this set have several. Remove fewshot_k."
+        )
     if task.repeats > 1 and task.fewshot_k < 1:
         raise ConfigError(f"repeats={task.repeats}: applies to few-shot probes only. Set fewshot_k, or remove repeats.")
     labelled_parts = {name: _with_labels(features[name], labels[name], task.normalize) for name in parts}
@@ -131,7 +133,7 @@ def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
         parts["val"] = open_set(task, "label", task.val_split)
     if other := [name for name, source in parts.items() if source.kind != parts["test"].kind]:
         raise DataError(
-            f"{task.root}: {other[0]} and test differ in the number of labels per image. Use the same form in both."
+            f"{task.root}: {other[0]} and test differ: one has a single label per image, the other several. Use the same kind of labels in both."
         )
     for name, source in parts.items():
         if name != "test":

@@ -41,12 +41,14 @@ class LinearTaskConfig(LabelledTaskConfig):
     task: Literal["linear"] = field("linear", "Kind of the task: an entry of sparo.tasks.")
     n_last_blocks: int = field(4, "Number of last blocks whose CLS tokens are concatenated.", ge=1)
     avgpool: bool = field(
-        False, "Also use the mean patch token of the last block (official for ViT-B, with n_last_blocks=1)."
+        False, "Also use the mean patch token of the last block (as DINO's authors do for ViT-B, with n_last_blocks=1)."
     )
     epochs: int = field(100, "Passes over the training images.", ge=1)
     lr: float = field(0.001, "Learning rate per 256 images: the rate is lr * batch_size / 256.", gt=0)
     batch_size: int = field(1024, "Images per step over all ranks.", gt=0)
-    augment: bool = field(True, "Random crops and flips. false: compute features once, which is another protocol.")
+    augment: bool = field(
+        True, "Train on random crops and flips. false: compute features once, which differs from DINO's protocol."
+    )
     classes: int | None = field(
         None,
         "Number of classes. Default: the largest label plus one, over training and test labels (with augment: "

@@ -37,12 +37,12 @@ class LossTaskConfig(TaskConfig):
     task: Literal["validation_loss"] = field("validation_loss", "Kind of the task: an entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
         ...,
-        "Held-out samples, in any format of data.sources: shards, as in data.sources.NAME.shards, or the path of "
-        "the data set.",
+        "Held-out samples: shards, written as in data.sources.NAME.shards, or the path of "
+        "a data set in another format of data.sources.",
         examples=["data/movi_small/clips/test"],
     )
     frames: int | None = field(
-        None, "Frames of a clip, instead of objective.frames.count.", gt=0, le=100_000, examples=[12]
+        None, "Number of frames per clip. Default: objective.frames.count of the run.", gt=0, le=100_000, examples=[12]
     )
     seed: int = field(0, "Random seed. It determines the first frame and the initial slots of a sample.", ge=0)
     limit: int | None = field(None, "Use only this many samples, evenly spaced.", gt=0, examples=[100])
@@ -66,7 +66,7 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
     """
     if scoring.part is not None and scoring.part[0]:
         raise PartsMissingError(
-            f"{scoring.name}: cannot be divided into parts, because it stores no encodings. Part 0 scores it alone."
+            f"{scoring.name}: cannot be divided into parts, because it stores no encodings. The process with part 0 scores all of it."
         )
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # encoders with `loss`

@@ -40,7 +40,9 @@ class MaskedTaskConfig(LabelledTaskConfig):
     classes: int | None = field(
         None, "Number of classes. Default: the largest number in a mask plus one.", gt=1, examples=[21]
     )
-    ignore: int | None = field(255, "Value of pixels that are not counted. null: none.", ge=0, lt=1 << 16)
+    ignore: int | None = field(
+        255, "Value of mask pixels that are not counted. null: all pixels are counted.", ge=0, lt=1 << 16
+    )
 
 
 class SegmentationTaskConfig(MaskedTaskConfig):
@@ -149,7 +151,7 @@ def _classes(task: MaskedTaskConfig, *parts: PatchFeatures) -> int:
         raise DataError(f"{task.train}: every pixel is {task.ignore}, which is ignored. Correct the key `ignore`.")
     if classes < 2:
         raise DataError(
-            f"{task.train}: masks have a single class, got {max(classes - 1, 0)} as their largest number (ignored: {task.ignore}). "
+            f"{task.train}: masks need at least two classes, got {max(classes - 1, 0)} as the largest class number (ignored value: {task.ignore}). "
             "If the ignored value is a class, set ignore: null."
         )
     if task.classes is not None and classes > task.classes:

@@ -37,7 +37,7 @@ class RankTaskConfig(TaskConfig):
     task: Literal["rank"] = field("rank", "Kind of the task: an entry of sparo.tasks.")
     images: str = field(
         ...,
-        "Where the images are: a folder, a glob or a URL of shards, or a folder with a folder per class.",
+        "Path of the images: shards (a folder, a glob or a URL), or a folder with one subfolder per class.",
         examples=["data/own/train"],
     )
     views: int = field(10, "Views of each image.", ge=2, le=1000)

@@ -71,7 +71,7 @@ def collect_labels(features: Features, source: EvalSet) -> Tensor:
         refuse_label(source, key, fact)
         if isinstance(fact, list) and len(fact) != len(features.facts[0]):
             raise DataError(
-                f"{source.root}: {key} has a row of {len(fact)} labels, but {features.keys[0]} one of {len(features.facts[0])}"
+                f"{source.root}: {key}: expected {len(features.facts[0])} labels, as for {features.keys[0]}, got {len(fact)}"
             )
     return torch.tensor(features.facts, dtype=torch.int64)
 

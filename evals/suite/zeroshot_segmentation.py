@@ -43,8 +43,8 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     )
     features: Literal["patches", "attention"] = field(
         "patches",
-        "Part of the image that is compared with texts. patches: the encoding of each patch; attention: each slot, whose "
-        "similarity is distributed over the patches by its attention.",
+        "What is compared with texts. patches: the encoding of each patch; attention: the encoding of each slot, whose "
+        "similarity is distributed over the patches by the slot's attention.",
     )
     last_block: LastBlock = field(
         "standard",
@@ -54,9 +54,11 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     windows: Literal["slide", "whole"] = field(
         "slide",
         "slide: the image is resized so that its shorter side is 1.5 times the encoder's input size, and "
-        "windows of this size slide over it; whole: the image is resized to the encoder's input size.",
+        "windows of the input size slide over it; whole: the image is resized to the encoder's input size.",
     )
-    ignore: int | None = field(255, "Value of pixels that are not counted. null: none.", ge=0, lt=1 << 16)
+    ignore: int | None = field(
+        255, "Value of mask pixels that are not counted. null: all pixels are counted.", ge=0, lt=1 << 16
+    )
     ignore_background: bool = field(
         False, "Exclude pixels of class 0 from the score. The list of names then begins with class 1."
     )
@@ -64,7 +66,7 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
         None, "Pixels get class 0 if their largest probability is below this value.", gt=0, lt=1, examples=[0.1]
     )
     several_names: bool = field(False, "Lines of classnames.txt contain several names, separated by commas.")
-    scale: float = field(40.0, "Factor of cosines before the softmax over all names.", gt=0)
+    scale: float = field(40.0, "Factor by which cosines are multiplied before the softmax over all names.", gt=0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class WindowPixels:
 def run_zeroshot_segmentation(scoring: Scoring, task: ZeroshotSegmentationTaskConfig) -> Result:
     """Compute mIoU over the images; ranks share them. Nothing but texts is stored, because a map has thousands of values per pixel."""
     if scoring.part is not None:
-        raise PartsMissingError(f"{scoring.name}: is not divided by --part")
+        raise PartsMissingError(f"{scoring.name}: cannot be divided into parts. Score it without --part.")
     source, ranks = open_set(task, "masks"), scoring.ranks
     names = _names(source, task)
     templates = source.templates()

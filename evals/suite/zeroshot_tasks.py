@@ -38,14 +38,14 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     border_crop: bool = field(True, "Crop ObjectNet's red border of two pixels.")
     language: str | None = field(
         None,
-        "Language of Babel-ImageNet for class names and prompts of an ImageNet set. Images of classes without a name in it are not "
+        "Language of Babel-ImageNet for class names and prompts of an ImageNet set. Images of classes without a name in this language are not "
         "scored.",
         examples=["de"],
     )
     group_by: str | None = field(
         None,
-        "Also report the accuracy in the worst group of images. Groups: an entry of `metadata`, or with "
-        "layout=table a column.",
+        "Entry of `metadata` (with layout=table: column) that contains the group of an image. "
+        "The accuracy of the worst group is also reported.",
         examples=["region"],
     )
     headline: Literal["acc1", "mean_per_class_recall", "f1_macro", "acc1_worst_group", "acc5_worst_group"] = field(
@@ -153,8 +153,8 @@ def _refuse_short(source: EvalSet, key: str, fact: Sequence[Any], metadata: Sequ
     """Raise `DataError` for an image with fewer numbers than names; DataComp's sets have further ones without a name."""
     if len(fact) - 1 < len(metadata):
         raise DataError(
-            f"{source.root}: {key} has {len(fact) - 1} numbers, but the key metadata lists {len(metadata)} names "
-            f"({', '.join(metadata)}). List one name for each number."
+            f"{source.root}: {key} has only {len(fact) - 1} numbers, but `metadata` lists {len(metadata)} names "
+            f"({', '.join(metadata)}). Remove names without a number from `metadata`."
         )
 
 

@@ -168,7 +168,7 @@ def draw_few_shots(labels: Tensor, k: int, seed: int) -> Tensor:
     poor = ((counts > 0) & (counts < k)).nonzero().flatten()
     if len(poor):
         raise DataError(
-            f"fewshot_k={k}: class {int(poor[0])} has {int(counts[poor[0]])} training images, without those of val_proportion. "
+            f"fewshot_k={k}: class {int(poor[0])} has {int(counts[poor[0]])} training images, not counting those held out by val_proportion. "
             "Lower fewshot_k or val_proportion."
         )
     place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[by_class.values]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # not needed for `sparo --help`
     from sparo_data.captioned_sets import ConversionResult
 
 ShareOption = Annotated[
-    str | None, typer.Option(help="I/N: process only part I of N, counted from 0 (for sparo launch data).")
+    str | None, typer.Option(help="I/N: process only part I of N, counted from 0. Set by `sparo launch data`.")
 ]
 UrlCache = Annotated[
     str | None,
@@ -37,7 +37,7 @@ def convert(
         typer.Argument(
             metavar="SOURCE",
             help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, "
-            "LitData or Energon. Shards can be converted with --to parquet, the files of a published set with --as.",
+            "LitData or Energon; with --to parquet, also shards; with --as, the files of a published set.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],
@@ -95,7 +95,7 @@ def convert(
     crop: Annotated[
         str,
         typer.Option(
-            help="How to crop images of 240 x 320 pixels: none, clevr (rows 29:221) or center192. Needs --as."
+            help="How to crop images of 240 x 320 pixels: none, clevr (rows 29:221) or center192 (rows 24:216), both with columns 64:256. Needs --as."
         ),
     ] = "none",
     size: Annotated[int | None, typer.Option(help="With --as: pixels per side.")] = None,

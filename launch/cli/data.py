@@ -116,7 +116,9 @@ def objects(
 
     folder = folder or Path("data") / kind.value
     options = {"train": train, "test": test, "size": size, "antialias": antialias, "seed": seed}
-    options |= max_objects_option(max_objects, kind.value, not kind.value.startswith("rooms"), "has one to three")
+    options |= max_objects_option(
+        max_objects, kind.value, not kind.value.startswith("rooms"), "has one to three objects"
+    )
     make_object_set(folder, processes, kind=kind.value, **options)
     print_ready(folder)
 
@@ -199,7 +201,7 @@ def index(
     if not own:
         return
     if merge is not None and part is not None:
-        raise ConfigError("--merge: needs all shards. Remove --part; first index the shards with --part, then merge.")
+        raise ConfigError("--merge: needs all shards. First index them with --part, then run --merge without --part.")
     source = open_source(" ".join(shards), ShardsConfig(shards=tuple(own)), write_index=merge is None, block="")
     if merge is not None:
         merge_indexes(merge, source.storages)

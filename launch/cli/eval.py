@@ -59,7 +59,7 @@ def score(
             help="YAML with `tasks:`, or a recipe (file or name) with eval.tasks. Default: the tasks of the run."
         ),
     ] = None,
-    root: Annotated[Path, typer.Option(help="Parent folder of the sets of --list.")] = Path("data"),
+    root: Annotated[Path, typer.Option(help="Folder that contains the data sets listed by --list.")] = Path("data"),
     listed: Annotated[
         bool, typer.Option("--list", help="List all data sets, their expected files, and whether these exist.")
     ] = False,
@@ -67,7 +67,7 @@ def score(
         str | None, typer.Option(help="Name of the model, if CHECKPOINT is a weight file, as in gap-ViT-B-16.")
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are fp32.")
+        str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are computed in fp32.")
     ] = "fp32",
     device: Annotated[
         str,

@@ -30,7 +30,7 @@ Mean = Annotated[
 Baseline = Annotated[
     str | None,
     typer.Option(
-        help="Row to compare with: for each other row, show the difference of its mean over seeds from the mean of this row, with a 95 % interval (Welch's t)."
+        help="Row to compare with: every other row shows its mean over seeds minus the mean of this row, with a 95 % interval (Welch's t)."
     ),
 ]
 

@@ -73,7 +73,7 @@ def train(
         typer.Option(
             min=0,
             max=255,
-            help="Exit code of a run that a signal stopped, after everything was saved. For schedulers that restart a "
+            help="Exit code after a signal stopped the run and everything was saved. For schedulers that restart a "
             "job only after certain codes.",
         ),
     ] = StoppedError.exit_code,
@@ -121,7 +121,8 @@ def papers(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="WORD", help="Words that name a paper, table or figure, such as: sparo table 6. Default: all."
+            metavar="WORD",
+            help="Words that name a paper, table or figure, as in `sparo papers sparo table 6`. Default: all.",
         ),
     ] = None,
     run: Annotated[
@@ -140,7 +141,10 @@ def papers(
         ),
     ] = "local",
     parallel: Annotated[
-        int | None, typer.Option(min=1, help="With --run: runs at a time. Default: one on this machine.")
+        int | None,
+        typer.Option(
+            min=1, help="With --run: maximum number of runs at a time. Default: 1 on this machine, all with SLURM."
+        ),
     ] = None,
     claims: Annotated[bool, typer.Option("--claims", help="List the claims with their tests and verdicts.")] = False,
 ) -> None:

@@ -91,8 +91,8 @@ def search(
         float,
         typer.Option(
             min=0,
-            help="For an image as the query: weight of the cosine in all other slots, which is subtracted, so that "
-            "results differ there.",
+            help="If the query is an image: weight of the cosine in all other slots, which is subtracted from the score, so that "
+            "results differ in these slots.",
         ),
     ] = 0.25,
     count: Annotated[int, typer.Option(min=1, max=1000, help="Number of results.")] = 10,

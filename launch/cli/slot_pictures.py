@@ -61,7 +61,8 @@ def explore(
     static: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to which the page is written together with the model, instead of starting a server. A name that ends with .html makes one file."
+            help="Folder to which the page is written together with the model, instead of starting a server. If its "
+            "name ends with .html, a single file is written."
         ),
     ] = None,
     precision: Annotated[str, typer.Option(help="With --static: precision of the model, fp32, fp16 or int8.")] = "fp16",
@@ -194,7 +195,9 @@ def panels(
         from ..commands.pages.seed_panels import draw_best_and_worst
 
         if task is None or image or out.suffix.lower() != ".png":
-            raise ConfigError("sparo slots panels: several checkpoints need --task and a .png file. Remove --image.")
+            raise ConfigError(
+                "sparo slots panels: with several checkpoints, give --task and a .png file as --out, and remove --image."
+            )
         place = draw_best_and_worst(checkpoints, task, images, tile, out, options, uncertain)
         printed.print(str(place), soft_wrap=True)
         return

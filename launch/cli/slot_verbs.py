@@ -47,7 +47,7 @@ Classifier = Annotated[
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(min=0, help="Random seed of the division into halves, and of random orders of units.")
+    int, typer.Option(min=0, help="Random seed for splitting the images into halves, and for random orders of units.")
 ]
 Draws = Annotated[int, typer.Option(min=1, max=10_000, help="Number of random selections to compare with.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")]
@@ -203,8 +203,8 @@ def mask(
     clamp: Annotated[
         str,
         typer.Option(
-            help="Limit of the scale of logits, exp(alpha) with a trained alpha. max: at least 100, as in the paper's "
-            "formula; min: at most 100, as in CLIP."
+            help="Limit of the logit scale exp(alpha), where alpha is trained. max: max(exp(alpha), 100), as in the paper's "
+            "formula; min: min(exp(alpha), 100), as in CLIP."
         ),
     ] = "max",
     epochs: Annotated[int, typer.Option(min=1, max=100_000, help="Epochs of training a mask.")] = 100,
@@ -217,7 +217,8 @@ def mask(
         typer.Option("--held-out", help="Train on the pairs of one half of the images and score on the other half."),
     ] = False,
     out: Annotated[
-        Path, typer.Option("--out", help="Output file of the mask (with several --seeds: of the first).")
+        Path,
+        typer.Option("--out", help="Output file of the mask. With several --seeds, only the first mask is written."),
     ] = Path("mask.json"),
     model: Model = None,
     data: Data = None,
@@ -258,22 +259,20 @@ def table(
     task: Annotated[
         str | None,
         typer.Option(
-            help="Task on which slots are selected (argument 4) or masks are trained (argument 5). Default: imagenet1k "
-            "with argument 4, sugar_crepe with argument 5."
+            help="Task on which slots are selected (table 4) or masks are trained (table 5). Default: imagenet1k "
+            "for table 4, sugar_crepe for table 5."
         ),
     ] = None,
     report_tasks: Annotated[
         str | None,
-        typer.Option(
-            help="Tasks that are scored. Default: sugar_crepe with argument 4; vtab,imagenet1k with argument 5."
-        ),
+        typer.Option(help="Tasks that are scored. Default: sugar_crepe for table 4; vtab,imagenet1k for table 5."),
     ] = None,
     k: K = "half",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row.")] = 3,
     clamp: Annotated[
         str,
         typer.Option(
-            help="For table 5: limit of the scale of logits in the training of masks, max (the paper's formula) or "
+            help="For table 5: limit of the logit scale, as in `sparo slots mask --clamp`: max (the paper's formula) or "
             "min (as in CLIP)."
         ),
     ] = "max",

@@ -59,7 +59,9 @@ def print_ready(folder: Path) -> None:
 def max_objects_option(max_objects: int | None, kind: str, counts: bool, instead: str) -> dict[str, int]:
     """Return the value of `--max-objects`, if given. Raises `ConfigError` for kinds with a fixed number of objects."""
     if max_objects is not None and not counts:
-        raise ConfigError(f"--max-objects {max_objects}: kind {kind} always {instead}. Remove it.")
+        raise ConfigError(
+            f"--max-objects {max_objects}: cannot be set for kind {kind}, which always {instead}. Remove it."
+        )
     return {} if max_objects is None else {"max_objects": max_objects}
 
 
@@ -116,7 +118,7 @@ def movi_like(
         "size_scale": size_scale,
         "antialias": antialias,
     }
-    options |= max_objects_option(max_objects, kind.value, kind.value not in "de", "has a crowd")
+    options |= max_objects_option(max_objects, kind.value, kind.value not in "de", "has 11 to 23 objects")
     make_video_set(folder, processes, seed=seed, **_merge_kind_options(SMALL, kind, **options))
     print_ready(folder)
 

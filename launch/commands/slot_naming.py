@@ -64,7 +64,7 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
     captions = captions_of_set(source, list(features.facts))
     if captions is None:
         raise ConfigError(
-            f"--task {name}: has no captions and no classes, so names cannot be tested on it. Name another."
+            f"--task {name}: has no captions and no classes, so slot names cannot be tested on it. Choose another task."
         )
     # An image that the set contains several times is one image, so that no copy is in the other half.
     merged: dict[int, list[str]] = {}
@@ -99,7 +99,7 @@ def _read_names(path: Path) -> list[str]:
         raise ConfigError(f"--vocabulary {path}: file not found. Name a text file with one name per line.")
     names = list({name.casefold(): name for name in reversed(lines(path))}.values())[::-1]  # the first spelling of each
     if not 0 < len(names) <= _MAX_NAMES:
-        raise ConfigError(f"--vocabulary {path}: expected 1 to {_MAX_NAMES} lines with a name each, got {len(names)}.")
+        raise ConfigError(f"--vocabulary {path}: expected 1 to {_MAX_NAMES} names, one per line, got {len(names)}.")
     return names
 
 

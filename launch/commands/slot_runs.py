@@ -258,7 +258,10 @@ def _manual_selection(
         selection = read_selection(slots)
         keep_units(bench.encoder, selection, f"--slots {slots}")
         if (selection.units, selection.count) != (ranked.units, ranked.count):
-            raise ConfigError(f"--slots {slots}: selects from {selection.count} {selection.units}, but --units {ranked.units} has {ranked.count}.")  # fmt: skip
+            raise ConfigError(
+                f"--slots {slots}: selects from {selection.count} {selection.units}, but --units "
+                f"{ranked.units} gives {ranked.count}."
+            )
         if selection.mask:
             raise ConfigError(f"--slots {slots}: is a mask. Score it with sparo eval --slots.")
         return complete_selection(selection, ranked.order)

@@ -61,8 +61,7 @@ def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) 
     is_image = _is_image(search.query)
     if not is_image and search.different is not None:
         raise ConfigError(
-            "--different: applies to an image as the query only, because a text does not define the other "
-            "slots. Remove it."
+            "--different: requires an image as the query, because a text says nothing about the other slots. Remove it."
         )
     data = read_bytes(Path(search.query), ConfigError) if is_image else b""
     bench = Bench(checkpoint, options)

@@ -110,7 +110,7 @@ class Bench:
         keep_units(self.encoder, selection, f"{option} {path}")
         if (selection.units, selection.count) != (self.units.kind, self.units.number):
             raise ConfigError(
-                f"{option} {path}: selects from {selection.count} {selection.units}, but --units {self.units.kind} has "
+                f"{option} {path}: selects from {selection.count} {selection.units}, but --units {self.units.kind} gives "
                 f"{self.units.number}. Name another file."
             )
         return selection

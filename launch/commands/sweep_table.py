@@ -121,15 +121,17 @@ def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
     for folder in folders:
         recorded = read_recipe(folder)
         if other_keys := _different_keys(recorded, config):
-            logger.warning(f"{folder}: was trained with other keys than the sweep file has: {', '.join(other_keys)}")
+            logger.warning(
+                f"{folder}: was trained with values that differ from the sweep file in these keys: {', '.join(other_keys)}"
+            )
         if recorded.objective != config.objective:
             raise ConfigError(
-                f"{folder}: is named like a row of the sweep but has another objective. Move it, or pass --runs."
+                f"{folder}: is named like a row of the sweep but has another objective. Move it, or give the folder of the sweep's runs with --runs."
             )
         recipe, seed = split_seed(str(folder))
         other, where = next(iter(runs_by_seed.values()), (recipe, folder))
         if seed in runs_by_seed or other != recipe:
-            why = "have one seed" if seed in runs_by_seed else "differ in more than their seed"
+            why = "have the same seed" if seed in runs_by_seed else "differ in more than their seed"
             raise ConfigError(
                 f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}. Move one of them."
             )
@@ -168,7 +170,9 @@ def sweep_grid(
         raise ConfigError(f"--baseline {baseline}: {did_you_mean(baseline, names)}")
     baseline_row = next((row for row in rows if row.name == baseline), None)
     if layout is None and paper:
-        raise ConfigError(f"--paper {','.join(paper)}: rows of the paper need a --layout: {', '.join(LAYOUTS)}")
+        raise ConfigError(
+            f"--paper {','.join(paper)}: the paper's rows can only be shown with a --layout, one of {', '.join(LAYOUTS)}"
+        )
     columns = find_columns(layout) if layout is not None else []
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:

@@ -103,7 +103,9 @@ class Explorer:
         finally:
             self._opening.release()
         if weights == self.side(self.first).encoder.weights:
-            raise ConfigError(f"{checkpoint}: has the weights of the open checkpoint. Name another.")
+            raise ConfigError(
+                f"{checkpoint}: has the same weights as the checkpoint that is already open. Name another."
+            )
         with self._model:
             file = SelectionFile(side, self._out.with_name(f"{self._out.stem}_{weights[:8]}.json"))
             number = secrets.randbelow(2**31)
@@ -125,7 +127,7 @@ class Explorer:
         if not isinstance(side_states, list) or not all(
             isinstance(one, dict) and type(one.get("id")) is int for one in side_states
         ):
-            raise ConfigError("single file: the selection of a checkpoint is missing")
+            raise ConfigError("save as a single file: the request lacks the selection of a checkpoint")
         sides = [one["id"] for one in side_states]
         tasks = {f"{side}/{i}": self.task(side, i) for side in sides for i in range(len(self.side(side).arrays))}
         pictures = [self.pictures.jpeg(i, _THUMBNAIL_SIZE) for i in range(len(self.pictures.entries))]

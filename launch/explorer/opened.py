@@ -94,10 +94,14 @@ class Pictures:
             )
         with self._adding:
             if len(self._own) >= MAX_ADDED_IMAGES:
-                raise ConfigError(f"{name}: {MAX_ADDED_IMAGES} images were added already. Restart to add others.")
+                raise ConfigError(
+                    f"{name}: {MAX_ADDED_IMAGES} images were added already. Restart sparo slots explore to add others."
+                )
             # Under the lock, because two simultaneous uploads must not both take the last place.
             if sum(map(len, self._own)) + len(data) > _MAX_BYTES:
-                raise ConfigError(f"{name}: the added images exceed {_MAX_BYTES >> 20} MB. Restart to add others.")
+                raise ConfigError(
+                    f"{name}: the added images exceed {_MAX_BYTES >> 20} MB. Restart sparo slots explore to add others."
+                )
             self._own.append(data)
             self.entries.append(Picture(name, caption, True))
             return len(self.entries) - 1

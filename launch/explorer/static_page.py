@@ -49,7 +49,7 @@ def write_static(explorer: Explorer, checkpoint: str, precision: str, out: Path,
             program = folder / f"{name}{suffix}.onnx"
             if weights_file(program).is_file():
                 raise ConfigError(
-                    f"--static: {checkpoint} has more than 2 GB, which browsers cannot load. Use the server."
+                    f"--static: {checkpoint} has more than 2 GB, which browsers cannot load. Run sparo slots explore without --static."
                 )
             assets[f"{name}.onnx"] = read_bytes(program, ConfigError)
         if encoder.facts.text:
@@ -85,7 +85,7 @@ def refuse_unsupported(checkpoint: str, target: Path, one_file: bool) -> None:
         config, _ = read_run(Path(checkpoint))
         if "onnx" not in METHODS.get(config.objective.kind).exports:
             raise ConfigError(
-                f"--static: {checkpoint} is a run of {config.objective.kind}, which has no ONNX programs. Use a run of CLIP or DINO."
+                f"--static: {checkpoint} is a run of {config.objective.kind}, which cannot be exported to ONNX. Use a run of CLIP or DINO."
             )
         model = getattr(config.objective, "model", None)
         data, pooled = config.data, bool(getattr(getattr(model, "readout", None), "conditioned", False))

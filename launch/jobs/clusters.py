@@ -55,7 +55,9 @@ class ClusterConfig(Frozen):
         gt=0,
     )
     gpu_hour_cost: float | None = field(
-        None, "Cost of a GPU for one hour (without GPUs: of a rank), in any currency, for `--dry-run`.", ge=0
+        None,
+        "Cost of one GPU (without GPUs: of one rank) per hour, in any currency. `--dry-run` estimates costs with it.",
+        ge=0,
     )
     setup: tuple[str, ...] = field((), "Shell lines before the job: module load …, conda activate ….")
     python: str | None = field(
@@ -113,7 +115,9 @@ class ClusterConfig(Frozen):
         if self.kind not in ("slurm", "allocation") and self.nodes > 1:
             raise ValueError(f"nodes={self.nodes}: {self.kind} is one machine. Use a SLURM cluster.")
         if self.kind == "allocation" and self.starter == "torchrun":
-            raise ValueError("starter=torchrun: srun starts the ranks in an allocation. Remove it.")
+            raise ValueError(
+                "starter=torchrun: not supported with kind=allocation, where srun starts the ranks. Remove it."
+            )
         # Do not ignore it silently, because a missing `module load` would be searched for in the job.
         if self.kind not in ("slurm", "allocation") and self.setup:
             raise ValueError(

@@ -208,7 +208,7 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise ConfigError("sparo launch needs submitit. pip install -e '.[slurm]' in sparo's checkout.") from None
+        raise ConfigError("sparo launch needs submitit. Run `pip install -e '.[slurm]'` in sparo's checkout.") from None
     return submitit
 
 

@@ -61,8 +61,8 @@ class Measure(Frozen):
     )
     scores: dict[str, str] = field(
         ...,
-        "For each score, its path in the JSON file, with dots between the parts: keys, indices of list "
-        "elements, or the value of `task` in a list element.",
+        "Path of each score in the JSON file. The parts of a path, separated by dots, are keys, indices of list "
+        "elements, or values of `task` that identify a list element.",
         min_length=1,
     )
     rows: tuple[str, ...] = field((), "Runs of the sweep that are measured. Default: all.")
@@ -159,7 +159,7 @@ def _expand_recipe(
             words.remove(key)
         if inner := next((axis for axis in axes if axis.startswith(f"{key}.")), None):
             raise ConfigError(
-                f"override {text!r}: replaces the block of {inner}=[…], which comes before it. Exchange the two."
+                f"override {text!r}: replaces the block that contains {inner}, which an earlier override sets to a list. Swap the two overrides."
             )
         if isinstance(parsed, list) and not _accepts_list(recipe, overrides, text):
             if not parsed:
@@ -221,4 +221,6 @@ def _suffix(key: str, value: Any, axes: dict[str, list[Any]]) -> str:
 def _refuse_duplicates(names: Sequence[str]) -> None:
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate:
-        raise ConfigError(f"two runs of the sweep would be called {duplicate!r}. Give values with different names.")
+        raise ConfigError(
+            f"two runs of the sweep would be called {duplicate!r}. Choose values that lead to different run names."
+        )

@@ -60,8 +60,8 @@ def wait_for_check(folder: Path, seconds: float, show: Callable[[Status], None])
             return status
         if time.monotonic() > end:
             raise ConfigError(
-                f"{folder}: the check is {status.state} after {seconds:g} s{': ' + status.reason if status.reason else ''}. "
-                f"`sparo launch status {folder}` shows it, `sparo launch cancel {folder}` ends it; --wait waits longer."
+                f"{folder}: the check is still {status.state} after {seconds:g} s{': ' + status.reason if status.reason else ''}. "
+                f"`sparo launch status {folder}` shows its state, `sparo launch cancel {folder}` ends it. To wait longer, raise --wait."
             )
         time.sleep(_POLL)
 

@@ -35,7 +35,9 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     for folder in runs:
         if Records(folder).last_submission() is None:
             others = ", ".join(str(path) for path in launched_folders(folder if folder.is_dir() else Path("runs"))[-8:])
-            raise ConfigError(f"{folder}: no job was submitted there{'; there are ' + others if others else ''}")
+            raise ConfigError(
+                f"{folder}: no job was submitted there{'; folders with jobs: ' + others if others else ''}"
+            )
     return list(dict.fromkeys(runs))
 
 

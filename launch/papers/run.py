@@ -111,7 +111,7 @@ def _sparo(words: Sequence[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "launch.cli", *words], check=False)
     if done.returncode:
         raise ConfigError(
-            f"sparo {shlex.join(words)}: failed with code {done.returncode}. Repair it, and repeat the command."
+            f"sparo {shlex.join(words)}: failed with exit code {done.returncode}. Fix the problem reported above, and repeat the command."
         )
 
 

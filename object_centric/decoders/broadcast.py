@@ -20,7 +20,9 @@ class BroadcastConfig(Frozen):
     (Table 7). patch: an MLP per patch, with learned positions (Seitzer et al. 2023).
     """
 
-    kind: Literal["mlp", "cnn", "patch"] = field("mlp", "Decoder of a broadcast slot.")
+    kind: Literal["mlp", "cnn", "patch"] = field(
+        "mlp", "Decoder of each broadcast slot: an MLP per pixel, a CNN, or an MLP per patch."
+    )
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
         (256,) * 5, "For mlp and patch: hidden units of each layer.", min_length=1
     )
@@ -36,7 +38,8 @@ class BroadcastConfig(Frozen):
     convs: int = field(2, "For cnn: convolutions after the transposed ones.", ge=0, le=64)
     kernel: int = field(5, "For cnn: kernel size in pixels.", gt=0, le=64)
     upsample_output: bool = field(
-        False, "For cnn without convs: the last transposed convolution outputs colours and mask logit (PSB's Table 5)."
+        False,
+        "For cnn with convs=0: the last transposed convolution outputs colours and the mask logit (PSB's Table 5).",
     )
     padding_mode: Literal["same", "torch"] = field(
         "same",

@@ -24,7 +24,7 @@ class ConvNetConfig(Frozen):
     last_relu: bool = field(True, "Apply a ReLU after the last layer, too.")
     padding: Literal["same", "symmetric"] = field(
         "same",
-        "same: pad as flax and Keras do, with the odd pixel at the right and bottom. symmetric: kernel // 2 on every "
+        "same: pad as flax and Keras do; if the padding is odd, the extra pixel is at the right and bottom. symmetric: kernel // 2 on every "
         "side, as in STEVE's code.",
     )
 

@@ -46,8 +46,8 @@ class TransformerConfig(Frozen):
     )
     first_norm: Literal["stream", "branch"] = field(
         "branch",
-        "What the first LayerNorm changes if norm=pre: only the input of the attention (branch), or the residual stream, "
-        "too (stream, as in STEVE's code).",
+        "With norm=pre: what the first LayerNorm normalizes. branch: only the input of the attention. stream: the residual stream, "
+        "too (STEVE's code).",
     )
     last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")
     biases: bool | Literal["out"] = field(

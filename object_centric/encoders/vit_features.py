@@ -30,7 +30,10 @@ class VitFeaturesConfig(Frozen):
     layer_scale: bool = field(False, "Use LayerScale (DINOv2).")
     final_norm: bool = field(True, "Output tokens after the last norm. false: before it (DINOSAUR).")
     input_scale: float = field(
-        1.0, "Resize images to this share of their side first, bicubic (0.875: 256 pixels to 224).", gt=0, le=1
+        1.0,
+        "Factor by which images are resized first, with bicubic interpolation (0.875: from 256 to 224 pixels).",
+        gt=0,
+        le=1,
     )
 
     @model_validator(mode="after")

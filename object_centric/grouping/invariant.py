@@ -32,8 +32,8 @@ class FrameConfig(Frozen):
     )
     scale_mean: Literal["code", "paper"] = field(
         "code",
-        "Weights of the mean that gives a slot's scale. code: attention + scale_eps, as it is (the authors' "
-        "code). paper: the same, normalized to sum 1.",
+        "Weights of the mean from which a slot's scale is computed. code: attention + scale_eps, not normalized again (the authors' "
+        "code). paper: the same weights, normalized to sum to 1.",
     )
     hidden: int = field(128, "Hidden units of the MLP of keys and values.", gt=0)
 

@@ -47,7 +47,9 @@ class ParallelBinder(nn.Module):
         if c.slot_init == "learned":
             return self.initial_slots.expand(count, -1, -1)
         if noise is None:
-            raise ValueError(f"slots are initialized at random: give noise (b, {c.slots}, {c.width})")
+            raise ValueError(
+                f"noise: is required because slots are initialized at random, got None. Pass random numbers of shape (b, {c.slots}, {c.width})."
+            )
         # The deviation is stored as its logarithm, so it stays positive whatever the optimizer does.
         return self.mu + self.log_sigma.exp() * noise
 

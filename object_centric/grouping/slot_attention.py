@@ -133,7 +133,9 @@ class SlotAttention(nn.Module):
         if c.slot_init != "gaussian":
             return self.initial_slots.expand(*shape, c.slots, c.width)
         if noise is None:
-            raise ValueError(f"slots are initialized at random: give noise (…, {c.slots}, {c.width})")
+            raise ValueError(
+                f"noise: is required because slots are initialized at random, got None. Pass random numbers of shape (…, {c.slots}, {c.width})."
+            )
         mu, log_sigma = self.mu, self.log_sigma
         if c.ground:
             mu, log_sigma = (torch.cat([t[:1], t[1:].expand(c.slots - 1, -1)]) for t in (mu, log_sigma))

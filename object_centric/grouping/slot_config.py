@@ -24,7 +24,7 @@ class BinderConfig(Frozen):
     heads: int = field(
         4,
         "Number of heads of the attention across time and of the attention among slots. The attention to "
-        "tokens has the number of heads of the grouping.",
+        "tokens has as many heads as the key `heads` of the grouping says.",
         gt=0,
     )
     causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: to all time steps.")
@@ -53,7 +53,7 @@ class BinderConfig(Frozen):
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance in time steps that the encoding of distances can tell apart: half the period of its slowest sine.",
+        "Largest distance in time steps that the encoding of distances still distinguishes from smaller ones: half the period of its slowest sine.",
         gt=0,
     )
     fourier_bands: int = field(
@@ -79,7 +79,7 @@ class IdspnConfig(Frozen):
     lr: float = field(1.0, "Step size.", gt=0)
     momentum: float = field(0.9, "Momentum of the descent.", ge=0, lt=1)
     hidden: int = field(512, "Hidden units of the MLPs over tokens and over slots.", gt=0)
-    latent: int = field(512, "Width of the encodings of image and set.", gt=0)
+    latent: int = field(512, "Width of the two encodings that are compared (image, set of slots).", gt=0)
 
 
 # Sources: google-research/slot_attention (sa2020), slot-attention-video (savi), singhgautam/slate, steve; OCLF;
@@ -155,7 +155,7 @@ class SlotAttentionConfig(Frozen):
         "none: no GRU; the update is added to the slot.",
     )
     share_gru: bool = field(
-        False, "With layers=own: one GRU for all layers, while their other weights differ (Wu et al. 2023, B.1)."
+        False, "With layers=own: all layers share one GRU, and only their other weights differ (Wu et al. 2023, B.1)."
     )
     gru_on_normed: bool = field(False, "Use the normalized slot as the GRU's state (videosaur's code).")
     mlp_width: int = field(0, "Hidden units of the residual MLP after the update. 0: no MLP.", ge=0)
@@ -166,7 +166,7 @@ class SlotAttentionConfig(Frozen):
     out_proj: bool = field(
         False, "Apply a linear layer to the attended values, as preset savi does with several heads."
     )
-    layers: Literal["shared", "own"] = field("shared", "Weights of iterations: shared, or own for each.")
+    layers: Literal["shared", "own"] = field("shared", "Weights of iterations: shared, or separate for each (own).")
     slot_init: Literal["gaussian", "learned", "same", "given"] = field(
         "gaussian",
         "Initial slots. gaussian: drawn from one learned Gaussian; learned: one parameter per slot; same: one learned "
@@ -187,8 +187,8 @@ class SlotAttentionConfig(Frozen):
     )
     kv: Literal["auto", "plain", "folded"] = field(
         "auto",
-        "How keys and values are computed. plain: for every token; folded: their weights are applied to slots "
-        "instead, with the same result; auto: folded if heads=1 and qk_norm=false, without transport.",
+        "How keys and values are computed. plain: tokens are projected; folded: the projections are applied to slots "
+        "instead, with the same result; auto: folded if heads=1, qk_norm=false and transport is not set, otherwise plain.",
     )
 
     transport: TransportConfig | None = field(
@@ -240,11 +240,11 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves. Remove kv.")
         if self.qk_norm and (self.kv == "folded" or self.transport is not None):
             raise ValueError(
-                "qk_norm: needs projected keys, which neither kv=folded nor transport has. Remove qk_norm, or kv=folded and transport."
+                "qk_norm: cannot be combined with kv=folded or transport, which use keys without a norm. Remove qk_norm, or remove kv=folded and transport."
             )
         if self.softmax_over == "keys" and self.renorm != "none":
             raise ValueError(
-                f"renorm={self.renorm}: applies to slots that compete; weights of softmax_over=keys sum to one already. Set renorm: none."
+                f"renorm={self.renorm}: is not needed with softmax_over=keys, whose weights sum to one already. Set renorm: none."
             )
         if self.qkv != self.width and not self.out_proj and self.gru == "none":
             raise ValueError(

@@ -17,7 +17,9 @@ class TransportConfig(Frozen):
         "Cost between a slot's query and a token's key: their squared distance, as in the paper; their "
         "distance, as in its code; or their negative cosine.",
     )
-    cost_scale: float = field(1.0, "Factor on costs, the inverse temperature (code: 6 for cosine).", gt=0)
+    cost_scale: float = field(
+        1.0, "Factor on costs, the inverse temperature. The paper's code uses 6 with cost=cosine.", gt=0
+    )
     slot_marginal: Literal["one", "learned"] = field(
         "one", "Marginals of slots: equal (paper) or learned (code). Marginals of tokens are learned."
     )
@@ -37,13 +39,14 @@ class TransportConfig(Frozen):
         ge=0,
     )
     second_order: bool = field(
-        False, "Differentiate through the entropy gradient (text of the paper). false: treat it as a constant (code)."
+        False,
+        "Differentiate through the entropy gradient (as in the paper's text). false: treat it as a constant (as in its code).",
     )
     regulariser: float = field(
         0.0,
         "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, for plans that "
         "differ from the plan of the initial costs. Exchanging tokens between similar slots is penalized "
-        "less. A network computes the similarity. It can be trained only with second_order=true, which is "
+        "less. The network that computes the similarity can be trained only with second_order=true, which is "
         "therefore required. 0: no penalty.",
         ge=0,
     )

@@ -34,7 +34,7 @@ class SlotCollapseConfig(Frozen):
     )
     max_fixity: float = field(
         0.8,
-        "Warn if mask borders are more alike across images than this. 0: as by chance; 1: the same in all "
+        "Warn if mask borders are more alike across images than this. 0: no more than by chance; 1: the same in all "
         "images, such as a fixed grid.",
         ge=0,
     )

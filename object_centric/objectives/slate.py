@@ -38,7 +38,9 @@ class SlateModelConfig(SlotTowerConfig):
         "Input of slot attention: tokens of the discrete VAE, or features of an encoder of pixels. An entry "
         "of sparo.slot_encoders.",
     )
-    features: int = field(192, "Width of the tokens that slots group, after an MLP on the encoder's output.", gt=0)
+    features: int = field(
+        192, "Width of the tokens that slots group. An MLP maps the encoder's output to this width.", gt=0
+    )
     dvae: DvaeConfig = field(DvaeConfig(), "Discrete VAE from patches to tokens and back.")
     decoder: AutoregressiveConfig = field(AutoregressiveConfig(), "Transformer that predicts tokens from slots.")
 

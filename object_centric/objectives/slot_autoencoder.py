@@ -27,7 +27,7 @@ class SlotModelConfig(SlotTowerConfig):
     decoder: BroadcastConfig = field(BroadcastConfig(), "Decoder from slots to pixels or features.")
     target: Literal["pixels", "features"] = field(
         "pixels",
-        "Reconstruction target: pixels, or the features of the encoder, which is frozen then (Seitzer et al. 2023).",
+        "Reconstruction target: pixels, or the features of the encoder, which must then be frozen (Seitzer et al. 2023).",
     )
 
     @model_validator(mode="after")
@@ -35,11 +35,12 @@ class SlotModelConfig(SlotTowerConfig):
         self.decoder.side(self.target_side)
         if self.target == "features" and self.encoder.kind != "frozen":
             raise ValueError(
-                f"target=features: encoder.kind={self.encoder.kind} is trained, so all features could become equal. Use frozen."
+                f"target=features: encoder.kind={self.encoder.kind} is trained, so all features could become equal. Set encoder.kind: frozen."
             )
         if self.frame is not None and self.decoder.kind == "patch":
             raise ValueError(
-                "decoder.kind=patch: learns its own positions, but slots with reference frames (the key `frame`) bring theirs. Use mlp or cnn."
+                "decoder.kind=patch: learns its own positions, but slots with reference frames (the key `frame`) "
+                "have positions already. Set decoder.kind to mlp or cnn."
             )
         return self
 
@@ -95,8 +96,8 @@ class SlotAutoencoderConfig(Frozen):
     model: SlotModelConfig = field(SlotModelConfig(), "Encoder, grouping and decoder.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Reduction of the squared error over pixels and colours: mean or sum. The gradient clipping and the "
-        "errors of Biza et al. refer to the sum.",
+        "Reduction of the squared error over pixels and colours: mean or sum. The gradient clipping threshold and the "
+        "reported errors of Biza et al. refer to the sum.",
     )
     signed: bool = field(False, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
@@ -163,7 +164,7 @@ def refuse_cache_with_augmentation(recipe: RecipeBlocks[Any]) -> None:
     if encoder.kind == "frozen" and encoder.cache and (recipe.data.hflip or recipe.data.crop_scale != (1.0, 1.0)):
         raise ValueError(
             "objective.model.encoder.cache: a randomly cropped or mirrored image does not occur a second time, so caching it is useless. "
-            "set data.crop_scale: [1.0, 1.0] and data.hflip: 0, or cache: null"
+            "Set data.crop_scale: [1.0, 1.0] and data.hflip: 0, or cache: null"
         )
 
 

@@ -57,8 +57,8 @@ class SlotTowerConfig(Frozen):
     activation: Literal["relu", "gelu"] = field("relu", "Activation of the MLP that maps features to slots' inputs.")
     position_init: Literal["torch", "lecun", "glorot"] = field(
         "torch",
-        "Initialization of the linear layer for positions. torch: PyTorch's. lecun: LeCun normal and zero "
-        "biases, for coordinates in -1..1 (SAVi, ISA). glorot: Xavier uniform and zero biases (SA-2020, STEVE).",
+        "Initialization of the linear layer for positions. torch: PyTorch's default. lecun: LeCun normal and zero "
+        "biases, for coordinates in -1..1 (SAVi, ISA). glorot: Xavier uniform and zero biases (Locatello et al. 2020, STEVE).",
     )
     transformer: TransformerConfig | None = field(
         None,
@@ -94,14 +94,16 @@ class SlotTowerConfig(Frozen):
                 "objective.kind=video_slots and video_slate support. Use learned or gaussian."
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
-            raise ValueError("grouping.preset=pooled: applies to videos (objective.kind=video_slots)")
+            raise ValueError(
+                "grouping.preset=pooled: applies only to videos (objective.kind=video_slots). Use another preset."
+            )
         if self.grouping.idspn is not None and (self.accepts_hint or self.frame is not None):
             raise ValueError(
-                "grouping.preset=idspn: applies to images without reference frames. Use another preset, or remove frame."
+                "grouping.preset=idspn: supports neither videos nor reference frames (the key `frame`). Use another preset, or remove frame."
             )
         if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _POSITION_AWARE_ENCODERS):
             raise ValueError(
-                f"position_init={self.position_init}: this tower projects no positions, because it has a ViT or "
+                f"position_init={self.position_init}: this tower has no linear layer for positions, because its encoder adds positions itself or slots have "
                 f"reference frames (the key `frame`). Remove position_init."
             )
         if self.frame is None:

@@ -29,7 +29,7 @@ class NerfConfig(Frozen):
     far: float = field(20.0, "Distance at which rays end.", gt=0)
     box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = field(
         None,
-        "Two corners in world units. Points are sampled where a ray is inside the box, between near and far.",
+        "Opposite corners of a box in world units, the lower one first. Points are sampled where a ray is inside the box, between near and far.",
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
     reach: float = field(
@@ -47,7 +47,7 @@ class NerfConfig(Frozen):
     width: int | None = field(None, "Width of the MLPs. Default: the slot width.", gt=0, examples=[192])
     density: Density = field(
         "softplus",
-        "Activation that keeps densities positive. relu (uORF): skips the computation where the density is zero.",
+        "Activation of densities, which must not be negative. relu (uORF): if shadows=false, colours of points with zero density are not computed.",
     )
     static: bool = field(False, "Additional field for what all scenes have in common. It depends on no slot.")
     sky: bool = field(False, "Add a background at infinity, whose colour depends on a ray's direction only.")

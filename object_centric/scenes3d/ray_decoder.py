@@ -85,7 +85,7 @@ class RayBroadcastConfig(RayEmbeddingConfig):
 
     kind: Literal["broadcast"] = field("broadcast", "Kind of the ray decoder: an entry of sparo.ray_decoders.")
     hidden: Annotated[tuple[int, ...], between(1, 1 << 16)] = field(
-        (1536, 1536, 1536), "Hidden units of each layer (OSRT's).", min_length=1
+        (1536, 1536, 1536), "Hidden units of each layer. The default is OSRT's.", min_length=1
     )
     bounded: bool = field(False, "Apply a sigmoid to colours.")
     max_activations: int = field(

@@ -61,7 +61,7 @@ class SceneTowerConfig(Frozen):
         if self.over_time and g.binder is None and g.gradient == "last" and not g.straight_through:
             raise ValueError(
                 "grouping.gradient=last: no gradient would reach initial slots and predictor, which come before the last iteration. "
-                "set grouping.straight_through: true"
+                "Set grouping.straight_through: true."
             )
         return self
 

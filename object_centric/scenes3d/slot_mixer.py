@@ -37,7 +37,7 @@ class SlotMixerConfig(RayEmbeddingConfig):
     )
     query: Literal["linear", "octaves"] = field(
         "linear",
-        "Query of a ray: its Fourier features after a linear layer to the slot width, or unchanged (octaves, OSRT).",
+        "Query of a ray. linear: its Fourier features, projected to the slot width; octaves: the unchanged features (OSRT).",
     )
     query_hidden: int | None = field(
         None, "Hidden units of an MLP on the query. Default: no MLP.", gt=0, examples=[360]
@@ -49,7 +49,12 @@ class SlotMixerConfig(RayEmbeddingConfig):
         "residual", "Rendering MLP: residual blocks with norms, or plain linear layers."
     )
     activation: Literal["relu", "leaky_relu"] = field("relu", "Activation of plain layers (stelzner/osrt: leaky_relu).")
-    depth: int = field(4, "Blocks, or layers before the last.", gt=0, le=100)
+    depth: int = field(
+        4,
+        "Depth of the rendering MLP: number of residual blocks, or of plain layers before the last one.",
+        gt=0,
+        le=100,
+    )
     bounded: bool = field(True, "Apply a sigmoid to colours.")
     max_activations: int = field(
         1 << 27,

@@ -45,7 +45,9 @@ class ObjectProbeConfig(TaskConfig):
         gt=0,
         examples=[6],
     )
-    restarts: int = field(10, "Number of random initial assignments; the best result is used.", gt=0, le=1000)
+    restarts: int = field(
+        10, "Number of random initial assignments of slots to objects; the best result is used.", gt=0, le=1000
+    )
     ridge: float = field(1e-3, "Ridge penalty of every probe, relative to the mean square of slots.", ge=0)
     floor: bool = field(True, "Also score an untrained model, as a baseline; its metrics begin with floor_.")
     limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[500])

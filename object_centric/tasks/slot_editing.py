@@ -62,8 +62,8 @@ def editable(encoder: Encoder) -> EditableEncoder:
     """Return the encoder. Raises `ConfigError` if it does not draw images from slots."""
     if not isinstance(encoder, SlotEncoder | SlateEncoder) or encoder.draws != "pixels":
         raise ConfigError(
-            f"{encoder.label}: draws no images from slots, or is a model of videos or scenes. Use an image model of "
-            "objective.kind=slots with target=pixels, or of slate."
+            f"{encoder.label}: does not decode slots to an image, or is a model of videos or scenes. Use an image model of "
+            "objective.kind=slots with target=pixels, or of objective.kind=slate."
         )
     return encoder
 

@@ -48,14 +48,16 @@ class ViewMasksTaskConfig(TaskConfig):
     )
     context_frames: int | None = field(
         None,
-        "Length of the context in time steps: slots are computed from this many steps, the last of which is the step itself. Default: "
+        "Number of time steps from which the slots of a step are computed: the step itself and those directly before it. Default: "
         "the clip length of training.",
         gt=0,
         examples=[6],
     )
     background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
     ignore: int | None = field(255, "Label of pixels that are excluded from scores of masks. null: none.")
-    far: float = field(50.0, "Largest depth that is compared, in world units. The sky has no depth.", gt=0)
+    far: float = field(
+        50.0, "Score depth only at pixels whose true depth is below this, in world units, which excludes the sky.", gt=0
+    )
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"
     ] = field("psnr_held_out", "Metric that tables show.")  # fmt: skip

@@ -34,7 +34,7 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
         "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
     ] = field(
         "pixels",
-        "Reconstruction target. pixels. features: those of the encoder, which is then frozen. flow: optical "
+        "Reconstruction target. pixels. features: those of the encoder, which must then be frozen. flow: optical "
         "flow as colours (SAVi). depth: log(1 + depth). flow_depth: flow and depth (SAVi++). similarity: "
         "similarities of each patch to the patches of the next frame (VideoSAUR). features_similarity: "
         "features and similarity.",
@@ -248,7 +248,7 @@ class SlotContrastConfig(VideoAutoencoderConfig):
     def _check_frames(self) -> Self:
         if self.frames.count < 2:
             raise ValueError(
-                f"frames.count={self.frames.count}: slots are contrasted with those of the previous frame. Set two or more."
+                f"frames.count={self.frames.count}: slots are contrasted with those of the previous frame. Set frames.count to two or more."
             )
         return self
 

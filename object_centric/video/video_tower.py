@@ -183,7 +183,7 @@ class TimedTowerConfig(SlotTowerConfig):
                 "frame: positions and scales of slots are supported for images only. Remove the key `frame`."
             )
         if self.grouping.transport is not None:
-            raise ValueError("grouping.transport: applies to images. Remove it.")
+            raise ValueError("grouping.transport: applies to images only. Remove it.")
         if (self.predictor is not None or self.hint is not None) and (
             self.grouping.gradient == "last" and not self.grouping.straight_through
         ):
@@ -202,8 +202,8 @@ class TimedTowerConfig(SlotTowerConfig):
             # Every slot pools its own square of features, so all squares need one size.
             if side % squares:
                 raise ValueError(
-                    f"grouping.slots={self.grouping.slots}: {side} features per side cannot be divided into {squares} equal "
-                    "squares per side. Set another number of slots."
+                    f"grouping.slots={self.grouping.slots}: {side} x {side} features cannot be divided into {squares} x {squares} equal "
+                    "squares. Set another number of slots."
                 )
         if self.first_iterations is not None and self.grouping.layers == "own":
             raise ValueError(

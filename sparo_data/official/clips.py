@@ -88,7 +88,9 @@ def npy_arrays(path: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray | None]
                     stream = tar.extractfile(member)
                     assert stream is not None  # a file
                     if field.split(".")[0] in arrays:
-                        raise DataError(f"{path}: {member.name}: two arrays have this name. Remove one.")
+                        raise DataError(
+                            f"{path}: {member.name}: the tar contains this array twice. Remove one of them."
+                        )
                     arrays[field.split(".")[0]] = _array(stream.read(), field, f"{path}: {member.name}")
             yield from _check_arrays(arrays, path)
     except (tarfile.TarError, EOFError, OSError) as error:

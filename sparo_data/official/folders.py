@@ -40,13 +40,15 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
         if not name or not all(
             isinstance(word, str) and word != ".." and Path(word).name == word for word in (name, split)
         ):
-            raise DataError(f"{root}: scene {number} has no image_filename, or its split is not a name")
+            raise DataError(
+                f"{root}: scene {number} has no image_filename, or its image_filename or split is not a plain name"
+            )
         folder = folder or _find_pictures(root, str(split), str(name))
         path = folder / str(name)
         image = decode_array(read_bytes(path, DataError), path)
         objects = scene.get("objects", [])  # the test split has none
         if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
-            raise DataError(f"{root}: scene {number}: its objects are not a list of descriptions")
+            raise DataError(f"{root}: scene {number}: `objects` is not a list of JSON objects")
         yield PublishedScene(Path(str(name)).stem, image, None, {"objects": objects})
 
 
@@ -110,11 +112,11 @@ def coco(annotations: Path, images: Path | None = None) -> Iterator[PublishedSce
             for row in tree["images"]
         ]
     except (KeyError, TypeError) as error:
-        raise DataError(f"{annotations}: is not an instances file of COCO ({error})") from None
+        raise DataError(f"{annotations}: is not a COCO instances file ({error})") from None
     if ids and (repeated := ids.most_common(1)[0])[1] > 1:
         raise DataError(
-            f"{annotations}: {repeated[1]} images have the id {repeated[0]}, so it is unclear which objects belong to which image. Number the images "
-            "of merged files again."
+            f"{annotations}: {repeated[1]} images have the id {repeated[0]}, so it is unclear which objects belong to which image. Give the images "
+            "of merged files new, unique ids."
         )
     if orphans := of_image.keys() - ids.keys():
         logger.warning(
@@ -163,7 +165,7 @@ def _class_numbers(objects: Iterable[dict[str, Any]]) -> dict[int, int]:
         return {number: number for number in ids}
     if len(ids) >= IGNORE:
         raise DataError(
-            f"annotations: at most {IGNORE - 1} categories can be written, got {len(ids)}. Convert a part of them."
+            f"annotations: masks can store at most {IGNORE - 1} categories, got {len(ids)}. Convert a file with fewer categories."
         )
     return {number: rank for rank, number in enumerate(ids, 1)}
 

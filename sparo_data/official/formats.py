@@ -229,7 +229,7 @@ def convert_published(
             raise ConfigError("--crop: does not apply to scenes with cameras. Remove it.")
         if config.max_objects is not None and config.source != "clevr3d":
             raise ConfigError(
-                f"--max-objects: does not apply to --as {config.source}, which has no numbers of objects. Remove --max-objects."
+                f"--max-objects: does not apply to --as {config.source}, whose scenes have no object counts. Remove --max-objects."
             )
         read_viewed = MULTI_VIEW_READERS[config.source]
         if config.scenes is not None:

@@ -64,7 +64,9 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in _MODULES and name in _ALLOWED:
             return _ALLOWED[name]
-        raise DataError(f"is refused, because its pickle refers to {module}.{name}, which plain data does not need")
+        raise DataError(
+            f"is refused for safety, because its pickle imports {module}.{name}, which arrays and plain values do not need"
+        )
 
 
 def lmdb_scenes(path: Path) -> Iterator[PublishedScene]:

@@ -66,7 +66,7 @@ class PublishedConfig(Frozen):
     )
     limit: int | None = field(None, "Maximum number of scenes from all sources.", gt=0)
     scenes: tuple[NonNegativeInt, NonNegativeInt] | None = field(
-        None, "For clevr3d: range of scene numbers, first and last + 1."
+        None, "For clevr3d: range of scene numbers to convert: the first, and one more than the last."
     )
     max_objects: int | None = field(
         None,
@@ -75,7 +75,8 @@ class PublishedConfig(Frozen):
         ge=0,
     )
     crop: Crop = field(
-        "none", "Crop of images of 240 x 320 pixels. Columns 64:256, and rows 29:221 (clevr) or 24:216 (center192)."
+        "none",
+        "Crop images of 320 x 240 pixels (width x height) to columns 64:256 and to rows 29:221 (clevr) or 24:216 (center192).",
     )
     size: int | None = field(
         None,
@@ -86,11 +87,13 @@ class PublishedConfig(Frozen):
     per_shard: int = field(1000, "Scenes per shard.", gt=0)
     near: float | None = field(
         None,
-        "Nearest distance that cameras see (far: the farthest), in world units. For nerf and clevr3d, whose "
+        "Distance from a camera to the nearest point that it sees, in world units. For nerf and clevr3d, whose "
         "files usually do not contain it.",
         ge=0,
     )
-    far: float | None = field(None, "See near.", gt=0)
+    far: float | None = field(
+        None, "Distance from a camera to the farthest point that it sees, in world units. See near.", gt=0
+    )
     videos: bool = field(
         False,
         "Write one sample per video, with all annotations that its files have, such as masks, depth and flow. "
@@ -269,7 +272,7 @@ def crop_and_resize(scene: PublishedScene, config: PublishedConfig) -> Published
     """Crop and resize an image, and its labels by nearest neighbours. Raises `DataError` if the crop is for images of another size."""
     planes = [scene.image, scene.label, scene.semantic]
     if odd := [p.shape for p in planes[1:] if p is not None and p.shape != scene.image.shape[:2]]:
-        raise DataError(f"{scene.key}: masks of {odd[0]} do not match the image of {scene.image.shape[:2]}")
+        raise DataError(f"{scene.key}: masks have the shape {odd[0]}, but the image has {scene.image.shape[:2]}")
     if config.crop != "none":
         (height, width), (top, bottom, left, right) = _BOXES[config.crop]
         if scene.image.shape[:2] != (height, width):

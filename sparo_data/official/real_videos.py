@@ -39,7 +39,7 @@ def davis(split: Path) -> Iterator[Video]:
     root = split.parent.parent.parent
     size = next((name for name in _SIZES if (root / "JPEGImages" / name).is_dir()), None)
     if size is None:
-        raise DataError(f"{root / 'JPEGImages'}: has no {' or '.join(_SIZES)}. Unpack DAVIS' images there.")
+        raise DataError(f"{root / 'JPEGImages'}: has no folder {' or '.join(_SIZES)}. Unpack DAVIS' images there.")
     for name in read_text(split, DataError).split():
         if not is_safe_relative_path(name):
             raise DataError(f"{split}: {name!r} is not the name of a video")
@@ -84,7 +84,9 @@ def youtube_vis(annotations: Path) -> Iterator[Video]:
             for v in tree["videos"]
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{annotations}: is not a file of YouTube-VIS ({type(error).__name__}: {error})") from None
+        raise DataError(
+            f"{annotations}: is not a YouTube-VIS annotation file ({type(error).__name__}: {error})"
+        ) from None
     for number, names, side in videos:
         if not names or not all(is_safe_relative_path(name) for name in names):
             raise DataError(

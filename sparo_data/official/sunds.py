@@ -40,7 +40,9 @@ def sunds_scenes(path: Path) -> Iterator[PublishedViews]:
         features = parse_example(record, where)
         names = sorted({m[1] for key in features if (m := _CAMERA.fullmatch(key))}, key=natural_sort_key)
         if not names:
-            raise DataError(f"{where}: has no cameras, got {', '.join(sorted(features)) or 'nothing'}")
+            raise DataError(
+                f"{where}: has no feature cameras/NAME/color_image, got {', '.join(sorted(features)) or 'nothing'}"
+            )
         scene = _text(features, "scene_name") or f"{path.stem}_{number:06d}"
         # Frames of one camera each are separate scenes in such files.
         frame = _text(features, "frame_name")
@@ -99,7 +101,7 @@ def _depth(features: dict[str, Value], own: str, where: str) -> np.ndarray:
         raise DataError(f"{where}: depth_image needs four bytes per pixel (an fp32 distance), got shape {data.shape}")
     depth = np.ascontiguousarray(data).view("<f4")[..., 0]
     if not (depth > 0).all():  # false for NaN, too
-        raise DataError(f"{where}: depth_image has values that are not distances")
+        raise DataError(f"{where}: depth_image has values that are NaN, zero or negative")
     return depth
 
 

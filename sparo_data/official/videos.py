@@ -124,7 +124,7 @@ def resize_video(video: Video, side: int | None) -> Video:
 
     if height != width and (video.flow or video.forward):
         raise DataError(
-            f"{video.key}: frames of {width} x {height} pixels have flows, which do not allow changing the aspect ratio. Remove --size."
+            f"{video.key}: frames of {width} x {height} pixels have optical flow, which cannot be resized to a square. Remove --size."
         )
     return video._replace(
         frames=small,
@@ -161,7 +161,7 @@ def _range(features: dict[str, Value], name: str, where: str) -> tuple[float, fl
     if len(bounds) != 2 or not bounds[0] < bounds[1]:
         values = ", ".join(f"{bound:g}" for bound in bounds[:4])
         raise DataError(
-            f"{where}: metadata/{name}_range: expected two rising numbers, got {values}. Fetch the file again."
+            f"{where}: metadata/{name}_range: expected two ascending numbers, got {values}. Fetch the file again."
         )
     return float(bounds[0]), float(bounds[1])
 

@@ -107,7 +107,7 @@ def _frame(path: Path, number: int, transforms: dict[str, Any], frame: Any) -> P
     _refuse_distortion(where, {**transforms, **frame})
     for key in ("mask_path", "depth_file_path"):
         if key in frame and number == 0:
-            logger.warning(f"{path}: {key} is not converted; the scenes have no masks of objects and no depth")
+            logger.warning(f"{path}: {key} is ignored; the scenes are written without object masks and depth")
     image = decode_array(_picture(path, where, frame["file_path"]), where)
     lens = {name: frame.get(name, transforms.get(name)) for name in _LENS if name in frame or name in transforms}
     try:
@@ -137,7 +137,7 @@ def _refuse_distortion(where: str, camera_params: dict[str, Any]) -> None:
     if model not in _PINHOLES or camera_params.get("is_fisheye"):
         what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"
         raise DataError(
-            f"{where}: {what} is not a pinhole camera. Convert the images to those of a pinhole camera first."
+            f"{where}: {what} does not describe a pinhole camera. Undistort the images to a pinhole camera first."
         )
 
 
@@ -152,7 +152,7 @@ def _picture(path: Path, where: str, name: str) -> bytes:
     except (OSError, ValueError) as error:  # a NUL, or a loop of links
         raise DataError(f"{where}: file_path {name!r} is not a path ({error})") from None
     if not inside:
-        raise DataError(f"{where}: file_path {name!r} points outside of its folder")
+        raise DataError(f"{where}: file_path {name!r} points outside the folder of {path.name}")
     try:
         return read_bytes(picture, DataError)
     except DataError as error:

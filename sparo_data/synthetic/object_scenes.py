@@ -225,7 +225,7 @@ class ObjectSetConfig(Frozen):
     max_objects: int = field(
         6,
         "Maximum number of objects per scene. The minimum is three, or the maximum if that is lower. Not used "
-        "for rooms, which have one to three objects (other numbers in the tests out of distribution).",
+        "for rooms, which have one to three objects (other numbers in the out-of-distribution test sets).",
         gt=0,
         le=10,
     )

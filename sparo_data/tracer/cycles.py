@@ -87,7 +87,7 @@ class Cycles(NamedTuple):
                 except (OSError, ValueError) as error:
                     message = (process.stderr + process.stdout)[-_MAX_OUTPUT_CHARS:].strip()
                     raise DataError(
-                        f"{self.python}: did not render camera {camera} at time {time} ({error}), and ended with {process.returncode}: {message}"
+                        f"{self.python}: did not render camera {camera} at time {time} ({error}), and exited with status {process.returncode}: {message}"
                     ) from None
             return frames
 

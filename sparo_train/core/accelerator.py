@@ -38,7 +38,7 @@ def _warn_of_unused_gpus() -> None:
         build = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
         logger.warning(
             f"the CPU is used: torch {torch.__version__}, which {build}, sees none of the {len(gpus)} GPU(s) of this machine. Install a "
-            "build of torch that fits the driver. If the CPU is intended, name the device cpu."
+            "build of torch that fits the driver. If the CPU is intended, set the device to cpu."
         )
 
 

@@ -114,7 +114,7 @@ def _open_store(world: World) -> Store:
         os.environ["MASTER_PORT"] = str(port)
         return store
     raise ConfigError(
-        f"MASTER_PORT: ports {', '.join(map(str, _ports()))} are all in use on {platform.node()}. Export another one."
+        f"MASTER_PORT: ports {', '.join(map(str, _ports()))} are all in use on {platform.node()}. Export another MASTER_PORT."
     )
 
 
@@ -137,7 +137,7 @@ def _find_store(world: World, end: float) -> Store:
         raise _port_error(other, own)
     raise LostRankError(
         f"rank {world.rank} of {world.size}: rank 0 was not found at {address}, ports {', '.join(map(str, _ports()))}. "
-        f"Did it start, and does a firewall of {address} close these ports to {platform.node()}?"
+        f"Check that it started, and that no firewall on {address} blocks these ports for {platform.node()}."
     )
 
 
@@ -240,7 +240,7 @@ def _first_node() -> str:
         return _address(nodes)
     except (OSError, subprocess.CalledProcessError, IndexError):
         raise ConfigError(
-            f"MASTER_ADDR: is not set, and scontrol cannot resolve the first of {nodes}. Export it."
+            f"MASTER_ADDR: is not set, and scontrol cannot resolve the first node of {nodes}. Export MASTER_ADDR."
         ) from None
 
 

@@ -150,8 +150,8 @@ class DeviceConfig(Frozen):
     )
     expandable_segments: bool = resumable_field(
         True,
-        "Let the allocator of NVIDIA GPUs extend its blocks of memory, which leaves fewer gaps if the sizes of batches "
-        "change. PYTORCH_ALLOC_CONF takes precedence.",
+        "Use expandable segments in torch's allocator on NVIDIA GPUs, which reduces memory fragmentation if batch sizes "
+        "change. The environment variable PYTORCH_ALLOC_CONF takes precedence.",
     )
 
 

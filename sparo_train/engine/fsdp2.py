@@ -27,7 +27,8 @@ class Fsdp2EngineConfig(RankedEngineConfig):
 
     kind: Literal["fsdp2"] = resumable_field("fsdp2", "Kind of the engine: an entry of sparo.engines.")
     reshard_after_forward: bool = resumable_field(
-        True, "Free a block's gathered parameters between forward and backward. Less memory, one more all-gather."
+        True,
+        "Free a block's gathered parameters between forward and backward. Saves memory, but adds an all-gather per block.",
     )
     shard_size: int | None = resumable_field(
         None,

@@ -218,12 +218,12 @@ class LocalEngine:
                 # No key can undo this: the model itself names these parameters, and that of an older version did not.
                 gone = name in listed and "momentum_buffer" in entries
                 remedy = (
-                    "The model now leaves it to AdamW, so this run cannot continue. Start another with start_from."
+                    "The model now leaves this parameter to AdamW, so this run cannot continue. Start a new run with start_from."
                     if gone
                     else "Set optim.kind as before."
                 )
                 raise CheckpointError(
-                    f"checkpoint: has {', '.join(sorted(entries))} for {name!r}, but this optimizer keeps "
+                    f"checkpoint: the optimizer state of parameter {name!r} contains {', '.join(sorted(entries))}, but this optimizer keeps "
                     f"{', '.join(sorted(expected_entries[id(params_by_name[name])]))}. {remedy}"
                 )
 

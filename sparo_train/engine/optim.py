@@ -111,7 +111,7 @@ class OptimConfig(Frozen):
     )
     schedule: Literal["cosine", "constant", "half_life", "wsd", "cooldown"] = field(
         "cosine",
-        "Schedule of the learning rate after warm-up. wsd: constant, then a cooldown over the last cooldown_steps. "
+        "Schedule of the learning rate after warm-up. wsd (warmup-stable-decay): constant, then a decay over the last cooldown_steps. "
         "cooldown: decay from the first step to the last.",
     )
     cooldown_steps: int | None = field(
@@ -119,7 +119,7 @@ class OptimConfig(Frozen):
     )
     cooldown_shape: Literal["linear", "sqrt"] = field(
         "linear",
-        "For wsd and cooldown: linear decay, or one minus the square root of the elapsed share (Hägele et al. 2024).",
+        "Shape of the decay of wsd and cooldown: linear, or sqrt (one minus the square root of its elapsed share, Hägele et al. 2024).",
     )
     half_life: int = field(
         100_000, "For schedule=half_life: steps in which the learning rate halves; the decay is continuous.", gt=0
@@ -141,7 +141,7 @@ class OptimConfig(Frozen):
     )
     max_consecutive_skips: int = resumable_field(
         20,
-        "Number of consecutive steps that may be skipped because their gradient is not finite. One more ends training.",
+        "Number of consecutive steps that may be skipped because their gradient is not finite. One more such step ends training.",
         ge=0,
     )
     groups: tuple[OptimGroupConfig, ...] = field(
@@ -149,8 +149,8 @@ class OptimConfig(Frozen):
     )
     layer_decay: float | None = field(
         None,
-        "Layer-wise learning rate decay (BEiT): the learning rate of a layer of a tower is that of the layer "
-        "after it times this factor. Default: none.",
+        "Layer-wise learning rate decay (BEiT): each layer of a tower has the learning rate of the next layer, "
+        "multiplied by this factor. Default: none.",
         gt=0,
         le=1,
         examples=[0.75],
@@ -344,7 +344,7 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
     for number, group in enumerate(groups, start=1):
         if number not in group_by_name.values():
             raise ConfigError(
-                f"optim.groups.{number - 1}.match={list(group.match)}: matches no further parameters. A parameter belongs to the first group that "
-                "matches it, and earlier groups match all of these. Put this group before them."
+                f"optim.groups.{number - 1}.match={list(group.match)}: matches no further parameters, because a "
+                "parameter belongs to the first group that matches it. Put this group before those that match the same."
             )
     return group_by_name

@@ -43,8 +43,8 @@ class RankedEngineConfig(DeviceConfig):
     )
     flight_recorder: int = resumable_field(
         2000,
-        "Number of collectives that each rank remembers. If NCCL runs into `timeout`, they are written to "
-        "RUN/flight_recorder, for torchfrtrace. 0: none.",
+        "Number of most recent collectives that each rank records. If NCCL exceeds `timeout`, they are written to "
+        "RUN/flight_recorder, which torch's tool torchfrtrace reads. 0: none.",
         ge=0,
     )
 

@@ -110,8 +110,8 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
         raise ValueError(
-            f"timm_model_kwargs, image_size: expected numbers, strings, true or false, and a whole number for image_size, got {kwargs} "
-            f"and {vision.get('image_size')}. Correct the value of another type."
+            f"timm_model_kwargs, image_size: the first accepts numbers, strings, true and false, the second a whole number, got {kwargs} "
+            f"and {vision.get('image_size')}. Correct the value that has another type."
         )
     return infer_sizes(vision["timm_model_name"], vision.get("image_size"), kwargs)
 

@@ -29,7 +29,7 @@ class DinoHeadConfig(Frozen):
     use_bn: bool = field(False, "Batch normalization over the global batch in the MLP.")
     norm_last_layer: bool = field(True, "Keep the norm of every prototype at one.")
     weight_init: Literal["official", "xavier"] = field(
-        "official", "Initialization of the MLP; options as for the backbone."
+        "official", "Initialization of the MLP, with the same options as objective.model.weight_init."
     )
 
 

@@ -48,7 +48,9 @@ class SparoReadOut(TwinReadOut):
         gt=0,
         examples=[64],
     )
-    grp_size: int = field(1, "Number of slots that share one key projection (Appendix A). Must divide slots.", gt=0)
+    grp_size: int = field(
+        1, "Number of slots that share one key projection (Appendix A of the SPARO paper). Must divide slots.", gt=0
+    )
     share_kv: bool = field(True, "Use keys as values, as in the paper.")
     replace_last_block: bool = field(True, "Replace the last Transformer block by the readout, as in the SPARO paper.")
     norm_first: bool = field(

@@ -52,7 +52,8 @@ def backbone_facts(name: str, image_size: int, size: int | None = None) -> Backb
     model_name, _, tag = name.partition(".")
     if tag and timm.is_model(model_name):
         raise ValueError(
-            f"timm_model_name={name}: {tag} names weights, which this key does not load. Give {model_name}, and init=timm:{name}@FILE."
+            f"timm_model_name={name}: the suffix {tag} names pretrained weights, which this key does not load. Set "
+            f"timm_model_name={model_name}, and init=timm:{name}@FILE for the weights."
         )
     if not timm.is_model(name):
         raise ValueError(f"timm_model_name={name}: {did_you_mean(name.split('.')[0], timm.list_models())}")

@@ -47,7 +47,7 @@ class VitConfig(Frozen):
     )
     timm_model_name: str | None = field(
         None,
-        "A model of timm (ResNet, ConvNeXt, Swin, ViT, …) instead of this ViT, with its own widths. patch_size is then its stride.",
+        "Name of a timm model (ResNet, ConvNeXt, Swin, ViT, …) to use instead of this ViT. The model sets width and patch_size (its stride).",
         examples=["convnext_nano"],
     )
     image_size: int = field(224, "Side of a (global) crop in pixels.", gt=0, le=16384)
@@ -66,7 +66,10 @@ class VitConfig(Frozen):
     drop_path_uniform: bool = field(False, "Use the rate of drop_path in all blocks, as DINOv2 does.")
     registers: int = field(0, "Register tokens, between the class token and the patches.", ge=0, le=1000)
     layer_scale: float | None = field(
-        None, "Initial factor of each residual branch, learned per channel. Default: no factor.", examples=[1e-5], gt=0
+        None,
+        "LayerScale: initial value of the factors of each residual branch, which are learned per channel. Default: no factors.",
+        examples=[1e-5],
+        gt=0,
     )
     ffn_layer: Literal["mlp", "swiglu"] = field(
         "mlp",
@@ -75,7 +78,7 @@ class VitConfig(Frozen):
     positions: Literal["learned", "rope"] = field(
         "learned", "Learned position embeddings, or DINOv3's rotary ones, which have no parameters."
     )
-    rope_base: float = field(100.0, "Base of the rotary periods.", gt=1)
+    rope_base: float = field(100.0, "For positions=rope: base of the periods of the rotary embeddings.", gt=1)
     norm_eps: float = field(1e-6, "Epsilon of the layer norms.", gt=0, lt=1)
     pre_norm: bool = field(
         False,
@@ -143,7 +146,7 @@ class VitConfig(Frozen):
         if self.readout.reads_cls and self.readout.kind != "cls":
             raise ValueError(
                 f"readout.kind={self.readout.kind}: reads a class token, which is not supported with timm_model_name. Use "
-                "readout.kind=cls, which stands for the model's own pooling."
+                "readout.kind=cls, which then stands for the timm model's own pooling."
             )
         if self.readout.placement.replaced:
             raise ValueError(

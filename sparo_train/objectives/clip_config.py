@@ -73,14 +73,16 @@ class ClipObjectiveConfig(Frozen):
     # sparo-clip decays every matrix, including position embeddings and SPARO's queries; open_clip >= 4 excludes
     # position embeddings.
     decay_policy: Literal["sparo-clip", "open_clip4"] = field(
-        "sparo-clip", "Parameters with weight decay: as in sparo-clip, or as in open_clip 4."
+        "sparo-clip",
+        "Parameters with weight decay. sparo-clip: all with two or more dimensions; open_clip4: the same without position embeddings.",
     )
     ema: EmaConfig | None = field(
         None, "Moving average of the weights, which is evaluated and exported. Default: none."
     )
     cache: Annotated[CacheConfig | None, BeforeValidator(as_cache_block)] = field(
         None,
-        "Store the outputs of frozen Transformer blocks and train on the stored outputs. Value: a folder, or a mapping with the keys below. Default: no cache.",
+        "Store the outputs of frozen Transformer blocks and train on the stored outputs. Value: a folder, or a "
+        "mapping with the keys objective.cache.*. Default: no cache.",
         examples=[{"folder": "data/tokens"}],
     )
     image_sizes: tuple[tuple[Share, int], ...] = field(
@@ -104,7 +106,7 @@ class ClipObjectiveConfig(Frozen):
         bias = self.model.init_logit_bias
         if self.loss.uses_bias and bias is None:
             raise ValueError(
-                f"loss.kind={self.loss.kind} needs model.init_logit_bias (SigLIP: -10, and model.init_logit_scale=2.3026)"
+                f"loss.kind={self.loss.kind}: needs model.init_logit_bias. Set it; SigLIP uses -10, and model.init_logit_scale=2.3026."
             )
         if bias is not None and not self.loss.uses_bias:
             raise ValueError(
@@ -140,7 +142,7 @@ class ClipObjectiveConfig(Frozen):
         )
         if shares[0] or shares != sorted(set(shares)):
             raise ValueError(
-                f"image_sizes: sizes are listed by the share of training at which they begin; these shares must start with 0 and increase, got {shares}"
+                f"image_sizes: the starts in [start, pixels], shares of the run, must begin with 0 and increase, got {shares}. Correct them."
             )
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(

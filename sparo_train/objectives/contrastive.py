@@ -71,8 +71,8 @@ class ContrastiveLoss(Frozen):
     kind: str = field(..., "Kind of the loss: an entry of sparo.losses.")
     exchange: Exchange = field(
         "auto",
-        "Exchange of encodings between ranks: gather (all_gather, fewest launches), ring (tiles passed from rank to rank, "
-        "least memory), or auto (gather while the gathered encodings of one modality and a rank's rows of logits each "
+        "Exchange of encodings between ranks: gather (all_gather, fewest kernel launches), ring (tiles passed from rank to rank, "
+        "least memory), or auto (gather if the gathered encodings of one modality and a rank's rows of logits each "
         "take at most 2 GiB on a GPU, or 64 MiB on a CPU).",
     )
 

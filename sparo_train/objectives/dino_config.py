@@ -19,7 +19,11 @@ class CollapseConfig(Frozen):
     entropy: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
         (0.005, 0.999), "Warn if the teacher's entropy, as a share of its maximum, is outside of this range."
     )
-    kl: float = field(0.001, "Warn if the KL divergence between two views is below this.", ge=0)
+    kl: float = field(
+        0.001,
+        "Warn if the KL divergence of the student from the teacher, as a share of log(head.out_dim), is below this.",
+        ge=0,
+    )
     rankme: float = field(
         1.5, "Warn if the effective rank of the encodings (RankMe) is below this after the first 5 % of the run.", ge=1
     )
@@ -33,7 +37,7 @@ class IbotConfig(Frozen):
 
     weight: float = field(1.0, "Weight of the loss.", gt=0)
     mask_ratio: Annotated[tuple[float, float], between(0, 1, rising=True)] = field(
-        (0.1, 0.5), "Range of the share of the patches that are masked."
+        (0.1, 0.5), "Smallest and largest share of a crop's patches that are masked."
     )
     separate_head: bool | None = field(
         None,
@@ -48,8 +52,8 @@ class GramConfig(Frozen):
     weight: float = field(2.0, "Weight of the loss.", gt=0)
     crop_size: int | None = field(
         None,
-        "Side of the global crops that the earlier teacher receives, which have no changes of colour. If it "
-        "is larger than objective.model.image_size, its patch features are resized (bicubic) to the student's "
+        "Side in pixels of the global crops as the earlier teacher receives them, without changes of colour. If it "
+        "is larger than objective.model.image_size, the teacher's patch features are resized (bicubic) to the student's "
         "grid. Default: objective.model.image_size.",
         gt=0,
         le=16384,
@@ -57,8 +61,8 @@ class GramConfig(Frozen):
     )
     first_step: int = field(
         0,
-        "Number of steps before the loss is used. After the last of them, the teacher is copied; the copy is "
-        "the earlier teacher. 0: the loss is used from the start, with the weights of start_from.",
+        "Number of steps without this loss. After them, the teacher is copied, and the copy is used as "
+        "the earlier teacher. 0: the loss is used from the start, and the earlier teacher has the weights of start_from.",
         ge=0,
     )
     update_steps: int | None = field(
@@ -121,7 +125,8 @@ class DinoObjectiveConfig(Frozen):
         0.0, "Weight of the KoLeo loss, which spreads the encodings of a batch. DINOv2 uses 0.1.", ge=0
     )
     gram: GramConfig | None = field(
-        None, "Keep the student's patches close to those of an earlier teacher. Default: no."
+        None,
+        "Gram anchoring (DINOv3): keep similarities between the student's patches close to an earlier teacher's. Default: no.",
     )
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
     clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
@@ -176,7 +181,8 @@ class DinoObjectiveConfig(Frozen):
         for key, used in colours.items():
             if used and bands != 3:
                 raise ValueError(
-                    f"{key}: changes colours, but model.bands={bands}. Set crops.jitter=[0.4,0.4,0,0], crops.gray_prob=0 and crops.stain=0."
+                    f"{key}: changes colours, which needs three bands, got model.bands={bands}. Set "
+                    "crops.jitter=[0.4,0.4,0,0], crops.gray_prob=0 and crops.stain=0."
                 )
 
     @property
@@ -216,7 +222,7 @@ def check_recipe(recipe: RecipeBlocks[DinoObjectiveConfig]) -> None:
         raise ValueError(f"objective.model.bands={objective.model.bands}: {given}. Set {remedy}.")
     if objective.gram is not None and objective.gram.first_step == 0 and recipe.start_from is None:
         raise ValueError(
-            "objective.gram.first_step=0: the loss would hold the model to random weights. Set start_from (on the "
+            "objective.gram.first_step=0: the earlier teacher of this loss would have random weights. Set start_from (on the "
             "command line: init=) to a trained run or backbone, or raise objective.gram.first_step."
         )
     coupling = {

@@ -23,7 +23,8 @@ class StudentCropsConfig(Frozen):
     """The region of the teacher's view that the student sees, and changes of its colours."""
 
     scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.5, 1.0), "Range of the share of the teacher's square view that the student's crop covers."
+        (0.5, 1.0),
+        "Smallest and largest share of the area of the teacher's square view that the student's crop covers.",
     )
     hflip: float = field(0.5, "Probability of a horizontal flip.", ge=0, le=1)
     jitter: Annotated[tuple[float, float, float, float], AfterValidator(jitter_strength)] = field(
@@ -40,12 +41,12 @@ class DistillObjectiveConfig(Frozen):
     model: VitConfig = field(VitConfig(), "Backbone of the student.")
     teacher: Annotated[Any, FromRegistry(TEACHERS, default="checkpoint"), BeforeValidator(_as_teacher)] = field(
         ...,
-        "The teacher: an entry of sparo.teachers, or the checkpoint of one.",
+        "The teacher: a checkpoint, or a block of keys whose kind is an entry of sparo.teachers.",
         examples=["dinov2_vitb14_pretrain.pth"],
     )
     cache: Annotated[CacheConfig | None, BeforeValidator(as_cache_block)] = field(
         None,
-        "Folder that caches the teacher's tokens, for every run with the same teacher and images. Default: the teacher runs in every step.",
+        "Folder in which the teacher's tokens are cached; all runs with the same teacher and images can share it. Default: the teacher runs in every step.",
         examples=["data/tokens"],
     )
     crops: StudentCropsConfig = field(StudentCropsConfig(), "Crops and colours of the student's images.")

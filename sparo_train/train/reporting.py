@@ -289,7 +289,8 @@ class Evaluation:
             return True
         if not self._postponed:
             logger.info(
-                f"step {step}: no evaluation, because evaluations would take more than eval.max_share of the time. They resume when they fit."
+                f"step {step}: evaluation skipped, because evaluations would take more than the share "
+                "eval.max_share of the time. Evaluations resume when they fit into it."
             )
         self._postponed = True
         return False

@@ -67,8 +67,8 @@ class LogConfig(Frozen):
     )
     pictures: int = field(
         6,
-        "Number of samples whose pictures every evaluation saves to RUN/pictures and tensorboard, from "
-        "the first task that has pictures: at most 3 videos, or one scene. 0: none.",
+        "Number of samples of which every evaluation saves pictures to RUN/pictures and tensorboard. They come from "
+        "the first task that has pictures; of videos, at most 3 are shown, of scenes only one. 0: none.",
         ge=0,
         le=256,
     )
@@ -92,8 +92,8 @@ class EvalConfig(Frozen):
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     max_share: float | None = field(
         None,
-        "Skip an evaluation of every_steps if all evaluations together would then take more than this share of "
-        "the time since the process started. The first evaluation and that of the last step always run. "
+        "Skip an evaluation that is due by every_steps if, with it, all evaluations would take more than this share of "
+        "the time since the process started. The first evaluation and the one after the last step always run. "
         "Default: no evaluation is skipped.",
         gt=0,
         lt=1,
@@ -139,7 +139,7 @@ def _expand_path(value: Any) -> Any:
     except RuntimeError:
         raise ValueError("names the home folder of an unknown user. Write the path") from None
     if unset := re.search(r"\$\{?[A-Za-z_]\w*", expanded):
-        raise ValueError(f"the environment variable {unset.group()} is not set. Set it, or write the path")
+        raise ValueError(f"the environment variable {unset.group()} is not set. Set it, or write the path without it")
     return expanded
 
 
@@ -176,7 +176,7 @@ class RunConfig(Frozen):
     steps: int | None = field(None, "Length of training in optimizer steps.", gt=0, lt=1 << 53)
     epochs: float | None = field(
         None,
-        "Length of training in passes over the data. One pass contains each source as often as its weight says.",
+        "Length of training in passes over the data. In one pass, each source is read as often as its key weight says (2: twice).",
         gt=0,
         le=1e9,
     )
@@ -200,7 +200,7 @@ class RunConfig(Frozen):
     )
     auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
         "off",
-        "Choose sizes, length, learning rate and similar keys, unless the recipe sets them, from the data, the "
+        "Choose sizes, length, learning rate and similar keys that the recipe does not set, based on the data, the "
         "initial weights and the hardware: this machine (here), CPUs (cpu) or a GPU (gpu). sparo train --print "
         "shows the choices.",
     )
@@ -273,7 +273,8 @@ class RunConfig(Frozen):
             )
         if self.optim.warmup_steps + (self.optim.cooldown_steps or 0) > total:
             raise ConfigError(
-                f"optim.cooldown_steps={self.optim.cooldown_steps}: cooldown and {self.optim.warmup_steps} steps of warm-up exceed the {total} steps of the run"
+                f"optim.cooldown_steps={self.optim.cooldown_steps}: together with "
+                f"optim.warmup_steps={self.optim.warmup_steps}, it exceeds the {total} steps of the run. Shorten one of them, or train longer."
             )
         return total
 

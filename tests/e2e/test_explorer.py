@@ -270,7 +270,10 @@ def test_two_checkpoints_and_one_file(others, browser, tmp_path):
         page = seen.page
         runs = page.eval_on_selector_all("#runs option", "all => all.map(o => o.value)")
         assert "runs/s1" in runs and "runs/s0" not in runs
-        for name, told in (("runs/s9", "runs/s9"), ("runs/s0", "has the weights of the open checkpoint")):
+        for name, told in (
+            ("runs/s9", "runs/s9"),
+            ("runs/s0", "has the same weights as the checkpoint that is already open"),
+        ):
             page.fill("#compare-with", name)
             page.press("#compare-with", "Enter")
             says(page, "#error-text", told)

@@ -61,7 +61,7 @@ def test_edits_from_the_command_line(folder):
         ("framed", ("--slot", "0", "--delete", "--swap", "1"), "give one kind of edit"),
         ("framed", ("--slot", "0", "--move", "a,b"), "--move a,b: expected two numbers"),
         ("framed", ("--slot", "0", "--move", "1"), "--move 1: expected two numbers"),
-        ("framed", ("--slot", "0", "--swap", "0"), "is the same slot"),
+        ("framed", ("--slot", "0", "--swap", "0"), "is the slot that is edited"),
         ("framed", ("--slot", "0", "--swap", "no.jpg:1"), "no.jpg"),
         ("framed", ("--slot", "0", "--swap", "two.jpg:8"), "--swap two.jpg:8"),
         ("framed", ("--slot", "0", "--delete", "--out", "x.jpg"), "expected a .png"),

@@ -87,7 +87,7 @@ def test_search_by_image_and_by_text(world):
         (("query.jgp", "--slots", "1"), "query.jgp: file not found"),
         (("runs", "--slots", "1"), "runs: is a folder"),
         ((" ", "--slots", "1"), "QUERY: is empty"),
-        (("a", "--slots", "1", "--different", "0.5"), "applies to an image"),
+        (("a", "--slots", "1", "--different", "0.5"), "requires an image as the query"),
         (("query.jpg", "--slots", "1", "--different", "inf"), "--different: expected a finite number"),
         (("query.jpg", "--slots", "another.json"), "was made for another checkpoint"),
         (("words.txt", "--slots", "1"), "words.txt"),

@@ -41,7 +41,7 @@ def saved(array):
         (saved(np.array([1.5, 2.0])), r"must hold one row of whole numbers, got shape \(2,\) and dtype float64"),
         (saved(np.array([[1, 2]])), r"must hold one row of whole numbers, got shape \(1, 2\) and dtype int64"),
         (saved(np.array(3)), r"got shape \(\) and dtype int64"),
-        (saved(np.array([1])), r"s0 has 1 numbers, but the key metadata lists 2 names \(region, year\)"),
+        (saved(np.array([1])), r"s0 has only 1 numbers, but `metadata` lists 2 names \(region, year\)"),
         (saved(np.array([{}, 1], object)), "cannot be read as an array of numbers"),
         (archive(), "cannot be read as an array of numbers"),
         (b"", "cannot be read as an array of numbers"),
@@ -57,7 +57,7 @@ def test_damaged_numbers_are_reported_before_anything_is_encoded(tmp_path, data,
 
 def test_one_short_row_is_named(tmp_path):
     task = write(tmp_path, [datacomp.npy([1, 2]), datacomp.npy([1])])
-    with pytest.raises(SparoError, match="s1 has 1 numbers, but the key metadata lists 2 names"):
+    with pytest.raises(SparoError, match="s1 has only 1 numbers, but `metadata` lists 2 names"):
         Suite({"z": task}).run(BagOfWords())
 
 

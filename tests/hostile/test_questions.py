@@ -134,7 +134,7 @@ def test_an_odd_number_of_rows_is_refused(root, tmp_path):
     shutil.copytree(root / "mmvp_vlm", tmp_path / "mmvp_vlm")
     path = tmp_path / "mmvp_vlm/Questions.csv"
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
-    with pytest.raises(DataError, match=r"must be a multiple of 2, the rows of a question, got 11"):
+    with pytest.raises(DataError, match=r"must be a multiple of columns\.rows=2, got 11"):
         load_questions(tasks_of("mmvp_vlm", tmp_path))
 
 
@@ -163,8 +163,8 @@ CHOICE = {"images": ["{i}"], "captions": ["{o}"]}
 @pytest.mark.parametrize(
     ("rows", "columns", "match"),
     [
-        ([{"i": [], "o": ["a", "b"]}], {}, r"question 0: has no image, or an empty caption, got 0 image"),
-        ([{"i": "0.png", "o": ["a", ""]}], {}, r"question 0: has no image, or an empty caption"),
+        ([{"i": [], "o": ["a", "b"]}], {}, r"question 0: must have an image and no empty caption, got 0 image"),
+        ([{"i": "0.png", "o": ["a", ""]}], {}, r"question 0: must have an image and no empty caption"),
         ([{"i": "0.png", "o": ["a", "b"], "r": 1.5}], {"answer": "{r}"}, r"\{r\} must be a whole number, got 1\.5"),
         ([{"i": "0.png", "o": ["a", "b"], "b": [0, 0, float("nan"), 2]}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
         ([{"i": "0.png", "o": ["a", "b"], "b": "1e9,0,2,2"}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),

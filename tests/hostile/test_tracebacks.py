@@ -44,7 +44,7 @@ def test_keys_that_are_too_deep_and_documents_for_shards_are_refused():
     with pytest.raises(ConfigError, match="at most 64 levels, got 65"):
         override({}, ["a" + ".a" * 64 + "=1"])
     for place in ("data:,hello", "data:", "data:text/plain;base64,aGk="):
-        with pytest.raises(ConfigError, match="is a document, not a shard"):
+        with pytest.raises(ConfigError, match="is a data: URL, not a shard"):
             find_shards(place, "data.sources.a.shards")
 
 
@@ -130,4 +130,4 @@ def test_a_folder_above_or_inside_a_run_names_the_run(shards, tmp_path):
     above, inside = str(tmp_path / "runs"), str(tmp_path / "runs/one/checkpoints")
     for words in (["eval", above], ["export", above], ["slots", "score", above, "--tasks", "x"]):
         assert_ends(words, 2, [f"{above}: is a folder of runs, not a run. Give {above}/one or another of the 2."])
-    assert_ends(["eval", inside], 2, [f"Give the run, {above}/one, or a step-… folder."])
+    assert_ends(["eval", inside], 2, [f"Give the run's folder ({above}/one) or one of its step-… folders."])

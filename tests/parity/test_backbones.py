@@ -215,7 +215,7 @@ def test_a_vit_of_timm_that_averages_patches_needs_its_name(tmp_path):
     randomized(model)
     path = tmp_path / "x.pt"
     torch.save(model.state_dict(), path)
-    with pytest.raises(CheckpointError, match=r"averages its patches .*timm:NAME@"):
+    with pytest.raises(CheckpointError, match=r"averages its patch tokens .*timm:NAME@"):
         load_encoder(path)
     encoder = load_encoder(f"timm:vit_tiny_patch16_224@{path}")
     pixels = torch.rand(1, 3, 224, 224)

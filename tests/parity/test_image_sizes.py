@@ -109,8 +109,8 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "must start with 0 and increase"),
-        (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "must start with 0 and increase"),
+        (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "must begin with 0 and increase"),
+        (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "must begin with 0 and increase"),
         (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "multiple of patch_size=16 .* got 40"),
         (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "multiple of patch_size=16 .* got 80"),
         (

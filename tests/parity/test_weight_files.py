@@ -168,7 +168,7 @@ def test_torchscript_archives_are_read_without_running_them(archive, monkeypatch
 
 def test_openais_weights_are_not_scored_with_the_other_gelu(archive, tmp_path):
     path, _ = archive
-    with pytest.raises(ConfigError, match=r"--model ViT-S-32: .* whose models have QuickGELU.* Remove --model"):
+    with pytest.raises(ConfigError, match=r"--model ViT-S-32: .* which uses QuickGELU.* Remove --model"):
         load_encoder(path, "ViT-S-32")
     with pytest.raises(ConfigError, match="OpenAI's approximation of GELU"):
         load_encoder(f"open_clip:ViT-S-32@{path}")

@@ -101,10 +101,10 @@ def best_and_worst_are_drawn(run_folder, tmp_path):
         ((run_folder, str(worse), *line, "--out", "b.png"), "worse"),
         (
             (run_folder, run_folder, "--image", "own.jpg", "--out", "b.png"),
-            "several checkpoints need --task and a .png file",
+            "with several checkpoints, give --task and a .png file",
         ),
-        ((run_folder, run_folder, *line, "--out", "b"), "several checkpoints need --task and a .png file"),
-        ((run_folder, *line, "--uncertain", "--out", "page"), "--uncertain: applies to images (not videos)"),
+        ((run_folder, run_folder, *line, "--out", "b"), "with several checkpoints, give --task and a .png file"),
+        ((run_folder, *line, "--uncertain", "--out", "page"), "--uncertain: works only with images (not videos)"),
     ):
         done = sparo("slots", "panels", *words, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -133,7 +133,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         (["--image", "no.jpg"], "no.jpg"),
         (["--out", "a.bmp"], "a .png file"),
         (["--task", "masks", "--out", "a.gif"], "animations need a task of videos"),
-        (["--image", "own.jpg", "--out", "page"], "a page needs a task"),
+        (["--image", "own.jpg", "--out", "page"], "can only show a task (--task)"),
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr

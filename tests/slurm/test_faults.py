@@ -79,7 +79,10 @@ def test_processes_of_a_returning_node_write_nothing(whole):
     # The returning srun cancels the step with its number, which belongs to its successor. This costs one more start.
     assert [start[0] for start in whole.starts(folder)] in ([0, 1], [0, 1, 2])
     errors = "".join(path.read_text() for path in (folder / "jobs").glob("*_0_log.err"))
-    assert "was taken over by a later start" in errors and "was taken over" not in (folder / "log.txt").read_text()
+    assert (
+        "was taken over by a process that started later" in errors
+        and "was taken over" not in (folder / "log.txt").read_text()
+    )
 
 
 def _command(pid: int) -> str:

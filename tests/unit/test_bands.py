@@ -308,7 +308,7 @@ def test_check_reports_bands_and_their_ranges(scenes):
         (["data.bands=[1,4]", "objective.mean=[0.5,0.5,0.5]"], r"mean: expected 2 numbers \(model.bands\), got 3"),
         (["data.bands=[1,4]", "data.pixel_range=[[0,1]]"], "has 1 ranges, but bands names 2 bands"),
         (["data.pixel_range=[]"], "expected \\[low, high\\]"),
-        (["data.bands=[1,4]", "data.scaled_decoding=true"], "scaled_decoding=true: applies to JPEG"),
+        (["data.bands=[1,4]", "data.scaled_decoding=true"], "scaled_decoding=true: applies only to JPEG"),
         (
             [
                 "objective.model.bands=4",

@@ -321,7 +321,10 @@ def test_a_limited_result_never_stands_for_the_whole(tmp_path):
     append(tmp_path, "a", "t", scored([1, 0, 1]), {"limit": None})
     append(tmp_path, "a", "t", scored([1]), {"limit": 1})
     assert rows() == [("a", 2 / 3)]
-    with pytest.raises(ConfigError, match=r"--paper CC15M: the paper's rows need a --layout: 1, 2, 3, 6, B\.1, B\.2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--paper CC15M: only to a table with --layout, got none\. Choose one of 1, 2, 3, 6, B\.1, B\.2",
+    ):
         layouts.grid(read_records([tmp_path]), None, ["CC15M"])
 
 

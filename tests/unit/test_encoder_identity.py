@@ -83,7 +83,7 @@ def test_results_record_the_selected_units(runs, tmp_path):
 def test_open_clip_refuses_a_name_that_the_file_contradicts(runs):
     folder = export_run(runs[0], None, "open_clip")
     with pytest.raises(
-        (ConfigError, CheckpointError), match=r"has .*but the open_clip_config\.json next to the file says"
+        (ConfigError, CheckpointError), match=r"has .*but the open_clip_config\.json next to the weights says"
     ):
         load_encoder(f"open_clip:ViT-B-32@{folder / 'open_clip_model.safetensors'}")
 

@@ -282,7 +282,7 @@ def test_a_selection_of_slots_is_an_encoder_over_the_same_stored_features(tmp_pa
     assert torch.allclose(chosen.encode(pixels), found, atol=1e-6)
     assert isinstance(chosen, TextEncoder) and torch.equal(chosen.text(["a cat"]), inner.text(["a cat"]))
     assert not isinstance(mask_encoder(PixelEncoder(4), torch.ones(48)), TextEncoder)
-    with pytest.raises(ConfigError, match=r"its encodings need a mask of \(12,\) or \(3,\), got \(5,\)"):
+    with pytest.raises(ConfigError, match=r"expected a mask of shape \(12,\) or \(3,\), got \(5,\)"):
         mask_encoder(inner, torch.ones(5))
 
 

@@ -353,7 +353,7 @@ def test_splits_and_findings_that_do_not_exist_are_named(tissue, tmp_path):
     cases = table_of(
         tmp_path / "case", tissue, lambda n, row: {**row, "split": row["split"].title() if n % 7 == 0 else row["split"]}
     )
-    with pytest.raises(DataError, match=r"column 'split' writes one split in two ways, got 'Train' and 'train'"):
+    with pytest.raises(DataError, match=r"column 'split' spells one split in two ways, got 'Train' and 'train'"):
         run("knn", cases, columns={"label": "{tissue}"})
     share = {"label": "{tissue}", "split": None, "test_share": 0.2}
     for words in ({"val_split": "nonsense"}, {"split": "val"}):

@@ -179,7 +179,7 @@ def test_slot_attention_is_equivariant_to_the_order_of_slots():
         turned.attention, whole.attention[:, order][..., tokens]
     )
     assert torch.allclose(whole.attention.sum(1), torch.ones(B, N).double()) and (whole.attention >= 0).all()
-    with pytest.raises(ValueError, match=r"give noise \(…, 3, 8\)"):
+    with pytest.raises(ValueError, match=r"noise: is required .* of shape \(…, 3, 8\)"):
         module(features)
 
 
@@ -232,7 +232,7 @@ BAD = {
     "renorm=entry: applies to slots that compete": {"preset": "tf", "renorm": "entry"},
     "pooled: does not compute attention": {"preset": "pooled", "slots": 16, "qk_norm": True},
     "set out_proj or a gru": {"preset": "tf_inv", "qkv_width": 4},
-    "qk_norm: needs projected keys": {"preset": "tf_inv_osrt", "kv": "folded"},
+    "qk_norm: cannot be combined with kv=folded": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: applies to gradient=last": {"straight_through": True},
     "ground: needs two or more slots": {"ground": True, "slots": 1},
     "ground=True: a binder supports False only": {"preset": "psb", "ground": True},

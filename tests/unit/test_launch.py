@@ -97,7 +97,7 @@ def test_simultaneous_snapshots_are_shared(tmp_path):
 def test_launching_without_submitit_names_the_package(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(
-        ConfigError, match=r"sparo launch needs submitit. pip install -e '\.\[slurm\]' in sparo's checkout"
+        ConfigError, match=r"sparo launch needs submitit. Run `pip install -e '\.\[slurm\]'` in sparo's checkout"
     ):
         submit(load_cluster("local"), [], tmp_path, "x", tmp_path, None, None)
 

@@ -70,7 +70,9 @@ def test_shards_that_changed_or_are_missing_are_noticed(folder):
         opened(f"{folder}/00009.tar", folder / "all.safetensors")
     shutil.copy(folder / "00000.tar", folder / "old.tar")
     (folder / "00000.tar").write_bytes((folder / "old.tar").read_bytes()[:-512])
-    with pytest.raises(DataError, match=r"00000\.tar has \d+ bytes, and \d+ in the index\. Write it again"):
+    with pytest.raises(
+        DataError, match=r"00000\.tar has \d+ bytes, but \d+ according to the index\. Write the index again"
+    ):
         opened(str(folder), folder / "all.safetensors")
 
 

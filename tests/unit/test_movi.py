@@ -66,7 +66,7 @@ def test_movi_as_tfds_writes_it(tmp_path):
             tmp_path / "o",
             PublishedConfig(source="movi", videos=True, files=("e.tfrecord",)),
         )
-    with pytest.raises(DataError, match="12 x 8 pixels have flows, which do not allow"):
+    with pytest.raises(DataError, match="12 x 8 pixels have optical flow, which cannot be resized"):
         resize_video(full, 4)
 
 

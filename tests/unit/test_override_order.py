@@ -77,7 +77,7 @@ def test_an_empty_entry_of_a_file_is_refused_if_no_parent_has_it(base, tmp_path)
     ):
         read_sweep(sweep)
     child = write(tmp_path / "child.yaml", {"extends": str(base), "data": {"sources": {"scenez": None}}})
-    with pytest.raises(ConfigError, match=r"data\.sources\.scenez: is empty.*no parent has it"):
+    with pytest.raises(ConfigError, match=r"data\.sources\.scenez: an empty value removes .*no parent has this one"):
         load_run(child)
 
 
@@ -138,7 +138,9 @@ def test_files_that_only_extend_or_repeat_others_change_nothing(base, shards, tm
 
 
 def test_a_block_after_a_list_inside_of_it_is_refused(base):
-    with pytest.raises(ConfigError, match=r"replaces the block of optim\.lr=\[…\], which comes before it"):
+    with pytest.raises(
+        ConfigError, match=r"replaces the block that contains optim\.lr, which an earlier override sets"
+    ):
         expand(base, ["optim.lr=[0.1,0.2]", "optim={kind: adamw, warmup_steps: 0}"])
     _, runs = expand(base, ["optim={kind: adamw, warmup_steps: 0}", "optim.lr=[0.1,0.2]"])
     assert [run.optim.lr for run in runs] == [0.1, 0.2]

@@ -217,7 +217,8 @@ def test_a_column_of_splits_is_reported(tmp_path, caplog):
 def test_a_list_of_captions_in_a_cell_is_several_captions(cell):
     assert TableRow({"caption": cell}, "mine.csv, row 1").texts("{caption}") == ["a dog", "a cat"]
     with pytest.raises(
-        DataError, match=r"row 1: \{caption\} is a caption that is a list without commas, got .* Write it in JSON"
+        DataError,
+        match=r"row 1: \{caption\} contains a caption that is a list without commas, got .* Write the list in JSON",
     ):
         TableRow({"caption": cell.replace(",", "")}, "mine.csv, row 1").texts("{caption}")
 

@@ -60,7 +60,7 @@ def test_missing_arrays_and_wrong_lengths_are_reported(tmp_path):
             [("0.video.npy", video), ("1.video.npy", video), ("0.segmentations.npy", masks)],
             "has segmentations but no video",
         ),
-        ([("0.video.npy", video), ("0.video.npy.gz", gzip.compress(video))], "two arrays have this name"),
+        ([("0.video.npy", video), ("0.video.npy.gz", gzip.compress(video))], "the tar contains this array twice"),
         ([("0.video.npy", huge.getvalue())], "integers that takes at most 4 GB"),
         ([("0.video.npy", video[:-5])], "Fetch the file again"),
         ([("0.video.npy.gz", gzip.compress(video + b"0" * 99))], "bytes, got"),

@@ -149,7 +149,7 @@ def test_a_full_disk_is_reported_once_and_ends_no_run(tmp_path, monkeypatch, cap
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             file.put(number, 0, b"x")
-    assert caplog.text.count("No space left on device") == 1 and "read from the server" in caplog.text
+    assert caplog.text.count("No space left on device") == 1 and "from the server" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path, monkeypatch):

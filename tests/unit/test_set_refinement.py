@@ -76,5 +76,5 @@ def test_idspn_is_accepted_for_images_only():
     for wrong in ({"mlp_width": 8}, {"gru": "torch"}):
         with pytest.raises(ValidationError, match="idspn: its slots have no attention and no update"):
             SlotAttentionConfig.model_validate({**SMALL, **wrong})
-    with pytest.raises(ValidationError, match=r"grouping\.preset=idspn: applies to images without reference frames"):
+    with pytest.raises(ValidationError, match=r"grouping\.preset=idspn: supports neither videos nor reference frames"):
         SlotTowerConfig.model_validate({**sizes, "grouping": SMALL, "frame": {}})

@@ -64,7 +64,9 @@ def test_heads_are_refused_where_there_are_none():
         make_heads(clip({"kind": "token"}), 9)
     with pytest.raises(ConfigError, match="has no slots"):
         make_units(clip({"kind": "token"}))
-    with pytest.raises(ConfigError, match="--parts 7: must divide the 24 values of an encoding of a model"):
+    with pytest.raises(
+        ConfigError, match="--parts 7: must be at least 2 and a divisor of 24, the width of an encoding of a model"
+    ):
         make_units(clip({"kind": "token"}), "parts", 7)
 
 

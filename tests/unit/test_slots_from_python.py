@@ -68,7 +68,7 @@ def test_a_number_that_does_not_fit_is_refused(shards, tmp_path):
     with pytest.raises(CheckpointError, match="no such file or folder"):
         load_encoder(f"{tmp_path}/nothing?slots=4")
     (tmp_path / "weights.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match="only runs of slot models take a number of slots"):
+    with pytest.raises(ConfigError, match="only runs of slot models accept a number of slots"):
         load_encoder(f"{tmp_path}/weights.pt?slots=4")
 
 

@@ -74,7 +74,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         ("cameras/camera_1/depth_image", "color", "four bytes per pixel"),
         ("cameras/camera_1/instance_image", "wide", "a mask or depth image of .* does not match the image of"),
         ("cameras/camera_1/instance_image", "color", "masks are stored as colours"),
-        ("cameras", None, "has no cameras"),
+        ("cameras", None, "has no feature cameras"),
     ],
 )
 def test_a_bad_record_is_reported_by_file_number_and_camera(monkeypatch, name, value, told):

@@ -122,7 +122,7 @@ def test_squares_are_pooled_and_see_all_frames():
     )
     for grouping, told in (
         ({"slots": 5}, "each slot pools one cell"),
-        ({"slots": 9}, "8 features per side cannot be divided into 3 equal squares"),
+        ({"slots": 9}, "8 x 8 features cannot be divided into 3 x 3 equal squares"),
         ({"slots": 4, "gru": "torch"}, "its slots do not attend to tokens"),
     ):
         with pytest.raises(ConfigError, match=told):

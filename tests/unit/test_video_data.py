@@ -242,7 +242,7 @@ def test_checks_decode_every_plane_and_ask_no_captions_of_what_has_masks(tmp_pat
         "v": [
             ("1", "bad depth"),
             ("2", "flow of another size than its frame"),
-            ("3", "the json has another number of frames than the video"),
+            ("3", "the number of frames in the json differs from that of the video"),
             ("4", "bad boxes.npy"),
             ("5", "missing flow of a frame"),
         ],

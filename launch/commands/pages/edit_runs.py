@@ -73,7 +73,7 @@ def _with_swap(checkpoint: str, model: EditableEncoder, edit: SlotEdit, options:
     swap = options.swap or ""
     if swap.isdecimal():
         if int(swap) == edit.slot:
-            raise ConfigError(f"--swap {swap}: is the same slot. Name another.")
+            raise ConfigError(f"--swap {swap}: is the slot that is edited. Name another slot.")
         return edit._replace(exchange=int(swap))
     name, _, number = swap.rpartition(":")
     if not name or not number.isdecimal():

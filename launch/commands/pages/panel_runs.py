@@ -113,12 +113,14 @@ def draw_panels(
         )
     if uncertain and (isinstance(task, VideoMasksTaskConfig) or not out.suffix):
         raise ConfigError(
-            "--uncertain: applies to images (not videos) that are drawn to a .png file. Remove it, or name other "
+            "--uncertain: works only with images (not videos) and a .png file as --out. Remove it, or name such a file and "
             "images."
         )
     if not out.suffix:
         if task is None or task_name is None or images:
-            raise ConfigError(f"--out {out}: a page needs a task (--task). For your own images, name a .png file.")
+            raise ConfigError(
+                f"--out {out}: a page (a name without a suffix) can only show a task (--task). For your own images, name a .png file."
+            )
         refuse_unwritable(out, "--out")
         return _write_task_page(encoder, checkpoint, task_name, task, num_samples, tile, out)
     refuse_unwritable(out.parent, "--out")

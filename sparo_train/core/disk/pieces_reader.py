@@ -139,7 +139,7 @@ class PiecesReader:
         try:
             return self._pieces[part][name]
         except KeyError:
-            raise CheckpointError(f"checkpoint: {part} has no {name!r}") from None
+            raise CheckpointError(f"checkpoint: {part} has no tensor {name!r}") from None
 
     def read(self, part: str, name: str, begin: int = 0, end: int | None = None) -> Tensor:
         """Return elements `begin` to `end` (default: all) as a 1-d CPU tensor in the dtype of the file."""
@@ -194,10 +194,12 @@ def _load_index(path: Path, files: Mapping[str, Sequence[Path]]) -> dict[str, li
         for part, paths in files.items():
             names, shapes = described[part]["files"], described[part]["shapes"]
             if sorted(names) != sorted(p.name for p in paths):
-                raise ValueError(f"the files that it lists for {part} differ from those of the checkpoint")
+                raise ValueError(f"the files that the index lists for {part} differ from those of the checkpoint")
             begins, sizes = tables[part]
             if begins.shape != (len(shapes), len(names)):
-                raise ValueError(f"its table of {part} has the shape {begins.shape}")
+                raise ValueError(
+                    f"its table of {part} should have the shape {(len(shapes), len(names))}, got {begins.shape}"
+                )
             by_column = [path.parent / name for name in names]
             out[part] = [
                 _sorted_pieces(name, shape, begins[row], sizes[row], by_column)

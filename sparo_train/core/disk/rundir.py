@@ -75,7 +75,7 @@ class RunLease:
         if owner["token"] != self.token:
             by = f"job {owner['job']}, restart {owner['restart']}" if owner.get("job") else f"pid {owner.get('pid')}"
             raise SupersededError(
-                f"{self.path.parent}: was taken over by a later start ({by} on {owner.get('host')}). This process stops and "
+                f"{self.path.parent}: was taken over by a process that started later ({by} on {owner.get('host')}). This process stops and "
                 "writes nothing more into it."
             )
 

@@ -120,7 +120,7 @@ def _refuse_absent_entry(model: type[BaseModel], tree: Tree, own: Tree, keys: tu
     if not isinstance(entries, Mapping) or name not in entries:
         known = entries if isinstance(entries, Mapping) else {}
         raise ConfigError(
-            f"{origin}: {'.'.join(map(str, keys))}: is empty, which removes the entry of a parent recipe, but no parent has it. Write "
+            f"{origin}: {'.'.join(map(str, keys))}: an empty value removes an entry of a parent recipe, but no parent has this one. Write "
             f"{name}: {{}} for an entry with defaults; {did_you_mean(name, known)}"
         )
 

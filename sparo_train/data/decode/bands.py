@@ -51,7 +51,7 @@ def check_bands(bands: Sequence[int] | None, how: PixelRange, decode: str = "fas
         )
     if bands is not None and scaled:
         raise ValueError(
-            "scaled_decoding=true: applies to JPEG files in red, green and blue only. Remove it, or bands."
+            "scaled_decoding=true: applies only to JPEG files read as RGB, not to selected bands. Remove scaled_decoding or bands."
         )
 
 

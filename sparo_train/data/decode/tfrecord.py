@@ -165,7 +165,7 @@ def parse_example(data: bytes, where: str) -> dict[str, Value]:
                     feature_map[str(parts[1], "utf-8")] = _feature(parts.get(2, memoryview(b"")))
         return feature_map
     except (IndexError, KeyError, ValueError, TypeError, struct.error):
-        raise DataError(f"{where}: is not a tf.train.Example. Is it another data set?") from None
+        raise DataError(f"{where}: is not a tf.train.Example. Is the file from another data set?") from None
 
 
 def _feature(data: memoryview) -> Value:

@@ -118,9 +118,9 @@ class CropsConfig(Frozen):
     )
     tile: int | None = field(
         None,
-        "For large images, such as slides and aerial images: side, in pixels of the file, of the square "
+        "For large images, such as slides and aerial images: side, in pixels of the stored image, of the square "
         "region from which all crops of a sample are drawn. Its position is random each time the image is "
-        "read. If the image is narrower or lower, the region has its full width or height. Default: the "
+        "read. If the width or height of the image is smaller, the region covers it fully. Default: the "
         "whole image.",
         gt=0,
         examples=[512],

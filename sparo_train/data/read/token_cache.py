@@ -123,9 +123,7 @@ class TokenCache:
                 # Read by position on its own handle, because forked workers share file positions.
                 content = os.pread(file.fileno(), (last - first) * row, self._begin[number] + first * row)
         except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read ({error}). Run the same command again, which computes it again."
-            ) from None
+            raise DataError(f"{path}: cannot be read ({error}). Run the same command again to recompute it.") from None
         rows = np.frombuffer(bytearray(content[: len(content) // row * row]), self._type).reshape(-1, self._width)
         if _sum(rows) != int(self._sums[at].view(np.uint64)):
             raise DataError(f"{path}: is damaged. Remove it, and it will be computed again.")

@@ -37,7 +37,8 @@ class RowsConfig(SourceConfig):
     )
     captions: dict[str, float] | None = field(
         None,
-        "Several caption columns with their probabilities, instead of caption_key. Empty columns pass their probability to the others.",
+        "Several caption columns with their probabilities, instead of caption_key. If some of these columns are "
+        "empty in a row, their probability goes to the others.",
         min_length=1,
         examples=[{"caption": 0.5, "long_caption": 0.5}],
     )

@@ -128,7 +128,7 @@ def decode_picture(data: bytes) -> bytes:
     width, height, length = struct.unpack_from("<3I", data)
     mode = data[12 : 12 + length].decode("ascii")
     if mode == "P":
-        raise BadSampleError("a picture with a palette, which this format does not store")
+        raise BadSampleError("a picture with a palette, but this format stores no palettes")
     if mode not in ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I", "F"):
         raise ValueError(f"a picture of mode {mode}, which is not supported")
     return encode_picture(Image.frombytes(mode, (width, height), data[12 + length :]))
@@ -181,7 +181,7 @@ def refuse_compression(url: str, compression: Any, writer: str) -> None:
     if compression:
         raise DataError(
             f"{url}: is compressed with {compression}, so samples cannot be read by position. Write the data set again with "
-            f"{writer}(…, compression=None); image files hardly become smaller."
+            f"{writer}(…, compression=None); compression hardly makes image files smaller."
         )
 
 

@@ -207,7 +207,7 @@ class TablePart(Storage):
         shown = without_credentials(url)
         if self._url_cache is None:
             raise DataError(
-                f"{self._table}: has images by URL, such as {shown}. Name a folder for them: url_cache, or the option --url-cache."
+                f"{self._table}: contains URLs of images, such as {shown}. Name a folder to download them to with url_cache or the option --url-cache."
             )
         name = hashlib.sha256(url.encode()).hexdigest()
         file = self._url_cache / name[:2] / name
@@ -229,7 +229,7 @@ def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[Table
     table = Path(config.table)
     if "://" in config.table:
         raise DataError(
-            f"{dotted_key(key, 'table')}: expected a file on a disk, got {config.table}. Copy it; its images may be URLs."
+            f"{dotted_key(key, 'table')}: expected a local file, got {config.table}. Copy the table to a disk; its image column may contain URLs."
         )
     if not table.is_file():
         raise DataError(f"{dotted_key(key, 'table')}: {table} is not a file{remedy(table)}")

@@ -125,7 +125,8 @@ class SampleCache:
         """Store nothing more in this process, and say why."""
         if not self._full:
             logger.warning(
-                f"data.cache: {self._root} cannot be written ({error}). Nothing more is cached; other samples are read from the server."
+                f"data.cache: {self._root} cannot be written ({error}). This process caches nothing more, and reads "
+                "samples that are not cached from the server."
             )
         self._full = True
 

@@ -28,7 +28,9 @@ def read_range(url: str, start: int, end: int) -> bytes:
         filesystem, path = open_filesystem(url)
         data = filesystem.cat_file(path, start=start, end=end)
         if len(data) > end - start:
-            raise ValueError(f"the server ignores byte ranges: it sent {len(data)} bytes, {end - start} were asked for")
+            raise ValueError(
+                f"the server ignores byte ranges: it sent {len(data)} bytes, but {end - start} were requested"
+            )
         if len(data) < end - start:
             raise OSError(f"the server sent {len(data)} of {end - start} bytes")
         return data

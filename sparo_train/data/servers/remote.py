@@ -243,7 +243,7 @@ def refuse_several_splits(place: str | tuple[str, ...], urls: Sequence[str], key
     if len(first_by_split) > 1:
         prefix = first_by_split.get("train", min(first_by_split.values()))
         raise ConfigError(
-            f"{key}: {place} contains the splits {', '.join(sorted(first_by_split))}. Name the files of one, as in "
+            f"{key}: {place} contains the splits {', '.join(sorted(first_by_split))}. Name the files of one split, as in "
             f"{place.rstrip('/')}/{prefix}*{suffix}, or all of them with {place.rstrip('/')}/*{suffix}."
         )
 
@@ -256,14 +256,14 @@ def expand_braces(pattern: str, key: str) -> list[str]:
         )
     if pattern.startswith("data:"):
         raise ConfigError(
-            f"{key}: {pattern[:40]!r} is a document, not a shard. Name a folder, a glob, a brace range or a URL."
+            f"{key}: {pattern[:40]!r} is a data: URL, not a shard. Name a folder, a glob, a brace range or a URL."
         )
     if _count(pattern) > _MAX_SHARDS:
         raise ConfigError(f"{key}: {pattern!r} expands to more than {_MAX_SHARDS} shards. Is a brace range too long?")
     try:
         return expand_urls(pattern)
     except ValueError:  # braceexpand's
-        raise ConfigError(f"{key}: {pattern!r} has an unmatched brace. Write {{00000..00331}}.") from None
+        raise ConfigError(f"{key}: {pattern!r} has an unmatched brace. Write a range as in {{00000..00331}}.") from None
 
 
 def _count(pattern: str) -> int:

@@ -83,7 +83,7 @@ class SourceConfig(Frozen):
     kind: Any = field(..., "Format of the data: an entry of sparo.sources.")  # each entry has a Literal with one name
     weight: float = field(
         1.0,
-        "Number of passes over this source per epoch. If shards has parts, A::B, also one number per part, 1::2.",
+        "Number of passes over this source per epoch. If shards is a list A::B, one number per part is possible, too, as in 1::2.",
         ge=0,
         le=1e6,
     )
@@ -97,7 +97,7 @@ class SourceConfig(Frozen):
     )
     captions: dict[str, float] | None = field(
         None,
-        "Several caption keys with their probabilities, instead of caption_key. Keys that a sample lacks pass their probability to the others.",
+        "Several caption keys with their probabilities, instead of caption_key. If a sample lacks some of these keys, their probability goes to the others.",
         min_length=1,
         examples=[{"txt": 0.5, "json:long": 0.5}],
     )
@@ -175,8 +175,8 @@ class DataConfig(Frozen):
     )
     whole_groups: bool = resumable_field(
         True,
-        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): keep the samples of a group together instead of "
-        "data.chunk samples, up to data.shuffle_window samples. Set false to resume a run that was started before this key existed.",
+        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): read all samples of a group together, up to "
+        "data.shuffle_window samples, instead of data.chunk samples. Set it to false to resume a run that was started before this key existed.",
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
     cache: CacheConfig | None = resumable_field(
@@ -188,7 +188,7 @@ class DataConfig(Frozen):
     hflip: float = field(0.0, "Probability of a horizontal flip.", ge=0, le=1)
     decode: Literal["fast", "exact"] = field(
         "fast",
-        "Library that resizes images: torch (fast), or Pillow (exact), as in evaluation and in open_clip. Their pixels differ by at "
+        "Library that resizes images: torch (fast), or Pillow (exact), as in evaluation and in open_clip. The resized pixels differ by at "
         "most two of 256 levels.",
     )
     scaled_decoding: bool = field(

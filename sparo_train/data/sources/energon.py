@@ -73,7 +73,7 @@ def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Sh
     if not all(
         isinstance(name, str) and ".." not in name.split("/") and "://" not in name for name in [*shards, *excluded]
     ):
-        raise DataError(f"{file}: expected names of shards in this folder, got {str(shards)[:100]}.")
+        raise DataError(f"{file}: expected names of shards in {folder}, got {str(shards)[:100]}.")
     urls = (
         find_shards(tuple(f"{folder}/{name.lstrip('/')}" for name in shards), dotted_key(key, "energon"))
         if shards

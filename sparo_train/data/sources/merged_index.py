@@ -135,7 +135,7 @@ def _probe(shards: Sequence[MergedShard], place: str) -> None:
             size = with_retries(shard.url, lambda url=shard.url: Path(url).stat().st_size)
             if size != shard.size:
                 raise DataError(
-                    f"{place}: {shard.url} has {size} bytes, and {shard.size} in the index. Write it again: sparo data index … --merge {place}"
+                    f"{place}: {shard.url} has {size} bytes, but {shard.size} according to the index. Write the index again: sparo data index … --merge {place}"
                 )
 
 

@@ -137,7 +137,7 @@ def _refuse_compressed(url: str, path: str, size: int, local: bool) -> None:
     for magic, (name, tool) in _COMPRESSED.items():
         if begin.startswith(magic):
             raise DataError(
-                f"{url}: is compressed with {name}, so it cannot be read by position as shards are. Unpack it, as in "
+                f"{url}: is compressed with {name}, so its samples cannot be read by position. Unpack it, as in "
                 f"{tool} < FILE > NEW.tar."
             )
 

@@ -25,7 +25,7 @@ class FramesConfig(Frozen):
     count: int = field(6, "Number of frames of a clip, T.", gt=0, le=10_000)
     stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
         (1, 1),
-        "Smallest and largest distance between consecutive frames of a clip. It is drawn for each clip, and "
+        "Smallest and largest distance between consecutive frames of a clip, in frames. The distance is drawn for each clip, and "
         "limited by the length of the episode.",
     )
     starts: Literal["any", "tiles"] = field(
@@ -149,7 +149,7 @@ class Episode:
         """Raise `BadSampleError` if the JSON describes more frames than there are, or boxes are invalid."""
         declared_length = self.metadata.get("frames", self._length)
         if declared_length != self._length:
-            raise BadSampleError("the json has another number of frames than the video")
+            raise BadSampleError("the number of frames in the json differs from that of the video")
         if self._array("boxes") is not None:
             _ = self.boxes
 
@@ -176,7 +176,7 @@ class Episode:
         if (table := self._array("segmentations")) is not None:
             table = table[..., 0] if table.ndim == 4 else table
             if len(table) != self._length or table.ndim != 3 or table.dtype.kind not in "iub":
-                raise BadSampleError("segmentations.npy is not (T, H, W) of numbers")
+                raise BadSampleError("segmentations.npy is not an array (T, H, W) of integers")
             plane = table[t]
         else:
             plane = self._plane(t, "mask")

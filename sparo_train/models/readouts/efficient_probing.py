@@ -26,7 +26,7 @@ class EfficientReadOut(TwinReadOut):
     inference_note: ClassVar[str] = "class token not attended, which shapes do not show"
     slots: int = field(32, "Number of learned queries.", gt=0)
     slot_width: int = field(
-        24, "Width of a query's output. The published form has the width of the tower divided by slots.", gt=0
+        24, "Width of a query's output. In the published form, it is the tower's width divided by slots.", gt=0
     )
     attend_cls: bool = field(False, "Let queries attend to the image's class token, too.")
     normalize: bool = field(False, "Scale every slot to the same norm (Eq. 2 of the SPARO paper).")

@@ -25,7 +25,7 @@ class FdtReadOut(TwinReadOut):
     inference_note: ClassVar[str] = "scores over a temperature of 1000, which shapes do not show"
     codes: int = field(16384, "Number of codes in the codebook.", gt=0)
     width: int = field(512, "Width of a code and of an encoding.", gt=0)
-    temperature: float = field(1000.0, "Divisor of the scores before sparsemax.", gt=0)
+    temperature: float = field(1000.0, "Number by which the scores of codes are divided before sparsemax.", gt=0)
 
     @property
     def placement(self) -> Placement:

@@ -110,7 +110,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Tensor:
         kind, dtype, key, _device, _count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"contains an object of type {kind!r}, expected only tensors")
+            raise pickle.UnpicklingError(f"an object of type {kind!r} where only tensors are expected")
         if key not in self.storages:
             data = bytearray(self.archive.read(f"{self.root}/data/{key}"))
             self.storages[key] = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -137,7 +137,7 @@ def _tensors(module: Any) -> dict[str, Tensor]:
                 tensors[prefix + name] = value
             elif isinstance(value, _Module):
                 stack.append((f"{prefix}{name}.", value))
-    raise ValueError("modules nested in a circle")
+    raise ValueError("modules that contain each other")
 
 
 # Keys under which trainers keep a model's state dict in a checkpoint, averages last.
@@ -173,7 +173,8 @@ def read_raw(path: str | Path) -> Any:
             return read_torchscript(path)
         if is_exported_program(path):
             raise CheckpointError(
-                f"{path}: is a program of torch.export. Load it with torch.export.load, and score the run that it was exported from."
+                f"{path}: is a program of torch.export, whose weights sparo does not read. Use the run that it was "
+                "exported from, or load the program with torch.export.load."
             )
         # A stream, because torch chooses the format of a path by its suffix.
         with path.open("rb") as stream, torch.serialization.safe_globals(PLAIN):
@@ -274,7 +275,7 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
         if len(states) > 1 and not _all_equal(list(states.values())):
             raise CheckpointError(
                 f"{origin}: holds {len(states)} models, got {', '.join(states)}. Append ?state=NAME to the file's name to choose one, "
-                f"as in FILE?state={list(states)[-1]}, or save one alone."
+                f"as in FILE?state={list(states)[-1]}, or save one of them to a separate file."
             )
         if not inner:
             break

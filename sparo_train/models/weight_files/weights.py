@@ -51,7 +51,7 @@ def clip_weights(raw: Any, path: str | Path, key: str | None = None) -> Weights:
         raise CheckpointError(f"{path}: is an image classifier of timm. Write timm:NAME@{path}.")
     if "space_dict" in state and "vision_bottleproj.weight" in state:
         raise CheckpointError(
-            f"{path}: has a codebook (space_dict) and a bottleneck (vision_bottleproj), which no readout of sparo has together. It cannot be read."
+            f"{path}: has a codebook (space_dict) and a bottleneck (vision_bottleproj); no readout of sparo has both, so the file cannot be read."
         )
     return to_ours(state)
 

@@ -45,7 +45,7 @@ def read_zero_folder(path: Path) -> Weights:
     def stage(kind: Any, name: Any) -> Any:
         """Replace `getattr`, which Pythons before 3.11.4 use to pickle an enum member, and allow nothing else."""
         if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
-            raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r} is refused")
+            raise pickle.UnpicklingError(f"the call getattr({kind!r}, {name!r}) is not allowed")
         return ZeroStageEnum[name]
 
     safe_types = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (stage, "builtins.getattr"), *PLAIN]
