@@ -142,7 +142,7 @@ class SetTaskConfig(TaskConfig):
     split: str = field("test", "Split that is scored.")
     benchmark_name: str | None = field(
         None,
-        "clip-benchmark's name of the set, for class names and templates that the folder lacks.",
+        "Name of the set in clip-benchmark, from which class names and templates are taken if the folder lacks them.",
         examples=["cars"],
     )
     published: bool | None = field(

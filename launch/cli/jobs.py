@@ -36,7 +36,7 @@ ClusterName = Annotated[
         "process), or the NAME of your own file configs/clusters/NAME.yaml.",
     ),
 ]
-Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of array elements that run at a time.")]
+Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of jobs of the array that run at a time.")]
 After = Annotated[
     list[Path] | None, typer.Option(help="Start after the job of this run has finished. May be repeated.")
 ]

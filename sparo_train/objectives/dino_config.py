@@ -61,8 +61,8 @@ class GramConfig(Frozen):
     )
     first_step: int = field(
         0,
-        "Number of steps without this loss. After them, the teacher is copied, and the copy is used as "
-        "the earlier teacher. 0: the loss is used from the start, and the earlier teacher has the weights of start_from.",
+        "Number of steps before this loss starts. It compares the student with an earlier teacher: a copy of the "
+        "teacher that is made after these steps. 0: the loss starts at once, with the weights of start_from as earlier teacher.",
         ge=0,
     )
     update_steps: int | None = field(
