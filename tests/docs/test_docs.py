@@ -47,7 +47,8 @@ RECIPES = sorted(
 )
 SWEEPS = sorted((ROOT / "configs/sweeps").glob("*.yaml"))
 
-SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false"]
+# fp32: without bf16 instructions, a CPU takes several times as long in bf16.
+SHORT = ["steps=2", "optim.warmup_steps=1", "data.workers=0", "log.tensorboard=false", "engine.precision=fp32"]
 # Commands that other tests or .ci/run execute: .ci/run installs and tests exactly like this, tests/e2e runs the demo.
 ELSEWHERE = [
     r"^python3 -m venv \.venv",
@@ -118,6 +119,8 @@ def shortened(command: str) -> str:
             part = re.sub(r" --train \d+", "", part) + " --train 140 --test 8"
         if part == "sparo data tissue":
             part += " --patients 5 --tiles 20 --size 32"
+        if part == "sparo data scene-questions":
+            part += " --questions 120"
         if part == "sparo data scenes":
             part += " --train 140 --test 40"
         if part.startswith("sparo slots explore"):  # wait until it prints its address, then press Ctrl-C
