@@ -98,7 +98,7 @@ def test_programs_of_clip_equal_the_model(kind, tmp_path):
     facts = json.loads((folder / "onnx.json").read_text())
     assert facts["logit_scale"] == pytest.approx(own.model.logit_scale.exp().item(), rel=1e-6)
     for part, precisions in facts["cosine_with_fp32"].items():
-        assert precisions["fp16"] > 0.9999 and precisions["int8"] > 0.95, part
+        assert precisions["fp16"] > 0.9999 and precisions["int8"] > 0.99, part  # with signed weights: 0.83 without VNNI
     if kind == "sparo":
         check_attention(own, exported)
         text, expected = exported.text_slots(CAPTIONS[:3]), own.text_slots(CAPTIONS[:3])
