@@ -41,7 +41,6 @@ def test_the_commands_of_the_clusters_page_run(cluster, tmp_path):
     assert list((tmp_path / "data/scenes/train").glob("*.idx.npy"))
 
 
-@pytest.mark.slow  # six runs, several of them twice: seven minutes
 def test_a_sweep_is_operated_as_in_the_guide(whole, tmp_path, monkeypatch):
     """Kill a node between the commands of docs/guides/operate_cluster.md."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
