@@ -88,7 +88,7 @@ def write_parquet(source: Source, out: Path, per_file: int) -> ConversionResult:
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: the folder has Parquet files already, or there is no usable sample.
+        DataError: the folder has Parquet files already, or has no usable sample.
     """
     try:
         import pyarrow as pa

@@ -258,10 +258,10 @@ def from_timm(place: str) -> BackboneEncoder:
     state = timm_state(weights, label) if weights else {}
     transform_config, arguments = read_timm_config(Path(split_state(weights)[0]), name, label)
     # A fine-tuned ViT may average its patches, although the model of this name reads the class token.
-    averaged: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
+    pooled: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
     try:
         # Without a classifier, because its input is scored.
-        model = timm.create_model(name, pretrained=not weights, **{**arguments, **averaged, "num_classes": 0})
+        model = timm.create_model(name, pretrained=not weights, **{**arguments, **pooled, "num_classes": 0})
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: timm:{name}@FILE."

@@ -58,7 +58,7 @@ def _folders(root: Path, facts: Mapping[str, Any], own: Path) -> Iterator[Path]:
             yield path.parent
 
 
-class BegunPart(NamedTuple):
+class IncompletePart(NamedTuple):
     """A part before its images are encoded.
 
     Attributes:
@@ -89,7 +89,7 @@ class BegunPart(NamedTuple):
 
 def begin_parts(
     source: EvalSet, spans: Sequence[tuple[int, int]], shared: Callable[[], SharedImages] | None
-) -> list[BegunPart]:
+) -> list[IncompletePart]:
     """Return the parts of a set with these spans, with the encodings that other sets have.
 
     Args:
@@ -102,5 +102,5 @@ def begin_parts(
     for (begin, end), found in zip(spans, digests, strict=True):
         rows = {} if found is None or table is None else table.rows(found)
         known = {begin + place: row for place, row in rows.items()}
-        parts.append(BegunPart(begin, end, [n for n in range(begin, end) if n not in known], known, found))
+        parts.append(IncompletePart(begin, end, [n for n in range(begin, end) if n not in known], known, found))
     return parts

@@ -83,7 +83,7 @@ class Grid(NamedTuple):
         spans: meaning of the brackets.
         unranked: tasks whose scores are not on the same samples, so none is the best.
         heads: headings of text columns before the scores.
-        bold: what a best row is.
+        bold: definition of a best row.
         best: number of the best row of each column if it is significantly better than all others, otherwise None.
     """
 

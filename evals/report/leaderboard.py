@@ -77,7 +77,7 @@ def _readable(place: Path) -> list[Record]:
 
 
 def provenance(record: Record) -> list[tuple[str, str]]:
-    """Return what a score depends on, as (name, value)."""
+    """Return the facts that a score depends on, as (name, value)."""
     facts, result = record.facts, record.result
     checkpoint = facts.get("checkpoint", {})
     environment = facts.get("environment", {})

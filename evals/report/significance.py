@@ -110,7 +110,7 @@ def _best(table: Grid, number: int, rows: Sequence[Row], records: Mapping[str, B
 def _mark_differences(table: Grid, rows: Sequence[Row], records: Mapping[str, ByTask], reference: str) -> Grid:
     """Mark every cell that differs significantly from that of the row `reference`."""
     (base,) = (row for row in rows if row.name == reference)
-    found: dict[tuple[str, int], Difference] = {}
+    differences: dict[tuple[str, int], Difference] = {}
     for row in rows:
         for number, column in enumerate(table.columns):
             cell, other = row.cells[number], base.cells[number]
@@ -122,18 +122,18 @@ def _mark_differences(table: Grid, rows: Sequence[Row], records: Mapping[str, By
                 or cell.metric != other.metric
             ):
                 continue
-            found[row.name, number] = _difference(column, records, base, row, other, cell)
-    ps = dict(zip(found, holm([difference.p for difference in found.values()]), strict=True))
+            differences[row.name, number] = _difference(column, records, base, row, other, cell)
+    ps = dict(zip(differences, holm([difference.p for difference in differences.values()]), strict=True))
     out = []
     for row in table.rows:
         cells = list(row.cells)
         for number, cell in enumerate(cells):
             if cell is not None and ps.get((row.name, number), 1.0) < _LEVEL:
-                gain = found[row.name, number].value * (-1 if cell.metric in LOWER_IS_BETTER else 1)
+                gain = differences[row.name, number].value * (-1 if cell.metric in LOWER_IS_BETTER else 1)
                 cells[number] = cell._replace(sign=BETTER if gain > 0 else WORSE)
         out.append(row._replace(cells=cells))
-    unpaired = sum(not difference.paired for difference in found.values())
-    note = f"{BETTER}{WORSE} better or worse than {reference}: p < {_LEVEL} after Holm's correction for {len(found)} comparison{'' if len(found) == 1 else 's'}"
+    unpaired = sum(not difference.paired for difference in differences.values())
+    note = f"{BETTER}{WORSE} better or worse than {reference}: p < {_LEVEL} after Holm's correction for {len(differences)} comparison{'' if len(differences) == 1 else 's'}"
     note += f", {unpaired} of them not paired" if unpaired else ", all paired on the same samples"
     return table._replace(rows=out, notes=[*table.notes, note])
 

@@ -64,7 +64,7 @@ def open_valse(root: Path) -> QuestionSet:
 
 
 def open_whatsup(root: Path, columns: TableColumns | None) -> QuestionSet:
-    """Open What'sUp A or B (Kamath et al. 2023): a JSON file with four captions per image, of which the first is right.
+    """Open What'sUp A or B (Kamath et al. 2023): a JSON file with four captions per image; the first is right.
 
     Metrics of groups: `pair` (both images of opposite prepositions are right) and `set` (all four of the same objects).
 

@@ -224,7 +224,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _readable(path: Path, read: Callable[[], Any]) -> Any:
-    """Return `read()`. Raises `DataError` for any error of a damaged file, of which pyarrow has many kinds."""
+    """Return `read()`. Raises `DataError` for any error of a damaged file; pyarrow raises many kinds."""
     try:
         return read()
     except DataError:

@@ -1,4 +1,4 @@
-"""Sets of questions: images and texts of which some belong together, as in Winoground, ARO or NegBench."""
+"""Sets of questions: images and texts, some of them belonging together, as in Winoground, ARO or NegBench."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Item(NamedTuple):
 
 
 class QuestionSet(FileSet):
-    """Questions over distinct images, each of which is encoded once; its annotation is the list of its right captions.
+    """Questions over distinct images, which are encoded once each; its annotation is the list of its right captions.
 
     Args:
         root: base folder of the images.

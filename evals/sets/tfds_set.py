@@ -121,13 +121,13 @@ def record_files(root: Path, builder: str, split: str) -> list[Path]:
     Raises:
         DataError: files of the split are missing.
     """
-    found: dict[Path, list[Path]] = {}
+    paths: dict[Path, list[Path]] = {}
     for path in root.glob(f"**/{builder}-{split}.tfrecord*"):
-        found.setdefault(path.parent, []).append(path)
-    if not found:
+        paths.setdefault(path.parent, []).append(path)
+    if not paths:
         return []
-    folder = max(found, key=lambda place: [int(part) for part in re.findall(r"\d+", place.name)])
-    files = sorted(found[folder])
+    folder = max(paths, key=lambda place: [int(part) for part in re.findall(r"\d+", place.name)])
+    files = sorted(paths[folder])
     if numbered := re.search(r"-of-(\d+)$", files[0].name):
         wanted = {f"-{i:05d}-of-{numbered[1]}" for i in range(int(numbered[1]))}
         missing = sorted(wanted - {path.name[-len("-00000-of-00000") :] for path in files})

@@ -122,7 +122,7 @@ def names() -> list[str]:
 
 
 def _selecting_names(listed: DatasetEntry) -> tuple[str, ...]:
-    """Return the names that select a set: its own, its group, and what is before the slash (`aro` for `aro/vg_relation`)."""
+    """Return the names that select a set: its own, its group, and the part before the slash (`aro` for `aro/vg_relation`)."""
     prefix, slash, _ = listed.name.partition("/")
     return (listed.name, listed.group, *([prefix] if slash else []))
 

@@ -66,7 +66,7 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
         result = retrieval.score(images.in_memory(), scoring.texts(texts), owner, task.k)
         if task.headline is not None:
             result = _choose_headline(result, task, len(images))
-        # Padding tells how long captions are; tokenizers of other libraries pad in other ways.
+        # Padding shows how long captions are; tokenizers of other libraries pad in other ways.
         encoder = scoring.encoder
         if isinstance(encoder, TwoTowerEncoder) and encoder.causal and (count := encoder.texts_at_limit(texts)):
             result = result._replace(counts={**result.counts, "captions_at_limit": count})

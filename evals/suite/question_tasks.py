@@ -45,7 +45,7 @@ class ChoiceTaskConfig(QuestionsTaskConfig):
     task: Literal["choice"] = field("choice", "Kind of the task: an entry of sparo.tasks.")
     ties: forms.Ties = field(
         "lose",
-        "What a tie counts as: lose (wrong), or first (the first of equally similar choices is taken, as by argmax).",
+        "Outcome of a tie: lose (wrong), or first (the first of equally similar choices is taken, as by argmax).",
     )
 
 

@@ -43,7 +43,7 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     )
     features: Literal["patches", "attention"] = field(
         "patches",
-        "What is compared with texts. patches: the encoding of each patch; attention: the encoding of each slot, whose "
+        "Encodings that are compared with texts. patches: one per patch; attention: one per slot, whose "
         "similarity is distributed over the patches by the slot's attention.",
     )
     last_block: LastBlock = field(

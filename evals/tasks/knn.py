@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from .result import Result, wilson
 from .zeroshot import class_recall
 
-# Queries and rows whose similarities are in memory at once: 4 MiB on a CPU, which with the rows is at most what the
+# Queries and rows whose similarities are in memory at once: 4 MiB on a CPU, which with the rows is at most the memory that the
 # official evaluation uses, and 512 MiB on a GPU, because smaller blocks take longer to launch than to compute.
 _CPU_BLOCK, _GPU_BLOCK = (128, 8192), (2048, 65536)
 _SAME_ENCODING_TOLERANCE = 1e-6  # largest rounding error of the cosine of an encoding with itself

@@ -27,7 +27,7 @@ _MANY_KINDS = (
 
 
 class Comparisons(NamedTuple):
-    """Comparisons of which all must be positive for a right answer.
+    """Comparisons that must all be positive for a right answer.
 
     Attributes:
         rows: (K, m, k) fp64, coefficients on the similarities.

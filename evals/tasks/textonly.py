@@ -18,7 +18,7 @@ _FOLDS = 5
 
 
 class Choice(NamedTuple):
-    """Captions of which `answer` is the one to choose; choices of one group (an image) are in one fold."""
+    """Captions, and the index `answer` of the one to choose; choices of one group (an image) are in one fold."""
 
     texts: Sequence[str]
     answer: int

@@ -46,7 +46,7 @@ class TransformerConfig(Frozen):
     )
     first_norm: Literal["stream", "branch"] = field(
         "branch",
-        "With norm=pre: what the first LayerNorm normalizes. branch: only the input of the attention. stream: the residual stream, "
+        "With norm=pre: input of the first LayerNorm. branch: only the input of the attention. stream: the residual stream, "
         "too (STEVE's code).",
     )
     last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")

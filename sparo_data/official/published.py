@@ -71,7 +71,7 @@ class PublishedConfig(Frozen):
     max_objects: int | None = field(
         None,
         "Skip scenes with more than this many objects (6 for CLEVR6). Objects are counted in the masks, or "
-        "in the list of objects if there are no masks.",
+        "in the list of objects if the set has no masks.",
         ge=0,
     )
     crop: Crop = field(

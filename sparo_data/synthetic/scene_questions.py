@@ -231,7 +231,7 @@ def shuffle_words(text: str, rng: np.random.Generator) -> list[str]:
 
 
 def _negation(root: Path, config: SceneQuestionsConfig) -> int:
-    """Write multiple-choice questions: what a scene has and lacks, with wrong captions of all three kinds, as in NegBench."""
+    """Write multiple-choice questions: which objects a scene has and lacks, with wrong captions of all three kinds, as in NegBench."""
     folder, names = root / "negbench", [f"caption_{i}" for i in range(4)]
     path = folder / "COCO_val_mcq_llama3.1_rephrased.csv"
     rows = [["image_path", "correct_answer", *names, "correct_answer_template"]]

@@ -167,7 +167,7 @@ class LocalEngine:
         for p, entries in self.optimizer.state.items():
             if entries and set(entries) != expected_names[id(p)]:
                 raise ConfigError(
-                    f"optim.kind={self.optim_config.kind}: state_names must list what the optimizer keeps "
+                    f"optim.kind={self.optim_config.kind}: state_names must list the state that the optimizer keeps "
                     f"({', '.join(sorted(entries))}), got {', '.join(sorted(expected_names[id(p)])) or 'nothing'}. Correct "
                     f"state_names of {type(self.optim_config).__name__}."
                 )

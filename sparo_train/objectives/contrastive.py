@@ -183,7 +183,7 @@ class _RingSoftmax(torch.autograd.Function):
                 rival[part] = torch.maximum(rival[part], z.amax(dim=1))
             if columns is not None:
                 here = torch.logaddexp(here, columns.wait()[0])
-            columns = ring.shift(here)  # one step behind its texts; after the last step, it is back on its rank
+            columns = ring.shift(here)  # one step later than its texts; after the last step, it is back on its rank
             if following is not None:
                 (visiting,) = following.wait()
         assert columns is not None

@@ -67,8 +67,8 @@ class LogConfig(Frozen):
     )
     pictures: int = field(
         6,
-        "Number of samples of which every evaluation saves pictures to RUN/pictures and tensorboard. They come from "
-        "the first task that has pictures; of videos, at most 3 are shown, of scenes only one. 0: none.",
+        "Number of samples whose pictures every evaluation saves to RUN/pictures and tensorboard. They come from the "
+        "first task that has pictures. At most 3 videos or one scene are shown. 0: none.",
         ge=0,
         le=256,
     )

@@ -185,7 +185,7 @@ def test_state_names_that_are_wrong_fail_at_the_first_save(place, monkeypatch):
     engine.optimizer.state[next(engine.objective.parameters())]["exp_avg"] = torch.zeros(())
     with pytest.raises(
         ConfigError,
-        match=r"state_names must list what the optimizer keeps \(exp_avg\), got momentum_buffer, step\. Correct",
+        match=r"state_names must list the state that the optimizer keeps \(exp_avg\), got momentum_buffer, step\. Correct",
     ):
         engine.pieces()
 

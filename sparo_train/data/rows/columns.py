@@ -125,7 +125,7 @@ def row_members(columns: Columns, row: Mapping[str, Any], folder: Path | None = 
         folder: folder that paths of images are relative to; None: paths are not allowed.
 
     Raises:
-        BadSampleError: there is no image.
+        BadSampleError: the row has no image.
     """
     values = {name: row[column] for name, column in columns.others.items() if _is_text(row.get(column))}
     text = json.dumps(values, ensure_ascii=False, default=str)
@@ -157,7 +157,7 @@ def image_file(value: Any, folder: Path | None = None) -> bytes:
     """Return the encoded bytes of an image, whose column has bytes, a path, a dictionary of both, or a picture.
 
     Raises:
-        BadSampleError: there are no bytes, or the path cannot be read.
+        BadSampleError: the cell has no bytes, or the path cannot be read.
     """
     if isinstance(value, Mapping):
         found = value.get("bytes")
