@@ -83,7 +83,9 @@ def find_recipe(name_or_path: Path) -> Path:
         raise ConfigError(f"{missing}. Write {written} for the shipped recipe.")
     # A long path was mistyped, so similar names of recipes would not help.
     if not name_or_path.suffix and len(name_or_path.parts) < 4:
-        raise ConfigError(f"{text}: not a recipe; {did_you_mean(text, _names(shipped))} `sparo recipes` lists them")
+        raise ConfigError(
+            f"{text}: not a recipe. `sparo recipes` lists all recipes; {did_you_mean(text, _names(shipped))}"
+        )
     return name_or_path  # reading it reports its errors
 
 

@@ -225,7 +225,7 @@ def _load_folder_sample(source: Path, name: str, template: str, class_names: Map
         text = caption_file.read_bytes()
         if not text.strip():
             raise DataError(
-                f"{caption_file}: is empty, so {path.name} has no caption. Write one, or remove both files."
+                f"{caption_file}: is empty, so {path.name} has no caption. Write a caption, or remove both files."
             )
         if text[:2] in _UTF16:
             raise DataError(f"{caption_file}: expected UTF-8, got UTF-16. Convert it with: iconv -f utf-16 -t utf-8")
@@ -244,7 +244,7 @@ def _load_folder_sample(source: Path, name: str, template: str, class_names: Map
     label = class_names[folder]
     if label.encode(errors="replace").decode() != label:  # a name that is not UTF-8
         raise DataError(
-            f"{escape_control_chars(str(source / folder))}: its name is not UTF-8 and would be the caption. Rename the folder."
+            f"{escape_control_chars(str(source / folder))}: the folder's name would be the caption, but is not valid UTF-8. Rename the folder."
         )
     return sample._replace(caption=template.replace("{c}", label), label=folder)
 

@@ -104,7 +104,7 @@ class OpenClipEncoder(TwoTowerEncoder, DenseEncoder):
             other = name.removesuffix("-quickgelu") if name.endswith("-quickgelu") else f"{name}-quickgelu"
             kind = "OpenAI's approximation of GELU" if pretrained_cfg["quick_gelu"] else "GELU itself"
             raise ConfigError(
-                f"{label}: these weights were trained with {kind}, but {name} uses the other kind of GELU. Write "
+                f"{label}: these weights were trained with {kind}, but {name} does not use it. Write "
                 f"open_clip:{other}@{weights}."
             )
 
@@ -258,10 +258,10 @@ def from_timm(place: str) -> BackboneEncoder:
     state = timm_state(weights, label) if weights else {}
     transform_config, arguments = read_timm_config(Path(split_state(weights)[0]), name, label)
     # A fine-tuned ViT may average its patches, although the model of this name reads the class token.
-    pooled: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
+    pool_option: dict[str, Any] = {"global_pool": "avg"} if "fc_norm.weight" in state else {}
     try:
         # Without a classifier, because its input is scored.
-        model = timm.create_model(name, pretrained=not weights, **{**arguments, **pooled, "num_classes": 0})
+        model = timm.create_model(name, pretrained=not weights, **{**arguments, **pool_option, "num_classes": 0})
     except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{label}: timm cannot build this model ({str(error)[:300]}). Name a file with its weights: timm:{name}@FILE."

@@ -92,7 +92,7 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
     main = getattr(model, "main_input_name", "pixel_values")
     if required_inputs or main != "pixel_values":
         raise CheckpointError(
-            f"{label}: only models whose single input is the pixels of one image can be scored, got the inputs "
+            f"{label}: only models with a single input, the pixels of one image, can be scored, got the inputs "
             f"{', '.join(required_inputs or [main])}. Score another model."
         )
 

@@ -53,7 +53,9 @@ def from_huggingface(place: str) -> BackboneEncoder:
     try:
         from transformers import AutoConfig, AutoImageProcessor, AutoModel  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError(f"hf:{place}: needs transformers. pip install -e '.[hf]' in sparo's checkout.") from None
+        raise ConfigError(
+            f"hf:{place}: needs transformers. Run `pip install -e '.[hf]'` in sparo's checkout."
+        ) from None
     label = f"hf:{place}"
     if remedy := _timm_remedy(place):
         raise CheckpointError(f"{label}: {remedy}")
@@ -126,8 +128,8 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     if not processor.get("do_rescale", True) or abs(255 * scale - 1) > 1e-3 or processor.get("rescale_offset"):
         raise ConfigError(
             f"{label}: its image processor has do_rescale={processor.get('do_rescale')}, rescale_factor={scale}, rescale_offset="
-            f"{processor.get('rescale_offset')}. sparo always scales pixels to the range 0 to 1 before it "
-            "normalises them, which differs from the training of this model. Score another model."
+            f"{processor.get('rescale_offset')}. sparo always scales pixels to the range 0 to 1 and then "
+            "normalises them, but this model was trained with another scaling. Score another model."
         )
     size, crop = processor.get("size") or {}, processor.get("crop_size") or {}
     cropped = bool(processor.get("do_center_crop")) and crop.get("height") == crop.get("width")
@@ -140,7 +142,7 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     if processor.get("do_resize") and square and processor.get("resample") in (2, 3) and processor.get("do_normalize"):
         return SquarePixels(size["height"], size["height"], bicubic=bicubic)
     raise ConfigError(
-        f"{label}: sparo does not support its image processor, so images cannot be preprocessed as in its training, got "
+        f"{label}: sparo does not support its image processor, so images cannot be preprocessed as in the model's training, got "
         f"size {size}, crop_size {crop}, resample {processor.get('resample')}. Use a model whose image processor normalises and "
         "either resizes the shortest side (bicubic) and crops the centre, or resizes to a square."
     )

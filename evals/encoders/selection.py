@@ -117,7 +117,7 @@ class SelectionData(Frozen):
     share: Literal["all", "half"] = field(
         "all", "Share of the data that was used: all, or half. With half, the other half was held out for the report."
     )
-    seed: int = field(0, "Seed that chose the half.")
+    seed: int = field(0, "With share=half: random seed of the division into halves.")
 
 
 class Selection(Frozen):
@@ -145,11 +145,11 @@ class Selection(Frozen):
     )
     mask: tuple[float, ...] = field(
         (),
-        "Factors for encodings, used instead of 1 (selected) and 0 (not selected): one per unit, or one per dimension of an encoding.",
+        "Factors by which encodings are multiplied, instead of 1 for selected units and 0 for the others: one per unit, or one per dimension of an encoding.",
     )
     made_on: SelectionData = field(SelectionData(), "Data on which the selection was made.")
     looked_at: tuple[str, ...] = field(
-        (), "For a selection by hand: identities of the data whose scores were visible to the person who selected."
+        (), "For a selection made by hand: identities of the data whose scores the person saw while selecting."
     )
     names: dict[int, str] = field({}, "Names of units, by number.")
     notes: dict[int, str] = field({}, "Notes on units, by number.")
@@ -210,7 +210,7 @@ def keep_units(encoder: Encoder, selection: Selection, where: str = "--slots") -
     if selection.checkpoint not in (encoder.weights, encoder.exported_from or encoder.weights):
         raise ConfigError(
             f"{where}: was made for another checkpoint ({selection.label or selection.checkpoint[:12]}), but {encoder.label} has "
-            "other weights, whose slots mean something else. Select again, or give numbers (--slots 0,3,8-15)."
+            "different weights, in which slots have other meanings. Select again, or give numbers (--slots 0,3,8-15)."
         )
     if selection.units == "heads":
         heads = make_heads(encoder, selection.head_layers)

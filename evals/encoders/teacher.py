@@ -36,7 +36,7 @@ class CheckpointTeacherConfig(Frozen):
     )
     image_size: int | None = field(
         None,
-        "Width and height of the teacher's view, in pixels. Default: the size that it was trained with.",
+        "Width and height of the teacher's view, in pixels. Default: the size of the images in the teacher's training.",
         gt=0,
         le=16384,
         examples=[224],
@@ -88,7 +88,7 @@ class CheckpointTeacher:
             except (AssertionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"objective.teacher.image_size={size}: {checkpoint} does not accept images of this size "
-                    f"({str(error)[:200]}). Its own size is {self.encoder.image_size}."
+                    f"({str(error)[:200]}). Set the teacher's own size, {self.encoder.image_size}."
                 ) from None
         # Convnets pad, so every size suits them; their strides may skip pixels.
         resized_vit = isinstance(self.encoder, TokensEncoder) and size != self.encoder.image_size

@@ -171,7 +171,7 @@ def write_folder(
         readout |= {name: t for name, t in weights.items() if name.startswith("readout_norm.")}
     if (readout or not config.readout.reads_cls) and config.readout.placement.norm != "tokens":
         raise ConfigError(
-            "--layout: the readout reads tokens before the last norm, which this layout does not return. Use --layout torch or dino."
+            "--layout: the readout reads tokens from before the last norm, but this layout does not return them. Use --layout torch or dino."
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(content, indent=2) + "\n")

@@ -298,7 +298,7 @@ def _dino(trained: TrainedWeights, path: Path) -> Path:
             "--layout dino: the official code reads red, green and blue, got a run with data.bands. Use another layout."
         )
     if objective.model.timm_model_name is not None:
-        raise ConfigError("--layout dino: the official code has no models of timm. Use --layout timm or torch.")
+        raise ConfigError("--layout dino: the official DINO code has no timm models. Use --layout timm or torch.")
     description = objective.model_dump(mode="json", include=_EXPORTED_KEYS) | _own_reading(trained)
     args = {
         "arch": _arch(objective.model),

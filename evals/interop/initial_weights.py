@@ -261,7 +261,7 @@ def _init(
     still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
     if still:
         raise CheckpointError(
-            f"{origin}: has no tensors that match {_shorten(still)} of the new run, which `freeze` would keep "
+            f"{origin}: has no tensors that match {_shorten(still)} of the new run, and `freeze` would keep these "
             "random. Set freeze=blocks, which trains everything after the blocks."
         )
     message = f"{key}: loaded {len(shared)} tensors from {source}"

@@ -57,7 +57,7 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
     )[:1]
     if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
-            f"{origin}: its attention has {unlike[0][0]} heads, but that of the run has {unlike[0][1]}, although the "
+            f"{origin}: has {unlike[0][0]} attention heads, but the model of the run has {unlike[0][1]}, although the "
             "tensors have equal shapes. Give the run the same number of heads."
         )
     kinds = [_activations(m) for m in (theirs, own)]
@@ -171,8 +171,8 @@ def tower_weights(state: Mapping[str, Tensor], part: str, origin: str) -> dict[s
     if part == "visual" and "blocks.0.attn.qkv.weight" in state:
         if "norm_pre.weight" not in state or "patch_embed.proj.bias" in state:
             raise CheckpointError(
-                f"{origin}: is not like the ViT of a CLIP: its patch embedding has a bias, or it has no norm "
-                f"before its blocks. Load it with vision.timm_model_name."
+                f"{origin}: differs from CLIP's ViT: the patch embedding has a bias, or there is no norm "
+                f"before the blocks. Load the file with vision.timm_model_name."
             )
         return _rename_keys(state, r"blocks\.(\d+)\.(.+)", _TIMM_BLOCK, lambda name: _replace_prefix(name, _TIMM))
     whole = "vision_model." if part == "visual" else "text_model."

@@ -128,7 +128,7 @@ def _transformers_model(config: VitConfig) -> tuple[dict[str, Any], _HfNames]:
         return content, ("encoder.layer.", _HF_VIT_BLOCK, _HF_STEM)
     if config.layer_scale is None:
         raise ConfigError(
-            "--layout transformers: needs objective.model.layer_scale for registers and gated MLPs, got none. Use --layout timm or torch."
+            "--layout transformers: registers and gated MLPs need objective.model.layer_scale, got none. Use --layout timm or torch."
         )
     if not config.mlp_ratio.is_integer():
         raise ConfigError(

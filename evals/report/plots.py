@@ -55,7 +55,7 @@ def relative_change(first: Mapping[str, Record], second: Mapping[str, Record], p
     shared = [task for task in shared if first[task].result.value > 0]
     if not shared:
         raise DataError(
-            "relative changes cannot be drawn, because no task that both checkpoints share has a positive score for the first one"
+            "relative changes cannot be drawn, because the first checkpoint has no positive score on any task that both checkpoints share"
         )
     change = {task: second[task].result.value / first[task].result.value - 1 for task in shared}
     change = {t: -v if headlines[t] in LOWER_IS_BETTER else v for t, v in change.items()}

@@ -144,7 +144,7 @@ def find_records(place: str) -> list[Record]:
     own = [record for record in records if record.checkpoint == (place if bracket else str(Path(place)))]
     if not own:
         raise ConfigError(
-            f"{place}: contains results of {', '.join(names)}. Give one of these runs, or a folder with the results of one."
+            f"{place}: contains results of {', '.join(names)}. Give one of these runs, or a folder with the results of a single run."
         )
     return own
 
@@ -188,7 +188,7 @@ def load_predictions(record: Record) -> dict[str, np.ndarray]:
     path = record.folder / "predictions" / record.predictions
     if not record.predictions and not record.result.keys and not record.result.predictions:
         raise DataError(
-            f"{record.task}: {record.checkpoint} was scored by {record.result.task}, which stores no predictions to pair"
+            f"{record.task}: {record.checkpoint} was scored by {record.result.task}, a task that stores no predictions for a paired comparison"
         )
     if not record.predictions or Path(record.predictions).name != record.predictions or not path.is_file():
         raise DataError(f"{path}: has no predictions of {record.checkpoint} on {record.task}. Score it again.")
@@ -197,7 +197,7 @@ def load_predictions(record: Record) -> dict[str, np.ndarray]:
             arrays = {name: file[name] for name in file.files}
         # A zip's checksums cover the content of its members, not their names.
         if _digest(arrays["keys"].tolist(), {k: array for k, array in arrays.items() if k != "keys"}) != path.stem:
-            raise ValueError("its content does not match its name")
+            raise ValueError("the content does not match the checksum in the file name")
         return arrays
     except Exception as error:  # zip, zlib and numpy's header parser may raise anything
         raise DataError(

@@ -87,7 +87,7 @@ def over_seeds(table: Grid, mean: bool = False, baseline: str | None = None) -> 
         # The same seed twice would make the range too narrow.
         if any(split_seed(other.name)[1] == seed for other in groups.get(recipe, [])):
             raise ConfigError(
-                f"--seeds: {row.name} has seed {seed}, like another run of its recipe. Leave one of them out of the command."
+                f"--seeds: {row.name} has the same seed, {seed}, as another run of its recipe. Remove one of the two runs from the command."
             )
         groups.setdefault(recipe, []).append(row)
     if all(len(rows) == 1 for rows in groups.values()):

@@ -38,9 +38,13 @@ def babel_imagenet(root: Path, language: str) -> tuple[list[int], list[str], lis
             "file again."
         ) from None
     if len(numbers) != len(names) or not all(0 <= n < IMAGENET_CLASSES for n in numbers) or len(set(numbers)) < 2:
-        raise DataError(f"{root}: {_LABELS}: {code} needs a name for each of its class numbers. Fetch it again.")
+        raise DataError(
+            f"{root}: {_LABELS}: the language {code} needs one name per class number. Fetch the file again."
+        )
     if bad := [text for text in templates if text.count("{}") != 1]:
-        raise DataError(f"{root}: {_PROMPTS}: {bad[0]!r} must have {{}} once, which stands for the class name")
+        raise DataError(
+            f"{root}: {_PROMPTS}: each prompt must contain {{}}, the place of the class name, exactly once, got {bad[0]!r}"
+        )
     return numbers, names, [text.replace("{}", "{c}") for text in templates]
 
 

@@ -82,7 +82,7 @@ class SugarCrepeSet(FileSet):
             path = next((p for p in (folder / f"{split}.json", folder / "data" / f"{split}.json") if p.is_file()), None)
             if path is None:
                 raise DataError(
-                    f"{folder / split}.json: missing; SugarCrepe consists of seven such files, which must be next to val2017/"
+                    f"{folder / split}.json: missing; SugarCrepe consists of seven .json files, which must be next to the folder val2017"
                 )
             data = path.read_bytes()
             sums[split] = hashlib.sha256(data).hexdigest()[:16]

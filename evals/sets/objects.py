@@ -26,7 +26,7 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
     try:
         objects = episode.metadata.get("objects")
     except BadSampleError as bad:
-        raise DataError(f"{where}: {bad}. Repair it, or remove it.") from None
+        raise DataError(f"{where}: {bad}. Repair this sample, or remove it.") from None
     if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
         raise DataError(
             f"{where}: its json has no list `objects`, which probes need. Use MOVi, or a set that `sparo data movi-like` or `sparo data scenes3d` created."

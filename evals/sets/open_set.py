@@ -49,7 +49,7 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     if isinstance(train, ClassFolders) != isinstance(test, ClassFolders):
         folders, numbers = ("train", "test") if isinstance(train, ClassFolders) else ("test", "train")
         raise DataError(
-            f"{folders}: has class folders, but {numbers} has numeric labels, so they cannot be matched. Use the same form in both."
+            f"{folders}: has class folders, but {numbers} has numeric labels, so the classes cannot be matched. Use the same kind of labels in both splits."
         )
     if not isinstance(train, ClassFolders) or not isinstance(test, ClassFolders) or train.classes == test.classes:
         return

@@ -41,7 +41,7 @@ def open_questions(root: Path, columns: TableColumns, split: str) -> QuestionSet
         if values and not rows:
             raise DataError(
                 f"{paths[0]}: column {columns.split!r} has no row with {split!r}, got {', '.join(list(values)[:6])}. Set "
-                "the task's key split to one of these."
+                "the task's key `split` to one of these values."
             )
     size = columns.rows
     if len(rows) % size:

@@ -121,7 +121,7 @@ class TableRow:
         listed = self.values.get(column)
         if not column and (inside := [name for name in _columns(template) if isinstance(self.values.get(name), list)]):
             if len(inside) > 1:
-                raise ConfigError(f"columns: {template!r} contains several lists. Write a template for each.")
+                raise ConfigError(f"columns: {template!r} contains several lists. Write one template for each list.")
             rows = (TableRow({**self.values, inside[0]: entry}, self.where) for entry in self.values[inside[0]])
             return [row.fill(template) for row in rows]
         if how == "list":
@@ -131,7 +131,7 @@ class TableRow:
                 listed = None
             if not isinstance(listed, list | tuple):
                 raise DataError(
-                    f"{self.where}: {template} must be a list, got {self.values.get(column)!r:.80}. Correct it."
+                    f"{self.where}: the cell of {template} must contain a list, got {self.values.get(column)!r:.80}. Correct the cell."
                 )
         if isinstance(listed, list | tuple):
             return [_plain(text) for text in listed]

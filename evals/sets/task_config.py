@@ -31,14 +31,16 @@ class TableColumns(Frozen):
     )
     captions: tuple[str, ...] = field(
         (),
-        "Captions of a row. The first one is true of the first image. Each entry of a cell that contains a list is a caption.",
+        "Captions of a row. The first caption is true of the first image. If a cell contains a list, each entry of the list is a caption.",
         strict=False,
         examples=[["{caption}"]],
     )
     false_captions: tuple[str, ...] = field(
         (), "Captions that are not true of the image, for task pairs.", strict=False, examples=[["{wrong}"]]
     )
-    label: str | None = field(None, "Column with the class: its number from 0, or its name.", examples=["{label}"])
+    label: str | None = field(
+        None, "Column with the class, given as a number from 0 or as a name.", examples=["{label}"]
+    )
     labels: str | None = field(
         None,
         "For task probe: column with the names of all classes of an image, separated by ; or |. An empty "
@@ -48,13 +50,13 @@ class TableColumns(Frozen):
     target: str | None = field(None, "Column with a number, for task regression.", examples=["{age}"])
     mask: str | None = field(
         None,
-        "For task linear_segmentation: path, below root, of a row's label image, a PNG that contains the class number of each pixel.",
+        "For task linear_segmentation: path (below root) of each row's label image, a PNG with the class number of each pixel.",
         examples=["{mask}"],
     )
     answer: str | None = field(
         None,
-        "For task choice: column with the index, from 0, of the right caption; if a row has one caption, of "
-        "the right image. Default: the first.",
+        "For task choice: column with the index (from 0) of the right caption, or of the right image in rows "
+        "with a single caption. Default: the first is right.",
         examples=["{correct_answer}"],
     )
     box: str | None = field(
@@ -74,7 +76,7 @@ class TableColumns(Frozen):
     rows: int = field(1, "For questions: number of consecutive rows whose images and captions form one question.", gt=0)
     kind: str = field(
         "",
-        "Kind of a row. A score for each kind is reported as well. For example, {relation} uses the values of the column relation.",
+        "Text that gives the kind of a row, such as {relation} for the value in the column `relation`. Scores are also reported for each kind.",
         examples=["{tag}"],
     )
     split: str | None = field(
@@ -82,8 +84,8 @@ class TableColumns(Frozen):
     )
     test_share: float | None = field(
         None,
-        "If columns.split is not set: fraction of the groups (of the images, if columns.group is not set) that forms "
-        "the split test; the others form the split train. No group is in both.",
+        "If columns.split is not set: fraction of the groups that forms "
+        "the split test; all other groups form the split train. If columns.group is not set, each image is a group.",
         gt=0,
         lt=1,
         examples=[0.2],
@@ -94,7 +96,7 @@ class TableColumns(Frozen):
         "questions: the metric all_of_group counts a group as right only if all its questions are right.",
         examples=["patient"],
     )
-    key: str | None = field(None, "Column with the name of a row. Default: its number.", examples=["id"])
+    key: str | None = field(None, "Column with a name for each row. Default: the row's number.", examples=["id"])
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TableColumns:
@@ -178,8 +180,8 @@ class LabelledTaskConfig(TaskConfig):
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "Layout of the train and test sets, an entry of sparo.layouts. Training images are the split `train` of the set at the path "
-        "in the key `train`; test images are the split `test` of the set at the path in the key `test`.",
+        "Layout of the train and test sets, an entry of sparo.layouts. Training images are the split `train` of the set at "
+        "the path `train`; test images are the split `test` of the set at the path `test`.",
         examples=["wds"],
     )
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")
@@ -192,13 +194,13 @@ class LabelledTaskConfig(TaskConfig):
     )
     resize: int | None = field(
         None,
-        "Length of an image's shorter side before the center crop, in pixels. Default: the encoder's own.",
+        "Length of an image's shorter side before the center crop, in pixels. Default: the encoder's value.",
         gt=0,
         examples=[256],
     )
     limit: int | None = field(
         None,
-        "Use only this many samples of the data set (of several sets: of each), evenly spaced.",
+        "Use only this many samples, evenly spaced. If the task has several data sets: this many of each.",
         gt=0,
         examples=[1000],
     )

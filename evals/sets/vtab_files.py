@@ -155,7 +155,7 @@ def _dsprites_blocks(path: Path) -> Iterator[np.ndarray]:
             np.lib.format.read_magic(stream)  # type: ignore[arg-type]
             shape, _, dtype = np.lib.format.read_array_header_1_0(stream)  # type: ignore[arg-type]
             if dtype != np.uint8 or len(shape) != 3:
-                raise ValueError(f"images of {dtype} {shape}")
+                raise ValueError(f"expected uint8 images (N, H, W), got {dtype} {shape}")
             size = shape[1] * shape[2]
             # 3 GB unpacked, so never at once.
             while data := stream.read(_ROWS * size):
@@ -180,7 +180,7 @@ def _norb_blocks(path: Path) -> Iterator[np.ndarray]:
     with _norb_stream(path) as stream:
         shape, kind = _norb_header(stream, path)
         if len(shape) != 4 or kind != np.uint8:
-            raise DataError(f"{path}: is not smallNORB's images, got {kind} {shape}. Fetch it again.")
+            raise DataError(f"{path}: is not an image file of smallNORB, got {kind} {shape}. Fetch it again.")
         size = int(np.prod(shape[1:]))
         while data := _read(stream, 64 * size, path):
             if len(data) % size:

@@ -149,7 +149,7 @@ class WdsSet(ShardSet):
         counter = folder / split / "nshards.txt"
         if not counter.is_file():
             raise DataError(
-                f"{counter}: missing; an evaluation set has {split}/nshards.txt and {split}/0.tar …{remedy(counter)}"
+                f"{counter}: missing. An evaluation set has the files {split}/nshards.txt, {split}/0.tar, …{remedy(counter)}"
             )
         try:
             number = int(read_text(counter, DataError, 4096))
@@ -198,7 +198,7 @@ def _label(fields: dict[str, bytes], where: str) -> int:
 
 def _labels(fields: dict[str, bytes], where: str) -> list[int]:
     if "npy" not in fields:
-        raise DataError(f"{where} has no .npy member with the labels of a multilabel set")
+        raise DataError(f"{where} lacks the .npy member that contains the labels in a multilabel set")
     table = _array(fields["npy"], where)
     if table.ndim != 1 or not np.isin(table, (0, 1)).all():
         raise DataError(f"{where}: .npy must hold one row of zeros and ones, one per class")
@@ -241,9 +241,9 @@ def _pairs(fields: dict[str, bytes], where: str) -> list[Pair]:
         item = json.loads(fields["json"])
         pair = Pair(item["kind"], item["caption"], item["negative_caption"])
         if not all(isinstance(text, str) for text in pair):
-            raise TypeError("one of them is not a text")
+            raise TypeError("a value is not a string")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where}: .json needs kind, caption, negative_caption ({error})") from None
+        raise DataError(f"{where}: .json needs the texts `kind`, `caption` and `negative_caption` ({error})") from None
     return [pair]
 
 

@@ -159,7 +159,7 @@ def name_slots(
     if not len(usable):
         raise ConfigError(
             f"--min-images: no name can be tested: each half of the images needs {min_images} images whose captions contain the name and "
-            f"{min_images} whose captions do not, but none of the {len(names)} names has them. Use more images, or lower "
+            f"{min_images} whose captions do not, but this holds for none of the {len(names)} names. Use more images, or lower "
             "--min-images."
         )
     chosen_auc, tested_auc = (np.empty((images.shape[1], len(usable))) for _ in range(2))

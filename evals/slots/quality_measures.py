@@ -184,5 +184,5 @@ def refuse_same(encoder: Encoder, by: Encoder) -> None:
     # Similarity of images would then be derived from the slots themselves. Pixels have no weights to compare.
     if encoder.weights == by.weights and by.weights != "none":
         raise ConfigError(
-            f"--reference {by.label}: is the evaluated checkpoint itself. Name another one, or pixels:32."
+            f"--reference {by.label}: is the evaluated checkpoint itself. Name another checkpoint, or pixels:32 to compare with resized images."
         )

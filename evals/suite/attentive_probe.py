@@ -67,7 +67,7 @@ def build_head(config: Any, dim: int, prefix: int, has_cls: bool = True) -> tupl
     """Return the head of a block, and its width. Raises `ConfigError` for one that needs a missing class token, or texts."""
     if config.conditioned:
         raise ConfigError(
-            f"head.kind={config.kind}: pools with the help of texts, and a probe has no texts. Use head.kind=map or head.kind=ep."
+            f"head.kind={config.kind}: needs texts for pooling, but a probe has none. Use head.kind=map or head.kind=ep."
         )
     # A probe standardises its input, so slots are not normalized, unless the block sets it.
     config = config.resolve_defaults(normalize=False)

@@ -41,16 +41,16 @@ class DatasetEntry(Frozen):
         "test/nshards.txt, test/0.tar …, classnames.txt", "Files that `sparo eval --list` expects in ROOT/NAME."
     )
     source: str = field("", "Where to get the files.")
-    options: dict[str, Any] = field({}, "Keys of the task that are used if the files are not in the wds layout.")
+    options: dict[str, Any] = field({}, "Task keys that apply if the files are not in the wds layout.")
     or_options: dict[str, Any] = field(
         {},
-        "Keys of the task that replace `options` if the table that they name (columns.file) exists and the table of `options` does not.",
+        "Keys of the task, used instead of `options` if the columns.file given here exists and the columns.file in `options` does not.",
     )
-    settings: dict[str, Any] = field({}, "Keys of the task in any layout.")
+    settings: dict[str, Any] = field({}, "Keys of the task that are used in every layout.")
     languages: tuple[str, ...] = field(
         (), "Languages of the set. Each becomes a separate set, NAME/LANGUAGE.", strict=False
     )
-    language_key: str = field("split", "Key of the task that receives the language.")
+    language_key: str = field("split", "Task key that is set to the language of each separate set.")
     n: int | None = field(None, "Number of images. Default: not checked.", gt=0)
     questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
@@ -58,7 +58,7 @@ class DatasetEntry(Frozen):
     licence: str = field("none stated", "License of the images.")
     name: str = field("", "Name of the set, filled in from the key of the entry in its YAML file.")
     shipped: bool = field(
-        False, "Filled in: whether the entry is shipped with sparo. Images of such sets are decoded as by open_clip."
+        False, "Filled in by sparo: true if sparo ships the entry. Images of shipped sets are decoded as in open_clip."
     )
 
 
@@ -164,7 +164,7 @@ def suite_tasks_below(suite: str, root: Path) -> dict[str, TaskConfig]:
     absent = [name for name, config in found.items() if _is_absent(config)]
     if len(absent) == len(found):
         raise ConfigError(
-            f"--suite {suite}: none of its {len(found)} sets is in {root}. Name their folder with --root; sparo eval --list shows "
+            f"--suite {suite}: none of the suite's {len(found)} data sets is in {root}. Give their folder with --root; `sparo eval --list` shows "
             "the files of each set."
         )
     if absent:

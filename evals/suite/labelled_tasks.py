@@ -37,9 +37,9 @@ class ProbeTaskConfig(SetTaskConfig):
         None, "Split on which the weight decay is selected, instead of val_proportion.", examples=["val"]
     )
     val_proportion: float = field(
-        0.2, "Share of train_split on which the weight decay is selected. 0: use weight_decay.", ge=0, lt=1
+        0.2, "Share of train_split held out to select the weight decay. 0: use the key weight_decay.", ge=0, lt=1
     )
-    weight_decay: float = field(0.0, "Weight decay if neither val_split nor val_proportion selects one.", ge=0)
+    weight_decay: float = field(0.0, "Weight decay that is used if val_split is not set and val_proportion is 0.", ge=0)
     fewshot_k: int = field(-1, "Images per class. -1: all.", ge=-1)
     repeats: int = field(
         1,
@@ -69,7 +69,7 @@ class KnnTaskConfig(LabelledTaskConfig):
     )
     temperature: float = field(0.07, "Temperature of a vote's weight, exp(cosine / temperature).", gt=0)
     balanced: bool = field(
-        False, "Divide votes by the number of training images of their class, so that all classes have the same weight."
+        False, "Divide each vote for a class by that class's number of training images, to weight all classes equally."
     )
 
 
@@ -133,7 +133,8 @@ def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
         parts["val"] = open_set(task, "label", task.val_split)
     if other := [name for name, source in parts.items() if source.kind != parts["test"].kind]:
         raise DataError(
-            f"{task.root}: {other[0]} and test differ: one has a single label per image, the other several. Use the same kind of labels in both."
+            f"{task.root}: the labels of {other[0]} and test differ: one part has a single label per image, the "
+            "other several labels. Use the same kind of labels in both."
         )
     for name, source in parts.items():
         if name != "test":

@@ -56,7 +56,7 @@ class LinearTaskConfig(LabelledTaskConfig):
         gt=1,
         examples=[1000],
     )
-    seed: int = field(0, "Seed of the order, the crops and the initial weights.")
+    seed: int = field(0, "Random seed of the order of training images, the crops and the initial weights.")
 
 
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
@@ -139,7 +139,8 @@ def _augmented_batches(
             labels = torch.tensor(batch.facts, dtype=torch.int64)
             if int(labels.max()) >= classes:
                 raise DataError(
-                    f"{task.train}: label {int(labels.max())} exceeds the {classes} classes of {task.test}. Set the task's classes."
+                    f"{task.train}: expected labels below {classes}, the number of classes of {task.test}, got "
+                    f"{int(labels.max())}. Set the task's key `classes`."
                 )
             yield probe(batch.pixels), labels.to(encoder.device), len(numbers)
 

@@ -66,7 +66,7 @@ def run_validation_loss(scoring: Scoring, task: LossTaskConfig) -> Result:
     """
     if scoring.part is not None and scoring.part[0]:
         raise PartsMissingError(
-            f"{scoring.name}: cannot be divided into parts, because it stores no encodings. The process with part 0 scores all of it."
+            f"{scoring.name}: cannot be divided into parts, because it stores no encodings. The process with part 0 scores the whole task."
         )
     encoder, source = scoring.encoder, open_held_out(task)
     assert encoder.trained is not None  # encoders with `loss`

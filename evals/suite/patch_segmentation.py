@@ -56,7 +56,7 @@ class SegmentationTaskConfig(MaskedTaskConfig):
     epochs: int = field(20, "Passes over the training images.", ge=1)
     lr: float = field(0.003, "Peak learning rate of AdamW.", gt=0)
     batch_size: int = field(16, "Images per step.", gt=0)
-    seed: int = field(0, "Seed of the order and the initial weights.")
+    seed: int = field(0, "Random seed of the order of training images and of the initial weights.")
 
 
 def run_segmentation(scoring: Scoring, task: SegmentationTaskConfig) -> Result:
@@ -85,12 +85,12 @@ class KnnSegmentationTaskConfig(MaskedTaskConfig):
     """The class of every pixel by the nearest patches of training images, as in Hummingbird's evaluation (Balažević et al. 2023)."""
 
     task: Literal["knn_segmentation"] = field("knn_segmentation", "Kind of the task: an entry of sparo.tasks.")
-    k: int = field(30, "Number of neighbours that vote.", gt=0)
+    k: int = field(30, "Number of nearest training patches that vote on the class of a patch.", gt=0)
     temperature: float = field(
-        0.02, "Temperature of the softmax over the neighbours' cosines, which weights their votes.", gt=0
+        0.02, "Temperature of the softmax over cosines that gives the weights of the neighbours' votes.", gt=0
     )
     bank: int = field(1_024_000, "Largest number of training patches; if there are more, a random part is used.", gt=0)
-    seed: int = field(0, "Seed of the random choice of training patches if there are more than `bank`.")
+    seed: int = field(0, "Random seed for choosing `bank` training patches if there are more.")
 
 
 def run_knn_segmentation(scoring: Scoring, task: KnnSegmentationTaskConfig) -> Result:

@@ -36,7 +36,7 @@ class QuestionsTaskConfig(SetTaskConfig):
     exclude_kinds: tuple[str, ...] = field(
         (), "Kinds of questions that are not scored.", strict=False, examples=[["near", "next to"]]
     )
-    min_per_kind: int = field(1, "Kinds with fewer questions are not scored.", gt=0)
+    min_per_kind: int = field(1, "Kinds with fewer questions than this are not scored.", gt=0)
 
 
 class ChoiceTaskConfig(QuestionsTaskConfig):
@@ -45,7 +45,7 @@ class ChoiceTaskConfig(QuestionsTaskConfig):
     task: Literal["choice"] = field("choice", "Kind of the task: an entry of sparo.tasks.")
     ties: forms.Ties = field(
         "lose",
-        "Outcome of a tie: lose (wrong), or first (the first of equally similar choices is taken, as by argmax).",
+        "Outcome if choices are equally similar. lose: the answer is wrong. first: the choice listed first is taken, as by argmax.",
     )
 
 

@@ -160,7 +160,7 @@ def check_recipe_compatible(config: RunConfig, objective: Objective | None = Non
         check_tasks_compatible(objective, config, side.tasks, "eval.job.tasks", exported=True)
         if not METHODS.get(config.objective.kind).exports:
             raise ConfigError(
-                f"eval.job: objective.kind={config.objective.kind} cannot be exported, but a separate job scores an export. Remove eval.job."
+                f"eval.job: scores an exported model, but objective.kind={config.objective.kind} cannot be exported. Remove eval.job."
             )
 
 

@@ -127,7 +127,7 @@ def run_zeroshot_segmentation(scoring: Scoring, task: ZeroshotSegmentationTaskCo
     )
     _, keys, digests, counts = zip(*gathered, strict=True)
     if not np.any(np.stack(counts)[:, 1]):
-        raise DataError(f"{source.root}: no pixel is counted. Correct `ignore` or `ignore_background`.")
+        raise DataError(f"{source.root}: no pixel is left to score. Correct `ignore` or `ignore_background`.")
     result = mean_iou("zeroshot_segmentation", np.stack(counts), source.groups)
     if repeated := len(queries) - len({" ".join(name.lower().split()) for name in queries}):
         result = result._replace(counts={**result.counts, "classes_of_one_name": repeated})

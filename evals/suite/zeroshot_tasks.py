@@ -56,8 +56,8 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     def _check_groups(self) -> ZeroshotTaskConfig:
         if self.headline.endswith("_worst_group") and self.group_by is None:
             raise ValueError(
-                f"headline={self.headline}: needs group_by. Set it to the entry of metadata (with layout=table: to the "
-                "column) that has the group of an image."
+                f"headline={self.headline}: needs group_by. Set group_by to the entry of metadata (with layout=table: to the "
+                "column) that contains the group of an image."
             )
         if self.language is not None and self.group_by is not None:
             raise ValueError("language: cannot be combined with group_by. Remove one of them.")
@@ -115,7 +115,9 @@ def run_zeroshot(scoring: Scoring, task: ZeroshotTaskConfig) -> Result:
         if task.headline == "f1_macro":
             result = zeroshot.with_macro_f1(result)
         if task.headline not in result.metrics:
-            raise ConfigError(f"headline={task.headline}: needs at least five classes, got {len(names)}. Use another.")
+            raise ConfigError(
+                f"headline={task.headline}: needs at least five classes, got {len(names)}. Use another headline."
+            )
         return result._replace(headline=task.headline)
 
     options = {
@@ -242,7 +244,7 @@ def _attribute_prompts(source: EvalSet) -> tuple[dict[str, list[str]], dict[str,
 def _check_attributes(task: AttributesTaskConfig) -> None:
     if missing := [name for name in attributes.COLUMNS if name not in task.metadata]:
         raise ConfigError(
-            f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. List the names of all values of "
+            f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. List the names of all values in the `.npy` member of "
             "an image."
         )
     source = open_set(task, "metadata")

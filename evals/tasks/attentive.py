@@ -114,6 +114,8 @@ def score(probe: AttentiveProbe, test: Labelled, classes: int, device: torch.dev
     for rows in torch.arange(len(test.labels)).split(_BLOCK):
         logits = probe(test.rows(rows).to(device)).float()
         if not logits.isfinite().all():
-            raise DataError("attentive_probe: its logits are not finite, so it diverged. Lower the task's lr.")
+            raise DataError(
+                "attentive_probe: some logits are not finite, because training diverged. Lower the task's lr."
+            )
         top_classes.append(rank_classes(logits, min(5, classes)).cpu())
     return result_from_ranking(torch.cat(top_classes), test.labels, classes, "attentive_probe")

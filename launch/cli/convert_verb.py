@@ -36,7 +36,7 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder of Hugging Face datasets, MDS, "
+            help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder in the format of Hugging Face datasets, MDS, "
             "LitData or Energon; with --to parquet, also shards; with --as, the files of a published set.",
         ),
     ],

@@ -41,7 +41,9 @@ def scenes(
     train: Annotated[int, typer.Option(help="Scenes for training.")] = 8000,
     test: Annotated[
         int,
-        typer.Option(min=20, help="Scenes of the retrieval set. The zero-shot sets and caption pairs scale with it."),
+        typer.Option(
+            min=20, help="Scenes of the retrieval set. The zero-shot sets and caption pairs scale with this number."
+        ),
     ] = 400,
     size: Annotated[int, typer.Option(help="Width and height of the images, in pixels.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,

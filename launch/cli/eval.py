@@ -79,7 +79,7 @@ def score(
     features: Annotated[
         str | None,
         typer.Option(
-            help="Folder in which computed encodings are stored for reuse, or none. Default: $SPARO_FEATURES or "
+            help="Folder in which computed encodings are stored for reuse. none: do not store them. Default: $SPARO_FEATURES or "
             "~/.cache/sparo/features."
         ),
     ] = None,
@@ -94,7 +94,7 @@ def score(
     part: Annotated[
         str | None,
         typer.Option(
-            help="Encode only one of N equal shares of the images: I/N, or the word slurm, which takes I and N from the "
+            help="Encode only one of N equal shares of the images: I/N, or `slurm` to take I and N from the "
             "job array. Scores are computed once all shares exist."
         ),
     ] = None,

@@ -96,12 +96,15 @@ def sweep(
     ],
     folder: Annotated[
         Path | None,
-        typer.Option("--runs", help="Parent folder of the runs of the sweep. Default: the key `out` of its recipes."),
+        typer.Option(
+            "--runs",
+            help="Parent folder of the sweep's runs. Default: the folder in the key `out` of the sweep's recipes.",
+        ),
     ] = None,
     figure: Annotated[
         Path | None,
         typer.Option(
-            help="Also draw a figure into this file: the one that the sweep describes, or, if it describes none, a "
+            help="Also draw a figure into this file, as described in the sweep file (key `figure`). Without this key: a "
             "score over the number of parameters."
         ),
     ] = None,
@@ -114,7 +117,7 @@ def sweep(
     task: Annotated[
         str | None,
         typer.Option(
-            help="TASK or TASK/METRIC to plot with --figure. Default: that of the sweep's figure, otherwise the first "
+            help="TASK or TASK/METRIC to plot with --figure. Default: the one set for the sweep's figure, otherwise the first "
             "score."
         ),
     ] = None,
@@ -123,7 +126,10 @@ def sweep(
         typer.Option(help="Show the columns of this table of the SPARO paper: 1, 2, 3, 6, B.1 or B.2."),
     ] = None,
     paper: Annotated[
-        str, typer.Option(help="With --layout: add rows of the paper for these training sets (CC15M, …), or all.")
+        str,
+        typer.Option(
+            help="With --layout: add the paper's rows for these training sets (CC15M, …); `all` adds all rows."
+        ),
     ] = "",
     mean: Mean = False,
     baseline: Baseline = None,
@@ -192,8 +198,8 @@ def compare(
     first: Annotated[
         str,
         typer.Argument(
-            help="Checkpoint: a run folder, a folder whose results.jsonl has one checkpoint, or 'RUN (slots 0,1)' for "
-            "the scores of a run with only these slots."
+            help="First checkpoint: a run folder, a folder whose results.jsonl has one checkpoint only, or 'RUN (slots 0,1)' for "
+            "the scores of RUN with slots 0 and 1 only."
         ),
     ],
     second: Annotated[str, typer.Argument(help="Second checkpoint.")],

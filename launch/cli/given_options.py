@@ -94,7 +94,7 @@ def parse_part(text: str | None, others: str = "") -> tuple[int, int] | None:
     number, slash, of = text.partition("/")
     # isdecimal, not isdigit: int() fails for ².
     if not (slash and number.isdecimal() and of.isdecimal() and int(number) < int(of)):
-        raise ConfigError(f"--part {text}: expected I/N with I from 0 to N-1, as in 0/4{others}.")
+        raise ConfigError(f"--part {text}: expected I/N, such as 0/4, with I from 0 to N-1{others}.")
     return int(number), int(of)
 
 

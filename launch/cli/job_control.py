@@ -69,8 +69,10 @@ def status(
 
 def logs(
     runs: Runs,
-    rank: Annotated[int | None, typer.Option(help="Rank. Default: the rank that failed, or 0.")] = None,
-    lines: Annotated[int, typer.Option(min=1, help="Number of last lines to print.")] = 30,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank whose log is printed. Default: the rank that failed, otherwise 0.")
+    ] = None,
+    lines: Annotated[int, typer.Option(min=1, help="Number of lines to print from the end of the log.")] = 30,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
     failed: Failed = False,
 ) -> None:

@@ -141,7 +141,7 @@ def data(
         list[str],
         typer.Argument(
             metavar="COMMAND ARGUMENT or --OPTION VALUE",
-            help="`convert` or `index` (the command of `sparo data` that is run) with its arguments, and options of the "
+            help="Command of `sparo data` to run, `convert` or `index`, with its arguments; and options of the "
             "cluster such as --nodes 2.",
         ),
     ],

@@ -128,9 +128,14 @@ def papers(
     run: Annotated[
         bool, typer.Option("--run", help="Make the data, train, draw the figure, and test the paper's claims.")
     ] = False,
-    small: Annotated[bool, typer.Option("--small", help="With --run: the small version, for two CPU cores.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="With --run: use the small version, made for two CPU cores.")
+    ] = False,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="With --run: number of seeds. Default: 5 if small, otherwise the paper's.")
+        int | None,
+        typer.Option(
+            min=1, help="With --run: number of seeds. Default: 5 with --small, otherwise as many as in the paper."
+        ),
     ] = None,
     on: Annotated[
         str,
@@ -198,7 +203,7 @@ def recipes(
 
 @app.command()
 def config(
-    key: Annotated[str, typer.Argument(help="Key or block, as in optim.lr or optim, or the end of a key: lr.")] = "",
+    key: Annotated[str, typer.Argument(help="Key (optim.lr), block (optim), or the end of a key (lr).")] = "",
 ) -> None:
     """Describe keys of a recipe: type, default, meaning, example."""
     from ..commands.key_tables import describe_key, example, examples, find_keys

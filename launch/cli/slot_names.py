@@ -33,8 +33,8 @@ def name(
     task: Annotated[
         str,
         typer.Option(
-            help="Task whose captions are used to test names: one of kind retrieval or pairs, or of kind zeroshot, "
-            "whose class names are the captions."
+            help="Task whose captions are used to test names, of kind retrieval, pairs or zeroshot. With zeroshot, "
+            "the class names are the captions."
         ),
     ],
     vocabulary: Annotated[
@@ -46,7 +46,7 @@ def name(
         int,
         typer.Option(
             min=2,
-            help="A name is tested only if, in each half of the data, at least this many images have it, and at least this many do not.",
+            help="Test only names that, in each half of the data, at least this many images have and at least this many images lack.",
         ),
     ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,
@@ -91,8 +91,8 @@ def search(
         float,
         typer.Option(
             min=0,
-            help="If the query is an image: weight of the cosine in all other slots, which is subtracted from the score, so that "
-            "results differ in these slots.",
+            help="If the query is an image: weight with which the cosine in all other slots is subtracted from the score, so that "
+            "results differ from the query in these slots.",
         ),
     ] = 0.25,
     count: Annotated[int, typer.Option(min=1, max=1000, help="Number of results.")] = 10,

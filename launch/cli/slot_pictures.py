@@ -69,7 +69,7 @@ def explore(
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name under which a proxy or tunnel serves the page, such as hub.example.org. May be repeated. Requires a token."
+            help="Host name under which a proxy or tunnel serves the page, such as hub.example.org. May be repeated. Requires a token."
         ),
     ] = None,
     model: Model = None,
@@ -111,10 +111,14 @@ def show(
     checkpoint: Checkpoint,
     task: Annotated[str | None, typer.Option(help="Task whose images are shown.")] = None,
     image: Annotated[list[Path] | None, typer.Option(help="Your own image. May be repeated.")] = None,
-    caption: Annotated[list[str] | None, typer.Option(help="Caption of an --image. May be repeated.")] = None,
+    caption: Annotated[
+        list[str] | None, typer.Option(help="Caption of the --image at the same position. Give one for each --image.")
+    ] = None,
     slots: Annotated[
         str | None,
-        typer.Option(help="Show only these slots: 0,3,8-15, or those in a selection.json, with the names in it."),
+        typer.Option(
+            help="Show only these slots: numbers such as 0,3,8-15, or a selection.json, whose slot names are shown, too."
+        ),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Number of images of the task, evenly spaced.")] = 200,
     examples: Annotated[int, typer.Option(min=0, help="Number of images that are shown with all their slots.")] = 8,
@@ -125,7 +129,7 @@ def show(
             min=-1,
             max=1,
             help="Show an example of a slot only if the cosine similarity of the slot's image vector and text vector "
-            "is above this.",
+            "is above this value.",
         ),
     ] = 0.75,
     min_share: Annotated[
@@ -244,7 +248,7 @@ def edit(
     swap: Annotated[
         str | None,
         typer.Option(
-            help="SLOT: swap the edited slot with this one. IMAGE:SLOT: replace the edited slot with this slot of another image."
+            help="SLOT: swap the edited slot with slot SLOT. IMAGE:SLOT: replace the edited slot with slot SLOT of another image."
         ),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 128,

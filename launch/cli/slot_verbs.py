@@ -13,7 +13,7 @@ from .given_options import check_figure_path, check_json_path, parse_granularity
 
 Checkpoint = Annotated[str, typer.Argument(help="Anything that `sparo eval` accepts.")]
 Checkpoints = Annotated[list[str], typer.Argument(help="Anything that `sparo eval` accepts.")]
-Model = Annotated[str | None, typer.Option(help="Name of the model of a weight file, as in `sparo eval --model`.")]
+Model = Annotated[str | None, typer.Option(help="Name of the model in a weight file, as in `sparo eval --model`.")]
 Data = Annotated[
     Path | None, typer.Option(help="YAML file with a key `tasks`, or a recipe. Default: eval.tasks of the run.")
 ]
@@ -34,7 +34,7 @@ Kind = Annotated[
         "heads (attention heads of an open_clip ViT).",
     ),
 ]
-Parts = Annotated[int | None, typer.Option(min=2, help="With --units parts: number of equal parts of an encoding.")]
+Parts = Annotated[int | None, typer.Option(min=2, help="With --units parts: number of equal parts per encoding.")]
 Layers = Annotated[
     int, typer.Option("--head-layers", min=1, help="With --units heads: number of last blocks whose heads are used.")
 ]
@@ -207,11 +207,11 @@ def mask(
             "formula; min: min(exp(alpha), 100), as in CLIP."
         ),
     ] = "max",
-    epochs: Annotated[int, typer.Option(min=1, max=100_000, help="Epochs of training a mask.")] = 100,
+    epochs: Annotated[int, typer.Option(min=1, max=100_000, help="Number of epochs to train each mask.")] = 100,
     last_epoch: Annotated[
         bool, typer.Option("--last-epoch", help="Keep the mask of the last epoch instead of the best.")
     ] = False,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of masks, with seeds 0, 1, ….")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of masks, one per seed (0, 1, …).")] = 3,
     held_out: Annotated[
         bool,
         typer.Option("--held-out", help="Train on the pairs of one half of the images and score on the other half."),
@@ -268,7 +268,7 @@ def table(
         typer.Option(help="Tasks that are scored. Default: sugar_crepe for table 4; vtab,imagenet1k for table 5."),
     ] = None,
     k: K = "half",
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row, one per seed.")] = 3,
     clamp: Annotated[
         str,
         typer.Option(
@@ -277,7 +277,8 @@ def table(
         ),
     ] = "max",
     parts: Annotated[
-        int, typer.Option(min=2, help="For table 5: number of equal parts of an encoding without slots.")
+        int,
+        typer.Option(min=2, help="For table 5: number of equal parts into which an encoding without slots is divided."),
     ] = 64,
     draws: Draws = 50,
     seed: Seed = 0,

@@ -136,7 +136,10 @@ def scenes3d(
     test: Test = None,
     frames: Annotated[
         int | None,
-        typer.Option(min=1, help="Frames per episode, at 12 per second. Default: 32; small: 12; nature_ego: 24."),
+        typer.Option(
+            min=1,
+            help="Frames per episode, at 12 per second. Default: 12 for --kind small, 24 for nature_ego, otherwise 32.",
+        ),
     ] = None,
     size: Size = None,
     max_objects: Annotated[

@@ -263,7 +263,9 @@ def _manual_selection(
                 f"{ranked.units} gives {ranked.count}."
             )
         if selection.mask:
-            raise ConfigError(f"--slots {slots}: is a mask. Score it with sparo eval --slots.")
+            raise ConfigError(
+                f"--slots {slots}: contains a mask instead of selected units. Score the mask with `sparo eval --slots`."
+            )
         return complete_selection(selection, ranked.order)
     selection = select_slots(bench.encoder, slots) if bench.options.units == "slots" else None
     if selection is None:

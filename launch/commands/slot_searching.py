@@ -119,11 +119,13 @@ def _slot_numbers(bench: Bench, slots: tuple[int, ...] | Path) -> list[int]:
         selection = bench.read_selection(slots, "--slots")
         if selection.mask:
             raise ConfigError(
-                f"--slots {slots}: is a mask, but images are compared in whole slots. Name a selection, or numbers."
+                f"--slots {slots}: is a mask, but images are compared by whole slots. Name a selection without a mask, or slot numbers."
             )
         return sorted(selection.chosen)
     if wrong := [slot for slot in slots if not 0 <= slot < bench.units.number]:
-        raise ConfigError(f"--slots {wrong[0]}: {bench.checkpoint} has {bench.units.number} slots, numbered from 0")
+        raise ConfigError(
+            f"--slots {wrong[0]}: no such slot; {bench.checkpoint} has {bench.units.number} slots, numbered from 0"
+        )
     return list(slots)
 
 

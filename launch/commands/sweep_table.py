@@ -133,7 +133,7 @@ def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
         if seed in runs_by_seed or other != recipe:
             why = "have the same seed" if seed in runs_by_seed else "differ in more than their seed"
             raise ConfigError(
-                f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}. Move one of them."
+                f"{runs_by_seed[seed][1] if seed in runs_by_seed else where} and {folder} {why}. Move one of them to another folder."
             )
         runs_by_seed[seed] = recipe, folder
 
@@ -183,7 +183,8 @@ def sweep_grid(
         )
     if layout is not None and not {column.task for column in columns} & set(tasks):
         raise DataError(
-            f"--layout {layout}: needs {', '.join(dict.fromkeys(c.task for c in columns))}, got scores of {', '.join(tasks)}"
+            f"--layout {layout}: needs scores of one of {', '.join(dict.fromkeys(c.task for c in columns))}, got "
+            f"{', '.join(tasks)}. Score one, or remove --layout."
         )
     columns = columns or [Column("", task, task, None) for task in tasks]
     heads = HEADS if layout == "6" else ()

@@ -74,7 +74,7 @@ class Explorer:
         """Return an open checkpoint. Raises `ConfigError` for another number."""
         if number not in self.sides:
             raise ConfigError(
-                "this checkpoint was closed: others were opened since, or sparo slots explore was restarted. Reload the page."
+                "this checkpoint was closed, because others were opened or `sparo slots explore` was restarted. Reload the page."
             )
         return self.sides[number]
 

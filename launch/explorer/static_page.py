@@ -90,7 +90,9 @@ def refuse_unsupported(checkpoint: str, target: Path, one_file: bool) -> None:
         model = getattr(config.objective, "model", None)
         data, pooled = config.data, bool(getattr(getattr(model, "readout", None), "conditioned", False))
     else:
-        raise ConfigError(f"--static: {checkpoint} is neither a run nor onnx:FOLDER. Train or export it with sparo.")
+        raise ConfigError(
+            f"--static: {checkpoint} is neither a run nor onnx:FOLDER. Name a run, or a folder that `sparo export --layout onnx` wrote."
+        )
     if data.bands is not None or data.pixel_range != "by_type":
         raise ConfigError(
             f"--static: {checkpoint} has data.bands or data.pixel_range, but browsers read 8 bits of red, green and blue only."

@@ -25,7 +25,7 @@ class ClusterConfig(Frozen):
     partition: str | None = field(None, "SLURM partition.")
     account: str | None = field(None, "Account to charge.")
     qos: str | None = field(None, "Quality of service.")
-    constraint: str | None = field(None, "Features that nodes must have.")
+    constraint: str | None = field(None, "SLURM features that nodes must have (--constraint).")
     nodelist: str | None = field(None, "Nodes to use.")
     exclude: str | None = field(None, "Nodes not to use.")
     exclusive: bool = field(False, "Allocate whole nodes.")
@@ -33,9 +33,11 @@ class ClusterConfig(Frozen):
     nodes: int = field(1, "Number of nodes.", gt=0)
     gpus_per_node: int = field(0, "GPUs per node.", ge=0)
     gpu_type: str | None = field(None, "GPU type, for clusters that require one, for example h100.")
-    tasks_per_node: int | None = field(None, "Ranks per node. Default: one per GPU, or one without GPUs.", gt=0)
+    tasks_per_node: int | None = field(
+        None, "Ranks per node. Default: one per GPU, or a single rank if there are no GPUs.", gt=0
+    )
     starter: Literal["srun", "torchrun"] = field(
-        "srun", "srun starts every rank; torchrun runs once per node and starts the ranks of the node."
+        "srun", "Starter of ranks. srun: starts every rank; torchrun: runs once per node and starts the ranks there."
     )
     cpus_per_task: int | None = field(None, "CPU cores per rank.", gt=0)
     mem_gb: float | None = field(None, "Memory per node in GB.", gt=0)
@@ -47,7 +49,9 @@ class ClusterConfig(Frozen):
         3, "Largest number of consecutive restarts without a new checkpoint. After that, the job fails.", ge=0
     )
     max_restarts: int = field(
-        200, "Largest number of restarts of one job. After that, the job fails; `resubmit` starts another one.", ge=0
+        200,
+        "Largest number of restarts of one job. After that, the job fails; `sparo launch resubmit` submits a new one.",
+        ge=0,
     )
     max_hours: float | None = field(
         None,
@@ -63,7 +67,7 @@ class ClusterConfig(Frozen):
     python: str | None = field(
         None, "Python interpreter, as a shell command. Default: the interpreter that runs `sparo launch`."
     )
-    srun_args: tuple[str, ...] = field((), "Further arguments of srun: --container-image=….")
+    srun_args: tuple[str, ...] = field((), "Further arguments for srun, as in --container-image=….")
     environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict, description="Further arguments of sbatch.")
 
@@ -121,7 +125,7 @@ class ClusterConfig(Frozen):
         # Do not ignore it silently, because a missing `module load` would be searched for in the job.
         if self.kind not in ("slurm", "allocation") and self.setup:
             raise ValueError(
-                f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Set it up there."
+                f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Run these commands in the shell, and remove setup."
             )
         if self.kind == "debug" and self.ranks > 1:
             raise ValueError(

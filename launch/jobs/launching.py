@@ -223,7 +223,7 @@ def after_jobs(folders: Sequence[Path]) -> str | None:
         # SLURM forgets a job after minutes, but the folder records how it ended.
         if not job_states and not (ends and ends[-1]["end"] == 0):
             raise ConfigError(
-                f"--after {folder}: SLURM does not know its job any more, and it did not finish. Run `sparo launch resubmit {folder}` first."
+                f"--after {folder}: SLURM no longer knows the job of this run, and the job did not finish. Run `sparo launch resubmit {folder}` first."
             )
         if any(state.active for state in job_states):
             waiting += last["jobs"]

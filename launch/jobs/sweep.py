@@ -27,7 +27,8 @@ class SweepRun(Frozen):
     """One run of a sweep file."""
 
     recipe: str | None = field(
-        None, "Recipe of this run: a path relative to the file, or a shipped recipe. Default: the sweep's."
+        None,
+        "Recipe of this run: a path relative to the sweep file, or a shipped recipe. Default: the sweep's key `recipe`.",
     )
     overrides: tuple[str, ...] = field((), "Overrides as `sparo train` takes them.")
     series: str = field(
@@ -47,7 +48,7 @@ class SweepFigure(Frozen):
     log_x: bool = field(False, "Logarithmic x axis, with base 2.")
     relative_to: str = field(
         "",
-        "Reference series: every value is divided by the mean of this series at the same x, as in relative losses. Default: none.",
+        "Name of a reference series. Every value is divided by the mean of this series at the same x, for example to show relative losses. Default: none.",
     )
 
 
@@ -61,8 +62,8 @@ class Measure(Frozen):
     )
     scores: dict[str, str] = field(
         ...,
-        "Path of each score in the JSON file. The parts of a path, separated by dots, are keys, indices of list "
-        "elements, or values of `task` that identify a list element.",
+        "Path of each score in the JSON file, with parts separated by dots. A part is a key, the index of a list "
+        "element, or that element's value of `task`.",
         min_length=1,
     )
     rows: tuple[str, ...] = field((), "Runs of the sweep that are measured. Default: all.")
@@ -71,8 +72,10 @@ class Measure(Frozen):
 class SweepFile(Frozen):
     """Runs that belong together, such as the rows of a table. Each is called FILE-NAME."""
 
-    recipe: str | None = field(None, "Recipe of runs that name none: a path relative to the file, or a shipped recipe.")
-    overrides: tuple[str, ...] = field((), "Overrides of all runs, applied before those of a run.")
+    recipe: str | None = field(
+        None, "Recipe of runs without a key `recipe`: a path relative to the sweep file, or a shipped recipe."
+    )
+    overrides: tuple[str, ...] = field((), "Overrides for all runs, applied before the overrides of each run.")
     runs: dict[str, SweepRun] = field(..., "Runs: a mapping from the name of each run to its settings.", min_length=1)
     data: tuple[str, ...] = field((), "`sparo data` commands that make the data.", examples=[["sparo data scenes"]])
     measures: dict[str, Measure] = field({}, "Measurements of finished runs, by name.")
@@ -159,7 +162,7 @@ def _expand_recipe(
             words.remove(key)
         if inner := next((axis for axis in axes if axis.startswith(f"{key}.")), None):
             raise ConfigError(
-                f"override {text!r}: replaces the block that contains {inner}, which an earlier override sets to a list. Swap the two overrides."
+                f"override {text!r}: replaces the block that contains {inner}, but an earlier override sets {inner} to a list. Swap the two overrides."
             )
         if isinstance(parsed, list) and not _accepts_list(recipe, overrides, text):
             if not parsed:

@@ -68,14 +68,18 @@ def _refuse(folder: Path, force: bool) -> None:
     refuse_busy(folder)
     if not force and not (folder / "plan.json").exists() and Records(folder).is_finished():
         raise ConfigError(
-            f"{folder}: is finished at step {Records(folder).step()}. Pass --force to submit it again, or train further "
-            "with a new run (docs/guides/resume.md)."
+            f"{folder}: training finished at step {Records(folder).step()}. Pass --force to submit the run again, or continue "
+            "in a new run (docs/guides/resume.md)."
         )
     if _newest(folder)["cluster"]["kind"] == "allocation":
-        raise ConfigError(f"{folder}: was trained in an allocation. Repeat `sparo launch train` there.")
+        raise ConfigError(
+            f"{folder}: was trained in an allocation, so it cannot be resubmitted. Repeat `sparo launch train` in an allocation."
+        )
     code = Path(_newest(folder)["code"])
     if not code.is_dir():
-        raise ConfigError(f"{folder}: the code of its job, {code}, is gone. `sparo launch train` makes a new copy.")
+        raise ConfigError(
+            f"{folder}: {code}, the copy of the code that its job uses, does not exist. Make a new copy with `sparo launch train`."
+        )
 
 
 def _newest(folder: Path) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _submit(folders: Sequence[Path], options: Sequence[str]) -> dict[Path, list[
     if cluster.ranks != resolve(ClusterConfig, last["cluster"], where).ranks:
         raise ConfigError(
             f"{folders[0]}: these options change the number of ranks to {cluster.ranks}, but a resubmitted run keeps "
-            "its recipe, which is for the old number. Use `sparo launch train`."
+            "its recipe, which was made for the previous number of ranks. Use `sparo launch train`."
         )
     elements: list[Element] = []
     owners: list[Path] = []

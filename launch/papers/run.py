@@ -41,7 +41,7 @@ def run_item(item: PaperItem, small: bool, seeds: int | None, launch_options: La
         other = "--small" if item.small and not small else ""
         advice = f"Add {other}." if other else "`sparo papers` shows its commands."
         size = "small" if small else "full"
-        raise ConfigError(f"{item.paper}, {item.name}: has no sweep of {size} size. {advice}")
+        raise ConfigError(f"{item.paper}, {item.name}: has no {size} sweep. {advice}")
     path = recipe(f"sweeps/{name}.yaml")
     sweep = read_sweep(path)
     for command in sweep.data:

@@ -26,16 +26,16 @@ class DvaeConfig(Frozen):
     tau_steps: int = field(30_000, "Steps in which the temperature falls.", gt=0)
     target_tokens: Literal["other", "same"] = field(
         "other",
-        "Tokens that the decoder learns to predict: a second, independent sample of the VAE's tokens "
-        "(SLATE's and STEVE's code), or the sample from which the image is reconstructed (their papers).",
+        "Tokens that the decoder learns to predict. other: a second, independent sample of the VAE's tokens "
+        "(as in the code of SLATE and STEVE). same: the sample from which the image is reconstructed (as in the papers).",
     )
     norm: Literal["group", "none"] = field(
         "group",
-        "Norm of hidden layers: GroupNorm with one group (SLATE's code), or none, with biases instead (STEVE's code).",
+        "Norm of hidden layers. group: GroupNorm with one group (SLATE's code). none: no norm, but biases (STEVE's code).",
     )
     hard: bool = field(
         False,
-        "Reconstruct the image from one token per patch, with the gradient of the relaxed sample (straight-through).",
+        "Reconstruct the image from one discrete token per patch, but use the gradient of the relaxed sample (straight-through).",
     )
 
     @model_validator(mode="after")

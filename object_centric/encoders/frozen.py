@@ -78,8 +78,8 @@ class FrozenConfig(Frozen):
     kind: Literal["frozen"] = field("frozen", "Kind of the image encoder: an entry of sparo.slot_encoders.")
     checkpoint: str = field(
         ...,
-        "Backbone: a DINO run of this project, an official DINO file, timm:NAME@FILE, or anything with patches that "
-        "`sparo eval` loads.",
+        "Backbone: a DINO run of this project, an official DINO file, timm:NAME@FILE, or any other encoder with patch tokens that "
+        "`sparo eval` can load.",
     )
     width: int = field(384, "Token width of the backbone.", gt=0)
     patch: int = field(16, "Patch side in pixels.", gt=0)

@@ -15,7 +15,7 @@ class TokensConfig(Frozen):
     """Embedded tokens of the discrete VAE, as in SLATE (Singh et al. 2022)."""
 
     kind: Literal["tokens"] = field("tokens", "Kind of the image encoder: an entry of sparo.slot_encoders.")
-    width: int = field(192, "Width of embedded tokens. Must equal the decoder's.", gt=0)
+    width: int = field(192, "Width of embedded tokens. Must equal the width of the decoder.", gt=0)
 
     def side(self, image_size: int) -> int:
         """Return the number of tokens per side."""

@@ -30,7 +30,7 @@ class TransformerConfig(Frozen):
     """Blocks of self-attention and an MLP."""
 
     preset: str = field(
-        "savi", "Named set of options. Options that a recipe names itself take precedence.", examples=["savi++"]
+        "savi", "Named set of options. Options that the recipe sets explicitly take precedence.", examples=["savi++"]
     )
     blocks: int = field(1, "Number of blocks.", gt=0, le=100)
     heads: int = field(4, "Attention heads.", gt=0)

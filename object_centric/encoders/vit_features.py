@@ -28,7 +28,9 @@ class VitFeaturesConfig(Frozen):
     registers: int = field(0, "Number of register tokens (DINOv2).", ge=0)
     class_pos_embed: bool = field(True, "The class token has a position embedding (not in DINOv2 with registers).")
     layer_scale: bool = field(False, "Use LayerScale (DINOv2).")
-    final_norm: bool = field(True, "Output tokens after the last norm. false: before it (DINOSAUR).")
+    final_norm: bool = field(
+        True, "Return the tokens after the last norm. false: return the tokens before the last norm (DINOSAUR)."
+    )
     input_scale: float = field(
         1.0,
         "Factor by which images are resized first, with bicubic interpolation (0.875: from 256 to 224 pixels).",

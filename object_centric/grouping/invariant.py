@@ -23,9 +23,9 @@ class FrameConfig(Frozen):
     """Positions and scales of slots."""
 
     scales: bool = field(True, "Slots have scales as well as positions (TS-SA). false: positions only (T-SA).")
-    delta: float = field(5.0, "Divisor of relative coordinates, which keeps them small.", gt=0)
+    delta: float = field(5.0, "Number by which relative coordinates are divided, to keep them small.", gt=0)
     scale_clip: Annotated[tuple[float, float], between(1e-6, 100, rising=True)] = field(
-        (0.001, 2.0), "Smallest and largest scale (text of the paper: 0.01 and 5)."
+        (0.001, 2.0), "Smallest and largest scale of a slot. The paper's text gives 0.01 and 5."
     )
     scale_eps: float = field(
         1e-8, "Constant that is added to the attention weights before a slot's scale is computed from them.", ge=0
@@ -35,7 +35,7 @@ class FrameConfig(Frozen):
         "Weights of the mean from which a slot's scale is computed. code: attention + scale_eps, not normalized again (the authors' "
         "code). paper: the same weights, normalized to sum to 1.",
     )
-    hidden: int = field(128, "Hidden units of the MLP of keys and values.", gt=0)
+    hidden: int = field(128, "Hidden units of the MLP that is applied to keys and values.", gt=0)
 
 
 class FramedGroupingOutput(NamedTuple):

@@ -23,14 +23,14 @@ class BinderConfig(Frozen):
 
     heads: int = field(
         4,
-        "Number of heads of the attention across time and of the attention among slots. The attention to "
-        "tokens has as many heads as the key `heads` of the grouping says.",
+        "Number of heads for attention across time and attention among slots. For attention to "
+        "tokens, the grouping's key `heads` sets the number.",
         gt=0,
     )
-    causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: to all time steps.")
+    causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: also to later ones.")
     context_frames: int | None = field(
         None,
-        "For causal blocks: number of frames that a frame attends to, counting itself and the frames directly before it. Default: all earlier frames.",
+        "For causal blocks: number of frames to which a frame attends: itself and those directly before it. Default: itself and all earlier frames.",
         gt=0,
         examples=[6],
     )
@@ -40,11 +40,11 @@ class BinderConfig(Frozen):
         "of all time steps (a possible reading of the paper's D.1.2).",
     )
     inverted: bool = field(
-        True, "Slots compete for tokens, as in PSB. false: softmax over tokens, an ablation in its paper."
+        True, "Slots compete for tokens, as in PSB. false: softmax over tokens, an ablation in PSB's paper."
     )
     interaction: Literal["decoupled", "joint"] = field(
         "decoupled",
-        "decoupled: slots attend to themselves across time, then to slots of the same time step. joint: to all slots of all time steps at once.",
+        "decoupled: each slot attends to itself across time, then to slots of its time step. joint: each slot attends to all slots of all time steps.",
     )
     temporal_decay: bool = field(
         False,
@@ -53,7 +53,7 @@ class BinderConfig(Frozen):
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance in time steps that the encoding of distances still distinguishes from smaller ones: half the period of its slowest sine.",
+        "Largest distance, in time steps, up to which encodings of distances differ: half the period of the slowest sine in the encoding.",
         gt=0,
     )
     fourier_bands: int = field(
@@ -62,7 +62,7 @@ class BinderConfig(Frozen):
         gt=0,
         le=30,
     )
-    distance_width: int = field(128, "Hidden units of the MLP from distances to attention biases.", gt=0)
+    distance_width: int = field(128, "Hidden units of the MLP that maps distances in time to attention biases.", gt=0)
 
 
 class PooledConfig(Frozen):
@@ -77,7 +77,7 @@ class IdspnConfig(Frozen):
 
     steps: int = field(20, "Steps of gradient descent.", gt=0, le=1000)
     lr: float = field(1.0, "Step size.", gt=0)
-    momentum: float = field(0.9, "Momentum of the descent.", ge=0, lt=1)
+    momentum: float = field(0.9, "Momentum of the gradient descent.", ge=0, lt=1)
     hidden: int = field(512, "Hidden units of the MLPs over tokens and over slots.", gt=0)
     latent: int = field(512, "Width of the two encodings that are compared (image, set of slots).", gt=0)
 
@@ -144,10 +144,10 @@ class SlotAttentionConfig(Frozen):
     )
     renorm: Literal["entry", "sum", "layer", "none"] = field(
         "entry",
-        "Weights with which tokens are averaged, from the attention A. entry: (A + eps) / sum(A + eps). sum: A / "
-        "(sum(A) + eps). none: A itself. layer: A itself, with a LayerNorm of the update. Sums are over tokens.",
+        "How the attention A becomes the weights with which tokens are averaged. entry: (A + eps) / sum(A + eps). sum: A / "
+        "(sum(A) + eps). none: A itself. layer: A itself, followed by a LayerNorm of the update. Sums are over tokens.",
     )
-    renorm_eps: float = field(1e-8, "Epsilon of renorm=entry and renorm=sum.", ge=0)
+    renorm_eps: float = field(1e-8, "Value of eps in the formulas of renorm=entry and renorm=sum.", ge=0)
     qk_norm: bool = field(False, "Apply LayerNorms without biases to queries and keys (Dehghani et al. 2023).")
     gru: Literal["torch", "flax", "keras", "none"] = field(
         "torch",
@@ -157,7 +157,7 @@ class SlotAttentionConfig(Frozen):
     share_gru: bool = field(
         False, "With layers=own: all layers share one GRU, and only their other weights differ (Wu et al. 2023, B.1)."
     )
-    gru_on_normed: bool = field(False, "Use the normalized slot as the GRU's state (videosaur's code).")
+    gru_on_normed: bool = field(False, "Use the normalized slot as the GRU's state, as in videosaur's code.")
     mlp_width: int = field(0, "Hidden units of the residual MLP after the update. 0: no MLP.", ge=0)
     activation: Literal["relu", "gelu"] = field(
         "relu", "Activation of the residual MLP after each update of the slots (see mlp_width)."
@@ -178,8 +178,8 @@ class SlotAttentionConfig(Frozen):
     )
     gradient: Literal["all", "last"] = field(
         "all",
-        "Iterations that the gradient passes through: all, or the last one (implicit differentiation, Chang et al. "
-        "2022). With last, initial slots are not trained unless straight_through is set.",
+        "Iterations that the gradient passes through. all: all iterations. last: only the last one (implicit differentiation, Chang et al. "
+        "2022). With gradient=last, initial slots are not trained unless straight_through is set.",
     )
     straight_through: bool = field(
         False,
@@ -203,7 +203,7 @@ class SlotAttentionConfig(Frozen):
 
     idspn: IdspnConfig | None = field(
         None,
-        "Find slots by gradient descent on the difference between the encoding of the set of slots and that "
+        "Find slots by gradient descent on the difference between two encodings, one of the set of slots and one "
         "of the image, instead of slot attention (preset idspn). Default: slot attention.",
     )
 
@@ -237,7 +237,7 @@ class SlotAttentionConfig(Frozen):
         if self.qkv % self.heads:
             raise ValueError(f"heads={self.heads} does not divide qkv_width={self.qkv}")
         if self.kv == "folded" and self.heads > 1:
-            raise ValueError(f"kv=folded: with heads={self.heads} it costs more than it saves. Remove kv.")
+            raise ValueError(f"kv=folded: costs more than it saves with heads={self.heads}. Remove kv.")
         if self.qk_norm and (self.kv == "folded" or self.transport is not None):
             raise ValueError(
                 "qk_norm: cannot be combined with kv=folded or transport, which use keys without a norm. Remove qk_norm, or remove kv=folded and transport."
@@ -300,11 +300,11 @@ class SlotAttentionConfig(Frozen):
         }  # fmt: skip
         for knob, value in required.items():
             if getattr(self, knob) != value:
-                raise ValueError(f"{knob}={getattr(self, knob)}: a binder supports {value} only. Remove {knob}.")
+                raise ValueError(f"{knob}={getattr(self, knob)}: must be {value} with a binder. Remove {knob}.")
         if self.width % binder.heads:
             raise ValueError(f"binder.heads={binder.heads}: must divide width={self.width}.")
         if not self.mlp_width:
-            raise ValueError(f"mlp_width={self.mlp_width}: must be positive with a binder.")
+            raise ValueError(f"mlp_width={self.mlp_width}: must be positive if `binder` is set.")
         if not binder.inverted and (binder.softmax_scope == "clip" or binder.temporal_decay):
             raise ValueError(
                 "binder.inverted=false: slots do not compete for a token, so softmax_scope and temporal_decay have no effect. Remove both."
@@ -329,7 +329,7 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"pooled.heads={pooled.heads}: does not divide width={self.width}")
         if self.binder is not None or self.transport is not None or self.gru != "none" or self.slot_init != "learned":
             raise ValueError(
-                "pooled: its slots do not attend to tokens and are not sampled. Remove binder, transport, gru and slot_init."
+                "pooled: slots are computed without slot attention or sampling. Remove binder, transport, gru and slot_init."
             )
         if self.qk_norm or self.renorm != "entry":
             raise ValueError("pooled: does not compute attention. Remove qk_norm and renorm.")

@@ -25,7 +25,7 @@ class SlotAttentionReadOut(TwinReadOut):
     inference_note: ClassVar[str] = "3 iterations, which shapes do not show"
     slots: int = field(64, "Number of slots, L.", gt=0)
     slot_width: int = field(64, "Width of a slot, V, and of queries, keys and values.", gt=0)
-    iterations: int = field(3, "Number of iterations, which share their weights.", gt=0, le=100)
+    iterations: int = field(3, "Number of iterations; all use the same weights.", gt=0, le=100)
     mlp_width: int = field(128, "Hidden units of the residual MLP after each update. 0: no MLP.", ge=0)
     replace_last_block: bool = field(
         True, "Replace the last Transformer block by the readout, as readout.kind=sparo does."

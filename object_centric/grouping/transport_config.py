@@ -14,14 +14,15 @@ class TransportConfig(Frozen):
 
     cost: Literal["sqeuclidean", "cdist", "cosine"] = field(
         "sqeuclidean",
-        "Cost between a slot's query and a token's key: their squared distance, as in the paper; their "
-        "distance, as in its code; or their negative cosine.",
+        "Cost between a slot's query and a token's key. sqeuclidean: squared distance, as in the paper; cdist: "
+        "distance, as in the authors' code; cosine: negative cosine.",
     )
     cost_scale: float = field(
         1.0, "Factor on costs, the inverse temperature. The paper's code uses 6 with cost=cosine.", gt=0
     )
     slot_marginal: Literal["one", "learned"] = field(
-        "one", "Marginals of slots: equal (paper) or learned (code). Marginals of tokens are learned."
+        "one",
+        "Marginals of slots. one: equal (paper). learned: computed by an MLP (the authors' code). Marginals of tokens are always learned.",
     )
     hidden: int | None = field(
         None,
@@ -40,14 +41,14 @@ class TransportConfig(Frozen):
     )
     second_order: bool = field(
         False,
-        "Differentiate through the entropy gradient (as in the paper's text). false: treat it as a constant (as in its code).",
+        "Differentiate through the entropy gradient, as the paper describes. false: treat this gradient as a constant, as the authors' code does.",
     )
     regulariser: float = field(
         0.0,
         "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, for plans that "
         "differ from the plan of the initial costs. Exchanging tokens between similar slots is penalized "
-        "less. The network that computes the similarity can be trained only with second_order=true, which is "
-        "therefore required. 0: no penalty.",
+        "less. Requires second_order=true, because the network that computes the similarity is not trained "
+        "otherwise. 0: no penalty.",
         ge=0,
     )
     exact: Literal["none", "sum", "straight_through", "sliced"] = field(

@@ -34,8 +34,8 @@ class SlotCollapseConfig(Frozen):
     )
     max_fixity: float = field(
         0.8,
-        "Warn if mask borders are more alike across images than this. 0: no more than by chance; 1: the same in all "
-        "images, such as a fixed grid.",
+        "Warn if the similarity of mask borders across images exceeds this. 0: similar by chance only; 1: the same in all "
+        "images, like a fixed grid.",
         ge=0,
     )
 

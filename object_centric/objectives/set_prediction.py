@@ -153,7 +153,9 @@ class SetExamples(Examples):
             raise BadSampleError("no .json with the scene's objects")
         rows = object_rows(fields["json"])
         if len(rows) > self.slots:
-            raise BadSampleError(f"{len(rows)} objects, more than objective.model.grouping.slots={self.slots}")
+            raise BadSampleError(
+                f"the scene has {len(rows)} objects, more than objective.model.grouping.slots={self.slots}"
+            )
         # A missing object is a row of zeros, which a slot has to predict, too.
         padded = np.zeros((self.slots, WIDTH), np.float32)
         padded[: len(rows)] = rows

@@ -35,13 +35,13 @@ class SlateModelConfig(SlotTowerConfig):
     embeds_tokens: ClassVar[bool] = True
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="tokens")] = field(
         TokensConfig(),
-        "Input of slot attention: tokens of the discrete VAE, or features of an encoder of pixels. An entry "
+        "Input of slot attention: tokens of the discrete VAE, or features of an image encoder. An entry "
         "of sparo.slot_encoders.",
     )
     features: int = field(
         192, "Width of the tokens that slots group. An MLP maps the encoder's output to this width.", gt=0
     )
-    dvae: DvaeConfig = field(DvaeConfig(), "Discrete VAE from patches to tokens and back.")
+    dvae: DvaeConfig = field(DvaeConfig(), "Discrete VAE that maps patches to tokens and back.")
     decoder: AutoregressiveConfig = field(AutoregressiveConfig(), "Transformer that predicts tokens from slots.")
 
     @model_validator(mode="after")

@@ -163,7 +163,7 @@ def refuse_cache_with_augmentation(recipe: RecipeBlocks[Any]) -> None:
     encoder = recipe.objective.model.encoder
     if encoder.kind == "frozen" and encoder.cache and (recipe.data.hflip or recipe.data.crop_scale != (1.0, 1.0)):
         raise ValueError(
-            "objective.model.encoder.cache: a randomly cropped or mirrored image does not occur a second time, so caching it is useless. "
+            "objective.model.encoder.cache: random crops and flips give a different image in every epoch, so cached features would not be used again. "
             "Set data.crop_scale: [1.0, 1.0] and data.hflip: 0, or cache: null"
         )
 

@@ -85,8 +85,8 @@ class SlotTowerConfig(Frozen):
             self.transformer.refuse_width(self.features, "transformer")
             if self.frame is not None:
                 raise ValueError(
-                    "transformer: self-attention mixes positions, so slots with reference frames (the key `frame`) "
-                    "cannot use it. Set frame or transformer to null."
+                    "transformer: cannot be combined with slots that have reference frames (the key `frame`), because "
+                    "self-attention mixes positions. Set frame or transformer to null."
                 )
         if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(

@@ -18,7 +18,7 @@ class MeshFile(Frozen):
 
     slots: int = field(11, "Number of slots, K.", gt=0)
     iterations: int = field(3, "Number of iterations of slot attention.", gt=0)
-    entropy_steps: int = field(4, "Steps that minimize the plan's entropy. 0: SA-Sinkhorn.", ge=0)
+    entropy_steps: int = field(4, "Steps that minimize the transport plan's entropy. 0: none, as in SA-Sinkhorn.", ge=0)
     entropy_rate: float = field(
         8.0, "Step size of the entropy minimization, if the file contains no learned one.", gt=0
     )

@@ -23,7 +23,7 @@ class SpotFile(Frozen):
     """Options of `spot:FILE`."""
 
     image_size: int = field(224, "Image side in pixels.", gt=0)
-    slots: int = field(7, "Number of slots, K, if their initialization is random.", gt=0)
+    slots: int = field(7, "Number of slots, K. Only used if slots are initialized at random.", gt=0)
     iterations: int = field(3, "Number of iterations of slot attention.", gt=0)
     heads: int | None = field(None, "Heads of the ViT. Default: its width / 64.", gt=0)
     final_norm: bool = field(False, "Use tokens after the ViT's last norm.")

@@ -99,7 +99,9 @@ class Tensors:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
-            raise CheckpointError(f"{self.label}: has no {name!r}, got {self._describe_some()}. Is it another model?")
+            raise CheckpointError(
+                f"{self.label}: has no {name!r}, got {self._describe_some()}. Check whether the file belongs to another model."
+            )
         return self.tensors[name]
 
     def take(self, theirs: str, ours: str) -> None:

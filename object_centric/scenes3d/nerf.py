@@ -29,18 +29,18 @@ class NerfConfig(Frozen):
     far: float = field(20.0, "Distance at which rays end.", gt=0)
     box: tuple[tuple[float, float, float], tuple[float, float, float]] | None = field(
         None,
-        "Opposite corners of a box in world units, the lower one first. Points are sampled where a ray is inside the box, between near and far.",
+        "Opposite corners of a box in world units, smaller coordinates first. Points are sampled where a ray is inside the box and between near and far.",
         examples=[[[-6, -6, 0], [6, 6, 2]]],
     )
     reach: float = field(
         10.0,
-        "Largest absolute coordinate, in world units, that the encoding of points distinguishes: half the period "
-        "of its slowest sine.",
+        "Largest absolute coordinate, in world units, up to which encodings of points are unique: half the period "
+        "of the slowest sine in the encoding.",
         gt=0,
     )
     fourier_bands: int = field(
         8,
-        "Number of pairs of a sine and a cosine for each coordinate. Each pair has half the period of the one before.",
+        "Number of sine-cosine pairs that encode each coordinate. Each pair has half the period of the previous pair.",
         gt=0,
         le=30,
     )
@@ -49,7 +49,7 @@ class NerfConfig(Frozen):
         "softplus",
         "Activation of densities, which must not be negative. relu (uORF): if shadows=false, colours of points with zero density are not computed.",
     )
-    static: bool = field(False, "Additional field for what all scenes have in common. It depends on no slot.")
+    static: bool = field(False, "Additional field, independent of the slots, for content that all scenes share.")
     sky: bool = field(False, "Add a background at infinity, whose colour depends on a ray's direction only.")
     shadows: bool = field(
         False, "Let the field of each slot cast shadows, which darken the colours of the other fields."
@@ -57,8 +57,8 @@ class NerfConfig(Frozen):
     background: bool = field(False, "The first slot represents the background and has its own density MLP (uORF).")
     max_activations: int = field(
         1 << 27,
-        "Maximum number of activations, in floats, of all points that are rendered at once. If a batch of "
-        "rays would exceed it, the rays are rendered in parts, which bounds memory.",
+        "Maximum number of activations (floats) for all points rendered at once. If a batch of "
+        "rays needs more, the rays are rendered in parts to limit memory.",
         gt=0,
     )
 
@@ -67,7 +67,7 @@ class NerfConfig(Frozen):
         if self.far <= self.near:
             raise ValueError(f"far={self.far}: must exceed near={self.near}")
         if self.box is not None and not all(low < high for low, high in zip(*self.box, strict=True)):
-            raise ValueError(f"box={self.box}: the first corner must be lower on all three axes")
+            raise ValueError(f"box={self.box}: the first corner must be lower than the second on all three axes")
         return self
 
     def build(self, width: int) -> RayDecoder:

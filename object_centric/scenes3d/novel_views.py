@@ -40,7 +40,8 @@ class ViewsConfig(Frozen):
         le=10_000,
     )
     targets: Literal["all", "held_out"] = field(
-        "all", "Views that are rendered: all, including context views (PSB), or only held_out (OSRT)."
+        "all",
+        "Views that are rendered. all: context views, too (PSB); held_out: only views that are not context (OSRT).",
     )
     rays: int = field(128, "Rays that are rendered per view and time step.", gt=0)
 
@@ -148,7 +149,7 @@ class ViewExamples(Examples):
             return
         if along.max() < self.bounds.near or along.min() > self.bounds.far:
             raise BadSampleError(
-                "its cameras look at a point outside the range of distances in which rays are sampled "
+                "the cameras look at a point outside the range of distances in which rays are sampled "
                 f"({_format_bounds(self.bounds)}). Give this range in the units of the cameras' poses"
             )
 
@@ -159,7 +160,7 @@ class ViewExamples(Examples):
         pose_tensor, lens_tensor = (torch.from_numpy(table.copy()) for table in (poses, lenses))
         if not self.bounds.intersects(pose_tensor, lens_tensor, self.image_size):
             raise BadSampleError(
-                f"no ray of its views meets the sampled box (decoder.box={self.bounds.box}, "
+                f"no ray of the target views meets the sampled box (decoder.box={self.bounds.box}, "
                 f"decoder.near={self.bounds.near:g}). Give both in the units of the cameras' poses"
             )
 
@@ -177,7 +178,7 @@ def check_scene_bounds(scene_bounds: tuple[float, float] | None, bounds: Bounds 
         return
     if scene_bounds[0] < bounds.near - 1e-6 or scene_bounds[1] > bounds.far + 1e-6:
         raise BadSampleError(
-            "near and far in its json are outside the range of distances in which rays are sampled "
+            "near and far in the sample's .json are outside the range of distances in which rays are sampled "
             f"({_format_bounds(bounds)})"
         )
 
@@ -195,7 +196,7 @@ class NovelViewsConfig(Frozen):
 
     kind: Literal["novel_views"] = field("novel_views", "Training method: an entry of sparo.methods.")
     model: SceneModelConfig = field(SceneModelConfig(), "Encoder of views, slots, and decoder of rays.")
-    views: ViewsConfig = field(ViewsConfig(), "Context views, held-out views and rays of a sample.")
+    views: ViewsConfig = field(ViewsConfig(), "Numbers of context views, held-out views and rays per sample.")
     frames: FramesConfig = field(
         FramesConfig(), "Which time steps of an episode form a sample. For static scenes, set count=1."
     )

@@ -133,8 +133,8 @@ class RayPointsConfig(Frozen):
     )
     fourier_bands: int = field(
         6,
-        "Number of pairs of a sine and a cosine for each coordinate, in addition to the coordinate. Each "
-        "pair has half the period of the one before.",
+        "Number of sine-cosine pairs that encode each coordinate, in addition to the coordinate itself. Each "
+        "pair has half the period of the previous pair.",
         ge=0,
         le=30,
     )
@@ -180,7 +180,7 @@ class RayEmbeddingConfig(Frozen):
     )
     points: RayPointsConfig | None = field(
         None,
-        "Points along a ray, embedded instead of its origin and direction. Default: none.",
+        "Points along each ray, which are embedded instead of the ray's origin and direction. Default: origin and direction.",
         examples=[{"near": 4.0, "far": 16.0}],
     )
 

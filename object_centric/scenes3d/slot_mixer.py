@@ -37,7 +37,7 @@ class SlotMixerConfig(RayEmbeddingConfig):
     )
     query: Literal["linear", "octaves"] = field(
         "linear",
-        "Query of a ray. linear: its Fourier features, projected to the slot width; octaves: the unchanged features (OSRT).",
+        "Query of a ray. linear: the ray's Fourier features, projected to the slot width; octaves: the same features without projection (OSRT).",
     )
     query_hidden: int | None = field(
         None, "Hidden units of an MLP on the query. Default: no MLP.", gt=0, examples=[360]

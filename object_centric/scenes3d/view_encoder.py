@@ -45,7 +45,7 @@ class ViewEncoderConfig(Frozen):
     )
     channels: int = field(
         192,
-        "Channels of the convolutions. With plain layers: channels of the first stage; each further stage doubles them.",
+        "Channels of the convolutions. With layers=plain: channels of the first stage; the number doubles with each further stage.",
         gt=0,
     )
     num_downsample: int = field(1, "Number of stages that halve the side.", ge=0, le=8)
@@ -67,7 +67,7 @@ class ViewEncoderConfig(Frozen):
     pos_embed_size: int | None = field(
         None,
         "Side of the grid of learned position embeddings; at least the side of a view's grid of features. As "
-        "in SRT, each feature gets the embedding of its position, and one that distinguishes the first view from "
+        "in SRT, each feature gets the embedding of its position, and a second embedding that distinguishes the first view from "
         "the others. Default: no embeddings.",
         gt=0,
         le=4096,
@@ -80,7 +80,9 @@ class ViewEncoderConfig(Frozen):
         examples=[{"near": 4.0, "far": 16.0}],
     )
     transformer: TransformerConfig | None = field(
-        None, "Transformer over the features of all views of a time step. Default: none.", examples=[{"preset": "slsr"}]
+        None,
+        "Transformer that combines the features of all views, per time step. Default: none.",
+        examples=[{"preset": "slsr"}],
     )
 
     @model_validator(mode="before")
@@ -108,8 +110,8 @@ class ViewEncoderConfig(Frozen):
     def _check_options(self) -> Self:
         if self.points is not None and self.fourier_bands:
             raise ValueError(
-                f"fourier_bands={self.fourier_bands}: cannot be combined with points, because rays are embedded by only "
-                "one of them. Remove one."
+                f"fourier_bands={self.fourier_bands}: cannot be combined with the key `points`, because rays are embedded by only "
+                "one of the two. Remove fourier_bands or points."
             )
         if self.transformer is not None:
             self.transformer.refuse_width(self.width, "transformer")

@@ -30,8 +30,8 @@ class ObjectsTaskConfig(SetTaskConfig):
     task: Literal["objects"] = field("objects", "Kind of the task: an entry of sparo.tasks.")
     match: average_precision.Match = field(
         "nearest",
-        "How a prediction finds its object. nearest: the nearest object; if a more confident prediction already "
-        "has it, the prediction is wrong (Locatello et al. 2020). dspn: the nearest of the objects that are not "
+        "How predictions are matched with objects. nearest: with the nearest object; if a more confident prediction is "
+        "already matched with that object, the prediction is wrong (Locatello et al. 2020). dspn: with the nearest object that is not "
         "matched yet (Zhang et al. 2022).",
     )
 

@@ -34,7 +34,7 @@ class ObjectProbeConfig(TaskConfig):
     """Keys of both probes."""
 
     root: str = field(..., "Folder of the data set.", examples=["data/movi_a/clips"])
-    split: str = field("test", "Split that is used. Probes are fitted on every second clip and scored on the others.")
+    split: str = field("test", "Split to use. Probes are fitted on every second episode and scored on the other half.")
     frames: int | None = field(
         None, "Use only this many frames of every episode, from its start. Default: all.", gt=0, examples=[6]
     )
@@ -49,7 +49,7 @@ class ObjectProbeConfig(TaskConfig):
         10, "Number of random initial assignments of slots to objects; the best result is used.", gt=0, le=1000
     )
     ridge: float = field(1e-3, "Ridge penalty of every probe, relative to the mean square of slots.", ge=0)
-    floor: bool = field(True, "Also score an untrained model, as a baseline; its metrics begin with floor_.")
+    floor: bool = field(True, "Also score an untrained model, as a baseline; its metrics are named floor_*.")
     limit: int | None = field(None, "Use only this many episodes, evenly spaced.", gt=0, examples=[500])
     workers: int = field(2, "Processes that decode frames.", ge=0, le=256)
 
@@ -66,7 +66,7 @@ class SceneProbeTaskConfig(ObjectProbeConfig):
     task: Literal["scene_probe"] = field("scene_probe", "Kind of the task: an entry of sparo.tasks.")
     num_context_views: int | None = field(
         None,
-        "Compute slots from this many cameras, the first ones. Default: as many as in training.",
+        "Number of cameras, counted from the first, whose views give the slots. Default: as many as in training.",
         gt=0,
         examples=[3],
     )

@@ -86,7 +86,7 @@ class TimedEncoder(MaskingEncoder, ClipsEncoder):
             )
         if self.conditional and video.shape[2] != 4:
             raise ConfigError(
-                "these slots start from the first frame's objects (hint), which are missing. Give clips with masks."
+                "slots of this model start from the objects in the first frame, but the clips have no masks. Give clips with masks."
             )
         outputs = []
         for clip in video:  # one by one, so that memory does not depend on the batch
@@ -225,7 +225,7 @@ class VideoEncoder(TimedEncoder, DrawingEncoder):
     def squared_error(self, pixels: Tensor) -> Tensor:
         if not self.frame_scores:
             raise ConfigError(
-                f"model.target={self.draws}: a single image has no {self.draws} to compare with. Score clips (task: video_masks)."
+                f"model.target={self.draws}: reconstruction errors need {self.draws}, which a single image does not have. Score clips (task: video_masks)."
             )
         return self.reconstruction_errors(self.compute_soft_masks(self.encode_stills(pixels))[1], pixels)[:, None]
 

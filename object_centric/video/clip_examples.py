@@ -155,5 +155,5 @@ def hint_labels(labels: np.ndarray, slots: int) -> np.ndarray:
     if slots < 256:
         labels = np.where(labels == 255, 0, labels)
     if labels.min() < 0 or labels.max() >= min(slots, 256):
-        raise BadSampleError("an object's number is not below the number of slots")
+        raise BadSampleError("an object's number is outside the numbers of the slots (0 to slots - 1)")
     return labels.astype(np.uint8)

@@ -18,7 +18,8 @@ class ContrastConfig(Frozen):
     weight: float = field(0.5, "Weight of the contrastive loss relative to the reconstruction loss.", gt=0)
     temperature: float = field(0.1, "Temperature of the softmax over cosines.", gt=0)
     others: Literal["batch", "video"] = field(
-        "batch", "Negatives of a slot: slots of all videos of the global batch, or only of the same video."
+        "batch",
+        "Negatives of a slot. batch: slots of all videos in the global batch; video: only slots of the same video.",
     )
 
 
@@ -26,7 +27,7 @@ class SimilarityConfig(Frozen):
     """Prediction from slots of the similarity of every patch to those of the next frame (Zadaianchuk et al. 2023)."""
 
     weight: float = field(0.1, "Weight of the similarity loss relative to the feature loss, if both are used.", gt=0)
-    temperature: float = field(0.075, "Temperature of the softmax over cosines of patches.", gt=0)
+    temperature: float = field(0.075, "Temperature of the softmax over cosine similarities between patches.", gt=0)
     threshold: float = field(0.0, "Cosines below this count as zero.", ge=-1, lt=1)
 
 

@@ -34,7 +34,7 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
         "pixels", "features", "flow", "depth", "flow_depth", "similarity", "features_similarity"
     ] = field(
         "pixels",
-        "Reconstruction target. pixels. features: those of the encoder, which must then be frozen. flow: optical "
+        "Reconstruction target. pixels: the frames. features: the encoder's features (requires a frozen encoder). flow: optical "
         "flow as colours (SAVi). depth: log(1 + depth). flow_depth: flow and depth (SAVi++). similarity: "
         "similarities of each patch to the patches of the next frame (VideoSAUR). features_similarity: "
         "features and similarity.",
@@ -111,7 +111,7 @@ class VideoAutoencoderConfig(Frozen):
     frames: FramesConfig = field(FramesConfig(), "Which frames of an episode form a sample.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error: mean over frames, pixels and colours, or the sum per video. SAVi's threshold of gradient clipping was set for the sum.",
+        "Squared error. mean: over frames, pixels and colours; sum: per video. SAVi's gradient clipping threshold was chosen for sum.",
     )
     similarity: SimilarityConfig = field(
         SimilarityConfig(),
@@ -242,7 +242,9 @@ class SlotContrastConfig(VideoAutoencoderConfig):
     """Slots of videos with the contrastive loss of SlotContrast."""
 
     kind: Literal["slot_contrast"] = field("slot_contrast", "Training method: an entry of sparo.methods.")  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-    contrast: ContrastConfig = field(ContrastConfig(), "Contrastive loss that keeps slots with their objects.")
+    contrast: ContrastConfig = field(
+        ContrastConfig(), "Contrastive loss that keeps each slot on the same object over time."
+    )
 
     @model_validator(mode="after")
     def _check_frames(self) -> Self:

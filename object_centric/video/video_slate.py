@@ -27,7 +27,7 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
 
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
         ConvNetConfig(last_relu=False),
-        "Encoder of the slots' input, an entry of sparo.slot_encoders: from pixels to features, or `{kind: "
+        "Encoder of the input of slot attention: an entry of sparo.slot_encoders, which turns pixels into features, or `{kind: "
         "tokens}` for the tokens of the discrete VAE.",
     )
 

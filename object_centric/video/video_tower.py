@@ -97,7 +97,7 @@ class HintConfig(Frozen):
         "Annotation in the first frame from which the slot of an object is initialized: boxes (top, left, bottom, "
         "right in 0..1), centres (of boxes), or masks.",
     )
-    hidden: int = field(256, "Hidden units of the MLP from hints to slots.", gt=0)
+    hidden: int = field(256, "Hidden units of the MLP that computes initial slots from the annotation.", gt=0)
     encoder: ConvNetConfig = field(
         ConvNetConfig(channels=(32, 32, 32, 32), strides=(2, 2, 2, 2)),
         "Convolutional network that encodes each mask, for annotation=masks.",
@@ -164,13 +164,13 @@ class TimedTowerConfig(SlotTowerConfig):
     )
     hint: HintConfig | None = field(
         None,
-        "Hint on a clip's first frame that initializes slots, with grouping.slot_init=given. Default: none.",
+        "With grouping.slot_init=given: annotation of a clip's first frame that initializes slots. Default: none.",
         examples=[{"annotation": "boxes"}],
     )
     first_iterations: int | None = field(
         None,
         "Iterations for a clip's first frame, instead of grouping.iterations (videosaur, SlotContrast). Default: the "
-        "same number.",
+        "value of grouping.iterations.",
         gt=0,
         le=1000,
         examples=[3],
@@ -188,7 +188,7 @@ class TimedTowerConfig(SlotTowerConfig):
             self.grouping.gradient == "last" and not self.grouping.straight_through
         ):
             raise ValueError(
-                "grouping.gradient=last: no gradient would reach predictor and hint. Set grouping.straight_through=true."
+                "grouping.gradient=last: no gradient would reach the predictor and the MLP of the hint. Set grouping.straight_through=true."
             )
         # A model of all times at once has no first frame, and no next one.
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
@@ -207,7 +207,8 @@ class TimedTowerConfig(SlotTowerConfig):
                 )
         if self.first_iterations is not None and self.grouping.layers == "own":
             raise ValueError(
-                "first_iterations: the number of iterations is fixed if each has its own weights. Set first_iterations to null, or grouping.layers: shared."
+                "first_iterations: cannot be set with grouping.layers=own, where each iteration has separate "
+                "weights. Set first_iterations=null or grouping.layers=shared."
             )
         if (self.hint is None) != (self.grouping.slot_init != "given"):
             raise ValueError(

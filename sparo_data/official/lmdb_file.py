@@ -110,7 +110,9 @@ def _scenes(env: Any, path: Path) -> Iterator[PublishedScene]:
             where = f"{path}: {name}"
             record = _unpickle(txn.get(key), where)
             if not isinstance(record, dict) or "image" not in record:
-                raise DataError(f"{where}: has no `image`. Files of images are supported, not files of videos.")
+                raise DataError(
+                    f"{where}: has no key `image`. LMDB files with videos are not supported. Use a file with images."
+                )
             image = decode_array(_data(record["image"], where), where)
             label = None
             if "segment" in record:

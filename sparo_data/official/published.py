@@ -60,13 +60,13 @@ class PublishedConfig(Frozen):
     )
     test: int = field(
         0,
-        "Number of samples (scenes, images or frames; with videos=true: videos), from the first on, that are held "
-        "out for evaluation; rounded up so that no video and no scene is divided.",
+        "Number of samples (scenes, images or frames; with videos=true: videos) that are held out for evaluation, "
+        "counted from the first one and rounded up so that no video or scene is split.",
         ge=0,
     )
     limit: int | None = field(None, "Maximum number of scenes from all sources.", gt=0)
     scenes: tuple[NonNegativeInt, NonNegativeInt] | None = field(
-        None, "For clevr3d: range of scene numbers to convert: the first, and one more than the last."
+        None, "For clevr3d: scene numbers to convert, as [first, last + 1]."
     )
     max_objects: int | None = field(
         None,
@@ -87,8 +87,8 @@ class PublishedConfig(Frozen):
     per_shard: int = field(1000, "Scenes per shard.", gt=0)
     near: float | None = field(
         None,
-        "Distance from a camera to the nearest point that it sees, in world units. For nerf and clevr3d, whose "
-        "files usually do not contain it.",
+        "Distance from a camera to the nearest point that it sees, in world units. For nerf and clevr3d, if their "
+        "files do not contain this distance.",
         ge=0,
     )
     far: float | None = field(

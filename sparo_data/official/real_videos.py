@@ -73,7 +73,9 @@ def youtube_vis(annotations: Path) -> Iterator[Video]:
     folders = [parent / "JPEGImages", parent / annotations.stem / "JPEGImages", parent / annotations.stem]
     folder = next((place for place in folders if place.is_dir()), None)
     if folder is None:
-        raise DataError(f"{annotations}: no images. Unpack them to {folders[0]} or {folders[1]}.")
+        raise DataError(
+            f"{annotations}: its folder of images is missing. Unpack the images to {folders[0]} or {folders[1]}."
+        )
     try:
         classes = {int(one["id"]): str(one["name"]) for one in tree.get("categories") or ()}
         objects: dict[int, list[dict[str, Any]]] = {}
@@ -151,7 +153,7 @@ def _video(
                 f"{where}: {path.name} is rotated by EXIF, but its mask is not. Write the frames without EXIF orientation."
             )
         if (shape := decode_array(data, path).shape[:2]) != plane.shape:
-            raise DataError(f"{where}: masks of {plane.shape[::-1]} pixels do not match {path.name} of {shape[::-1]}")
+            raise DataError(f"{where}: masks have {plane.shape[::-1]} pixels, but {path.name} has {shape[::-1]}")
     sizes = {plane.shape for plane in labels}
     if len(sizes) > 1:
         raise DataError(f"{where}: masks of unequal sizes")

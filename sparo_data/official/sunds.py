@@ -62,7 +62,7 @@ def _view(features: dict[str, Value], camera: str, where: str) -> PublishedView:
         distortion = features.get(f"{own}/intrinsics/distortion/{part}")
         if isinstance(distortion, np.ndarray) and distortion.any():
             raise DataError(
-                f"{where}: its lens is distorted ({part} {distortion.tolist()}). Undistort its images first."
+                f"{where}: the camera has lens distortion ({part} {distortion.tolist()}). Undistort the images first."
             )
     label = None
     if f"{own}/instance_image" in features:

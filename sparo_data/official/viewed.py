@@ -132,7 +132,9 @@ def _refuse_distortion(where: str, camera_params: dict[str, Any]) -> None:
     for name in _DISTORTION_KEYS:
         distortion = camera_params.get(name)
         if any(distortion) if isinstance(distortion, list) else distortion:
-            raise DataError(f"{where}: its lens is distorted ({name}={distortion}). Undistort the images first.")
+            raise DataError(
+                f"{where}: the camera has lens distortion ({name}={distortion}). Undistort the images first."
+            )
     model = camera_params.get("camera_model", "PINHOLE")
     if model not in _PINHOLES or camera_params.get("is_fisheye"):
         what = f"camera_model={model}" if model not in _PINHOLES else "is_fisheye"

@@ -58,7 +58,7 @@ class SceneQuestionsConfig(Frozen):
     size: int = field(64, "Image side in pixels.", ge=16)
     questions: int = field(
         300,
-        "Number of questions in each set. ARO's score counts only pairs of attributes with at least 25 questions.",
+        "Number of questions in each set. ARO's score counts a pair of attributes only if it has at least 25 questions.",
         ge=120,
     )
     antialias: int = field(2, "Rays along each side of a pixel: N gives N x N rays per pixel.", ge=1)

@@ -37,7 +37,7 @@ def _warn_of_unused_gpus() -> None:
     if allocated and not hidden and (gpus := list(_DEVICE_FILES.glob("nvidia[0-9]*"))):
         build = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
         logger.warning(
-            f"the CPU is used: torch {torch.__version__}, which {build}, sees none of the {len(gpus)} GPU(s) of this machine. Install a "
+            f"torch {torch.__version__} {build} and sees none of the {len(gpus)} GPU(s) of this machine, so the CPU is used. Install a "
             "build of torch that fits the driver. If the CPU is intended, set the device to cpu."
         )
 

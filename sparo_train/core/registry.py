@@ -179,7 +179,9 @@ class FromRegistry:
             entry if isinstance(entry, type) and issubclass(entry, BaseModel) else getattr(entry, "config", None)
         )
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise self._wrong(f"{name!r}: its entry of {self.registry.group} has no pydantic model as its config", None)
+            raise self._wrong(
+                f"{name!r}: the entry of {self.registry.group} must be a pydantic model or have one as `config`", None
+            )
         if self.key not in model.model_fields or model.model_fields[self.key].get_default() != name:
             raise self._wrong(
                 f"{name!r}: {model.__name__} of {self.registry.group} lacks a required field. Add the line `{self.key}: "

@@ -31,7 +31,7 @@ class DeepSpeedEngineConfig(RankedEngineConfig):
 
     kind: Literal["deepspeed"] = resumable_field("deepspeed", "Kind of the engine: an entry of sparo.engines.")
     stage: Literal[1, 2, 3] = resumable_field(
-        2, "ZeRO stage: shard optimizer state (1), also gradients (2), also parameters (3)."
+        2, "ZeRO stage. 1 shards the optimizer state, 2 also gradients, 3 also gradients and parameters."
     )
     bucket_mb: int = resumable_field(200, "Gradient bucket size in MB.", gt=0)
     persistence_threshold: int = resumable_field(

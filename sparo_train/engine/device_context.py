@@ -126,7 +126,7 @@ class DeviceConfig(Frozen):
     attention: Literal["auto", "plain", "fused"] = resumable_field(
         "auto",
         "Attention implementation: fused (a kernel chosen by torch's scaled_dot_product_attention) or plain (softmax "
-        "between two matrix products). auto: fused, or in a resumed run the implementation of its checkpoint.",
+        "between two matrix products). auto: fused; in a resumed run, the implementation recorded in its checkpoint.",
     )
     # Leave one core per loader worker, because threads that wait for a core spin (DINO on Fashion-MNIST, two cores, one
     # worker: 6.7 steps/s with one thread, 4.2 with two).

@@ -71,7 +71,9 @@ class Fsdp2Engine(RankedEngine):
         self._unsharded_params: list[torch.nn.Parameter] = []
         if size == 1:
             if config.cpu_offload:
-                raise ConfigError("engine.cpu_offload: needs several ranks, got one. Start more.")
+                raise ConfigError(
+                    "engine.cpu_offload: needs several ranks, got one. Start more ranks, or remove cpu_offload."
+                )
             return
         shard = config.shard_size or size
         if size % shard:

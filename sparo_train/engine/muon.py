@@ -59,7 +59,7 @@ class MuonConfig(AdamWConfig):
         matrices = [group for group in groups if group["role"] == _MATRIX]
         if not matrices:
             raise ConfigError(
-                "optim.kind=muon: Muon trains matrices only, and none is left for it, because optim.adamw_patterns and the "
+                "optim.kind=muon: Muon trains matrices only, but no matrix is left for Muon, because optim.adamw_patterns and the "
                 "model assign the trained matrices to AdamW. Set optim.kind=adamw, or change optim.adamw_patterns."
             )
         muon = torch.optim.Muon(

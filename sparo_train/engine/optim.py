@@ -119,7 +119,7 @@ class OptimConfig(Frozen):
     )
     cooldown_shape: Literal["linear", "sqrt"] = field(
         "linear",
-        "Shape of the decay of wsd and cooldown: linear, or sqrt (one minus the square root of its elapsed share, Hägele et al. 2024).",
+        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (one minus the square root of the decay's elapsed share, Hägele et al. 2024).",
     )
     half_life: int = field(
         100_000, "For schedule=half_life: steps in which the learning rate halves; the decay is continuous.", gt=0
@@ -137,7 +137,7 @@ class OptimConfig(Frozen):
         None, "Largest gradient norm. Default: no clipping, as in the SPARO paper's CLIP.", gt=0
     )
     clip_per: Literal["global", "tensor"] = field(
-        "global", "Clip the norm of all gradients together, or of each parameter's gradient (DINO)."
+        "global", "global: clip the norm of all gradients together; tensor: separately per parameter (DINO)."
     )
     max_consecutive_skips: int = resumable_field(
         20,
@@ -189,8 +189,8 @@ class OptimConfig(Frozen):
     def _schedule_keys(self) -> OptimConfig:
         if (self.schedule == "wsd") != (self.cooldown_steps is not None):
             raise ValueError(
-                "optim.cooldown_steps: optim.schedule=wsd requires it, and no other schedule accepts it "
-                "(optim.schedule=cooldown decays over the whole run). Set it with wsd, otherwise remove it."
+                "optim.cooldown_steps: must be set with optim.schedule=wsd, and only then "
+                "(optim.schedule=cooldown decays over the whole run). For wsd, set optim.cooldown_steps; otherwise remove this key."
             )
         if self.schedule == "cooldown" and self.warmup_steps:
             raise ValueError("optim.schedule=cooldown starts at optim.lr. Set optim.warmup_steps=0.")
@@ -300,7 +300,7 @@ def build_optimizer(config: OptimConfig, objective: Objective, engine: str = "lo
         raise ConfigError(f"objective: only {', '.join(named)} would be trained. Freeze less.")
     if config.layer_decay is not None and not apart.layer_ids:
         raise ConfigError(
-            f"optim.layer_decay={config.layer_decay}: this objective defines no layers. Remove it, and use "
+            f"optim.layer_decay={config.layer_decay}: this objective defines no layers. Remove optim.layer_decay, and use "
             "optim.groups."
         )
     layer_ids = {} if config.layer_decay is None else apart.layer_ids
@@ -344,7 +344,7 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
     for number, group in enumerate(groups, start=1):
         if number not in group_by_name.values():
             raise ConfigError(
-                f"optim.groups.{number - 1}.match={list(group.match)}: matches no further parameters, because a "
-                "parameter belongs to the first group that matches it. Put this group before those that match the same."
+                f"optim.groups.{number - 1}.match={list(group.match)}: all parameters that match already "
+                "belong to earlier groups. Put this group before those groups."
             )
     return group_by_name

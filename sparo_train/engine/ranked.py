@@ -43,8 +43,8 @@ class RankedEngineConfig(DeviceConfig):
     )
     flight_recorder: int = resumable_field(
         2000,
-        "Number of most recent collectives that each rank records. If NCCL exceeds `timeout`, they are written to "
-        "RUN/flight_recorder, which torch's tool torchfrtrace reads. 0: none.",
+        "Number of most recent collectives that each rank records. If a collective exceeds `timeout`, the records are written to "
+        "RUN/flight_recorder, for torch's tool `torchfrtrace`. 0: none.",
         ge=0,
     )
 

@@ -110,7 +110,7 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
         raise ValueError(
-            f"timm_model_kwargs, image_size: the first accepts numbers, strings, true and false, the second a whole number, got {kwargs} "
+            f"timm_model_kwargs, image_size: values in timm_model_kwargs must be numbers, strings, true or false, and image_size a whole number, got {kwargs} "
             f"and {vision.get('image_size')}. Correct the value that has another type."
         )
     return infer_sizes(vision["timm_model_name"], vision.get("image_size"), kwargs)

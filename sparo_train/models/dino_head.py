@@ -24,7 +24,9 @@ class DinoHeadConfig(Frozen):
 
     out_dim: int = field(65536, "Number of prototypes.", gt=1)
     hidden_dim: int = field(2048, "Width of the MLP.", gt=0)
-    bottleneck_dim: int = field(256, "Width of the MLP's output, and of the prototypes that it is compared with.", gt=0)
+    bottleneck_dim: int = field(
+        256, "Width of the MLP's output and of the prototypes with which this output is compared.", gt=0
+    )
     nlayers: int = field(3, "Linear layers of the MLP.", ge=1)
     use_bn: bool = field(False, "Batch normalization over the global batch in the MLP.")
     norm_last_layer: bool = field(True, "Keep the norm of every prototype at one.")

@@ -44,7 +44,7 @@ class SparoReadOut(TwinReadOut):
     text_head_width: int | None = field(
         None,
         "Width of keys and queries in the text tower, if it differs from head_width. In weight files of "
-        "sparo-clip, it is the tower's width divided by its number of heads. Default: head_width.",
+        "sparo-clip, this key is the text tower's width divided by its number of heads. Default: head_width.",
         gt=0,
         examples=[64],
     )
@@ -54,7 +54,8 @@ class SparoReadOut(TwinReadOut):
     share_kv: bool = field(True, "Use keys as values, as in the paper.")
     replace_last_block: bool = field(True, "Replace the last Transformer block by the readout, as in the SPARO paper.")
     norm_first: bool = field(
-        True, "Apply the tower's last norm to all tokens before the readout. false: read the output of the blocks."
+        True,
+        "Apply the tower's last norm to all tokens before the readout. false: the readout reads the output of the blocks without this norm.",
     )
     attend_cls: bool = field(True, "Let slots attend to the image's class token, too.")
     normalize: bool | None = field(
@@ -69,8 +70,8 @@ class SparoReadOut(TwinReadOut):
     )
     representation: Representation = field(
         "cont",
-        "Representation of a slot: cont (values divided by their norm), sem (softmax of the values, divided "
-        "by its norm), sqrtsem (square root of that softmax).",
+        "Representation of a slot: cont (values scaled to norm one), sem (softmax of the values, scaled "
+        "to norm one), sqrtsem (square root of the softmax of the values).",
     )
     share_queries: bool = field(False, "Use the same queries in both towers.")
 

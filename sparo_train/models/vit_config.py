@@ -67,7 +67,7 @@ class VitConfig(Frozen):
     registers: int = field(0, "Register tokens, between the class token and the patches.", ge=0, le=1000)
     layer_scale: float | None = field(
         None,
-        "LayerScale: initial value of the factors of each residual branch, which are learned per channel. Default: no factors.",
+        "LayerScale: initial value of the learned factors, one per channel, that scale each residual branch. Default: no factors.",
         examples=[1e-5],
         gt=0,
     )
@@ -142,11 +142,11 @@ class VitConfig(Frozen):
         for key in type(self).model_fields.keys() - allowed:
             expected = own.get(key, type(self).model_fields[key].default)
             if getattr(self, key) != expected:
-                raise ValueError(f"{key}={getattr(self, key)}: does not apply with timm_model_name. Remove it.")
+                raise ValueError(f"{key}={getattr(self, key)}: does not apply if timm_model_name is set. Remove {key}.")
         if self.readout.reads_cls and self.readout.kind != "cls":
             raise ValueError(
-                f"readout.kind={self.readout.kind}: reads a class token, which is not supported with timm_model_name. Use "
-                "readout.kind=cls, which then stands for the timm model's own pooling."
+                f"readout.kind={self.readout.kind}: reads a class token, which is not available with timm_model_name. Use "
+                "readout.kind=cls; with timm_model_name, cls means the timm model's own pooling."
             )
         if self.readout.placement.replaced:
             raise ValueError(

@@ -23,7 +23,9 @@ class EmaConfig(Frozen):
     """Exponential moving average of the model, which is scored and exported."""
 
     decay: float = field(0.9999, "Decay of the moving average per step.", ge=0, lt=1)
-    warmup: bool = field(True, "Use a smaller decay at first, (1 + step) / (10 + step), to forget the initial weights.")
+    warmup: bool = field(
+        True, "Start with a smaller decay, (1 + step) / (10 + step), so that the average forgets the initial weights."
+    )
 
     def decay_at(self, progress: Progress) -> float:
         """Return the share of itself that the average keeps at this step."""
@@ -77,7 +79,7 @@ class ClipObjectiveConfig(Frozen):
         "Parameters with weight decay. sparo-clip: all with two or more dimensions; open_clip4: the same without position embeddings.",
     )
     ema: EmaConfig | None = field(
-        None, "Moving average of the weights, which is evaluated and exported. Default: none."
+        None, "Keep a moving average of the weights, and evaluate and export this average. Default: no average."
     )
     cache: Annotated[CacheConfig | None, BeforeValidator(as_cache_block)] = field(
         None,
@@ -88,7 +90,7 @@ class ClipObjectiveConfig(Frozen):
     image_sizes: tuple[tuple[Share, int], ...] = field(
         (),
         "Image sizes during training, as a list of [start, pixels]. start: share of the run from which this size "
-        "is used; the first is 0. The last size must be the model's. Default: always the model's size.",
+        "is used, 0 for the first size. The last size must be model.vision.image_size. Default: always this size.",
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
     )
@@ -98,7 +100,9 @@ class ClipObjectiveConfig(Frozen):
         "towers, such as sparo. Default: none.",
     )
     max_logit_scale: float = field(
-        MAX_LOGIT_SCALE, "Upper bound of logit_scale, the natural logarithm of the factor on cosines.", gt=0
+        MAX_LOGIT_SCALE,
+        "Upper bound of logit_scale, the natural logarithm of the factor by which cosines are multiplied.",
+        gt=0,
     )
 
     @model_validator(mode="after")
@@ -118,7 +122,7 @@ class ClipObjectiveConfig(Frozen):
             )
         if self.cache is not None and not any(self.frozen):
             raise ValueError(
-                "cache: needs a tower with frozen blocks. Set model.vision.freeze or model.text.freeze=blocks."
+                "cache: needs a tower with frozen blocks. Set model.vision.freeze=blocks or model.text.freeze=blocks."
             )
         readout, slots = self.model.readout, self.model.readout.shape(self.model.embed_dim)[0]
         if self.independence is not None and (slots < 2 or readout.placement.projected or not readout.placement.text):
@@ -127,7 +131,9 @@ class ClipObjectiveConfig(Frozen):
                 f"{slots}. Remove it, or use readout.kind=sparo."
             )
         if self.independence is not None and self.independence.kind == "attention" and self.cache is not None:
-            raise ValueError("independence.kind=attention: does not read cached tokens. Use hsic, or remove cache.")
+            raise ValueError(
+                "independence.kind=attention: cannot be combined with cached tokens. Set independence.kind=hsic, or remove cache."
+            )
         return self
 
     @model_validator(mode="after")
@@ -142,7 +148,8 @@ class ClipObjectiveConfig(Frozen):
         )
         if shares[0] or shares != sorted(set(shares)):
             raise ValueError(
-                f"image_sizes: the starts in [start, pixels], shares of the run, must begin with 0 and increase, got {shares}. Correct them."
+                "image_sizes: the start of the first [start, pixels] must be 0, and each later start must be "
+                f"larger than the one before, got the starts {shares}. Correct them."
             )
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(
@@ -151,7 +158,7 @@ class ClipObjectiveConfig(Frozen):
             )
         if sizes[-1] != v.image_size:
             raise ValueError(
-                f"image_sizes: the last size must be model.vision.image_size={v.image_size}, the size that is scored, got {sizes[-1]}"
+                f"image_sizes: the last size must equal model.vision.image_size={v.image_size}, at which the model is scored, got {sizes[-1]}"
             )
         if v.timm_model_name or v.patch_dropout or (self.cache is not None and self.frozen[0]):
             raise ValueError(

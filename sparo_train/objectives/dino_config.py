@@ -52,7 +52,7 @@ class GramConfig(Frozen):
     weight: float = field(2.0, "Weight of the loss.", gt=0)
     crop_size: int | None = field(
         None,
-        "Side in pixels of the global crops as the earlier teacher receives them, without changes of colour. If it "
+        "Side in pixels of the global crops that the earlier teacher receives (without changes of colour). If this side "
         "is larger than objective.model.image_size, the teacher's patch features are resized (bicubic) to the student's "
         "grid. Default: objective.model.image_size.",
         gt=0,
@@ -61,19 +61,22 @@ class GramConfig(Frozen):
     )
     first_step: int = field(
         0,
-        "Number of steps before this loss starts. It compares the student with an earlier teacher: a copy of the "
-        "teacher that is made after these steps. 0: the loss starts at once, with the weights of start_from as earlier teacher.",
+        "Number of steps before this loss starts. The loss compares the student with an earlier teacher, a copy of the "
+        "teacher made after these steps. 0: the loss starts at once, and the earlier teacher has the weights of start_from.",
         ge=0,
     )
     update_steps: int | None = field(
         None,
-        "Steps between two copies of the teacher after first_step. Each copy replaces the earlier teacher. Default: "
+        "After first_step: number of steps after which a new copy of the teacher replaces the earlier teacher. Default: "
         "the first copy is kept.",
         gt=0,
         examples=[10000],
     )
     max_updates: int | None = field(
-        None, "Maximum number of copies that update_steps makes. Default: no limit.", gt=0, examples=[3]
+        None,
+        "With update_steps: maximum number of times that the earlier teacher is replaced. Default: no limit.",
+        gt=0,
+        examples=[3],
     )
 
     @model_validator(mode="after")
@@ -126,10 +129,10 @@ class DinoObjectiveConfig(Frozen):
     )
     gram: GramConfig | None = field(
         None,
-        "Gram anchoring (DINOv3): keep similarities between the student's patches close to an earlier teacher's. Default: no.",
+        "Gram anchoring (DINOv3): keep similarities between the student's patches close to those between an earlier teacher's patches. Default: none.",
     )
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
-    clip_queries: bool = field(True, "Let optim.clip_per=tensor clip the gradients of SPARO's queries.")
+    clip_queries: bool = field(True, "With optim.clip_per=tensor, also clip the gradients of SPARO's queries.")
     collapse: CollapseConfig = field(CollapseConfig(), "When representations count as collapsed.")
 
     @model_validator(mode="after")
@@ -137,7 +140,7 @@ class DinoObjectiveConfig(Frozen):
         if self.crops.tile is not None and self.crops.tile < self.model.image_size:
             raise ValueError(
                 f"crops.tile={self.crops.tile}: is smaller than model.image_size={self.model.image_size}, so all crops would be enlarged. "
-                "Raise it."
+                "Raise crops.tile."
             )
         vit = self.model.timm_model_name is None
         if vit and self.crops.local_crops_number and self.crops.local_size < self.model.patch_size:
@@ -165,8 +168,8 @@ class DinoObjectiveConfig(Frozen):
         self._check_bands()
         if self.ibot and self.ibot.separate_head is False and self.model.out_width != self.model.width:
             raise ValueError(
-                f"ibot.separate_head=false: needs encodings of the same width as patches, got {self.model.out_width} and "
-                f"{self.model.width}. Remove it."
+                f"ibot.separate_head=false: needs encodings and patches of equal width, got {self.model.out_width} and "
+                f"{self.model.width}. Remove ibot.separate_head."
             )
         return self
 

@@ -24,7 +24,7 @@ class StudentCropsConfig(Frozen):
 
     scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
         (0.5, 1.0),
-        "Smallest and largest share of the area of the teacher's square view that the student's crop covers.",
+        "Smallest and largest area of the student's crop, as a share of the teacher's square view.",
     )
     hflip: float = field(0.5, "Probability of a horizontal flip.", ge=0, le=1)
     jitter: Annotated[tuple[float, float, float, float], AfterValidator(jitter_strength)] = field(
@@ -56,7 +56,8 @@ class DistillObjectiveConfig(Frozen):
         IMAGENET_MEAN, "Mean of red, green and blue that is subtracted from the student's pixels in 0..1."
     )
     std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
-        IMAGENET_STD, "Standard deviation of red, green and blue by which the student's pixels in 0..1 are divided."
+        IMAGENET_STD,
+        "Standard deviation of red, green and blue. The student's pixels, in 0..1, are divided by these values.",
     )
 
     @model_validator(mode="after")
@@ -64,7 +65,9 @@ class DistillObjectiveConfig(Frozen):
         if self.class_weight == self.patch_weight == 0:
             raise ValueError("class_weight and patch_weight are 0, so nothing would be learned. Raise one of them.")
         if self.model.bands != 3:
-            raise ValueError(f"model.bands={self.model.bands}: images are decoded to three channels. Remove it.")
+            raise ValueError(
+                f"model.bands={self.model.bands}: must be 3, because this objective decodes images to three channels. Remove model.bands."
+            )
         return self
 
 

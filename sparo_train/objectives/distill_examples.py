@@ -153,7 +153,7 @@ class DistillExamples(Examples):
             rows = self.tokens.read(compute_digest(data))
             if rows is None:
                 decode_image(data, pixel_range=self.config.pixel_range)  # report a broken image as such
-                raise BadSampleError("no tokens of the teacher")
+                raise BadSampleError("no cached tokens of the teacher")
             example["tokens"] = rows
         picture = self._picture(data)
         on_stage("decode")

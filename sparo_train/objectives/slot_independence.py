@@ -28,7 +28,7 @@ class IndependenceConfig(Frozen):
     kind: Literal["attention", "covariance", "hsic"] = field(
         "hsic",
         "Dependence that is penalized, as a mean over pairs of slots. attention: cosine of their attention maps. covariance: squared "
-        "cross-covariances of their values over the batch (VICReg). hsic: the same, divided by the slots' own covariances.",
+        "cross-covariances of their values over the batch (VICReg). hsic: as covariance, but divided by the slots' own covariances.",
     )
     weight: float = field(1.0, "Factor of this loss, which is added to the contrastive loss.", gt=0)
 

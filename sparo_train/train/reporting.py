@@ -290,7 +290,7 @@ class Evaluation:
         if not self._postponed:
             logger.info(
                 f"step {step}: evaluation skipped, because evaluations would take more than the share "
-                "eval.max_share of the time. Evaluations resume when they fit into it."
+                "eval.max_share of the time. Evaluations resume when they fit into this share."
             )
         self._postponed = True
         return False

@@ -92,8 +92,8 @@ class EvalConfig(Frozen):
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     max_share: float | None = field(
         None,
-        "Skip an evaluation that is due by every_steps if, with it, all evaluations would take more than this share of "
-        "the time since the process started. The first evaluation and the one after the last step always run. "
+        "Maximum share of the time since the process started that evaluations may take. An evaluation that is due by "
+        "every_steps is skipped if the total would exceed this share. The first evaluation and the one after the last step always run. "
         "Default: no evaluation is skipped.",
         gt=0,
         lt=1,
@@ -118,7 +118,9 @@ class StartConfig(Frozen):
         examples=["runs/clip"],
     )
     allow_missing: tuple[str, ...] = field(
-        (), "Patterns of the run's parameters that the checkpoint may lack, as in [model.visual.sparo.*].", strict=False
+        (),
+        "Name patterns of the run's parameters that may be missing from the checkpoint, as in [model.visual.sparo.*].",
+        strict=False,
     )
     allow_unused: tuple[str, ...] = field(
         (), "Patterns of checkpoint parameters that are ignored if the run has no such parameter.", strict=False
@@ -176,7 +178,7 @@ class RunConfig(Frozen):
     steps: int | None = field(None, "Length of training in optimizer steps.", gt=0, lt=1 << 53)
     epochs: float | None = field(
         None,
-        "Length of training in passes over the data. In one pass, each source is read as often as its key weight says (2: twice).",
+        "Length of training in passes over the data. In one pass, each source is read as many times as data.sources.NAME.weight (2: twice).",
         gt=0,
         le=1e9,
     )
@@ -184,7 +186,7 @@ class RunConfig(Frozen):
     samples_per_epoch: int | None = field(
         None,
         "Number of samples that count as one epoch, for papers that define an epoch by a number of "
-        "samples. Default: the sum of source sizes times their weights.",
+        "samples. Default: the sum over sources of size times weight.",
         gt=0,
     )
     stop_after_steps: int | None = resumable_field(
@@ -201,7 +203,7 @@ class RunConfig(Frozen):
     auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
         "off",
         "Choose sizes, length, learning rate and similar keys that the recipe does not set, based on the data, the "
-        "initial weights and the hardware: this machine (here), CPUs (cpu) or a GPU (gpu). sparo train --print "
+        "initial weights and the hardware: this machine (here), CPUs (cpu) or a GPU (gpu). `sparo train --print` "
         "shows the choices.",
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
@@ -266,7 +268,9 @@ class RunConfig(Frozen):
             # Rounded down, as in the code of both papers; in decimals, so that 0.58 of 200 is 116 and not 115.99….
             total = int(Decimal(str(self.epochs or 0)) * (self.samples_per_epoch or epoch_size)) // self.batch_size
         if total < 1:
-            raise ConfigError(f"steps/epochs/samples: shorter than one batch of {self.batch_size}")
+            raise ConfigError(
+                f"steps/epochs/samples: training is shorter than one batch of {self.batch_size} samples. Train longer."
+            )
         if self.optim.warmup_steps >= total:
             raise ConfigError(
                 f"optim.warmup_steps={self.optim.warmup_steps} must be below the {total} steps of the run. Shorten it, or train longer."

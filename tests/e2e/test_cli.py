@@ -231,7 +231,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     for kind, message in (("label", "has no label"), ("labels", r"no \.npy member")):
         with pytest.raises(DataError, match=message):
             WdsSet(tmp_path / "pairs", kind).read(0)
-    with pytest.raises(DataError, match="needs kind, caption, negative_caption"):
+    with pytest.raises(DataError, match="needs the texts `kind`, `caption` and `negative_caption`"):
         FACTS["pairs"]({}, "here")
 
 

@@ -111,7 +111,7 @@ def test_lists_in_cells_are_not_executed(root, tmp_path):
     shutil.copytree(root / "crepe", folder)
     path = folder / FILES["crepe/productivity"]
     path.write_text("image_id,caption,x,y,width,height,hard_negs\n0,a,0,0,5,5,__import__('os').getcwd()\n")
-    with pytest.raises(DataError, match=r"\{hard_negs:list\} must be a list"):
+    with pytest.raises(DataError, match=r"\{hard_negs:list\} must contain a list"):
         load_questions(tasks_of("crepe/productivity", tmp_path))
 
 
@@ -168,7 +168,7 @@ CHOICE = {"images": ["{i}"], "captions": ["{o}"]}
         ([{"i": "0.png", "o": ["a", "b"], "r": 1.5}], {"answer": "{r}"}, r"\{r\} must be a whole number, got 1\.5"),
         ([{"i": "0.png", "o": ["a", "b"], "b": [0, 0, float("nan"), 2]}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
         ([{"i": "0.png", "o": ["a", "b"], "b": "1e9,0,2,2"}], {"box": "{b}"}, r"expected left, top, width and height in pixels"),
-        ([{"i": "0.png", "o": ["a", "b"], "s": "val"}], {"split": "s"}, r"column 's' has no row with 'test', got val\. Set the task's key split"),
+        ([{"i": "0.png", "o": ["a", "b"], "s": "val"}], {"split": "s"}, r"column 's' has no row with 'test', got val\. Set the task's key `split`"),
     ],
 )  # fmt: skip
 def test_odd_questions_are_refused_before_anything_is_encoded(rows, columns, match, tmp_path):

@@ -154,7 +154,7 @@ def test_an_export_with_a_readout_is_not_scored_without_it(runs):
         ):
             load_encoder(place.format(export_run(run, None, layout)))
     with pytest.raises(
-        CheckpointError, match=r"backbone.pt2: is a program of torch.export, .* load the program with torch"
+        CheckpointError, match=r"backbone.pt2: is a torch.export program, .* load the program with torch"
     ):
         load_encoder(export_run(run, None, "torch"))
     with pytest.raises(CheckpointError, match=r"timm: has a readout"):

@@ -109,13 +109,19 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["objective.image_sizes=[[0.1, 32], [0.5, 64]]"], "must begin with 0 and increase"),
-        (["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"], "must begin with 0 and increase"),
+        (
+            ["objective.image_sizes=[[0.1, 32], [0.5, 64]]"],
+            "first \[start, pixels\] must be 0, and each later start must be larger",
+        ),
+        (
+            ["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"],
+            "first \[start, pixels\] must be 0, and each later start must be larger",
+        ),
         (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "multiple of patch_size=16 .* got 40"),
         (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "multiple of patch_size=16 .* got 80"),
         (
             ["objective.image_sizes=[[0, 32], [0.5, 48]]"],
-            "the last size must be model.vision.image_size=64, the size that is scored, got 48",
+            "the last size must equal model.vision.image_size=64, at which the model is scored, got 48",
         ),
         (["objective.model.vision.patch_dropout=0.5"], "cannot be combined with vision.timm_model_name"),
     ],

@@ -132,7 +132,7 @@ def pictures_are_drawn(run_folder, tasks, tmp_path):
         (["--task", "nosuch"], "nosuch"),
         (["--image", "no.jpg"], "no.jpg"),
         (["--out", "a.bmp"], "a .png file"),
-        (["--task", "masks", "--out", "a.gif"], "animations need a task of videos"),
+        (["--task", "masks", "--out", "a.gif"], "only tasks with videos can be animated"),
         (["--image", "own.jpg", "--out", "page"], "can only show a task (--task)"),
     ):
         done = sparo("slots", "panels", run_folder, *line, cwd=tmp_path)
@@ -223,7 +223,9 @@ def test_features_of_a_dino_run_are_grouped_and_reconstructed(shards, tmp_path, 
     assert goes_on_across_engines(recipe, tmp_path / "two/slots") == pytest.approx(losses_of(straight.folder), rel=1e-4)
     assert len(list((tmp_path / "kept").rglob("*.npy"))) == 32
     done = sparo("train", str(recipe), "data.hflip=0.5", "name=refused")
-    assert done.returncode == 2 and "encoder.cache: a randomly cropped or mirrored image" in done.stderr, done.stderr
+    assert done.returncode == 2 and "encoder.cache: random crops and flips give a different image" in done.stderr, (
+        done.stderr
+    )
     objectives = [build_objective(run({**tree, "seed": seed})) for seed in (1, 2)]
     first, second = (o.model.tower.project[0].weight for o in objectives)
     assert not torch.equal(first, second)  # the frozen run's seed does not affect this run

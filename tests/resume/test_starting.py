@@ -136,7 +136,7 @@ def test_a_run_starts_from_weights_and_resumes_without_them(shards, tmp_path, ca
     shutil.rmtree(tmp_path / "gone")  # a run that has a checkpoint does not look for it
     train(_run(tree, *slow, start))
     other = ["objective.model.readout={kind: token}", "objective.model.text.heads=4", f"start_from={tmp_path}/first"]
-    with pytest.raises(CheckpointError, match="its attention has 2 heads, but that of the run has 4"):
+    with pytest.raises(CheckpointError, match="has 2 attention heads, but the model of the run has 4"):
         train(_run(tree, "name=heads", *other))
     # larger images: positions are interpolated; a DINO backbone initialises both networks
     large = [*slow[:2], "name=large", "objective.model.readout={kind: token}", "objective.model.vision.image_size=64"]
@@ -193,7 +193,7 @@ def test_towers_of_other_libraries_give_their_own_encodings(tmp_path, shards):
         (ours.text(tokens), hf.text_projection(hf.text_model(tokens).pooler_output)),
     ):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    with pytest.raises(CheckpointError, match="patch embedding has a bias, or it has no norm before its blocks"):
+    with pytest.raises(CheckpointError, match="patch embedding has a bias, or there is no norm before the blocks"):
         tower_weights(timm.create_model("vit_tiny_patch16_224").state_dict(), "visual", "x")
     with pytest.raises(CheckpointError, match="x: has no text tower of a CLIP"):
         tower_weights(theirs.state_dict(), "text", "x")
@@ -278,7 +278,7 @@ def test_a_tower_from_elsewhere_is_locked_while_the_other_learns(tmp_path, shard
             "objective.model.quick_gelu=true",
             "trained without OpenAI's approximation of GELU. Set objective.model.quick_gelu=false",
         ),
-        ("objective.model.vision.head_width=8", "its attention has 2 heads, but that of the run has 4"),
+        ("objective.model.vision.head_width=8", "has 2 attention heads, but the model of the run has 4"),
     ):
         with pytest.raises(CheckpointError, match=why):
             train(_run(tree, "name=unlike", init, change))
@@ -336,7 +336,7 @@ def test_settings_that_train_nothing_are_refused():
     shadowed = ({"match": ("model.visual.*",), "lr_factor": 0.1}, {"match": ("*visual.sparo.*",), "lr_factor": 5.0})
     with pytest.raises(
         ConfigError,
-        match=r"optim.groups.1.match=\['\*visual.sparo.\*'\]: matches no further parameters",
+        match=r"optim.groups.1.match=\['\*visual.sparo.\*'\]: all parameters that match already belong",
     ):
         build_optimizer(AdamWConfig(groups=shadowed), ClipObjective(config))
     build_optimizer(AdamWConfig(groups=shadowed[::-1]), ClipObjective(config))

@@ -133,7 +133,7 @@ def test_a_probe_without_finite_logits_has_no_score():
     how = AttentiveTraining(1e30, 0.0, 3, 50, 0.0, 0, torch.device("cpu"))
     data = _hidden(100, 0)
     probe = train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["sparo"]), 24, 1), 4), data, how)
-    with pytest.raises(DataError, match=r"its logits are not finite, so it diverged. Lower the task's lr"):
+    with pytest.raises(DataError, match=r"some logits are not finite, because training diverged. Lower the task's lr"):
         score(probe, data, 4, how.device)
     with pytest.raises(DataError, match=r"needs at least two training images, got 1"):
         train_attentive(lambda: AttentiveProbe(*build_head(_config(BLOCKS["ep"]), 24, 1), 4), _hidden(1, 0), how)

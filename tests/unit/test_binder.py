@@ -210,7 +210,7 @@ def test_mixed_precision_sums_in_fp32():
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        ({"gru": "torch"}, "gru=torch: a binder supports none only"),
+        ({"gru": "torch"}, "gru=torch: must be none with a binder"),
         ({"binder": {"heads": 3}}, "binder.heads=3: must divide width=8"),
         ({"transport": {}}, "transport"),
         ({"slot_init": "same"}, "slot_init=same"),

@@ -140,12 +140,12 @@ def test_scores_of_other_kinds_are_not_paired_nor_ranked(tmp_path):
     first, second = two(tmp_path / "less", drawn([0.1, 0.1], False), drawn([0.3, 0.3], False))
     assert relative_change({"d": first}, {"d": second}, tmp_path / "c.png")["d"] == pytest.approx(-2)
     first, second = two(tmp_path / "log", drawn([0.1, 0.1]), drawn([0.3, 0.3]))
-    with pytest.raises(DataError, match="no task that both checkpoints share"):
+    with pytest.raises(DataError, match="no positive score on any task that both checkpoints share"):
         relative_change({"d": first}, {"d": second}, tmp_path / "c.png")
     for headline in ("psnr_held_out", "other"):  # of views, and of a task with two metrics
         odd = second._replace(result=second.result._replace(headline=headline, metrics={headline: 0.5}))
         other = odd if headline == "psnr_held_out" else first
-        with pytest.raises(DataError, match="no task that both checkpoints share"):
+        with pytest.raises(DataError, match="no positive score on any task that both checkpoints share"):
             relative_change({"d": other}, {"d": odd}, tmp_path / "c.png")
     nothing = one._replace(predictions={"psnr": np.full(2, np.nan)})
     with pytest.raises(DataError, match="no sample has psnr for both checkpoints"):
@@ -376,7 +376,7 @@ def test_seeds_of_one_recipe_are_one_row(tmp_path):
     append(tmp_path / "again", f"{tmp_path}/sa (slots 0,3)", "t", scored([1, 0]), {})
     assert len(over_seeds(layouts.grid(read_records([*places, tmp_path / "again"]), None)).rows) == 4
     (tmp_path / "tsa-seed1/config.yaml").write_text((tmp_path / "tsa-seed0/config.yaml").read_text())
-    with pytest.raises(ConfigError, match="tsa-seed1 has seed 0, like another"):
+    with pytest.raises(ConfigError, match="tsa-seed1 has the same seed, 0, as another"):
         over_seeds(layouts.grid(read_records(places), None))
     with pytest.raises(ConfigError, match="all of these runs have different recipes"):
         over_seeds(layouts.grid(read_records(places[2:]), None))

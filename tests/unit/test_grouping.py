@@ -235,7 +235,7 @@ BAD = {
     "qk_norm: cannot be combined with kv=folded": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: applies to gradient=last": {"straight_through": True},
     "ground: needs two or more slots": {"ground": True, "slots": 1},
-    "ground=True: a binder supports False only": {"preset": "psb", "ground": True},
+    "ground=True: must be False with a binder": {"preset": "psb", "ground": True},
     "would not be trained": {"preset": "tf_inv", "gradient": "last"},
 }
 

@@ -69,7 +69,7 @@ def test_the_background_of_instances_is_also_that_of_classes():
 def test_void_pixels_are_neither_scored_nor_objects():
     assert VideoMasksTaskConfig(root="x").ignore == 255
     assert hint_labels(np.asarray([[0, 1], [255, 2]]), 3).tolist() == [[0, 1], [0, 2]]
-    with pytest.raises(BadSampleError, match="not below the number of slots"):
+    with pytest.raises(BadSampleError, match="outside the numbers of the slots"):
         hint_labels(np.asarray([[0, 3]]), 3)
 
 

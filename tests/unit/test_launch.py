@@ -167,7 +167,7 @@ def test_parts_of_a_conversion_are_the_whole(tmp_path):
     with pytest.raises(Exception, match="contains 6 shard"):
         convert_folder(tmp_path / "images", tmp_path / "parts", per_shard=3, part=(0, 4))
     done = sparo("data", "convert", "images", "x", "--part", "4/4", cwd=tmp_path)
-    assert done.returncode == 2 and "expected I/N with I from 0 to N-1" in done.stderr
+    assert done.returncode == 2 and "expected I/N, such as 0/4, with I from 0 to N-1" in done.stderr
 
 
 def test_invalid_sweeps_are_refused_before_anything_is_submitted(recipe, tmp_path):

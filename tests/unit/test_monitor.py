@@ -251,7 +251,7 @@ def test_a_finished_run_is_resubmitted_only_by_force(tmp_path, monkeypatch):
     (tmp_path / "run/heartbeat.json").write_text('{"step": 3, "total": 9, "phase": "stop_after_steps"}')
     assert resubmit([tmp_path / "run"], [])[0].jobs == ["8"]  # it can continue
     (tmp_path / "run/heartbeat.json").write_text('{"step": 9, "total": 9, "phase": "finished"}')
-    with pytest.raises(ConfigError, match=r"is finished at step 0\. Pass --force"):
+    with pytest.raises(ConfigError, match=r"training finished at step 0\. Pass --force"):
         resubmit([tmp_path / "run"], [])
     assert resubmit([tmp_path / "run"], [], force=True)[0].jobs == ["8"] and len(chosen) == 2
     submitted(tmp_path / "other", "999998", cluster=cluster, code=str(tmp_path / "gone"), cwd=str(tmp_path), name="x")

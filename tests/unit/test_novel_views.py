@@ -103,7 +103,7 @@ def test_slots_of_a_time_step_depend_on_that_time_step_only():
         ({"decoder": {"kind": "nerf", "box": [[0, 0, 0], [1, -1, 1]]}}, "the first corner"),
         ({"encoder": {"points": {"near": -1.0}}}, "near=-1.0: is behind"),
         ({"encoder": {"points": {"near": 5.0, "far": 4.0}}}, "far=4.0"),
-        ({"encoder": {"preset": "osrt", "points": {}}}, "fourier_bands=15: cannot be combined with points"),
+        ({"encoder": {"preset": "osrt", "points": {}}}, "fourier_bands=15: cannot be combined with the key `points`"),
         ({"encoder": {"preset": "srt"}, "image_size": 512}, "encoder.pos_embed_size=16: image_size=512 has 32"),
         ({"decoder": {"kind": "nerff"}}, "nerf"),
         ({"decoder": {"kind": "slot_mixer", "heads": 5}}, "decoder.heads=5"),

@@ -93,7 +93,7 @@ def test_too_few_seeds_and_untrained_controls_decide_nothing():
 def test_claims_without_margin_or_control_are_refused():
     with pytest.raises(ValidationError, match="margin: must be positive for expect=equal"):
         claim(than="b", expect="equal")
-    with pytest.raises(ValidationError, match="needs either controls or no_control"):
+    with pytest.raises(ValidationError, match="expected exactly one of the keys controls and no_control"):
         Claim(number=1, claim="a", items=("x",), sweep="s", why="w", tests=())
 
 

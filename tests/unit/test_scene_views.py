@@ -287,7 +287,7 @@ def test_unusable_scenes_are_counted_by_cause(scene):
     # Without given distances, they follow from the point at which the cameras look, if there is one.
     unsaid = told(scene, near=None, far=None)
     for ends in (Bounds(0.1, 1.5), Bounds(60.0, 90.0)):
-        with pytest.raises(BadSampleError, match=r"its cameras look at a point outside .*decoder.near="):
+        with pytest.raises(BadSampleError, match=r"the cameras look at a point outside .*decoder.near="):
             examples(bounds=ends).prepare(unsaid, SOURCE, generator(0, "visit", 3))
     examples(bounds=Bounds(1.0, 40.0)).prepare(unsaid, SOURCE, generator(0, "visit", 3))
     outwards = multi_view_episode("nature_ego", 0, "train", 0, 8, 1)
@@ -302,5 +302,5 @@ def test_unusable_scenes_are_counted_by_cause(scene):
     for box in (None, ((-6.0, -6.0, 0.0), (6.0, 6.0, 2.0))):
         examples(bounds=Bounds(1.0, 90.0, box)).prepare(scene, SOURCE, generator(0, "visit", 3))
     for unmet in (((600.0, 600.0, 0.0), (601.0, 601.0, 2.0)), ((-6.0, -6.0, 50.0), (6.0, 6.0, 52.0))):
-        with pytest.raises(BadSampleError, match=r"no ray of its views meets the sampled box"):
+        with pytest.raises(BadSampleError, match=r"no ray of the target views meets the sampled box"):
             examples(bounds=Bounds(1.0, 90.0, unmet)).prepare(scene, SOURCE, generator(0, "visit", 3))

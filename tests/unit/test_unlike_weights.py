@@ -48,7 +48,7 @@ def test_a_text_tower_that_reads_in_another_way_is_refused(options, message):
     text = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
     own = Clip(ClipConfig(text=text, embed_dim=16, readout={"kind": "token"})).text
     refuse_unlike("file", TextTransformer(**TEXT), own)
-    with pytest.raises(CheckpointError, match=f"file: its text tower {message}, but that of the run"):
+    with pytest.raises(CheckpointError, match=f"file: its text tower {message}, but the run's text tower"):
         refuse_unlike("file", TextTransformer(**TEXT, **options), own)
     refuse_unlike("file", TextTransformer(**TEXT, **options), nn.Identity())  # a run without texts
 

@@ -123,7 +123,7 @@ def test_squares_are_pooled_and_see_all_frames():
     for grouping, told in (
         ({"slots": 5}, "each slot pools one cell"),
         ({"slots": 9}, "8 x 8 features cannot be divided into 3 x 3 equal squares"),
-        ({"slots": 4, "gru": "torch"}, "its slots do not attend to tokens"),
+        ({"slots": 4, "gru": "torch"}, "without slot attention or sampling"),
     ):
         with pytest.raises(ConfigError, match=told):
             resolve(VideoModelConfig, {**MODEL, "grouping": {"preset": "pooled", "width": 16, **grouping}}, "here")

@@ -179,7 +179,7 @@ def test_clips_crop_targets_and_hints_alike():
     with pytest.raises(BadSampleError, match="missing flow of a frame"):
         example(objective, without)
     few = told(grouping={**TOLD, "slots": 2})
-    with pytest.raises(BadSampleError, match="not below the number of slots"):
+    with pytest.raises(BadSampleError, match="outside the numbers of the slots"):
         example(few, fields)
     with pytest.raises(DataError, match="the batch has no 'hint'"):
         objective({k: v for k, v in whole.items() if k != "hint"}, Progress(0, 4, 1))

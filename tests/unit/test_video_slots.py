@@ -155,7 +155,7 @@ def test_blocks_that_do_not_go_together_are_refused():
         ({"grouping": {"preset": "sa_me", "width": 16}}, "grouping.transport: applies to images"),
         (
             {"grouping": {"preset": "tf_inv", "width": 16}, "first_iterations": 4},
-            "first_iterations: the number of iterations is fixed",
+            "first_iterations: cannot be set with grouping.layers=own",
         ),
         ({"grouping": SAVI, "hint": {}}, "hint, grouping.slot_init=learned: a hint and slot_init=given"),
         (

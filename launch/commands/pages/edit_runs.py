@@ -82,7 +82,9 @@ def _with_swap(checkpoint: str, model: EditableEncoder, edit: SlotEdit, options:
         )
     other = slot_state(model, _open(checkpoint, model, name, options.slot_options))
     if int(number) >= len(other.slots):
-        raise ConfigError(f"--swap {swap}: {model.label} has {len(other.slots)} slots, numbered from 0")
+        raise ConfigError(
+            f"--swap {swap}: the slot number is too large, because {model.label} has {len(other.slots)} slots, numbered from 0"
+        )
     return edit._replace(replacement=other.slots[int(number)])
 
 

@@ -113,7 +113,7 @@ def draw_panels(
         )
     if uncertain and (isinstance(task, VideoMasksTaskConfig) or not out.suffix):
         raise ConfigError(
-            "--uncertain: works only with images (not videos) and a .png file as --out. Remove it, or name such a file and "
+            "--uncertain: works only with images (not videos) and a .png file as --out. Remove --uncertain, or name a .png file and "
             "images."
         )
     if not out.suffix:
@@ -132,7 +132,7 @@ def draw_panels(
             save_animation(clip_animation(encoder, clips, tile), out)
         return [out]
     if out.suffix.lower() != ".png":
-        raise ConfigError(f"--out {out}: animations need a task of videos. Name a .png file.")
+        raise ConfigError(f"--out {out}: only tasks with videos can be animated. Name a .png file.")
     if task is not None:
         sheet_panels += [panel for _, panel in image_panels(_task_images(task), num_samples)]
     save_sheet(panels(encoder, sheet_panels, tile, uncertain), out)

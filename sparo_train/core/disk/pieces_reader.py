@@ -198,7 +198,7 @@ def _load_index(path: Path, files: Mapping[str, Sequence[Path]]) -> dict[str, li
             begins, sizes = tables[part]
             if begins.shape != (len(shapes), len(names)):
                 raise ValueError(
-                    f"its table of {part} should have the shape {(len(shapes), len(names))}, got {begins.shape}"
+                    f"the index table of {part} should have the shape {(len(shapes), len(names))}, got {begins.shape}"
                 )
             by_column = [path.parent / name for name in names]
             out[part] = [

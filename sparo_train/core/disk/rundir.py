@@ -211,7 +211,7 @@ class RunDir:
             old = parse_yaml(read_text(self.config), str(self.config))
             if not isinstance(old, dict):
                 raise ConfigError(
-                    f"{self.config}: has no keys. Copy the recipe of a checkpoint's meta.json into it, or remove it."
+                    f"{self.config}: has no keys. Copy the recipe from a checkpoint's meta.json into this file, or remove the file."
                 )
             self.refuse_other_recipe(config, old, self.config)
 

@@ -22,7 +22,7 @@ _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # the last two: files above 4 
 
 def _rising(value: Any) -> Any:
     if len(value) == 0:
-        raise ValueError("expected [low, high], or such a pair for each band")
+        raise ValueError("expected [low, high], or one pair [low, high] for each band, got an empty list")
     pairs = () if isinstance(value, str) else (value,) if not isinstance(value[0], tuple) else value
     if not all(low < high for low, high in pairs):
         raise ValueError("expected [low, high] with low < high")

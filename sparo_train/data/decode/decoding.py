@@ -238,7 +238,7 @@ def refuse_unclear_rotation(data: bytes) -> None:
     image = open_picture(data)
     if _is_rotated(image) and (image.width == image.height or ImageOps.exif_transpose(image).size == image.size):
         raise BadSampleError(
-            "an image rotated by EXIF, whose mask is possibly not rotated; save the image without EXIF orientation"
+            "EXIF rotates the image, but possibly not the mask; save the image without EXIF orientation"
         )
 
 

@@ -118,9 +118,9 @@ class CropsConfig(Frozen):
     )
     tile: int | None = field(
         None,
-        "For large images, such as slides and aerial images: side, in pixels of the stored image, of the square "
-        "region from which all crops of a sample are drawn. Its position is random each time the image is "
-        "read. If the width or height of the image is smaller, the region covers it fully. Default: the "
+        "For large images, such as slides and aerial images: draw all crops of a sample from one square region. Value: "
+        "the region's side, in pixels of the stored image. The region has a random position each time the image is "
+        "read. If the image is narrower or lower than this side, the region covers its full width or height. Default: the "
         "whole image.",
         gt=0,
         examples=[512],

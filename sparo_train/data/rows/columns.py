@@ -111,8 +111,8 @@ def warn_of_several_splits(where: str, column: str, splits: Iterable[object]) ->
     names = sorted({str(split) for split in splits})
     if len(names) > 1:
         logger.warning(
-            f"{where}: uses the rows of all splits. The column {column!r} contains {', '.join(names[:6])}. To use one of them, "
-            "write its rows to a separate file."
+            f"{where}: uses the rows of all splits. The column {column!r} contains {', '.join(names[:6])}. To use one split only, "
+            "write the rows of that split to a separate file."
         )
 
 

@@ -21,14 +21,14 @@ class HfDatasetConfig(RowsConfig):
     kind: Literal["datasets"] = field("datasets", "Format of the data: an entry of sparo.sources.")
     dataset: str = resumable_field(
         ...,
-        "Folder written by Dataset.save_to_disk or DatasetDict.save_to_disk, or a name on the Hugging Face hub (nlphuji/flickr30k).",
+        "Folder written by Dataset.save_to_disk or DatasetDict.save_to_disk, or a name on the Hugging Face hub, as in nlphuji/flickr30k.",
         examples=["nlphuji/flickr30k"],
     )
     split: str = field(
         "train", "Split to read. If dataset is a name on the hub, a slice is possible, too, such as train[:10%]."
     )
     config_name: str | None = field(
-        None, "Name of the configuration, for data sets on the hub that have several.", examples=["en"]
+        None, "Name of a configuration, for data sets on the hub with several configurations.", examples=["en"]
     )
     revision: str | None = field(None, "Commit or tag of a data set on the hub.", examples=["v1.0"])
 

@@ -88,7 +88,7 @@ class SourceConfig(Frozen):
         le=1e6,
     )
     image_keys: tuple[str, ...] = field(
-        ("jpg", "jpeg", "png", "webp"), "File extensions of images. The first one that a sample has is used."
+        ("jpg", "jpeg", "png", "webp"), "File extensions of images, in order of preference, if a sample has several."
     )
     caption_key: str = field(
         "txt",
@@ -169,7 +169,7 @@ class DataConfig(Frozen):
     )
     chunk: int = field(
         64,
-        "Number of consecutive samples of a shard that are read together; data.shuffle_window then mixes them with others.",
+        "Number of consecutive samples of a shard that are read together; they are then shuffled with other samples (see data.shuffle_window).",
         gt=0,
         le=1 << 31,
     )
@@ -198,12 +198,12 @@ class DataConfig(Frozen):
     pixel_range: PixelRange = field(
         "by_type",
         "How 16-bit, 32-bit and float pixels are mapped to 8 bits: by_type (the upper byte of 16-bit values; floats are taken to be in 0..1), "
-        "[low, high], one such pair for each of data.bands, or percentiles (the 1st to the 99th of each image). 8-bit images are not changed.",
+        "[low, high] (mapped to 0..255), a list of one such pair per band, or percentiles (the 1st to the 99th of each image). 8-bit images are not changed.",
     )
     bands: Bands | None = field(
         None,
-        "Bands to read from each image, such as a multispectral TIFF, numbered from 1. objective.model.bands "
-        "must be the length of this list. Default: red, green and blue.",
+        "Bands to read from each image, numbered from 1, for example of a multispectral TIFF. objective.model.bands "
+        "must equal the number of bands in this list. Default: red, green and blue.",
         examples=[[1, 2, 3, 4]],
     )
     trim_text: bool = field(
@@ -213,7 +213,9 @@ class DataConfig(Frozen):
     max_bad_share: float = resumable_field(
         0.01, "Largest share of samples that may be unusable before the run stops.", ge=0, le=1
     )
-    max_bad_share_min_samples: int = resumable_field(1000, "Samples read before max_bad_share applies.", ge=1)
+    max_bad_share_min_samples: int = resumable_field(
+        1000, "Number of samples that must be read before max_bad_share applies.", ge=1
+    )
 
     @model_validator(mode="after")
     def _check_bands(self) -> DataConfig:
@@ -234,14 +236,16 @@ class DataConfig(Frozen):
                 continue
             if not isinstance(block.get("shards"), str):
                 raise ValueError(
-                    f"sources.{name}.weight: several weights need several lists of shards, as in shards: A::B, got {weight}"
+                    f"sources.{name}.weight: several weights need several lists of shards (`shards: A::B`), got {weight}"
                 )
             parts, weights = block["shards"].split("::"), list(map(_number, weight.split("::")))
             if len(parts) != len(weights):
                 raise ValueError(f"sources.{name}.weight: {len(weights)} weights for {len(parts)} lists of shards")
             for i, pair in enumerate(zip(parts, weights, strict=True)):
                 if f"{name}_{i}" in values["sources"]:
-                    raise ValueError(f"sources.{name}_{i}: is the name of part {i} of {name}, too. Rename it.")
+                    raise ValueError(
+                        f"sources.{name}_{i}: part {i} of sources.{name} would get the same name. Rename one of them."
+                    )
                 sources[f"{name}_{i}"] = {**block, "shards": pair[0], "weight": pair[1]}
         return {**values, "sources": sources}
 

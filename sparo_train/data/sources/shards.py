@@ -40,7 +40,7 @@ class ShardsConfig(SourceConfig):
     shards: str | tuple[str, ...] = resumable_field(..., "Folder, glob, brace range, fsspec URL, or a list of these.")
     index: str | None = resumable_field(
         None,
-        "File with the indexes of all shards, from sparo data index --merge. Without it, the size of each "
+        "File with the indexes of all shards, from `sparo data index --merge`. Without this file, the size of each "
         "shard is requested at every start.",
         examples=["data/index.safetensors"],
     )

@@ -71,7 +71,7 @@ class _BoundedStream(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence != io.SEEK_SET or not 0 <= offset <= self._size:
-            raise tarfile.ReadError(f"a member at byte {offset}, which is outside the file of {self._size} bytes")
+            raise tarfile.ReadError(f"a member starts at byte {offset}, but the file has {self._size} bytes")
         return self._stream.seek(offset)
 
     def tell(self) -> int:
@@ -215,7 +215,7 @@ def unpack_any(data: bytes) -> tuple[str, dict[str, bytes]]:
             if member is None or group is None:
                 continue
             if key and group[0] != key:
-                raise ValueError("members of two samples")
+                raise ValueError("the tar members belong to two samples")
             if group[1] in fields:
                 raise BadSampleError(
                     "two members of a sample have the same extension", detail=f"got {member.name!r} again"

@@ -194,7 +194,7 @@ class Episode:
         stacked = self._dequantize(t, "forward" if forward else "flow")
         if len(stacked) % 2:
             raise BadSampleError(
-                "a flow image must have an even height: vertical displacements above, horizontal displacements below"
+                "a flow image must have an even height, with vertical displacements in the upper half and horizontal ones below"
             )
         return np.stack([stacked[: len(stacked) // 2], stacked[len(stacked) // 2 :]], axis=-1)
 
@@ -231,7 +231,7 @@ class Episode:
         ranges = self.metadata.get("ranges")
         bounds = ranges.get(plane) if isinstance(ranges, dict) else None
         if not (isinstance(bounds, list) and len(bounds) == 2 and all(isinstance(b, int | float) for b in bounds)):
-            raise BadSampleError(f"json has no ranges.{plane}")
+            raise BadSampleError(f"json has no pair of numbers in ranges.{plane}")
         # JSON allows NaN, which would make every pixel NaN.
         if not all(-_MAX_RANGE < b < _MAX_RANGE for b in bounds):
             raise BadSampleError(f"json has ranges.{plane} that are not finite")

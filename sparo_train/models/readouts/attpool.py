@@ -32,8 +32,8 @@ class AttPoolReadOut(TwinReadOut):
     cross_attention: Literal["multi_head", "separate_head"] = field(
         "multi_head", "multi_head: an output projection mixes the heads. separate_head: the heads stay separate."
     )
-    slot_layer_norm: bool = field(False, "Normalize each slot on its own instead of the whole encoding.")
-    slot_projection: bool = field(False, "Project each slot on its own instead of the whole encoding.")
+    slot_layer_norm: bool = field(False, "Apply LayerNorm to each slot separately instead of to the whole encoding.")
+    slot_projection: bool = field(False, "Project each slot separately instead of the whole encoding at once.")
     replace_last_block: bool = field(False, "Replace the last Transformer block by the readout.")
     normalize: bool | None = field(
         None,

@@ -21,8 +21,8 @@ class CocaReadOut(TwinReadOut):
     inference_note: ClassVar[str] = "8 attention heads, which shapes do not show"
     queries: int = field(
         1,
-        "Number of learned queries. Only the first one gives the encoding. CoCa weights of open_clip have 256, "
-        "because a text decoder reads the others.",
+        "Number of learned queries. Only the first query gives the encoding. open_clip's CoCa weights have 256 queries, "
+        "because a text decoder reads the outputs of the others.",
         gt=0,
     )
     heads: int = field(8, "Attention heads. Must divide embed_dim.", gt=0)

@@ -24,7 +24,7 @@ class MapReadOut(TwinReadOut):
 
     kind: Literal["map"] = field("map", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token attended and heads of 64 numbers, which shapes do not show"
-    head_width: int = field(64, "Width of an attention head. Must divide a tower's width.", gt=0)
+    head_width: int = field(64, "Width of an attention head. Must divide the width of each pooled tower.", gt=0)
     mlp_ratio: float = field(4.0, "Width of the MLP relative to the tower's width.", gt=0)
     attend_cls: bool = field(True, "Let the query attend to the image's class token, too.")
     text: bool = field(False, "Also pool texts by attention. false: use the EOS token.")

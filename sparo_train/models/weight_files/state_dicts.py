@@ -121,7 +121,7 @@ def _tensor(storage: Tensor, offset: int, size: Sequence[int], stride: Sequence[
     """Return a view of a storage; unlike torch's own function, refuse one that reaches beyond it."""
     last = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
     if min([offset, *size, *stride]) < 0 or last > len(storage):
-        raise ValueError(f"a tensor of shape {tuple(size)} outside its storage of {len(storage)} numbers")
+        raise ValueError(f"a tensor of shape {tuple(size)} extends outside its storage of {len(storage)} numbers")
     return storage.as_strided(tuple(size), tuple(stride), offset)
 
 
@@ -173,7 +173,7 @@ def read_raw(path: str | Path) -> Any:
             return read_torchscript(path)
         if is_exported_program(path):
             raise CheckpointError(
-                f"{path}: is a program of torch.export, whose weights sparo does not read. Use the run that it was "
+                f"{path}: is a torch.export program, which sparo cannot read. Use the run that this program was "
                 "exported from, or load the program with torch.export.load."
             )
         # A stream, because torch chooses the format of a path by its suffix.
@@ -214,7 +214,9 @@ def read_raw_parts(folder: Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name in sorted(set(parts.values())):
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index}: expected names of files in its folder, got {name!r}.")
+            raise CheckpointError(
+                f"{index}: `weight_map` must contain names of files in the same folder, got {name!r}."
+            )
         state |= read_raw(folder / name)
     return state
 
@@ -261,7 +263,7 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
         if named is None:
             contents = ", ".join(map(str, list(raw)[:8])) if isinstance(raw, Mapping) else type(raw).__name__
             raise CheckpointError(
-                f"{origin}: the file has no state dict of this name, got state={key}. The file holds: {contents}."
+                f"{origin}: state={key}: the file has no state dict with this name. The file holds: {contents}."
             )
         return named
     for _ in range(3):  # a trainer's checkpoint may contain a model's checkpoint

@@ -57,7 +57,7 @@ def read_zero_folder(path: Path) -> Weights:
             state: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag=tag)  # pyright: ignore[reportAssignmentType]
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: a file is damaged, or holds objects that could run code, and is refused ({str(error)[-300:].strip()})"
+            f"{path}: refused, because a file is damaged or holds objects that could run code ({str(error)[-300:].strip()})"
         ) from None
     except (
         OSError,
