@@ -173,7 +173,7 @@ def test_commands_read_or_refuse_every_source(tmp_path):
     ):
         done = sparo(*arguments)
         assert done.returncode == 2 and says in done.stderr, done.stderr
-    with pytest.raises(ConfigError, match="m_1: part 1 of sources.m would get the same name"):
+    with pytest.raises(ConfigError, match=r"m_1: part 1 of sources\.m would get the same name"):
         resolve(DataConfig, {"sources": {"m": {"shards": "a::b", "weight": "1::2"}, "m_1": {"shards": "c"}}}, "x")
     with pytest.raises(ConfigError, match="several weights need several lists"):
         resolve(DataConfig, {"sources": {"m": {"parquet": "a::b", "weight": "1::2"}}}, "x")
