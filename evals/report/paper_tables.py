@@ -168,7 +168,7 @@ def _without_empty(
     if not kept:
         sets = {task for column in columns for task in column.tasks}
         raise ConfigError(
-            f"--layout {layout}: no column is complete, because only {len(sets & tasks)} of its {len(sets)} sets are scored. Score the "
+            f"--layout {layout}: only {len(sets & tasks)} of the layout's {len(sets)} data sets are scored, too few for any column. Score the "
             f"others with sparo eval --suite {layout}, or choose another layout."
         )
     rows = [row._replace(cells=[row.cells[i] for i in kept]) for row in rows]

@@ -60,7 +60,9 @@ def _open(task: AssociationsTaskConfig) -> QuestionSet:
     assert isinstance(source, QuestionSet)
     kind = task.headline.partition("/")[2]
     if kind and all(question.kind != kind for question in source.questions):
-        raise ConfigError(f"headline={task.headline}: no question of {task.root} has {kind} images. Use jaccard.")
+        raise ConfigError(
+            f"headline={task.headline}: scores only questions with {kind} images, but {task.root} has none. Set headline=jaccard."
+        )
     if wrong := next((q for q in source.questions if len(q.texts) != 1 or len(q.images) < 2), None):
         raise DataError(f"{task.root}: question {wrong.key}: needs one text and at least two images")
     return source

@@ -51,7 +51,7 @@ class DatasetEntry(Frozen):
         (), "Languages of the set. Each becomes a separate set, NAME/LANGUAGE.", strict=False
     )
     language_key: str = field("split", "Task key that is set to the language of each separate set.")
-    n: int | None = field(None, "Number of images. Default: not checked.", gt=0)
+    n: int | None = field(None, "Expected number of images. Default: not checked.", gt=0)
     questions: int | None = field(None, "Number of questions of the whole set. Default: not checked.", gt=0)
     classes: int | None = field(None, "Number of classes of a zeroshot set.")
     chance: float | None = field(None, "Score that random guessing would get.")

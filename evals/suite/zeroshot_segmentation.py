@@ -43,8 +43,8 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     )
     features: Literal["patches", "attention"] = field(
         "patches",
-        "Encodings that are compared with texts. patches: one per patch; attention: one per slot, whose "
-        "similarity is distributed over the patches by the slot's attention.",
+        "Encodings that are compared with texts. patches: one per patch. attention: one per slot; the "
+        "slot's attention then distributes its similarity to the text over the patches.",
     )
     last_block: LastBlock = field(
         "standard",

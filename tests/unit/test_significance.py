@@ -122,7 +122,7 @@ def test_layouts_of_suites_show_what_was_scored(tmp_path):
     assert {task.name for task in suite_tasks("compositional")} == {"sugar_crepe", *catalogue_sets}
     with pytest.raises(
         ConfigError,
-        match=r"--layout compositional: no column is complete, because only 0 of its 27 sets are scored\. Score the others with sparo eval --suite",
+        match=r"--layout compositional: only 0 of the layout's 27 data sets are scored, too few for any column\. Score the others with sparo eval --suite",
     ):
         table(tmp_path / "none", {"a": {"other": answers(0, shares)}}, layout="compositional")
     accuracy = {
@@ -133,7 +133,7 @@ def test_layouts_of_suites_show_what_was_scored(tmp_path):
     assert mean.value == pytest.approx(0.5) and mean.high - mean.low == pytest.approx((high - low) / len(VTAB) ** 0.5)
     del accuracy["sun397"]  # the mean of 18 sets would be another number
     with pytest.raises(
-        ConfigError, match=r"--layout reviewer: no column is complete, because only 18 of its 27 sets are scored"
+        ConfigError, match=r"--layout reviewer: only 18 of the layout's 27 data sets are scored, too few for any column"
     ):
         table(tmp_path / "part", {"a": accuracy}, layout="reviewer")
 

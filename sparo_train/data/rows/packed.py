@@ -128,7 +128,7 @@ def decode_picture(data: bytes) -> bytes:
     width, height, length = struct.unpack_from("<3I", data)
     mode = data[12 : 12 + length].decode("ascii")
     if mode == "P":
-        raise BadSampleError("a picture with a palette, but this format stores no palettes")
+        raise BadSampleError("the picture needs a palette, which this format does not store")
     if mode not in ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I", "F"):
         raise ValueError(f"a picture of mode {mode}, which is not supported")
     return encode_picture(Image.frombytes(mode, (width, height), data[12 + length :]))
