@@ -220,7 +220,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
         Suite(task, FeatureStore(on_progress=lambda *done: seen.append(done))).run(encoder)
     assert not seen  # reported before the batch with this sample is encoded
     (tmp_path / "zero/classnames.txt").unlink()
-    with pytest.raises(DataError, match=r"classnames\.txt: missing"):
+    with pytest.raises(DataError, match=r"classnames\.txt: no such file"):
         Suite(task).run(encoder)
     with pytest.raises(DataError, match=r"nshards\.txt: missing"):
         WdsSet(tmp_path / "none", "label")

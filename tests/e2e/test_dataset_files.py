@@ -138,7 +138,7 @@ def test_a_table_holds_labels_captions_or_pairs(tmp_path):
         ZeroshotTaskConfig(task="zeroshot", root=str(tmp_path / "own"), layout="table", columns=columns), "label"
     )
     assert [fact for _, _, fact in labels] == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r"columns\.split: missing, but task probe needs the rows of 'train'"):
+    with pytest.raises(ConfigError, match=r"columns\.split: missing, but task probe needs the rows of split 'train'"):
         open_set(
             ProbeTaskConfig(task="probe", root=str(tmp_path / "own"), layout="table", columns=columns), "label", "train"
         )

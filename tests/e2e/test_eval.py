@@ -247,7 +247,7 @@ def test_missing_captions_are_counted_and_missing_class_names_named(scored, tmp_
     assert line["counts"]["images_without_caption"] == 1 and line["n"] == 7
     assert "r: 1 image(s) without a caption are not queries" in done.stderr
     done = sparo("eval", "runs/s0", "--data", f"{tmp_path}/t.yaml", "--tasks", "c", "--no-write-to-run", cwd=root)
-    assert done.returncode == 2 and "classnames.txt: missing" in done.stderr
+    assert done.returncode == 2 and "classnames.txt: no such file" in done.stderr
     tar = tmp_path / "ret/test/0.tar"
     with tarfile.open(tar) as whole:
         cut = whole.getmembers()[9].offset

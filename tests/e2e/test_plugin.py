@@ -224,7 +224,7 @@ def test_a_broken_entry_fails_only_for_recipes_that_name_it(place, monkeypatch, 
         ({"objective": {"kind": "leaving"}}, r"'leaving' of package .*cannot be imported \(SystemExit: 3\)"),
         (
             {"objective": {"kind": "unsaid"}},
-            r"objective\.kind: 'unsaid': its entry of sparo\.methods has no pydantic model",
+            r"objective\.kind: 'unsaid': the entry of sparo\.methods must be a pydantic model",
         ),
         (
             {"objective": {"kind": "clip", "model": {"readout": {"kind": "transformer"}}}},

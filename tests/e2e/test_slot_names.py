@@ -11,7 +11,7 @@ def test_names_are_written_and_names_of_the_user_stay(world):
     (world / "words.txt").write_text("thing\na thing 1\n1\n2\nabsent\n\n")
     done = sparo("slots", "name", "runs/s0", "--task", "ret", "--vocabulary", "words.txt", "--min-images", "2", "--out", "named.json",
                  "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
-    assert done.returncode == 2 and "none of 5 names" in done.stderr  # each of the 12 images has a different number
+    assert done.returncode == 2 and "none of the 5 names" in done.stderr  # each of the 12 images has a different number
     done = sparo("slots", "name", "runs/s0", "--task", "zero", "--template", "a {c}", "--min-images", "2", "--out", "named.json",
                  "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_search_by_image_and_by_text(world):
     assert "<b>a thing" not in (world / "search/report.html").read_text()
     for words, problem in (
         (("no.jpg", "--slots", "1"), "no.jpg: file not found"),
-        (("a", "--slots", "9"), "--slots 9: runs/s0 has 4 slots"),
+        (("a", "--slots", "9"), "--slots 9: no such slot; runs/s0 has 4 slots"),
         (("query.jgp", "--slots", "1"), "query.jgp: file not found"),
         (("runs", "--slots", "1"), "runs: is a folder"),
         ((" ", "--slots", "1"), "QUERY: is empty"),

@@ -92,7 +92,10 @@ def test_a_killed_suite_encodes_nothing_twice(world):
             ("--data", "recipe.yaml"),
             "--data recipe.yaml: cannot be combined with --suite datacomp. Remove one of them.",
         ),
-        (("--root", "empty"), "--suite datacomp: none of its 40 sets is in empty. Name their folder with --root;"),
+        (
+            ("--root", "empty"),
+            "--suite datacomp: none of the suite's 40 data sets is in empty. Give their folder with --root;",
+        ),
     ],
 )
 def test_errors_of_suites(world, more, message):

@@ -58,7 +58,7 @@ FILES = {
     "teacher-list.pth": (saved({"teacher": [W], "student": {}}), "teacher-list.pth"),
     "teacher-empty.pth": (
         saved({"teacher": {}, "student": {}}),
-        "the file has no state dict of this name, got state=teacher",
+        "state=teacher: the file has no state dict with this name",
     ),
     "teacher-odd.pth": (saved({"teacher": {"backbone.cls_token": W}}), "teacher-odd.pth"),
     "teacher-code.pth": (saved({"teacher": {}, "args": argparse.Namespace(a=_Runs())}), "could run code"),
@@ -87,7 +87,7 @@ PLACES = {
     "pixels:0": "expected pixels:SIZE",
     "open_clip:ViT-B-32": "expected open_clip:NAME@FILE",
     "open_clip:ViT-Z-99@x.pt": "open_clip:ViT-Z-99",
-    "open_clip:ViT-B-32@nowhere.pt": "no such file",
+    "open_clip:ViT-B-32@nowhere.pt": "neither a file nor a tag",
     "open_clip:ViT-B-32@numbers.pt": "numbers.pt",
     "timm:vit_elephant@x": "timm:vit_elephant",
     "timm:vit_tiny_patch16_224@nowhere.pt": "is not a file",

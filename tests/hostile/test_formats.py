@@ -160,7 +160,8 @@ def test_commands_read_or_refuse_every_source(tmp_path):
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         pq.write_table(pa.Table.from_pylist(rows()), tmp_path / f"hub/{name}.parquet")
     with pytest.raises(
-        ConfigError, match=r"contains the splits test, train\. Name the files of one, as in .*hub/train-\*\.parquet"
+        ConfigError,
+        match=r"contains the splits test, train\. Name the files of one split, as in .*hub/train-\*\.parquet",
     ):
         opened({"parquet": str(tmp_path / "hub")})
     assert opened({"parquet": str(tmp_path / "hub/train-*.parquet")}).samples == 2 * COUNT

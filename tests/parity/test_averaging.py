@@ -76,7 +76,7 @@ def test_the_mean_of_checkpoints_is_exported(run, tmp_path):
     early = open_clip.create_model(f"local-dir:{export_run(four, tmp_path / 'early', None, 'last:4')}").state_dict()
     name = "visual.sparo.k.weight"
     torch.testing.assert_close(early[name], sum(_weights(run, s, "average.")[name] for s in (1, 2, 3, 4)) / 4)
-    with pytest.raises(ConfigError, match=r"--average last:7: .* has 6 complete checkpoint\(s\)"):
+    with pytest.raises(ConfigError, match=r"--average last:7: .* has only 6 complete checkpoint\(s\)"):
         export_run(run.folder, tmp_path / "no", None, "last:7")
     broken = dict(store.read_part(run.folder / "checkpoints/step-00000005", "model"))
     broken["model.logit_scale"] = torch.tensor(torch.nan)

@@ -60,7 +60,7 @@ def test_an_official_file_with_its_namespace_gives_the_teacher(tmp_path):
     assert torch.equal(student.model.norm.weight, encoder.model.norm.weight + 1)
     with pytest.raises(
         CheckpointError,
-        match=r"the file has no state dict of this name, got state=techer\. The file holds: student, teacher",
+        match=r"state=techer: the file has no state dict with this name\. The file holds: student, teacher",
     ):
         load_encoder(f"{path}?state=techer", "vit_tiny")
     assert "ViT 192x2 with patches of 8 and 3 heads" in encoder.assumed

@@ -46,7 +46,7 @@ def test_open_clip(tmp_path):
     for name, kind, message in (
         (f"open_clip:ViT-Tiny-17@{tmp_path / 'w.pt'}", ConfigError, "did you mean 'ViT-Tiny-16'"),
         ("open_clip:ViT-B-32", ConfigError, "expected open_clip:NAME@FILE"),
-        ("open_clip:ViT-B-32@nothing.pt", CheckpointError, "no such file, and no such tag of ViT-B-32"),
+        ("open_clip:ViT-B-32@nothing.pt", CheckpointError, "is neither a file nor a tag of ViT-B-32"),
         (f"open_clip:ViT-B-32@{tmp_path / 'w.pt'}", CheckpointError, "open_clip cannot load it"),
     ):
         with pytest.raises(kind, match=message):

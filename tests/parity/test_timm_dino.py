@@ -199,7 +199,7 @@ def test_own_images_takes_a_model_of_timm(tmp_path):
         (["objective.model.timm_model_name=test_resnat"], "timm_model_name=test_resnat: .*test_resnet"),
         (
             ["objective.model.timm_model_name=test_resnet.r160_in1k"],
-            "r160_in1k names weights.*init=timm:test_resnet.r160",
+            "r160_in1k names pretrained weights.*init=timm:test_resnet.r160",
         ),
         (["objective.crops.tile=20"], "crops.tile=20: is smaller than model.image_size=64"),
         (["objective.model.depth=3"], "depth=3: does not apply if timm_model_name is set"),

@@ -73,7 +73,7 @@ def test_a_sweep_is_operated_as_in_the_guide(whole, tmp_path, monkeypatch):
     assert checked.count(": ok, 1 rank(s), Python") == 2 and "GB/s" in checked, checked
     assert "#SBATCH --array=0-5%2" in printed and "6: runs/lr-lr0.001-seed0, " in printed and "hours" in printed
     assert "runs/lr-lr0.0002-seed1: cancelled" in cancelled
-    assert resubmitted.count("not submitted: is finished at step 30") == 5 and resubmitted.count("  job ") == 1
+    assert resubmitted.count("not submitted: training finished at step 30") == 5 and resubmitted.count("  job ") == 1
     states = lab.status(tmp_path / "runs/lr")
     names = [f"lr-lr{rate}-seed{seed}" for rate in ("0.001", "0.0005", "0.0002") for seed in (0, 1)]
     assert [Path(s["folder"]).name for s in states] == names

@@ -99,7 +99,7 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         assert encoder.tokens(pixels).shape == (2, *shape) and "tokens" in encoder.offers
         assert encoder.token_width == shape[1]
         for head, told in (
-            ({"kind": "flair"}, "x.head.kind=flair: pools with the help of texts"),
+            ({"kind": "flair"}, "x.head.kind=flair: needs texts for pooling"),
             ({"kind": "coca", "heads": 7}, "x.head.*heads=7 does not divide"),
             (
                 {"kind": "sparo", "slots": 2, "slot_width": 4, "representation": "sem"},
@@ -117,10 +117,13 @@ def test_tokens_of_every_vision_transformer_are_read_once_and_probed(tmp_path):
         encoder.tokens = lambda pixels, whole=encoder.tokens, calls=calls: calls.append(len(pixels)) or whole(pixels)
         again = run_attentive(scoring, task)
         assert calls == [1] and again.metrics == result.metrics  # one image of zeros, which determines the shape
-    with pytest.raises(ConfigError, match=r"head.kind=token: needs a class token, which this encoder lacks. Use gap"):
+    with pytest.raises(
+        ConfigError, match=r"head.kind=token: needs a class token, which this encoder lacks. Use head.kind=gap"
+    ):
         build_head(_config({"kind": "token"}), 192, 0, False)
     with pytest.raises(
-        IncompatibleTaskError, match=r"x.head.kind=token: needs a class token, which this encoder lacks. Use gap"
+        IncompatibleTaskError,
+        match=r"x.head.kind=token: needs a class token, which this encoder lacks. Use head.kind=gap",
     ):
         check_compatible("x", AttentiveTaskConfig(head={"kind": "token"}, **sets), _timm())
     with pytest.raises(

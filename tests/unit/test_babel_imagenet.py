@@ -78,12 +78,12 @@ def test_names_come_from_the_folder_or_from_clip_benchmark(root, tmp_path):
     ("names", "prompts", "message"),
     [
         (NAMES, PROMPTS, None),
-        ({"DE": [[1, 2], ["a"]]}, PROMPTS, "DE needs a name for each of its class numbers"),
-        ({"DE": [[1, 1000], ["a", "b"]]}, PROMPTS, "DE needs a name for each of its class numbers"),
-        ({"DE": [[1], ["a"]]}, PROMPTS, "DE needs a name for each of its class numbers"),
+        ({"DE": [[1, 2], ["a"]]}, PROMPTS, "the language DE needs one name per class number"),
+        ({"DE": [[1, 1000], ["a", "b"]]}, PROMPTS, "the language DE needs one name per class number"),
+        ({"DE": [[1], ["a"]]}, PROMPTS, "the language DE needs one name per class number"),
         ({"DE": 3}, PROMPTS, "DE must have a list of class numbers and a list of names"),
         ({"DE": [["x"], ["a"]]}, PROMPTS, "DE must have a list of class numbers and a list of names"),
-        (NAMES, {"DE": ["no place"]}, "'no place' must have {} once"),
+        (NAMES, {"DE": ["no place"]}, "each prompt must contain {}, .* got .no place"),
         (NAMES, {}, "language=de: is not in Babel-ImageNet"),
     ],
 )

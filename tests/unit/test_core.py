@@ -327,7 +327,9 @@ def test_processes_of_a_lost_start_write_nothing(tmp_path, monkeypatch):
     go_on.set()
     told = queue.get()
     lost.join()
-    assert len(told) == 4 and all("was taken over by a later start (job 7, restart 1" in text for text in told)
+    assert len(told) == 4 and all(
+        "was taken over by a process that started later (job 7, restart 1" in text for text in told
+    )
     assert (tmp_path / "metrics.jsonl").read_text() == before and not list(tmp_path.glob("checkpoints/step-*"))
     successor.write_heartbeat(step=1)
     (tmp_path / "owner.json").unlink()

@@ -67,7 +67,7 @@ def test_errors_of_blender_are_reported_and_nothing_is_written(tmp_path):
         render_multi_view(tmp_path / "set", config, blender=str(tmp_path / "nosuch"))
     with pytest.raises(ConfigError, match=r"has no bpy .it has none.. Make a separate environment"):
         render_multi_view(tmp_path / "set", config, blender=fake(tmp_path, "none"))
-    with pytest.raises(DataError, match=r"camera 0 at time 0.*ended with 1: out of memory, it says"):
+    with pytest.raises(DataError, match=r"camera 0 at time 0.*exited with status 1: out of memory, it says"):
         render_multi_view(tmp_path / "set", config, processes=1, blender=fake(tmp_path, "dies"))
     assert not list((tmp_path / "set").rglob("*.tar"))
     render_multi_view(tmp_path / "set", config, processes=1, blender=fake(tmp_path))

@@ -212,7 +212,7 @@ def test_encodings_that_are_not_finite_name_their_image(source, tmp_path):
     encoder = Counting()
     with torch.no_grad():
         encoder.model.bias[2] = float("inf")
-    with pytest.raises(DataError, match=r"the encoding of '0000' is not finite \(256 of 256"):
+    with pytest.raises(DataError, match=r"the encoding of '0000' is not finite \(in its batch, 256 of 256"):
         FeatureStore(tmp_path).images(encoder, source)
     assert not list(tmp_path.glob("images/*/part-*"))
     large = View("large", lambda pixels: pixels.float().mean((2, 3)) * 1e4)  # finite, but not in 16 bits

@@ -230,7 +230,7 @@ def test_tables_that_would_give_wrong_scores_are_refused(tissue, tmp_path):
         ("regression", {"target": "{nuclei}"}),
         ("linear", {"label": "{tissue}"}),
     ):
-        with pytest.raises(DataError, match=r"group.s. that train has, too, such as 'p000'"):
+        with pytest.raises(DataError, match=r"group.s. that also occur in train, such as 'p000'"):
             run(kind, leaking, columns=columns)
     for key in ("target", "mask"):
         kind = {"target": "regression", "mask": "linear_segmentation"}[key]

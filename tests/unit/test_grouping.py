@@ -229,7 +229,7 @@ BAD = {
     "preset=sa2021: did you mean 'sa2020'?": {"preset": "sa2021"},
     "heads=3 does not divide": {"heads": 3},
     "kv=folded": {"heads": 2, "kv": "folded"},
-    "renorm=entry: applies to slots that compete": {"preset": "tf", "renorm": "entry"},
+    "renorm=entry: is not needed with softmax_over=keys": {"preset": "tf", "renorm": "entry"},
     "pooled: does not compute attention": {"preset": "pooled", "slots": 16, "qk_norm": True},
     "set out_proj or a gru": {"preset": "tf_inv", "qkv_width": 4},
     "qk_norm: cannot be combined with kv=folded": {"preset": "tf_inv_osrt", "kv": "folded"},

@@ -280,7 +280,7 @@ def test_test_images_in_the_training_set_are_reported(sets, tmp_path):
 
 def test_a_class_that_only_training_has_is_named(sets, tmp_path):
     train = labelled(tmp_path / "more", 20, 3, classes=6)
-    with pytest.raises(DataError, match="Set the task's classes"):
+    with pytest.raises(DataError, match="Set the task's key `classes`"):
         linear_on(ALONE, {**sets, "train": train}, True)
 
 
@@ -351,7 +351,7 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
     )
     train, test = (set(part.groups) for part in parts)
     assert train and test and not train & test and sum(map(len, parts)) == 12
-    with pytest.raises(DataError, match=r"images of 6 group\(s\) that train has, too, such as 'p0'"):
+    with pytest.raises(DataError, match=r"images of 6 group\(s\) that also occur in train, such as 'p0'"):
         linear_keys = {name: value for name, value in keys.items() if name != "k"} | {"task": "linear"}
         open_labelled(LinearTaskConfig.model_validate({**linear_keys, "columns": {**columns, "group": "patient"}}))
     limited = KnnTaskConfig.model_validate({**keys, "limit": 6, "columns": {**columns, "group": "patient"}})

@@ -292,7 +292,7 @@ def test_missing_files_and_unknown_sets_are_reported(tmp_path, monkeypatch):
     clevr(tmp_path)
     monkeypatch.setattr(base, "read_set_texts", lambda *_: None)
     found = open_known(tmp_path, "vtab/clevr_count_all")
-    with pytest.raises(DataError, match=r"classnames\.txt: missing"):
+    with pytest.raises(DataError, match=r"classnames\.txt: no such file"):
         found.classnames()
     with pytest.raises(DataError, match="Install clip-benchmark for its prompts of vtab/clevr_count_all"):
         found.templates()

@@ -73,7 +73,7 @@ def test_the_command_line_precedes_lists_of_a_sweep_file(base, tmp_path):
 def test_an_empty_entry_of_a_file_is_refused_if_no_parent_has_it(base, tmp_path):
     sweep = write(tmp_path / "sweep.yaml", {"recipe": str(base), "runs": {"baseline": None, "big": {"overrides": []}}})
     with pytest.raises(
-        ConfigError, match=r"runs\.baseline: is empty, which removes .* Write baseline: \{\} for an entry"
+        ConfigError, match=r"runs\.baseline: an empty value removes .* Write baseline: \{\} for an entry"
     ):
         read_sweep(sweep)
     child = write(tmp_path / "child.yaml", {"extends": str(base), "data": {"sources": {"scenez": None}}})

@@ -155,7 +155,7 @@ def test_class_names_in_another_order_are_refused(tmp_path):
 
 def test_tables_have_one_column_of_a_name_and_one_spelling_of_a_number(tmp_path):
     path = tmp_path / "t.csv"
-    with pytest.raises(DataError, match="has several columns 'label'"):
+    with pytest.raises(DataError, match="has several columns named 'label'"):
         list(table_rows("image,label,label\na.jpg,x,y", path))
     write(tmp_path, {"a.jpg": jpeg(0), "b.jpg": jpeg(1)})
     path.write_text("image,label\na.jpg,007\nb.jpg,7")
@@ -180,7 +180,7 @@ def test_a_single_image_or_caption_is_not_taken_for_several(tmp_path):
     encoder = PixelEncoder(20)
     path = write(tmp_path, {"a.jpg": jpeg(0)}) / "a.jpg"
     for single in (path, str(path), Image.open(path), np.zeros((8, 8, 3), np.uint8)):
-        with pytest.raises(DataError, match="images: expected a list, got one"):
+        with pytest.raises(DataError, match="images: expected a list, got a single"):
             encoder.images(single)
     with pytest.raises(DataError, match="images: the list is empty"):
         encoder.images([])
@@ -188,7 +188,7 @@ def test_a_single_image_or_caption_is_not_taken_for_several(tmp_path):
     pixels = np.asarray(Image.open(path))
     assert torch.equal(encoder.images([torch.from_numpy(pixels.copy())]), encoder.images([pixels]))
     assert torch.equal(encoder.images(np.array([str(path)] * 2)), encoder.images([path, path]))  # a column of names
-    with pytest.raises(DataError, match="captions: expected a list, got one str"):
+    with pytest.raises(DataError, match="captions: expected a list, got a single str"):
         encode_texts("a dog", None, None, 1)  # type: ignore[arg-type]
 
 

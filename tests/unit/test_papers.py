@@ -243,5 +243,5 @@ def test_one_command_makes_trains_measures_draws_and_decides(shards, tmp_path, m
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json") if "two/" not in str(p)}
     running.run_item(item, True, 2, options)
     assert stamps == {p: p.stat().st_mtime_ns for p in stamps}
-    with pytest.raises(ConfigError, match=r"P, Table 9: has no sweep of full size. Add --small."):
+    with pytest.raises(ConfigError, match=r"P, Table 9: has no full sweep. Add --small."):
         running.run_item(item, False, 2, options)

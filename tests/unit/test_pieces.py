@@ -96,7 +96,7 @@ def test_with_an_index_only_the_files_with_the_wanted_elements_are_opened(tmp_pa
         (lambda index, paths: save_file({"x": torch.zeros(1)}, index), ""),
         (
             lambda index, paths: write_index(index, {paths[0].name: ("model", {"w": (0, 12, (4, 3))})}),
-            "the files that it lists for model differ",
+            "the files that the index lists for model differ",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_sets_are_not_overwritten_nor_written_with_masks_of_other_sizes(tmp_path
     with pytest.raises(DataError, match=r"converted\.json: was not written by"):
         write_published(tmp_path / "own", [PublishedScene("a", image, None, {})], config)
     assert (tmp_path / "own/converted.json").read_text() == '{"mine": 1}'
-    with pytest.raises(DataError, match=r"a: masks of \(3, 4\)"):
+    with pytest.raises(DataError, match=r"a: masks have the shape \(3, 4\)"):
         write_published(tmp_path / "odd", [PublishedScene("a", image, image[:3, :, 0], {})], config)
     assert not (tmp_path / "odd").exists()
 

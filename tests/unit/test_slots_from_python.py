@@ -59,7 +59,9 @@ def test_a_number_that_does_not_fit_is_refused(shards, tmp_path):
     assert load_encoder(learned, slots=3).slots == 3
     config = resolve(RunConfig, tiny_recipe(shards, tmp_path, steps=4, name="clip"), "x")
     train(config)
-    with pytest.raises(ConfigError, match=r"only if slots compete, got objective\.kind=clip"):
+    with pytest.raises(
+        ConfigError, match=r"only in models whose slots compete for tokens \(slot attention\), got objective\.kind=clip"
+    ):
         load_encoder(config.folder, slots=4)
     with pytest.raises(ConfigError, match="expected a number of slots from 1 to 4096, got 'many'"):
         load_encoder(f"{learned}?slots=many")

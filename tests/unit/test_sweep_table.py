@@ -153,11 +153,11 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
     assert note.startswith("zero: rows were not scored on the same samples")
     assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
-    with pytest.raises(DataError, match="--layout 6: needs imagenet1k, got scores of zero"):
+    with pytest.raises(DataError, match="--layout 6: needs scores of one of imagenet1k, got zero"):
         sweep_grid("grid", rows, "6")
     with pytest.raises(ConfigError, match="--layout 7"):
         sweep_grid("grid", rows, "7")
-    with pytest.raises(ConfigError, match="--paper all: rows of the paper need a --layout"):
+    with pytest.raises(ConfigError, match="--paper all: the paper's rows can only be shown with a --layout"):
         sweep_grid("grid", rows, None, ["all"])
     named = [row._replace(results={"imagenet1k": row.results.get("zero", [])}) for row in rows]
     six = sweep_grid("grid", named, "6", ["CC15M"])
@@ -179,7 +179,9 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
         done = sparo("eval", "sweep", "grid.yaml", *words, cwd=place)
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
     _scored(runs[0].model_copy(update={"name": "grid-clip"}), 0.4)
-    with pytest.raises(ConfigError, match=r"grid-clip and .*grid-clip-seed0 have one seed. Move one of them"):
+    with pytest.raises(
+        ConfigError, match=r"grid-clip and .*grid-clip-seed0 have the same seed. Move one of them to another folder"
+    ):
         sweep_rows(place / "grid.yaml")
     older = yaml.safe_load(dump(runs[0].model_copy(update={"seed": 9})))  # written by a version without these keys
     del older["start_from"], older["freeze"], older["optim"]["kind"]

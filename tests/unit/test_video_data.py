@@ -297,7 +297,7 @@ def test_damaged_episodes_are_counted_with_a_reason():
         ({"boxes.npy": b"\x93NUMPY"}, "bad boxes.npy"),
         ({"json": b"{"}, "bad json"),
         ({"json": b"[]"}, "bad json"),
-        ({"json": json.dumps({"ranges": {"flow": [1]}}).encode()}, "json has no ranges.flow"),
+        ({"json": json.dumps({"ranges": {"flow": [1]}}).encode()}, "json has no pair of numbers in ranges.flow"),
         (
             {"json": json.dumps({"ranges": {"flow": [math.nan, 1]}}).encode()},
             "json has ranges.flow that are not finite",

@@ -125,16 +125,16 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
     told = {
         "empty": "no frames",
         "bent": "distorted",
-        "bent at once": r"distorted \(distortion_params=\[0.3",
+        "bent at once": r"distortion \(distortion_params=\[0.3",
         "turned": "expected 0 < near < far, got near=5.0 and far=2.0",
         "half": "expected 0 < near < far, got near=5.0 and far=None",
         "flat": "camera_angle_x",
         "leaves": "points outside the folder of",
         "gone": "frame 0: .*no.png.*without a suffix, .png is assumed",
         "far": "frame 0: a camera is farther from the origin",
-        "one bent": r"frame 0: its lens is distorted \(k1=0.3\)",
+        "one bent": r"frame 0: the camera has lens distortion \(k1=0.3\)",
         "round": "camera_model=EQUIRECTANGULAR is not a pinhole",
-        "fish": "is_fisheye is not a pinhole",
+        "fish": "is_fisheye does not describe a pinhole",
         "nul": "is not a path",
         "nameless": "has no file_path",
         "beside": "points outside the folder of",
@@ -149,7 +149,7 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
             convert_published(
                 [tmp_path / name], tmp_path / f"{name}_out", PublishedConfig(source="nerf", files=(name,))
             )
-    with pytest.raises(ConfigError, match="--max-objects: does not apply to --as nerf, which has no"):
+    with pytest.raises(ConfigError, match="--max-objects: does not apply to --as nerf, whose scenes have no"):
         convert_published(
             [tmp_path / "gone"], tmp_path / "m", PublishedConfig(source="nerf", files=("gone",), max_objects=3)
         )
