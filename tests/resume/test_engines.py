@@ -116,7 +116,7 @@ def _edit(path):
         ("model-00001-of-00002.safetensors", lambda p: p.unlink(), "model-00001-of-00002.safetensors: missing"),
         ("optimizer-00001-of-00002.safetensors", _flip, "optimizer-00001-of-00002.safetensors: damaged"),
         ("index.safetensors", _flip, "index.safetensors: damaged"),
-        ("meta.json", _edit, "meta.json: damaged, because its checksum differs"),
+        ("meta.json", _edit, "meta.json: damaged (its checksum differs)"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name_and_left_alone(place, file, damage, message):

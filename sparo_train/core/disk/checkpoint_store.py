@@ -321,7 +321,7 @@ def open_checkpoint(
             raise CheckpointError(f"{file}: not readable ({error}). Repair it, or remove {path}.") from None
         if not same:
             raise CheckpointError(
-                f"{file}: is damaged (its checksum differs). Remove {path} to resume from the previous checkpoint."
+                f"{file}: damaged (its checksum differs). Remove {path} to resume from the previous checkpoint."
             )
     from ..recipe.renamed import parameter_name
     from .pieces_reader import PiecesReader
