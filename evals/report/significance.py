@@ -133,8 +133,8 @@ def _mark_differences(table: Grid, rows: Sequence[Row], records: Mapping[str, By
                 cells[number] = cell._replace(sign=BETTER if gain > 0 else WORSE)
         out.append(row._replace(cells=cells))
     unpaired = sum(not difference.paired for difference in differences.values())
-    note = f"{BETTER}{WORSE} better or worse than {reference}: p < {_LEVEL} after Holm's correction for "
-    f"{len(differences)} comparison{'' if len(differences) == 1 else 's'}"
+    count = f"{len(differences)} comparison{'' if len(differences) == 1 else 's'}"
+    note = f"{BETTER}{WORSE} better or worse than {reference}: p < {_LEVEL} after Holm's correction for {count}"
     note += f", {unpaired} of them not paired" if unpaired else ", all paired on the same samples"
     return table._replace(rows=out, notes=[*table.notes, note])
 

@@ -258,7 +258,7 @@ def test_a_finished_run_is_resubmitted_only_by_force(tmp_path, monkeypatch):
     both = resubmit(
         [tmp_path / "run", tmp_path / "other"], []
     )  # with several folders, each one that is skipped has its reason
-    assert [bool(run.jobs) for run in both] == [False, False] and "is gone" in both[1].reason
+    assert [bool(run.jobs) for run in both] == [False, False] and "does not exist" in both[1].reason
 
 
 def test_a_lock_is_held_for_a_launch(tmp_path, monkeypatch):

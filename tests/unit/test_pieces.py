@@ -69,7 +69,7 @@ def test_a_missing_piece_is_named(tmp_path):
         CheckpointError, match=r"model 'w' is incomplete: its files have a gap after the first 3 of 12 elements"
     ):
         PiecesReader({"model": [paths[0], paths[2]]})
-    with pytest.raises(CheckpointError, match="model has no 'v'"):
+    with pytest.raises(CheckpointError, match="model has no tensor 'v'"):
         PiecesReader({"model": paths}).read("model", "v")
     paths[1].write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"model-1\.safetensors: not readable"):

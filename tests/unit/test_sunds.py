@@ -67,7 +67,7 @@ def test_pictures_masks_and_depth_are_what_was_written(tmp_path):
         ("pose/t", np.zeros(2, np.float32), "pose/t is not 3"),
         ("cameras/camera_1/intrinsics/K", np.zeros(9, np.float32), "fl_x is not above 0"),
         ("cameras/camera_1/intrinsics/type", [b"FISHEYE"], "got FISHEYE"),
-        ("cameras/camera_1/intrinsics/distortion/radial", np.ones(3, np.float32), "distorted"),
+        ("cameras/camera_1/intrinsics/distortion/radial", np.ones(3, np.float32), "lens distortion"),
         ("cameras/camera_1/color_image", [b"no"], "is not a readable picture"),
         ("cameras/camera_1/color_image", [], "color_image needs one encoded picture, got 0"),
         ("cameras/camera_1/depth_image", [b"no"], "depth_image cannot be decoded as a PNG"),

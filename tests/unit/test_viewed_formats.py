@@ -124,7 +124,7 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
     }
     told = {
         "empty": "no frames",
-        "bent": "distorted",
+        "bent": "lens distortion",
         "bent at once": r"distortion \(distortion_params=\[0.3",
         "turned": "expected 0 < near < far, got near=5.0 and far=2.0",
         "half": "expected 0 < near < far, got near=5.0 and far=None",
