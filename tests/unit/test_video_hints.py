@@ -199,7 +199,7 @@ def test_encoders_with_hints_require_a_fourth_plane():
     other[0, 0, 3] = 3
     assert not torch.equal(encoder.clip_slots(other)[0], encoder.clip_slots(video)[0])
     for call in (lambda: encoder.clips(video[:, :, :3]), lambda: encoder.encode(video[:, 0, :3])):
-        with pytest.raises(ConfigError, match="these slots start from the first frame's objects"):
+        with pytest.raises(ConfigError, match="slots of this model start from the objects in the first frame"):
             call()
     flow = VideoEncoder(told(target="flow").model, False, 3)
     assert (flow.clips(video)[:, -5:] == -1).all() and flow.decompose_clips(video)[0].slot_images.shape == (

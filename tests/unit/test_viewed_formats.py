@@ -133,7 +133,7 @@ def test_invalid_folders_are_reported_by_file(tmp_path):
         "gone": "frame 0: .*no.png.*without a suffix, .png is assumed",
         "far": "frame 0: a camera is farther from the origin",
         "one bent": r"frame 0: the camera has lens distortion \(k1=0.3\)",
-        "round": "camera_model=EQUIRECTANGULAR is not a pinhole",
+        "round": "camera_model=EQUIRECTANGULAR does not describe a pinhole",
         "fish": "is_fisheye does not describe a pinhole",
         "nul": "is not a path",
         "nameless": "has no file_path",
