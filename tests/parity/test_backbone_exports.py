@@ -164,6 +164,6 @@ def test_an_export_with_a_readout_is_not_scored_without_it(runs):
 def test_exports_that_a_library_cannot_represent_are_refused(runs, tmp_path):
     with pytest.raises(ConfigError, match=r"--layout timm: timm's .* epsilon 1e-06, got norm_eps=0\.001"):
         export_run(runs("dino", CLS, "objective.model.norm_eps=0.001"), tmp_path / "x", "timm")
-    with pytest.raises(ConfigError, match=r"reads tokens before the last norm.*Use --layout torch"):
+    with pytest.raises(ConfigError, match=r"reads tokens from before the last norm.*Use --layout torch"):
         export_run(runs("dino", "objective.model.readout.norm_first=false"), tmp_path / "y", "timm")
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
