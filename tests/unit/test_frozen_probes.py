@@ -421,7 +421,9 @@ def test_masks_of_other_tools_are_read_or_refused_with_a_remedy(tissue, tmp_path
         for path in (tmp_path / name / "masks").glob("p*/*.png"):
             Image.fromarray(change(np.asarray(Image.open(path)))).save(path)
     columns = {"mask": "{mask}"}
-    with pytest.raises(DataError, match=r"need at least two classes.*If the ignored value is a class, set ignore: null"):
+    with pytest.raises(
+        DataError, match=r"need at least two classes.*If the ignored value is a class, set ignore: null"
+    ):
         run("linear_segmentation", tmp_path / "binary", columns=columns)
     found = run("linear_segmentation", tmp_path / "binary", columns=columns, ignore=None, epochs=2)
     assert set(found.options["iou"]) == {0, 255}

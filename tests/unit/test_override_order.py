@@ -138,9 +138,7 @@ def test_files_that_only_extend_or_repeat_others_change_nothing(base, shards, tm
 
 
 def test_a_block_after_a_list_inside_of_it_is_refused(base):
-    with pytest.raises(
-        ConfigError, match=r"replaces the block that contains optim\.lr, but an earlier override sets"
-    ):
+    with pytest.raises(ConfigError, match=r"replaces the block that contains optim\.lr, but an earlier override sets"):
         expand(base, ["optim.lr=[0.1,0.2]", "optim={kind: adamw, warmup_steps: 0}"])
     _, runs = expand(base, ["optim={kind: adamw, warmup_steps: 0}", "optim.lr=[0.1,0.2]"])
     assert [run.optim.lr for run in runs] == [0.1, 0.2]
