@@ -168,7 +168,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         "image_size": 64, "width": 192, "layers": 12, "head_width": 64, "init_from": model["vision"]["init_from"],
     }  # fmt: skip
     config = resolve(RunConfig, plain, "x")
-    with pytest.raises(CheckpointError, match=r"Load it with vision.timm_model_name"):
+    with pytest.raises(CheckpointError, match=r"Load the file with vision.timm_model_name"):
         load_initial_weights(config.objective, config.start_from, build_objective(config))
 
 
