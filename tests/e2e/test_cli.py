@@ -228,7 +228,7 @@ def test_wrong_evaluation_data_is_named(trained, tmp_path):
     tar.write_bytes(tar.read_bytes()[:3000])
     with pytest.raises(DataError, match=r"without a complete sample; first: \S+0\.tar \(unreadable tar\)"):
         WdsSet(tmp_path / "ret", "captions")
-    for kind, message in (("label", "has no label"), ("labels", r"no \.npy member")):
+    for kind, message in (("label", "has no label"), ("labels", r"lacks the \.npy member")):
         with pytest.raises(DataError, match=message):
             WdsSet(tmp_path / "pairs", kind).read(0)
     with pytest.raises(DataError, match="needs the texts `kind`, `caption` and `negative_caption`"):

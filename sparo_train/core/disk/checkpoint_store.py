@@ -255,7 +255,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"{meta.get('format')!r}. Use the version of sparo that wrote this checkpoint."
         )
     if checksum != _checksum(meta):
-        raise CheckpointError(f"{path}/meta.json: damaged, because its checksum differs. {remedy}")
+        raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs). {remedy}")
     _refuse_fields(meta, {"files": dict}, path)
     for name, expected in meta["files"].items():
         is_valid = isinstance(expected, dict) and all(
