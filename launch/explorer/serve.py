@@ -203,9 +203,8 @@ def explore(checkpoint: str, page_options: PageOptions, options: SlotOptions) ->
         token = None if local else secrets.token_urlsafe(24)
         app = Guard(make_app(explorer), page_options.host, token, page_options.names)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=3)
-        with suppress(
-            KeyboardInterrupt
-        ):  # also before uvicorn handles it; uvicorn closes everything, and raises it again
+        # Before uvicorn handles Ctrl-C, and afterwards: it closes everything, and raises the exception again.
+        with suppress(KeyboardInterrupt):
             out.print(_address(sock, page_options.host, token), soft_wrap=True)
             console.print(f"{checkpoint}: saves to {page_options.out}; Ctrl-C ends", soft_wrap=True)
             uvicorn.Server(config).run(sockets=[sock])

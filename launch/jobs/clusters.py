@@ -33,9 +33,7 @@ class ClusterConfig(Frozen):
     nodes: int = field(1, "Number of nodes.", gt=0)
     gpus_per_node: int = field(0, "GPUs per node.", ge=0)
     gpu_type: str | None = field(None, "GPU type, for clusters that require one, for example h100.")
-    tasks_per_node: int | None = field(
-        None, "Ranks per node. Default: one per GPU, or a single rank if there are no GPUs.", gt=0
-    )
+    tasks_per_node: int | None = field(None, "Ranks per node. Default: one per GPU, or one rank without GPUs.", gt=0)
     starter: Literal["srun", "torchrun"] = field(
         "srun", "Starter of ranks. srun: starts every rank; torchrun: runs once per node and starts the ranks there."
     )

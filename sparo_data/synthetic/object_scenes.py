@@ -224,7 +224,7 @@ class ObjectSetConfig(Frozen):
     test: int = field(500, "Number of scenes in each evaluation set.", gt=0)
     max_objects: int = field(
         6,
-        "Maximum number of objects per scene. The minimum is three, or max_objects if less. Not used "
+        "Maximum number of objects per scene. The minimum is three, or max_objects if that is lower. Not used "
         "for rooms, which have one to three objects (other numbers in the out-of-distribution test sets).",
         gt=0,
         le=10,

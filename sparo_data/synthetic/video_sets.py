@@ -32,7 +32,7 @@ class VideoSetConfig(Frozen):
     test: int = field(200, "Episodes for evaluation.", gt=0)
     max_objects: int = field(
         10,
-        "Maximum number of solids per episode, for kinds a, b and c. The minimum is three, or max_objects if less.",
+        "Maximum number of solids per episode, for kinds a, b and c. The minimum is three, or max_objects if that is lower.",
         gt=0,
         le=30,
     )
