@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import noise_shards, parser, report, row
 
-from launch.jobs.clusters import load_cluster
+from launch.jobs.cluster_files import load_cluster
 from launch.jobs.records import Records
 from sparo_train.core.disk.metrics import read
 
