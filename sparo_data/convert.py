@@ -81,7 +81,8 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
                 "add --url-cache FOLDER for the addresses in url" if addresses else did_you_mean(expected_name, header)
             )
             raise DataError(
-                f"{table}: no column for {what}, got the columns {', '.join(header)}. Rename it to {expected_name}, or name it with {option}; {hint}"
+                f"{table}: no column for {what}, got the columns {', '.join(header)}. Rename the matching column to "
+                f"{expected_name}, or name it with {option}; {hint}"
             )
         columns.append(column)
     return columns
@@ -186,7 +187,7 @@ def _check_classes(source: Path, classes: Sequence[str]) -> None:
         )
     elif is_split(classes):
         raise DataError(
-            f"{source}: contains splits whose images have no captions, got {', '.join(classes)}. Convert one of these folders."
+            f"{source}: contains splits whose images have no captions, got {', '.join(classes)}. Convert the folder of one split."
         )
 
 

@@ -75,8 +75,9 @@ def _documented_pooling(config: Any, example_output: Any, unpooled: bool, label:
         return "mean of the map", lambda out: out.last_hidden_state.mean((2, 3))
     shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else None
     raise ConfigError(
-        f"{label}: sparo does not know how to pool the outputs of this model, got model_type={kind} with outputs of shape {shape}. "
-        "Score a model with a pooler or a class token, or the same weights through timm:NAME@FILE."
+        f"{label}: sparo does not know how to pool the outputs of this model, got model_type={kind} with outputs of "
+        f"shape {shape}. Score a model with a pooler or a class token, or score the same weights through "
+        "timm:NAME@FILE."
     )
 
 
@@ -92,7 +93,7 @@ def _refuse_other_inputs(model: Any, label: str) -> None:
     main = getattr(model, "main_input_name", "pixel_values")
     if required_inputs or main != "pixel_values":
         raise CheckpointError(
-            f"{label}: only models with a single input, the pixels of one image, can be scored, got the inputs "
+            f"{label}: can only score models whose single input is the pixels of one image, got the inputs "
             f"{', '.join(required_inputs or [main])}. Score another model."
         )
 

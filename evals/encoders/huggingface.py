@@ -142,7 +142,8 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     if processor.get("do_resize") and square and processor.get("resample") in (2, 3) and processor.get("do_normalize"):
         return SquarePixels(size["height"], size["height"], bicubic=bicubic)
     raise ConfigError(
-        f"{label}: sparo does not support its image processor, so images cannot be preprocessed as in the model's training, got "
-        f"size {size}, crop_size {crop}, resample {processor.get('resample')}. Use a model whose image processor normalises and "
-        "either resizes the shortest side (bicubic) and crops the centre, or resizes to a square."
+        f"{label}: sparo does not support its image processor, so images cannot be preprocessed as in the model's "
+        f"training, got size {size}, crop_size {crop}, resample {processor.get('resample')}. Use a model whose image "
+        "processor normalises and uses one of two resizing methods: shortest side (bicubic) with a centre crop, or "
+        "directly to a square."
     )

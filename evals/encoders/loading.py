@@ -248,7 +248,8 @@ def _check_slots(objective: Any, slots: int, label: str) -> None:
     if slots != grouping.slots and grouping.slot_init not in ("gaussian", "same"):
         raise ConfigError(
             f"{label}: the model has {grouping.slots} slots with slot_init={grouping.slot_init}, each with its own "
-            "parameters, so their number cannot be changed. Remove `?slots=…`, or train with slot_init=gaussian."
+            "parameters, so the number of slots cannot be changed. Remove `?slots=…`, or train with "
+            "slot_init=gaussian."
         )
 
 

@@ -129,8 +129,8 @@ class LibraryPixels:
         """Return a label image of the same part. Raises `ConfigError` if the steps are not a resize and a centre crop."""
         if self._resize is None:
             raise ConfigError(
-                f"linear_segmentation: masks get the same transform as the images, which must therefore be a bicubic resize and a center crop, "
-                f"got the transform {self}. Score another model."
+                "linear_segmentation: masks get the transform of the images, so it must be a bicubic resize and a "
+                f"center crop, got the transform {self}. Score another model."
             )
         size, resize = self._resize
         return eval_pixels(image, size, resize, Image.Resampling.NEAREST)

@@ -28,9 +28,8 @@ class CheckpointTeacherConfig(Frozen):
     kind: Literal["checkpoint"] = field("checkpoint", "Kind of the teacher: an entry of sparo.teachers.")
     checkpoint: str = resumable_field(
         ...,
-        "Any checkpoint that `sparo eval` loads: a file of DINO, DINOv2 or DINOv3, timm:NAME@FILE, "
-        "hf:FOLDER, or a run. The file may be moved between two starts of a run, but its content must stay "
-        "the same.",
+        "Any checkpoint that `sparo eval` loads: timm:NAME@FILE, hf:FOLDER, a run, or a file of DINO, DINOv2 or "
+        "DINOv3. The file may be moved between two starts of a run, but its content must stay the same.",
         min_length=1,
         examples=["dinov2_vitb14_pretrain.pth"],
     )
@@ -95,8 +94,8 @@ class CheckpointTeacher:
         if resized_vit and torch.equal(tokens[0], tokens[1]):
             raise ConfigError(
                 f"objective.teacher.image_size={size}: is not a multiple of the patch size of {checkpoint}, so the "
-                f"teacher would ignore the last pixels. Choose a multiple, for example {self.encoder.image_size}, the "
-                "size that it was trained with."
+                f"teacher would ignore the last pixels. Choose a multiple, for example {self.encoder.image_size}, "
+                "the size that the teacher was trained with."
             )
         grid = round((tokens.shape[1] - 1) ** 0.5)
         if grid**2 != tokens.shape[1] - 1:

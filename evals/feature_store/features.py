@@ -323,6 +323,7 @@ def _refuse_non_finite(encodings: Tensor, keys: Sequence[str], where: str) -> No
     if not good.all():
         bad = int((~good).nonzero()[0])
         raise DataError(
-            f"{where}: the encoding of {keys[bad]!r} is not finite (in its batch, {int((~good).sum())} of {len(keys)} are not). "
-            "Use an earlier checkpoint. If --precision or --storage is fp16, try bf16 or fp32 first."
+            f"{where}: the encoding of {keys[bad]!r} is not finite (in its batch, {int((~good).sum())} of "
+            f"{len(keys)} are not). If --precision or --storage is fp16, try bf16 or fp32 first. If that does not "
+            "help, use an earlier checkpoint."
         )

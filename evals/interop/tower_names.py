@@ -57,8 +57,8 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
     )[:1]
     if unlike := [pair for pair in pairs if pair[0] != pair[1]]:
         raise CheckpointError(
-            f"{origin}: has {unlike[0][0]} attention heads, but the model of the run has {unlike[0][1]}, although the "
-            "tensors have equal shapes. Give the run the same number of heads."
+            f"{origin}: has {unlike[0][0]} attention heads, but the model of the run has {unlike[0][1]} (the tensors "
+            "have equal shapes in both). Give the run the same number of heads."
         )
     kinds = [_activations(m) for m in (theirs, own)]
     if unknown := kinds[0] - kinds[1] - {"gelu", "quick_gelu"}:
@@ -72,13 +72,13 @@ def refuse_unlike(origin: str, theirs: nn.Module, own: nn.Module) -> None:
         )
     if any(isinstance(part, TextTower) for part in own.modules()) and (reading := _other_reading(theirs)):
         raise CheckpointError(
-            f"{origin}: its text tower {reading}, but the run's text tower attends only to earlier tokens and reads the end "
+            f"{origin}: its text tower {reading}, but the run's text tower is causal and takes its output at the end "
             "of the text. Use other weights."
         )
     their_eps, own_eps = _epsilons(theirs), _epsilons(own)
     if own_eps and (other := [value for value in their_eps if not any(same_epsilon(value, e) for e in own_eps)]):
         raise CheckpointError(
-            f"{origin}: was trained with layer norms of epsilon {other[0]:g}, which the model of the run does not have. Use other weights."
+            f"{origin}: was trained with a layer-norm epsilon of {other[0]:g}, but the model of the run uses another epsilon. Use other weights."
         )
 
 

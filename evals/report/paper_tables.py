@@ -118,8 +118,8 @@ def grid(
         )
     if layout is None and paper:
         raise ConfigError(
-            f"--paper {','.join(paper)}: the paper's rows can be added only to a table with --layout, "
-            f"got none. Choose one of {', '.join(LAYOUTS)}."
+            f"--paper {','.join(paper)}: the paper's rows need a table with --layout, but --layout is not set. "
+            f"Choose one of {', '.join(LAYOUTS)}."
         )
     if layout is None:
         tasks = dict.fromkeys(record.task for record in records)

@@ -43,7 +43,7 @@ def babel_imagenet(root: Path, language: str) -> tuple[list[int], list[str], lis
         )
     if bad := [text for text in templates if text.count("{}") != 1]:
         raise DataError(
-            f"{root}: {_PROMPTS}: each prompt must contain {{}}, the place of the class name, exactly once, got {bad[0]!r}"
+            f"{root}: {_PROMPTS}: each prompt must contain {{}} (for the class name) exactly once, got {bad[0]!r}"
         )
     return numbers, names, [text.replace("{}", "{c}") for text in templates]
 

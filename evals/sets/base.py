@@ -148,7 +148,7 @@ class EvalSet(ABC):
         prompts = read_set_texts("templates", home, self.benchmark_name)
         if prompts is None and self.benchmark_name:
             raise DataError(
-                f"{home / OWN['templates']}: missing. Install clip-benchmark for its prompts of {self.benchmark_name}, or write the file."
+                f"{home / OWN['templates']}: missing. Install clip-benchmark, which contains the prompts for {self.benchmark_name}, or write the file."
             )
         prompts = prompts or ["a photo of a {c}."]
         if bad := [template for template in prompts if "{c}" not in template]:

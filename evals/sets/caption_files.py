@@ -77,7 +77,9 @@ def docci(root: Path, part: str) -> CaptionedFiles:
         except KeyError as missing:
             raise DataError(f"{path}, line {number}: lacks {missing}. Fetch it again.") from None
     if not rows:
-        raise DataError(f"{path}: has no line of split {part}. Name train, test, qual_dev or qual_test.")
+        raise DataError(
+            f"{path}: has no line of split {part}. Choose one of the splits `train`, `test`, `qual_dev` and `qual_test`."
+        )
     return CaptionedFiles(root, rows, f"docci {part}")
 
 

@@ -29,7 +29,8 @@ def object_annotations(episode: Episode, frames: int, where: str) -> dict[str, A
         raise DataError(f"{where}: {bad}. Repair this sample, or remove it.") from None
     if not isinstance(objects, list) or not all(isinstance(one, dict) for one in objects):
         raise DataError(
-            f"{where}: its json has no list `objects`, which probes need. Use MOVi, or a set that `sparo data movi-like` or `sparo data scenes3d` created."
+            f"{where}: its json has no list `objects`, which is required by probes. Use MOVi, or a set created by "
+            "`sparo data movi-like` or `sparo data scenes3d`."
         )
     tables = {name: [_table(one, name, len(episode), frames) for one in objects] for name in _NUMBERS}
     if any(table is None for table in tables["positions"]):

@@ -56,8 +56,8 @@ def _share_label_numbers(train: EvalSet, test: EvalSet, where: str) -> None:
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         raise DataError(
-            f"test: {where} has {len(unknown)} class(es) that train lacks, such as {unknown[0]!r}. Use the same class "
-            "folders in both."
+            f"test: {where} has {len(unknown)} class(es) that `train` lacks, such as {unknown[0]!r}. Use the same "
+            "class folders in both."
         )
     test.number_by(train.classes)
 
@@ -80,8 +80,8 @@ def refuse_shared_groups(train: EvalSet, test: EvalSet, name: str = "train") -> 
     """Raise `DataError` if images of one group (patient, slide) are in both sets; `name` is that of the first one."""
     if both := set(train.groups or ()) & set(test.groups or ()):
         raise DataError(
-            f"test: has images of {len(both)} group(s) that also occur in {name}, such as {min(both)!r}, so the score would be too high. Set "
-            "columns.test_share, or split by groups."
+            f"test: shares {len(both)} group(s) of images with {name}, such as {min(both)!r}, so the score would be "
+            "too high. Set columns.test_share, or split by groups."
         )
 
 

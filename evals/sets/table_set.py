@@ -40,8 +40,8 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         )
     if columns.test_share is not None and split not in ("train", "test"):
         raise ConfigError(
-            f"columns.test_share: creates the splits train and test only, but the task reads the split {split!r}. "
-            "Set the split of the task to train or test."
+            "columns.test_share: creates only the splits `train` and `test`, but the task reads the split "
+            f"{split!r}. Set the split of the task to train or test."
         )
     root = Path(config.root)
     if kind == "questions":
@@ -54,7 +54,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     rows = [TableRow(row, f"{path}: row {number + 1}") for number, row in enumerate(table_rows(text, path))]
     classes = _class_names(path, rows, columns, kind, numbered=config.task == "zeroshot")
     if kind == "labels" and not classes:
-        raise DataError(f"{path}: no row has the name of a class in {columns.labels}. Correct columns.labels.")
+        raise DataError(f"{path}: in {columns.labels}, no row has the name of a class. Correct columns.labels.")
     _refuse_similar_splits(path, columns, rows)
     test_units = _test_units(columns, rows)
     images: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
         values = dict.fromkeys(row.value(str(columns.split)) for row in rows)
         raise DataError(
             f"{path}: column {columns.split!r} has no row with {split!r}, got {', '.join(list(values)[:6])}. Rename "
-            "the splits in the table to train and test, or set the split of the task to one of these."
+            "the splits in the table to train and test, or set the split of the task to one of the values found."
         )
     # All pairs of an image are one annotation, so it is encoded once.
     facts = [[*chain(*found)] if kind == "pairs" else found[0] for found in images.values()]

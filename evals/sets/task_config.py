@@ -17,14 +17,14 @@ class TableColumns(Frozen):
 
     file: str = field(
         ...,
-        "Path of the table below root: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. Questions "
-        "may also be in .parquet with embedded images, or in files that a glob matches. If there are several files, the extra column "
-        "file_stem contains the name of each row's file, without its extension.",
+        "Path of the table, relative to the key `root`: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. "
+        "Questions may also be in .parquet with embedded images, or in files that a glob matches. If there are "
+        "several files, the extra column file_stem contains the name of each row's file, without its extension.",
         examples=["table.csv"],
     )
     images: tuple[str, ...] = field(
         ("{image}",),
-        "Paths of a row's images below root. {url:name} stands for the last part of the path or URL in the column url.",
+        "Paths of a row's images below `root`. {url:name} stands for the last part of the path or URL in column `url`.",
         min_length=1,
         strict=False,
         examples=[["images/{image_0}.png"]],
@@ -36,7 +36,7 @@ class TableColumns(Frozen):
         examples=[["{caption}"]],
     )
     false_captions: tuple[str, ...] = field(
-        (), "Captions that are not true of the image, for task pairs.", strict=False, examples=[["{wrong}"]]
+        (), "Captions that are not true of the image, for the task `pairs`.", strict=False, examples=[["{wrong}"]]
     )
     label: str | None = field(
         None, "Column with the class, given as a number from 0 or as a name.", examples=["{label}"]
@@ -55,8 +55,8 @@ class TableColumns(Frozen):
     )
     answer: str | None = field(
         None,
-        "For task choice: column with the index (from 0) of the right caption, or of the right image in rows "
-        "with a single caption. Default: the first is right.",
+        "For task choice: column with the index (from 0) of the correct caption or, in rows with a single caption, "
+        "of the correct image. Default: the first is correct.",
         examples=["{correct_answer}"],
     )
     box: str | None = field(
@@ -84,8 +84,8 @@ class TableColumns(Frozen):
     )
     test_share: float | None = field(
         None,
-        "If columns.split is not set: fraction of the groups that forms "
-        "the split test; all other groups form the split train. If columns.group is not set, each image is a group.",
+        "If columns.split is not set: fraction of the groups that forms the `test` split; all other groups form the "
+        "`train` split. If columns.group is not set, each image is a group.",
         gt=0,
         lt=1,
         examples=[0.2],
@@ -102,7 +102,7 @@ class TableColumns(Frozen):
     def _check_lengths(self) -> TableColumns:
         if self.false_captions and len(self.false_captions) != len(self.captions):
             raise ValueError(
-                f"columns.false_captions: expected one per caption ({len(self.captions)}), got {len(self.false_captions)}"
+                f"columns.false_captions: expected one false caption per caption ({len(self.captions)}), got {len(self.false_captions)}"
             )
         if self.split is not None and self.test_share is not None:
             raise ValueError("columns.test_share: cannot be combined with columns.split. Remove one of them.")
@@ -144,7 +144,7 @@ class SetTaskConfig(TaskConfig):
     split: str = field("test", "Split that is scored.")
     benchmark_name: str | None = field(
         None,
-        "Name of the set in clip-benchmark, from which class names and templates are taken if the folder lacks them.",
+        "Name of the set in clip-benchmark. If the folder lacks class names or templates, they are taken from that set.",
         examples=["cars"],
     )
     published: bool | None = field(

@@ -201,7 +201,7 @@ def _labels(fields: dict[str, bytes], where: str) -> list[int]:
         raise DataError(f"{where} lacks the .npy member that contains the labels in a multilabel set")
     table = _array(fields["npy"], where)
     if table.ndim != 1 or not np.isin(table, (0, 1)).all():
-        raise DataError(f"{where}: .npy must hold one row of zeros and ones, one per class")
+        raise DataError(f"{where}: .npy must hold a single row, with a 0 or 1 for each class")
     return table.astype(int).tolist()
 
 
@@ -218,7 +218,9 @@ def _array(data: bytes, where: str) -> np.ndarray:
 def _metadata(fields: dict[str, bytes], where: str) -> list[int]:
     """Return the class (-1 without a .cls member) and the whole numbers of the .npy member, as in DataComp's sets of WILDS."""
     if "npy" not in fields:
-        raise DataError(f"{where} has no .npy member, in which DataComp's WILDS sets store the values of `metadata`")
+        raise DataError(
+            f"{where} has no .npy member; the WILDS data sets of DataComp store the values of `metadata` in it"
+        )
     table = _array(fields["npy"], where)
     if table.ndim != 1 or table.dtype.kind not in "iub":
         raise DataError(

@@ -212,8 +212,9 @@ def make_pairs(name: str, each: Material) -> Pairs:
         return _as_pairs(each.units, each.features, each.texts, caption_pairs, each.average, each.data)
     if not isinstance(each, Pairs):
         raise ConfigError(
-            f"--task {name}: masks of slots are trained on pairs of a right and a wrong caption, which this task does "
-            "not have. Name a task of kind pairs, matching or paraphrases, or of kind choice with several captions per image."
+            f"--task {name}: masks of slots are trained on pairs of a right and a wrong caption, which this task "
+            "does not have. Name a task of kind `pairs`, `matching` or `paraphrases`, or a task of kind `choice` "
+            "that has several captions per image."
         )
     return each
 

@@ -158,9 +158,9 @@ def name_slots(
     usable = testable(labels, (choosing, held_out), min_images)
     if not len(usable):
         raise ConfigError(
-            f"--min-images: no name can be tested: each half of the images needs {min_images} images whose captions contain the name and "
-            f"{min_images} whose captions do not, but this holds for none of the {len(names)} names. Use more images, or lower "
-            "--min-images."
+            f"--min-images: no name can be tested: each half of the images must contain {min_images} images with the "
+            f"name in their captions and {min_images} images without it. None of the {len(names)} names meets this "
+            "condition. Use more images, or lower --min-images."
         )
     chosen_auc, tested_auc = (np.empty((images.shape[1], len(usable))) for _ in range(2))
     # One name at a time: the scores of all names of many images would not fit into memory.

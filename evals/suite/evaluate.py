@@ -70,8 +70,8 @@ def tasks_for(
     if not only and not available_tasks:
         problem = f" {data}: has no tasks" if data else f": missing, and {checkpoint} has no run with eval.tasks"
         raise ConfigError(
-            f"--data{problem}. Use --data with the recipe, the config.yaml of the run, or a YAML file with `tasks:`, or "
-            "use --tasks with names that `sparo eval --list` shows."
+            f"--data{problem}. Give --data the recipe, the run's config.yaml or a YAML file with `tasks:`. "
+            "Alternatively, give --tasks names that `sparo eval --list` shows."
         )
     if not only:
         return available_tasks
@@ -87,7 +87,7 @@ def tasks_for(
         matches = {name: available_tasks[name]} if name in available_tasks else folder_tasks or listed
         # A likely mistake, for which suggesting a task name would mislead.
         if not matches and Path(name).suffix in (".yaml", ".yml"):
-            raise ConfigError(f"{option} {name}: expected names of tasks. Give a file with tasks to --data.")
+            raise ConfigError(f"{option} {name}: expected names of tasks. To use a file with tasks, pass it as --data.")
         if not matches:
             candidates = [
                 *available_tasks,

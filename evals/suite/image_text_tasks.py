@@ -79,8 +79,8 @@ def _choose_headline(result: Result, task: RetrievalTaskConfig, images: int) -> 
     """Return the result with the metric that the task names first. Raises `ConfigError` if `k` lacks its rank."""
     if task.headline not in result.metrics:
         raise ConfigError(
-            f"headline={task.headline}: k must contain the number after the @, got k={list(task.k)}. "
-            "Add this number to k."
+            f"headline={task.headline}: k must contain the number after the @, got k={list(task.k)}. Include this "
+            "number in the list k."
         )
     return result._replace(headline=task.headline, chance=min(1.0, int(task.headline.rpartition("@")[2]) / images))
 

@@ -52,7 +52,7 @@ class ProbeTaskConfig(SetTaskConfig):
     normalize: bool = field(True, "Scale encodings to norm one.")
     seed: int = field(
         0,
-        "Random seed of the split into training and validation images, the order of training images, and the initial weights.",
+        "Random seed for the split into training and validation images, for the order of training images, and for the initial weights.",
     )
 
 
@@ -133,8 +133,8 @@ def _parts(task: ProbeTaskConfig) -> dict[str, EvalSet]:
         parts["val"] = open_set(task, "label", task.val_split)
     if other := [name for name, source in parts.items() if source.kind != parts["test"].kind]:
         raise DataError(
-            f"{task.root}: the labels of {other[0]} and test differ: one part has a single label per image, the "
-            "other several labels. Use the same kind of labels in both."
+            f"{task.root}: the labels of {other[0]} and `test` differ: one split has a single label per image, the "
+            "other has several. Use the same kind of labels in both."
         )
     for name, source in parts.items():
         if name != "test":

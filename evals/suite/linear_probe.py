@@ -51,12 +51,12 @@ class LinearTaskConfig(LabelledTaskConfig):
     )
     classes: int | None = field(
         None,
-        "Number of classes. Default: the largest label plus one, over training and test labels (with augment: "
-        "test labels only).",
+        "Number of classes. Default: one more than the largest training or test label (with `augment`: than the "
+        "largest test label).",
         gt=1,
         examples=[1000],
     )
-    seed: int = field(0, "Random seed of the order of training images, the crops and the initial weights.")
+    seed: int = field(0, "Random seed for the order of training images, for the crops and for the initial weights.")
 
 
 def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
@@ -139,7 +139,7 @@ def _augmented_batches(
             labels = torch.tensor(batch.facts, dtype=torch.int64)
             if int(labels.max()) >= classes:
                 raise DataError(
-                    f"{task.train}: expected labels below {classes}, the number of classes of {task.test}, got "
+                    f"{task.train}: expected labels below {classes} (the number of classes in {task.test}), got "
                     f"{int(labels.max())}. Set the task's key `classes`."
                 )
             yield probe(batch.pixels), labels.to(encoder.device), len(numbers)

@@ -37,8 +37,8 @@ class LossTaskConfig(TaskConfig):
     task: Literal["validation_loss"] = field("validation_loss", "Kind of the task: an entry of sparo.tasks.")
     shards: str | tuple[str, ...] = field(
         ...,
-        "Held-out samples: shards, written as in data.sources.NAME.shards, or the path of "
-        "a data set in another format of data.sources.",
+        "Held-out samples: either shards, in the notation of data.sources.NAME.shards, or the path of a data set in "
+        "another format of data.sources.",
         examples=["data/movi_small/clips/test"],
     )
     frames: int | None = field(

@@ -56,7 +56,7 @@ class SegmentationTaskConfig(MaskedTaskConfig):
     epochs: int = field(20, "Passes over the training images.", ge=1)
     lr: float = field(0.003, "Peak learning rate of AdamW.", gt=0)
     batch_size: int = field(16, "Images per step.", gt=0)
-    seed: int = field(0, "Random seed of the order of training images and of the initial weights.")
+    seed: int = field(0, "Random seed for the initial weights and for the order of training images.")
 
 
 def run_segmentation(scoring: Scoring, task: SegmentationTaskConfig) -> Result:
@@ -87,10 +87,10 @@ class KnnSegmentationTaskConfig(MaskedTaskConfig):
     task: Literal["knn_segmentation"] = field("knn_segmentation", "Kind of the task: an entry of sparo.tasks.")
     k: int = field(30, "Number of nearest training patches that vote on the class of a patch.", gt=0)
     temperature: float = field(
-        0.02, "Temperature of the softmax over cosines that gives the weights of the neighbours' votes.", gt=0
+        0.02, "Temperature of the softmax that turns cosines into the weights of the neighbours' votes.", gt=0
     )
     bank: int = field(1_024_000, "Largest number of training patches; if there are more, a random part is used.", gt=0)
-    seed: int = field(0, "Random seed for choosing `bank` training patches if there are more.")
+    seed: int = field(0, "Random seed for choosing training patches if there are more than `bank`.")
 
 
 def run_knn_segmentation(scoring: Scoring, task: KnnSegmentationTaskConfig) -> Result:
@@ -151,8 +151,9 @@ def _classes(task: MaskedTaskConfig, *parts: PatchFeatures) -> int:
         raise DataError(f"{task.train}: every pixel is {task.ignore}, which is ignored. Correct the key `ignore`.")
     if classes < 2:
         raise DataError(
-            f"{task.train}: masks need at least two classes, got {max(classes - 1, 0)} as the largest class number (ignored value: {task.ignore}). "
-            "If the ignored value is a class, set ignore: null."
+            f"{task.train}: masks need at least two classes, so a class number of 1 or more, got "
+            f"{max(classes - 1, 0)} as the largest class number (ignored value: {task.ignore}). If the ignored value "
+            "is a class, set ignore: null."
         )
     if task.classes is not None and classes > task.classes:
         raise ConfigError(f"classes={task.classes}: a mask contains class {classes - 1}. Raise classes, or set ignore.")
@@ -195,7 +196,7 @@ def _patches(
         largest = largest_label([mask], task.ignore)
         if largest >= _MOST_CLASSES:
             raise DataError(
-                f"{source.root}: {key}: class numbers must be below {_MOST_CLASSES}, got {largest}. Set ignore, or renumber the classes."
+                f"{source.root}: {key}: class numbers must be below {_MOST_CLASSES}, got {largest}. Set `ignore`, or renumber the classes."
             )
         labels = transform.labels(Image.fromarray(mask.astype(np.int32)))
         maps.append(labels.astype(np.uint8 if mask.max(initial=0) < 256 else np.uint16))

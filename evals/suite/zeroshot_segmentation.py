@@ -43,8 +43,8 @@ class ZeroshotSegmentationTaskConfig(SetTaskConfig):
     )
     features: Literal["patches", "attention"] = field(
         "patches",
-        "Encodings that are compared with texts. patches: one per patch. attention: one per slot; the "
-        "slot's attention then distributes its similarity to the text over the patches.",
+        "Encodings that are compared with texts. patches: one per patch. attention: one per slot; the slot's "
+        "similarity to the text is then spread over the patches by the slot's attention.",
     )
     last_block: LastBlock = field(
         "standard",
@@ -202,7 +202,7 @@ def _truth(
     largest = int(labels[counted].max(initial=-1))
     if largest >= classes:
         raise DataError(
-            f"{source.root}: {key}: has class {largest}, but there are {classes} class names. Set ignore, or add names."
+            f"{source.root}: {key}: has class {largest}, but there are {classes} class names. Set the key `ignore`, or add class names."
         )
     return np.where(counted, labels, -1)
 

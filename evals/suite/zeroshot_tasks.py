@@ -56,8 +56,8 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     def _check_groups(self) -> ZeroshotTaskConfig:
         if self.headline.endswith("_worst_group") and self.group_by is None:
             raise ValueError(
-                f"headline={self.headline}: needs group_by. Set group_by to the entry of metadata (with layout=table: to the "
-                "column) that contains the group of an image."
+                f"headline={self.headline}: needs group_by. Set group_by to the entry of metadata that contains an "
+                "image's group or, with layout=table, to the column that contains it."
             )
         if self.language is not None and self.group_by is not None:
             raise ValueError("language: cannot be combined with group_by. Remove one of them.")
@@ -156,7 +156,7 @@ def _refuse_short(source: EvalSet, key: str, fact: Sequence[Any], metadata: Sequ
     if len(fact) - 1 < len(metadata):
         raise DataError(
             f"{source.root}: {key} has only {len(fact) - 1} numbers, but `metadata` lists {len(metadata)} names "
-            f"({', '.join(metadata)}). Remove names without a number from `metadata`."
+            f"({', '.join(metadata)}). From `metadata`, remove the names that have no number."
         )
 
 
@@ -184,8 +184,8 @@ def _resolve_prompts(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
         numbers, names, templates = babel_imagenet(Path(task.root), task.language)
         if source.kind != "label" or len(source.classnames()) != IMAGENET_CLASSES:
             raise DataError(
-                f"{source.root}: language={task.language} needs ImageNet's {IMAGENET_CLASSES:,} classes with one label per image, got "
-                f"{len(source.classnames())}. Remove language."
+                f"{source.root}: language={task.language} needs one label per image and ImageNet's "
+                f"{IMAGENET_CLASSES:,} classes, got {len(source.classnames())} classes. Remove language."
             )
         return Prompted(names, templates, torch.tensor(numbers))
     names, templates = source.classnames(), source.templates()
@@ -234,9 +234,9 @@ def _attribute_prompts(source: EvalSet) -> tuple[dict[str, list[str]], dict[str,
             table.setdefault(attribute, []).append(rest)
         if missing := [name for name in attributes.OBJECTIVES if not table.get(name)]:
             raise DataError(
-                f"{source.home or source.root}: its class names or templates need a line for each of "
-                f"{', '.join(missing)}, such as {missing[0]}:…, got lines for {', '.join(list(table)[:4])}. Use the files "
-                "of DataComp."
+                f"{source.home or source.root}: its class names or templates lack lines for "
+                f"{', '.join(missing)}, got lines for {', '.join(list(table)[:4])}. Use the files of DataComp, in which "
+                f"such a line begins with `{missing[0]}:`."
             )
     return tables
 
@@ -244,8 +244,8 @@ def _attribute_prompts(source: EvalSet) -> tuple[dict[str, list[str]], dict[str,
 def _check_attributes(task: AttributesTaskConfig) -> None:
     if missing := [name for name in attributes.COLUMNS if name not in task.metadata]:
         raise ConfigError(
-            f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. List the names of all values in the `.npy` member of "
-            "an image."
+            f"metadata: lacks {', '.join(missing)}, got {', '.join(task.metadata)}. List the names of all values "
+            "that the `.npy` member of an image contains."
         )
     source = open_set(task, "metadata")
     source.check()

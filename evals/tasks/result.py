@@ -184,7 +184,7 @@ class Result(NamedTuple):
                 raise TypeError(f"{name}: has the wrong type, got {type(fields[name]).__name__}")
         numbers = [*fields["metrics"].values(), *fields.get("counts", {}).values()]
         if not all(isinstance(value, int | float) for value in numbers) or fields["headline"] not in fields["metrics"]:
-            raise TypeError("metrics are not numbers, or lack the headline")
+            raise TypeError("metrics are not numbers, or lack the headline metric")
         return cls(**{**fields, "intervals": {name: tuple(v) for name, v in fields.get("intervals", {}).items()}})
 
     def as_dict(self) -> dict[str, Any]:

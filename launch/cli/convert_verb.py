@@ -36,8 +36,9 @@ def convert(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder in the format of Hugging Face datasets, MDS, "
-            "LitData or Energon; with --to parquet, also shards; with --as, the files of a published set.",
+            help="Input: an image folder, a .csv/.tsv file, Parquet files, or a folder in one of these formats: "
+            "Hugging Face datasets, MDS, LitData, Energon. With --to parquet, the input can also be shards. "
+            "With --as, it is the files of a published set.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="Folder for the shards.")],

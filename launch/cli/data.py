@@ -187,8 +187,8 @@ def index(
     merge: Annotated[
         Path | None,
         typer.Option(
-            help="Write the indexes of all shards to this one .safetensors file instead of one file per shard, for "
-            "data.sources.NAME.index. Shards that already have an index are not scanned again."
+            help="Write the indexes of all shards to this one .safetensors file instead of one file per shard. Set "
+            "data.sources.NAME.index to this file. Shards that already have an index are not scanned again."
         ),
     ] = None,
 ) -> None:
@@ -217,14 +217,15 @@ def check(
     data: Annotated[
         list[str],
         typer.Argument(
-            help="Shards (folders, globs, brace ranges or URLs), a folder of images, or a data set of another format: Parquet files, .csv, "
-            ".tsv, or a folder of Hugging Face datasets, MDS, LitData or Energon."
+            help="Shards (folders, globs, brace ranges or URLs), a folder of images, or a data set in another "
+            "format: Parquet files, .csv, .tsv, or a folder in the format of Hugging Face Datasets, MDS, "
+            "LitData or Energon."
         ),
     ],
     caption_key: Annotated[
         str | None,
         typer.Option(
-            help="File extension or column of captions; '' for images without captions. Default: txt, or the usual columns."
+            help="File extension of the caption files, or name of the caption column; '' for images without captions. Default: txt, or the usual columns."
         ),
     ] = None,
     split: Annotated[

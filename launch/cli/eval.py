@@ -87,8 +87,8 @@ def score(
     slots: Annotated[
         str | None,
         typer.Option(
-            help="Use only these slots of image encodings, counted from 0: 0,3,8-15, or a selection.json. Texts "
-            "keep all slots."
+            help="Use only these slots of image encodings: slot numbers that start at 0, such as 0,3,8-15, or the "
+            "path of a selection.json. Texts keep all slots."
         ),
     ] = None,
     part: Annotated[

@@ -40,22 +40,22 @@ def table(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="Columns: compositional, datacomp, reviewer, or those of a table of the SPARO paper (1, 2, 3, 6, B.1, B.2). Default: "
-            "the headline metric of each task."
+            help="Set of columns: `compositional`, `datacomp`, `reviewer`, or the number of a table in the SPARO "
+            "paper (1, 2, 3, 6, B.1, B.2). Default: the headline metric of each task."
         ),
     ] = None,
     paper: Annotated[
         str,
         typer.Option(
-            help="With --layout: add rows of the paper for these training sets (CC3M, CC12M, CC15M, L400M, "
-            "ImageNet), or all."
+            help="With --layout: add the paper's rows for these training sets: CC3M, CC12M, CC15M, L400M, ImageNet "
+            "or all."
         ),
     ] = "",
     transpose: Annotated[bool, typer.Option(help="One row per task and one column per checkpoint.")] = False,
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Mark scores that are significantly better or worse than those of this row (paired where possible, Holm-corrected)."
+            help="Mark scores that are significantly better or worse than those of this row (paired test where possible, Holm-corrected)."
         ),
     ] = None,
     seeds: Annotated[
@@ -117,8 +117,8 @@ def sweep(
     task: Annotated[
         str | None,
         typer.Option(
-            help="TASK or TASK/METRIC to plot with --figure. Default: the one set for the sweep's figure, otherwise the first "
-            "score."
+            help="TASK or TASK/METRIC to plot with --figure. Default: the score that is configured for the sweep's "
+            "figure, otherwise the first score."
         ),
     ] = None,
     layout: Annotated[
@@ -148,7 +148,7 @@ def sweep(
     if file.suffix == ".json":
         if figure is None or any((record, layout, paper, baseline, folder)):
             raise ConfigError(
-                f"{file}: is a record of a sweep, from which only figures can be drawn. Add --figure, and remove other "
+                f"{file}: is a sweep's record, which can only be drawn as a figure. Add --figure, and remove other "
                 "options."
             )
         draw(read_record(file), figure, task, True)

@@ -104,15 +104,16 @@ def parse_part_or_array(text: str | None, features: Path | None) -> tuple[int, i
         return None
     if features is None:
         raise ConfigError(
-            "--part: needs the feature store, through which processes share their work, got --features none. Remove "
-            "--features none."
+            "--part: needs the feature store, got --features none. Processes share their work through the store. "
+            "Remove --features none."
         )
     if text == "slurm":
         values = [os.environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "MIN", "COUNT")]
         # SLURM numbers an array as requested, not from 0: the smallest number is the first part.
         if not all(v.isdigit() for v in values):
             raise ConfigError(
-                "--part slurm: SLURM_ARRAY_TASK_ID, _MIN and _COUNT are not set. Use it in a SLURM array, or write I/N."
+                "--part slurm: SLURM_ARRAY_TASK_ID, SLURM_ARRAY_TASK_MIN and SLURM_ARRAY_TASK_COUNT are not set. "
+                "Use --part slurm in a SLURM array, or set --part I/N."
             )
         return int(values[0]) - int(values[1]), int(values[2])
     return parse_part(text, ", or slurm")
@@ -132,7 +133,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | Path | None:
             dash and not (last.isdecimal() and int(first) <= int(last) < int(first) + 100_000)
         ):
             raise ConfigError(
-                f"--slots {text}: {word!r} is not a slot number. Write numbers from 0 and ranges, as in 0,3,8-15, or name a selection.json."
+                f"--slots {text}: {word!r} is not a slot number. Write numbers or ranges, counted from 0, as in `0,3,8-15`, or name a selection.json."
             )
         slots.update(range(int(first), int(last or first) + 1))
     # Sorted, because slots keep their order in an encoding, whatever the order of options.
@@ -162,7 +163,7 @@ def parse_k(k: str) -> int | None:
     if k in ("half", "best"):
         return None if k == "half" else 0
     if not k.isdecimal() or not 0 < int(k) < 1_000_000:
-        raise ConfigError(f"--k {k}: expected half, best, or a number of at least 1.")
+        raise ConfigError(f"--k {k}: expected `half`, `best`, or a number of at least 1.")
     return int(k)
 
 

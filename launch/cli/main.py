@@ -170,7 +170,9 @@ def papers(
     items = find_items(words or [])
     if len(items) > 1:
         names = ", ".join(item.name for item in items[:4])
-        raise ConfigError(f"--run: runs one table or figure, but the words match {len(items)} ({names}, …). Add words.")
+        raise ConfigError(
+            f"--run: runs one table or figure, but the words in the command match {len(items)} ({names}, …). Add words."
+        )
     run_item(items[0], small, seeds, LaunchOptions(on, load_cluster(on), parallel))
 
 

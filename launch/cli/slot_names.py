@@ -33,7 +33,7 @@ def name(
     task: Annotated[
         str,
         typer.Option(
-            help="Task whose captions are used to test names, of kind retrieval, pairs or zeroshot. With zeroshot, "
+            help="Task (kind retrieval, pairs or zeroshot) whose captions are used to test names. With zeroshot, "
             "the class names are the captions."
         ),
     ],
@@ -46,7 +46,7 @@ def name(
         int,
         typer.Option(
             min=2,
-            help="Test only names that, in each half of the data, at least this many images have and at least this many images lack.",
+            help="Test a name only if, in each half of the data, at least this many images have it and at least this many do not.",
         ),
     ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,
@@ -67,7 +67,7 @@ def name(
     from ..commands.slot_naming import NameOptions, name_units
 
     if units == "heads":
-        raise ConfigError("--units heads: only slots and parts can be named, got heads.")
+        raise ConfigError("--units heads: this command cannot name heads. Use `slots` or `parts`.")
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: expected a .json file, which --slots can read.")
     refuse_other_units(context, units)
@@ -91,8 +91,8 @@ def search(
         float,
         typer.Option(
             min=0,
-            help="If the query is an image: weight with which the cosine in all other slots is subtracted from the score, so that "
-            "results differ from the query in these slots.",
+            help="If the query is an image: weight of the cosine in all other slots, which is subtracted from the "
+            "score. Results then differ from the query in those other slots.",
         ),
     ] = 0.25,
     count: Annotated[int, typer.Option(min=1, max=1000, help="Number of results.")] = 10,
@@ -110,7 +110,7 @@ def search(
     from ..commands.slot_searching import SearchOptions, search_images
 
     if units == "heads":
-        raise ConfigError("--units heads: only slots and parts can be searched, got heads.")
+        raise ConfigError("--units heads: this command cannot search heads. Use `slots` or `parts`.")
     refuse_other_units(context, units)
     chosen = parse_slots(slots)
     if not chosen:

@@ -33,7 +33,7 @@ def explore(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks whose scores are shown, written as in `sparo eval --tasks`. Default: all that the page supports."
+            help="Tasks whose scores are shown. Same syntax as `sparo eval --tasks`. Default: all that the page supports."
         ),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task whose images are shown. Default: one with captions.")] = None,
@@ -45,7 +45,7 @@ def explore(
         str | None, typer.Option(help="Second checkpoint to compare with. You can also choose it on the page.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", help="Selection file that the page saves, and opens if it exists.")
+        Path, typer.Option("--out", help="Selection file. The page opens this file if it exists, and saves to it.")
     ] = Path("selection.json"),
     host: Annotated[
         str, typer.Option(help="Address to listen on. Addresses other than loopback require the printed token.")
@@ -61,8 +61,8 @@ def explore(
     static: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to which the page is written together with the model, instead of starting a server. If its "
-            "name ends with .html, a single file is written."
+            help="Write the page and the model to this folder instead of starting a server. If the folder name ends "
+            "with .html, write a single file instead."
         ),
     ] = None,
     precision: Annotated[str, typer.Option(help="With --static: precision of the model, fp32, fp16 or int8.")] = "fp16",
@@ -137,9 +137,9 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="Show an image as an example of a slot only if more than this share of the slot's attention to the caption "
-            "is on a single word. Of several slots that attend to the same word, only the one whose image vector and "
-            "text vector are most similar is shown.",
+            help="Show an image as an example of a slot only if more than this share of the slot's attention to the "
+            "caption is on a single word. If several slots attend to the same word, show only the slot whose "
+            "image vector and text vector are most similar.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),
@@ -176,8 +176,8 @@ def panels(
         Path,
         typer.Option(
             "--out",
-            help="Output: a .png file; for videos also an animated .webp or .gif; or a folder, which receives a page and "
-            "one picture per sample.",
+            help="Output: a .png file, an animated .webp or .gif (videos only), or a folder, which receives a page "
+            "and one picture per sample.",
         ),
     ] = Path("panels.png"),
     model: Model = None,
@@ -191,9 +191,7 @@ def panels(
     from ..views.terminal import out as printed
 
     if out.suffix.lower() not in ("", ".png", ".webp", ".gif"):
-        raise ConfigError(
-            f"--out {out}: expected a .png file, a folder (for a page), or, for videos, a .webp or .gif file."
-        )
+        raise ConfigError(f"--out {out}: expected a .png file; for videos, a .webp or .gif file; for a page, a folder.")
     options = make_slot_options(model, data, root, "none", None, "slots", None, 4, "slice")
     if len(checkpoints) > 1:
         from ..commands.pages.seed_panels import draw_best_and_worst
@@ -238,7 +236,7 @@ def edit(
     move: Annotated[
         str | None,
         typer.Option(
-            help="Move the object by dx,dy, as fractions of the image size: 0.25,0 is a quarter of the width to the right."
+            help="Move the object by dx,dy, as fractions of the image size: 0.25,0 moves it right by a quarter of the width."
         ),
     ] = None,
     scale: Annotated[
@@ -248,7 +246,7 @@ def edit(
     swap: Annotated[
         str | None,
         typer.Option(
-            help="SLOT: swap the edited slot with slot SLOT. IMAGE:SLOT: replace the edited slot with slot SLOT of another image."
+            help="`SLOT` swaps the edited slot with that slot of this image. `IMAGE:SLOT` replaces the edited slot with a slot of another image."
         ),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 128,

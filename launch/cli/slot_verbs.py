@@ -22,7 +22,7 @@ Store = Annotated[
     str | None,
     typer.Option(
         "--features",
-        help="Folder in which computed encodings are stored for reuse, or none. Default: $SPARO_FEATURES or ~/.cache/sparo/features.",
+        help="Folder in which computed encodings are stored for reuse, or `none`. Default: $SPARO_FEATURES or ~/.cache/sparo/features.",
     ),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only this many images per set, evenly spaced.")]
@@ -55,7 +55,7 @@ K = Annotated[
     str,
     typer.Option(
         "--k",
-        help="How many units to select: a number, half, or best (the number with the best score on the selection data).",
+        help="How many units to select: a number, `half`, or `best` (the number with the best score on the selection data).",
     ),
 ]
 
@@ -85,7 +85,7 @@ def make_slot_options(
     return SlotOptions(model, recipe, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
-_SUPPORTED_TASKS = "Default: all tasks of the run (with --data: of that file) of kind zeroshot, knn, pairs, choice, matching or paraphrases."
+_SUPPORTED_TASKS = "Default: all tasks of kind zeroshot, knn, pairs, choice, matching or paraphrases in the run or, with --data, in that file."
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -142,7 +142,8 @@ def select(
     ] = "top",
     k: K = "half",
     slots: Annotated[
-        str | None, typer.Option(help="Selection by hand instead of --method: 0,3,8-15, or a selection.json.")
+        str | None,
+        typer.Option(help="Slots selected by hand, as in `0,3,8-15`, or a selection.json. Replaces --method."),
     ] = None,
     held_out: Annotated[
         bool, typer.Option("--held-out/--same-data", help="Select on one half of the images and report on the other.")
@@ -194,7 +195,7 @@ def mask(
     report_tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of kind zeroshot on which the mask is scored. Default: all such tasks of the run, or of the file given by --data."
+            help="Tasks of kind zeroshot on which the mask is scored. Default: all tasks of kind zeroshot of the run or, if --data is given, of that file."
         ),
     ] = None,
     granularity: Annotated[
@@ -326,7 +327,9 @@ def quality(
         str | None,
         typer.Option(help="Reference encoder that defines image similarity for the MonoSemanticity score."),
     ] = None,
-    parts: Annotated[int, typer.Option(min=2, help="Number of equal parts of an encoding without slots.")] = 64,
+    parts: Annotated[
+        int, typer.Option(min=2, help="For encodings without slots: number of equal parts into which they are divided.")
+    ] = 64,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),

@@ -184,8 +184,8 @@ def _size(each: Material) -> int:
 def _require_tasks(tasks: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     if not tasks:
         raise ConfigError(
-            f"{checkpoint}: has no task of kind zeroshot, pairs, choice, matching, paraphrases or knn. Name tasks of "
-            "--data, or tasks that `sparo eval --list` shows."
+            f"{checkpoint}: has no task of kind zeroshot, pairs, choice, matching, paraphrases or knn. Choose tasks "
+            "from the --data file, or tasks that `sparo eval --list` shows."
         )
     return tasks
 
@@ -270,8 +270,8 @@ def _manual_selection(
     selection = select_slots(bench.encoder, slots) if bench.options.units == "slots" else None
     if selection is None:
         raise ConfigError(
-            f"--slots: numbers can only select slots, got --units {bench.options.units}. Remove --units, or name a "
-            "selection.json."
+            f"--slots: slot numbers cannot select other units, got --units {bench.options.units}. Remove --units, or "
+            "name a selection.json."
         )
     return complete_selection(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
 
@@ -310,7 +310,7 @@ def table_four(
             raise ConfigError(f"--task {name}: Table 4 selects on a task of kind zeroshot, got {task.task}.")
         if not isinstance(pairs, Pairs):
             raise ConfigError(
-                f"--report-tasks {other}: Table 4 scores pairs of captions, got {second.task}. Name a task of kind pairs."
+                f"--report-tasks {other}: Table 4 scores pairs of captions, got {second.task}. Name a task of kind `pairs`."
             )
         columns.append(four_column(label, name, classes, pairs, choice_options))
     slot_tables.show(slot_tables.four_table(columns))

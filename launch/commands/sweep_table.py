@@ -177,14 +177,14 @@ def sweep_grid(
     tasks = list(dict.fromkeys(task for row in rows for task in row.results))
     if not tasks:
         raise DataError(
-            f"{title}: has no scored runs. If they are in another folder, name it with --runs. Otherwise train them "
-            "with `sparo launch train`; if their recipe has no eval.tasks, score them with `sparo eval RUN --tasks "
-            "NAMES`."
+            f"{title}: has no scored runs. If the runs are in another folder, name that folder with --runs. "
+            "Otherwise train the runs with `sparo launch train`; if their recipe has no eval.tasks, score them with "
+            "`sparo eval RUN --tasks NAMES`."
         )
     if layout is not None and not {column.task for column in columns} & set(tasks):
         raise DataError(
             f"--layout {layout}: needs scores of one of {', '.join(dict.fromkeys(c.task for c in columns))}, got "
-            f"{', '.join(tasks)}. Score one, or remove --layout."
+            f"{', '.join(tasks)}. Score a task that this layout needs, or remove --layout."
         )
     columns = columns or [Column("", task, task, None) for task in tasks]
     heads = HEADS if layout == "6" else ()

@@ -95,12 +95,12 @@ class Pictures:
         with self._adding:
             if len(self._own) >= MAX_ADDED_IMAGES:
                 raise ConfigError(
-                    f"{name}: {MAX_ADDED_IMAGES} images were added already. Restart sparo slots explore to add others."
+                    f"{name}: {MAX_ADDED_IMAGES} images were added already. Restart `sparo slots explore` to add others."
                 )
             # Under the lock, because two simultaneous uploads must not both take the last place.
             if sum(map(len, self._own)) + len(data) > _MAX_BYTES:
                 raise ConfigError(
-                    f"{name}: the added images exceed {_MAX_BYTES >> 20} MB. Restart sparo slots explore to add others."
+                    f"{name}: the added images exceed {_MAX_BYTES >> 20} MB. Restart `sparo slots explore` to add others."
                 )
             self._own.append(data)
             self.entries.append(Picture(name, caption, True))
@@ -173,7 +173,7 @@ class Side:
             dx, dy = (float(part) for part in edit["move"])
             one = SlotEdit(int(edit["slot"]), (dx, dy), float(edit["scale"]), edit.get("delete") is True)
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise ConfigError("edit: expected slot, move [dx, dy], scale and delete") from None
+            raise ConfigError("edit: expected the keys `slot`, `move` ([dx, dy]), `scale` and `delete`") from None
         check_edit(model, one)
         return jpeg(draw_edit(model, self.pictures.image(number), one, SIZE))
 

@@ -254,8 +254,8 @@ def _image_task(bench: Bench, tasks: dict[str, TaskConfig], task_name: str | Non
     if mask_tasks and "masks" in bench.encoder.offers:
         return mask_tasks[0]
     raise ConfigError(
-        f"{bench.checkpoint}: supports none of the tasks {', '.join(tasks)}. Name others with --tasks; the page "
-        f"shows tasks of kind {', '.join(_TASK_PRIORITY)}."
+        f"{bench.checkpoint}: supports none of the tasks {', '.join(tasks)}. Name others with --tasks; the page of "
+        f"this command can show only tasks of kind {', '.join(_TASK_PRIORITY)}."
     )
 
 

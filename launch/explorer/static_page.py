@@ -95,7 +95,7 @@ def refuse_unsupported(checkpoint: str, target: Path, one_file: bool) -> None:
         )
     if data.bands is not None or data.pixel_range != "by_type":
         raise ConfigError(
-            f"--static: {checkpoint} has data.bands or data.pixel_range, but browsers read 8 bits of red, green and blue only."
+            f"--static: {checkpoint} has data.bands or data.pixel_range, but browsers read only 8-bit red, green and blue."
         )
     if pooled:
         raise ConfigError(

@@ -40,9 +40,7 @@ class ClusterConfig(Frozen):
     cpus_per_task: int | None = field(None, "CPU cores per rank.", gt=0)
     mem_gb: float | None = field(None, "Memory per node in GB.", gt=0)
     time: str | int = field("24:00:00", "Time limit as SLURM writes it: 30 (minutes), 24:00:00, 2-12:00:00.")
-    signal_seconds: int = field(
-        120, "Seconds before the time limit at which the job receives the signal to save.", gt=0
-    )
+    signal_seconds: int = field(120, "Time between the signal to save and the job's time limit, in seconds.", gt=0)
     idle_restarts: int = field(
         3, "Largest number of consecutive restarts without a new checkpoint. After that, the job fails.", ge=0
     )
@@ -53,7 +51,7 @@ class ClusterConfig(Frozen):
     )
     max_hours: float | None = field(
         None,
-        "Hours of a job, summed over its start and all restarts, after which it is not started again. Default: no limit.",
+        "Limit on the total hours of a job, including all restarts. The job is not restarted after this limit. Default: no limit.",
         gt=0,
     )
     gpu_hour_cost: float | None = field(
@@ -123,11 +121,12 @@ class ClusterConfig(Frozen):
         # Do not ignore it silently, because a missing `module load` would be searched for in the job.
         if self.kind not in ("slurm", "allocation") and self.setup:
             raise ValueError(
-                f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Run these commands in the shell, and remove setup."
+                f"setup: applies to SLURM only; {self.kind} jobs inherit the environment of this shell. Run the "
+                "commands of `setup` in this shell, and remove the key."
             )
         if self.kind == "debug" and self.ranks > 1:
             raise ValueError(
-                f"kind=debug: starts only one rank, in this process, got {self.ranks}. Use kind=local for several ranks."
+                f"kind=debug: starts one rank only (in this process), got {self.ranks}. Use kind=local for several ranks."
             )
         # A signal at the very start would save nothing, repeatedly.
         if self.kind == "slurm" and 60 * minutes(self.time) <= self.signal_seconds:

@@ -42,7 +42,7 @@ class FanOut:
         plan = read_json(path, dict) if plan is None else plan
         if not isinstance(plan.get("kind"), str) or not isinstance(plan.get("elements"), list):
             raise ConfigError(
-                f"{path}: lacks the key kind or elements, so it is not the plan of a launch. Launch again with another --name."
+                f"{path}: lacks the key `kind` or `elements`, so it is not the plan of a launch. Launch again with another --name."
             )
         self.kind: str = plan["kind"]
         self.elements: list[dict[str, Any]] = plan["elements"]

@@ -240,5 +240,7 @@ def _folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out: {path} cannot be created as a run folder ({error}). Give another out.") from None
+        raise ConfigError(
+            f"out: {path} cannot be created as a run folder ({error}). Set `out` to another folder."
+        ) from None
     return path

@@ -116,7 +116,9 @@ def expand(
     sweep, configs = read_sweep(recipe), list[RunConfig]()
     for name, run in sweep.runs.items():
         if (run_recipe := run.recipe or sweep.recipe) is None:
-            raise ConfigError(f"{recipe}: runs.{name}.recipe: is required, because the file names no common recipe")
+            raise ConfigError(
+                f"{recipe}: runs.{name}.recipe: is required, because the file does not name a common recipe"
+            )
         # Later overrides take precedence: the sweep's, the run's, then the command line's.
         run_overrides = [f"name={recipe.stem}-{name}", *sweep.overrides, *run.overrides, *overrides]
         configs += _expand_recipe(_find_recipe(recipe.parent, run_recipe), run_overrides, seeds, machine)[1]

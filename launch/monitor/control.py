@@ -103,5 +103,5 @@ def _refuse_lanes(runs: Sequence[Path], open_by_run: dict[Path, list[str]]) -> N
             others = any(job in more for run, more in open_by_run.items() if run != folder)
             if _kind(folder, job) == "local" and lines and "end" in lines[-1] and not others:
                 raise ConfigError(
-                    f"{folder}: has ended; job {job} is now training other runs of its sweep. Name the run to cancel."
+                    f"{folder}: has ended; job {job} is now training other runs of the same sweep. Name the run that you want to cancel."
                 )

@@ -47,7 +47,7 @@ def _sweep_runs(folder: Path) -> list[Path]:
         return []
     names = read_json(path, dict).get("runs")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: lacks the list `runs`. Name the run folders instead of the sweep's.")
+        raise ConfigError(f"{path}: lacks the list `runs`. Name the run folders instead of the sweep's folder.")
     own = [folder] if (folder / "config.yaml").is_file() else []  # a run that has the name of a sweep
     return [*own, *(folder.parent / name for name in names)]
 

@@ -78,7 +78,7 @@ def _refuse(folder: Path, force: bool) -> None:
     code = Path(_newest(folder)["code"])
     if not code.is_dir():
         raise ConfigError(
-            f"{folder}: {code}, the copy of the code that its job uses, does not exist. Make a new copy with `sparo launch train`."
+            f"{folder}: {code} does not exist, but the run's job uses this copy of the code. Make a new copy with `sparo launch train`."
         )
 
 

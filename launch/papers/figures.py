@@ -57,7 +57,7 @@ def _full_score_name(record: SweepRecord, score: str) -> str:
     """Return the full name of a score: TASK stands for the task's first metric."""
     known = dict.fromkeys(name for row in record.rows for run in row.runs for name in run.scores)
     if not known:
-        raise ConfigError(f"{record.sweep}: has no scored runs. Train them with `sparo launch train`.")
+        raise ConfigError(f"{record.sweep}: has no scored runs. Train its runs with `sparo launch train`.")
     if not score:
         return next(iter(known))
     found = next((name for name in known if name == score or name.startswith(f"{score}/")), None)

@@ -151,7 +151,7 @@ class Claim(_Entry):
     @model_validator(mode="after")
     def _has_control(self) -> Claim:
         if bool(self.controls) == bool(self.no_control):
-            raise ValueError("expected exactly one of the keys controls and no_control")
+            raise ValueError("expected exactly one of the keys `controls` and `no_control`")
         return self
 
 

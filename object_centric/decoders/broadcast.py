@@ -28,8 +28,8 @@ class BroadcastConfig(Frozen):
     )
     fourier_bands: int = field(
         0,
-        "Number of octaves of Fourier features of positions, used in addition to the coordinates. With them, "
-        "edges become sharp earlier in training (Tancik et al. 2020).",
+        "Number of octaves in the Fourier features that encode positions, in addition to the coordinates. With "
+        "Fourier features, edges become sharp earlier in training (Tancik et al. 2020).",
         ge=0,
         le=16,
     )

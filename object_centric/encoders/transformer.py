@@ -46,8 +46,8 @@ class TransformerConfig(Frozen):
     )
     first_norm: Literal["stream", "branch"] = field(
         "branch",
-        "With norm=pre: input of the first LayerNorm. branch: only the input of the attention. stream: the residual stream, "
-        "too (STEVE's code).",
+        "With norm=pre: where the output of the first LayerNorm is used. branch: only as the input of the "
+        "attention. stream: also as the residual stream (STEVE's code).",
     )
     last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")
     biases: bool | Literal["out"] = field(

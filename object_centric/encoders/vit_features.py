@@ -23,7 +23,9 @@ class VitFeaturesConfig(Frozen):
     hidden: int | None = field(None, "Hidden units of the MLPs. Default: four times width.", gt=0, examples=[768])
     patch: int = field(16, "Patch side in pixels.", gt=0)
     pretrain_grid_size: int = field(
-        14, "Patches per side for which positions were learned. Positions are interpolated for other sizes.", gt=0
+        14,
+        "Grid size, in patches per side, for which positions were learned. Positions are interpolated for other sizes.",
+        gt=0,
     )
     registers: int = field(0, "Number of register tokens (DINOv2).", ge=0)
     class_pos_embed: bool = field(True, "The class token has a position embedding (not in DINOv2 with registers).")

@@ -30,7 +30,8 @@ class BinderConfig(Frozen):
     causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: also to later ones.")
     context_frames: int | None = field(
         None,
-        "For causal blocks: number of frames to which a frame attends: itself and those directly before it. Default: itself and all earlier frames.",
+        "For causal blocks: number of frames to which each frame attends, including itself. The others are the "
+        "frames directly before it. Default: itself and all earlier frames.",
         gt=0,
         examples=[6],
     )
@@ -53,7 +54,7 @@ class BinderConfig(Frozen):
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance, in time steps, up to which encodings of distances differ: half the period of the slowest sine in the encoding.",
+        "Largest distance in time steps that the encoding distinguishes from shorter distances: half the period of its slowest sine.",
         gt=0,
     )
     fourier_bands: int = field(
@@ -126,11 +127,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SlotAttentionConfig(Frozen):
     """Slot attention (Locatello et al. 2020) and its variants."""
 
-    preset: str = field("sa", "Named set of options. Options that a recipe names itself take precedence.")
+    preset: str = field("sa", "Named set of options. Options that the recipe sets explicitly take precedence.")
     slots: int = field(7, "Number of slots, K.", gt=0, le=4096)
     width: int = field(64, "Slot width, D.", gt=0, le=65536)
     qkv_width: int | None = field(
-        None, "Width of queries, keys and values over all heads. Default: width.", gt=0, examples=[64]
+        None, "Width of queries, keys and values over all heads. Default: `width`.", gt=0, examples=[64]
     )
     heads: int = field(1, "Attention heads.", gt=0)
     iterations: int = field(
@@ -203,8 +204,8 @@ class SlotAttentionConfig(Frozen):
 
     idspn: IdspnConfig | None = field(
         None,
-        "Find slots by gradient descent on the difference between two encodings, one of the set of slots and one "
-        "of the image, instead of slot attention (preset idspn). Default: slot attention.",
+        "Instead of slot attention, find slots by gradient descent on the difference between the encoding of the "
+        "slot set and the encoding of the image (preset idspn). Default: slot attention.",
     )
 
     pooled: PooledConfig | None = field(
@@ -240,7 +241,8 @@ class SlotAttentionConfig(Frozen):
             raise ValueError(f"kv=folded: costs more than it saves with heads={self.heads}. Remove kv.")
         if self.qk_norm and (self.kv == "folded" or self.transport is not None):
             raise ValueError(
-                "qk_norm: cannot be combined with kv=folded or transport, which use keys without a norm. Remove qk_norm, or remove kv=folded and transport."
+                "qk_norm: cannot be combined with transport or kv=folded, because both use keys without a norm. "
+                "Remove qk_norm, or remove transport and kv=folded."
             )
         if self.softmax_over == "keys" and self.renorm != "none":
             raise ValueError(
@@ -273,7 +275,7 @@ class SlotAttentionConfig(Frozen):
             "auto",
         ):
             raise ValueError(
-                "transport: has one head and no softmax. Remove heads, softmax_over and kv, and set renorm: none."
+                "transport: has one head and no softmax. Remove the keys `heads`, `softmax_over` and `kv`, and set `renorm: none`."
             )
         if self.binder is not None:
             self._check_binder_options(self.binder)
@@ -311,12 +313,12 @@ class SlotAttentionConfig(Frozen):
             )
         if binder.context_frames is not None and not binder.causal:
             raise ValueError(
-                f"binder.context_frames={binder.context_frames}: limits how many earlier frames are seen, but "
-                f"with causal=false later frames are seen, too. Remove binder.context_frames or causal=false."
+                f"binder.context_frames={binder.context_frames}: limits how many earlier frames are seen, but later "
+                "frames are seen, too, because causal=false. Remove binder.context_frames or causal=false."
             )
         if self.slot_init in ("same", "given"):
             raise ValueError(
-                f"slot_init={self.slot_init}: slots of a binder are learned or sampled. Use learned or gaussian."
+                f"slot_init={self.slot_init}: slots of a binder are learned or sampled. Use `learned` or `gaussian`."
             )
 
     def _check_pooled_options(self, pooled: PooledConfig) -> None:

@@ -255,7 +255,7 @@ class Transport(nn.Module):
         self.config = config
         if config.exact in ("sum", "straight_through") and find_spec("ot") is None:
             raise ConfigError(
-                f"grouping.transport.exact={config.exact}: needs POT. pip install -e '.[transport]' in sparo's checkout."
+                f"grouping.transport.exact={config.exact}: needs POT. Run `pip install -e '.[transport]'` in sparo's checkout."
             )
         self.input_marginal = _score_layer(in_width, config.hidden)
         if config.slot_marginal == "learned":

@@ -45,10 +45,10 @@ class TransportConfig(Frozen):
     )
     regulariser: float = field(
         0.0,
-        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty, during entropy_steps, for plans that "
-        "differ from the plan of the initial costs. Exchanging tokens between similar slots is penalized "
-        "less. Requires second_order=true, because the network that computes the similarity is not trained "
-        "otherwise. 0: no penalty.",
+        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty for plans that differ from the plan of the "
+        "initial costs. It applies during entropy_steps. Exchanging tokens between similar slots is penalized less. "
+        "Requires second_order=true, because the network that computes the similarity is not trained otherwise. 0: "
+        "no penalty.",
         ge=0,
     )
     exact: Literal["none", "sum", "straight_through", "sliced"] = field(

@@ -34,8 +34,8 @@ class SlotCollapseConfig(Frozen):
     )
     max_fixity: float = field(
         0.8,
-        "Warn if the similarity of mask borders across images exceeds this. 0: similar by chance only; 1: the same in all "
-        "images, like a fixed grid.",
+        "Warn if the similarity of mask borders across images exceeds this. A similarity of 0 means that borders "
+        "agree by chance only, 1 that they are the same in all images, like a fixed grid.",
         ge=0,
     )
 

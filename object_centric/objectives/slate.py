@@ -39,7 +39,7 @@ class SlateModelConfig(SlotTowerConfig):
         "of sparo.slot_encoders.",
     )
     features: int = field(
-        192, "Width of the tokens that slots group. An MLP maps the encoder's output to this width.", gt=0
+        192, "Width of the tokens that are grouped into slots. An MLP maps the encoder's output to this width.", gt=0
     )
     dvae: DvaeConfig = field(DvaeConfig(), "Discrete VAE that maps patches to tokens and back.")
     decoder: AutoregressiveConfig = field(AutoregressiveConfig(), "Transformer that predicts tokens from slots.")

@@ -96,8 +96,8 @@ class SlotAutoencoderConfig(Frozen):
     model: SlotModelConfig = field(SlotModelConfig(), "Encoder, grouping and decoder.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Reduction of the squared error over pixels and colours: mean or sum. The gradient clipping threshold and the "
-        "reported errors of Biza et al. refer to the sum.",
+        "Reduction of the squared error over pixels and colours: mean or sum. In Biza et al., the gradient clipping "
+        "threshold and the reported errors refer to the sum.",
     )
     signed: bool = field(False, "Scale pixels to -1..1 (Locatello et al. 2020). false: 0..1.")
     collapse: SlotCollapseConfig = field(SlotCollapseConfig(), "Thresholds of the warning that slots collapse.")
@@ -127,7 +127,7 @@ class SlotAutoencoder(Objective):
     def forward(self, batch: Batch, progress: Progress) -> Loss:
         for key in ("image", "noise"):
             if key not in batch:
-                raise DataError(f"objective slots: the batch has no {key!r}, got {', '.join(batch)}")
+                raise DataError(f"objective `slots`: the batch has no {key!r}, got {', '.join(batch)}")
         self._fraction_done = progress.step / max(progress.total_steps, 1)
         output = self.model(self.pixels(batch["image"]), batch["noise"])
         decoded, target = output.decoded, output.target

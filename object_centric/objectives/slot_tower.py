@@ -68,9 +68,9 @@ class SlotTowerConfig(Frozen):
     grouping: SlotAttentionConfig = field(SlotAttentionConfig(), "Slot attention from features to slots.")
     frame: FrameConfig | None = field(
         None,
-        "Give every slot a position and a scale, and express the positions of tokens relative to them: "
-        "translation-equivariant (T-SA) or translation- and scale-equivariant slot attention (TS-SA). "
-        "Default: plain slot attention.",
+        "Give every slot a position and a scale, and express the positions of tokens relative to the slot. This is "
+        "translation-equivariant (T-SA) or translation- and scale-equivariant (TS-SA) slot attention. Default: "
+        "plain slot attention.",
     )
 
     @model_validator(mode="after")
@@ -90,8 +90,8 @@ class SlotTowerConfig(Frozen):
                 )
         if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(
-                "grouping.slot_init=given: slots start from objects of a video's first frame (hint), which only "
-                "objective.kind=video_slots and video_slate support. Use learned or gaussian."
+                "grouping.slot_init=given: slots start from objects of a video's first frame (hint). Only "
+                "objective.kind=video_slots and video_slate support this. Use `learned` or `gaussian`."
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
             raise ValueError(
@@ -99,12 +99,13 @@ class SlotTowerConfig(Frozen):
             )
         if self.grouping.idspn is not None and (self.accepts_hint or self.frame is not None):
             raise ValueError(
-                "grouping.preset=idspn: supports neither videos nor reference frames (the key `frame`). Use another preset, or remove frame."
+                "grouping.preset=idspn: supports neither videos nor reference frames (the key `frame`). Use another preset, or remove the key `frame`."
             )
         if self.position_init != "torch" and (self.frame is not None or self.encoder.kind in _POSITION_AWARE_ENCODERS):
             raise ValueError(
-                f"position_init={self.position_init}: this tower has no linear layer for positions, because its encoder adds positions itself or slots have "
-                f"reference frames (the key `frame`). Remove position_init."
+                f"position_init={self.position_init}: this tower has no linear layer for positions, because its "
+                "encoder adds positions itself, or because its slots have reference frames (the key `frame`). "
+                "Remove position_init."
             )
         if self.frame is None:
             return self

@@ -124,7 +124,7 @@ def _predictor(t: Tensors, width: int) -> dict[str, Any] | None:
                 t.give(f"{ours}.to_{letter}.{kind}", part.clone(), name)
         if parts[0].shape[0] != width:
             raise CheckpointError(
-                f"{t.label}: its predictor has width {parts[0].shape[0]}, its slots {width}; this reader supports equal widths only"
+                f"{t.label}: its predictor has width {parts[0].shape[0]}, but its slots have width {width}; only equal widths can be read"
             )
         t.take(f"{block}.self_attn.out_proj", f"{ours}.out")
         for name, own in (

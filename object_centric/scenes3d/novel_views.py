@@ -34,8 +34,8 @@ class ViewsConfig(Frozen):
     context: int = field(3, "Number of context views, from which slots are computed.", gt=0, le=10_000)
     held_out: int = field(
         1,
-        "Number of held-out views, which are rendered but not encoded. If a scene has more cameras than context "
-        "+ held_out, that many are drawn at random.",
+        "Number of held-out views, which are rendered but not encoded. If a scene has more cameras than context + "
+        "held_out, context + held_out of them are chosen at random.",
         ge=0,
         le=10_000,
     )

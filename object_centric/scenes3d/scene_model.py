@@ -49,8 +49,8 @@ class SceneTowerConfig(Frozen):
         self.encoder.refuse_side(self.image_size)
         if g.transport is not None or g.pooled is not None or g.idspn is not None or g.slot_init == "given":
             raise ValueError(
-                "grouping: transport, pooled, idspn and slot_init=given do not apply to 3D scenes, only to images and videos. "
-                "Use another preset or slot_init."
+                "grouping: `transport`, `pooled`, `idspn` and `slot_init=given` apply only to images and videos, "
+                "not to 3D scenes. Use another preset or slot_init."
             )
         if self.predictor is not None:
             if g.binder is not None or not self.over_time:

@@ -33,7 +33,7 @@ class SlotMixerConfig(RayEmbeddingConfig):
 
     kind: Literal["slot_mixer"] = field("slot_mixer", "Kind of the ray decoder: an entry of sparo.ray_decoders.")
     preset: str = field(
-        "psb", "Named set of options. Options that a recipe names itself take precedence.", examples=["osrt"]
+        "psb", "Named set of options. Options that the recipe sets explicitly take precedence.", examples=["osrt"]
     )
     query: Literal["linear", "octaves"] = field(
         "linear",

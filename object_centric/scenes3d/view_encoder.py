@@ -36,7 +36,7 @@ class ViewEncoderConfig(Frozen):
     """Options in which published scene models differ, and presets of them."""
 
     preset: str = field(
-        "slsr", "Named set of options. Options that a recipe names itself take precedence.", examples=["osrt"]
+        "slsr", "Named set of options. Options that the recipe sets explicitly take precedence.", examples=["osrt"]
     )
     layers: Literal["residual", "plain"] = field(
         "residual",
@@ -52,8 +52,8 @@ class ViewEncoderConfig(Frozen):
     width: int = field(192, "Feature width.", gt=0)
     fourier_bands: int = field(
         0,
-        "Number of octaves of Fourier features of a ray's origin and direction; they replace origin and "
-        "direction as input. 0: use origin and direction themselves.",
+        "Number of octaves in the Fourier features of a ray's origin and direction. These features replace origin "
+        "and direction as input. 0: use origin and direction themselves.",
         ge=0,
         le=30,
     )
@@ -66,9 +66,9 @@ class ViewEncoderConfig(Frozen):
     )
     pos_embed_size: int | None = field(
         None,
-        "Side of the grid of learned position embeddings; at least the side of a view's grid of features. As "
-        "in SRT, each feature gets the embedding of its position, and a second embedding that distinguishes the first view from "
-        "the others. Default: no embeddings.",
+        "Side length of the learned position-embedding grid. It must be at least the side length of a view's "
+        "feature grid. As in SRT, each feature gets the embedding of its position, and a second embedding that "
+        "distinguishes the first view from the others. Default: no embeddings.",
         gt=0,
         le=4096,
         examples=[16],
@@ -121,8 +121,8 @@ class ViewEncoderConfig(Frozen):
         """Raise `ValueError` if a view has more features per side than embeddings."""
         if self.pos_embed_size is not None and self.side(image_size) > self.pos_embed_size:
             raise ValueError(
-                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has "
-                f"{self.side(image_size)} features per side. Set pos_embed_size to at least this number."
+                f"encoder.pos_embed_size={self.pos_embed_size}: image_size={image_size} has {self.side(image_size)} "
+                "features per side. Set pos_embed_size to at least the number of features per side."
             )
 
     def side(self, image_size: int) -> int:

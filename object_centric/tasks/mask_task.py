@@ -30,9 +30,9 @@ class ObjectsTaskConfig(SetTaskConfig):
     task: Literal["objects"] = field("objects", "Kind of the task: an entry of sparo.tasks.")
     match: average_precision.Match = field(
         "nearest",
-        "How predictions are matched with objects. nearest: with the nearest object; if a more confident prediction is "
-        "already matched with that object, the prediction is wrong (Locatello et al. 2020). dspn: with the nearest object that is not "
-        "matched yet (Zhang et al. 2022).",
+        "How predictions are matched with objects. nearest: with the nearest object; if that object is already "
+        "matched with a more confident prediction, the less confident one is wrong (Locatello et al. 2020). dspn: "
+        "with the nearest object that is not matched yet (Zhang et al. 2022).",
     )
 
 

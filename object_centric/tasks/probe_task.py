@@ -66,7 +66,7 @@ class SceneProbeTaskConfig(ObjectProbeConfig):
     task: Literal["scene_probe"] = field("scene_probe", "Kind of the task: an entry of sparo.tasks.")
     num_context_views: int | None = field(
         None,
-        "Number of cameras, counted from the first, whose views give the slots. Default: as many as in training.",
+        "Number of cameras whose views give the slots. The first cameras are used. Default: as many as in training.",
         gt=0,
         examples=[3],
     )

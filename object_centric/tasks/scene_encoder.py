@@ -112,8 +112,8 @@ class SceneEncoder(Encoder, ViewsEncoder):
         """Return slots (T, K, D) of the context views (T, V, 9, S, S) of one scene; for a binder, those of each time from its last `window` times."""
         if window is not None and not self.windowed:
             raise ConfigError(
-                f"context_frames={window}: only a binder can limit the number of earlier time steps, and this model has "
-                "none. Remove context_frames."
+                f"context_frames={window}: only a binder can limit the number of earlier time steps, but this model "
+                "has no binder. Remove context_frames."
             )
         noise = self.noise.to(self.device)[None]
         with self.autocast():

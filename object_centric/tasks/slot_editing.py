@@ -62,8 +62,8 @@ def editable(encoder: Encoder) -> EditableEncoder:
     """Return the encoder. Raises `ConfigError` if it does not draw images from slots."""
     if not isinstance(encoder, SlotEncoder | SlateEncoder) or encoder.draws != "pixels":
         raise ConfigError(
-            f"{encoder.label}: does not decode slots to an image, or is a model of videos or scenes. Use an image model of "
-            "objective.kind=slots with target=pixels, or of objective.kind=slate."
+            f"{encoder.label}: is not an image model that decodes slots to an image. Use an image model with "
+            "objective.kind=slots and target=pixels, or one with objective.kind=slate."
         )
     return encoder
 

@@ -56,7 +56,9 @@ class ViewMasksTaskConfig(TaskConfig):
     background: int | None = field(0, "Label of the background, which is not an object. null: all labels are objects.")
     ignore: int | None = field(255, "Label of pixels that are excluded from scores of masks. null: none.")
     far: float = field(
-        50.0, "Score depth only at pixels whose true depth is below this, in world units, which excludes the sky.", gt=0
+        50.0,
+        "Score depth only at pixels whose true depth is below this value, in world units. This excludes the sky.",
+        gt=0,
     )
     headline: Literal[
         "psnr_held_out", "psnr_shown", "ssim_held_out", "image_fg_ari", "video_fg_ari", "camera_fg_ari", "scene_fg_ari", "ari", "depth_error"

@@ -44,8 +44,8 @@ class VideoModelConfig(SlotModelConfig, TimedTowerConfig):
     def _check_similarity_target(self) -> Self:
         if self.num_similarity_patches and self.encoder.kind != "frozen":
             raise ValueError(
-                f"target={self.target}: needs a frozen encoder, because a trained one could make all patches equal, got "
-                f"encoder.kind={self.encoder.kind}. Set encoder.kind: frozen."
+                f"target={self.target}: needs a frozen encoder, got encoder.kind={self.encoder.kind}. A trained "
+                "encoder could make all patches equal. Set encoder.kind: frozen."
             )
         return self
 
@@ -111,7 +111,7 @@ class VideoAutoencoderConfig(Frozen):
     frames: FramesConfig = field(FramesConfig(), "Which frames of an episode form a sample.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error. mean: over frames, pixels and colours; sum: per video. SAVi's gradient clipping threshold was chosen for sum.",
+        "Squared error. mean: over frames, pixels and colours; sum: per video. SAVi's gradient clipping threshold was chosen for `sum`.",
     )
     similarity: SimilarityConfig = field(
         SimilarityConfig(),

@@ -27,8 +27,8 @@ class VideoSlateModelConfig(SlateModelConfig, TimedTowerConfig):
 
     encoder: Annotated[Any, FromRegistry(SLOT_ENCODERS, default="conv")] = field(
         ConvNetConfig(last_relu=False),
-        "Encoder of the input of slot attention: an entry of sparo.slot_encoders, which turns pixels into features, or `{kind: "
-        "tokens}` for the tokens of the discrete VAE.",
+        "Encoder that computes the input of slot attention. Use an entry of sparo.slot_encoders to turn pixels into "
+        "features, or `{kind: tokens}` to use the tokens of the discrete VAE.",
     )
 
 

@@ -94,8 +94,8 @@ class HintConfig(Frozen):
 
     annotation: Literal["boxes", "centres", "masks"] = field(
         "boxes",
-        "Annotation in the first frame from which the slot of an object is initialized: boxes (top, left, bottom, "
-        "right in 0..1), centres (of boxes), or masks.",
+        "First-frame annotation from which an object's slot is initialized: boxes (top, left, bottom, right in "
+        "0..1), centres (of boxes), or masks.",
     )
     hidden: int = field(256, "Hidden units of the MLP that computes initial slots from the annotation.", gt=0)
     encoder: ConvNetConfig = field(

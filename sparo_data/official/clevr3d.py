@@ -87,8 +87,8 @@ def _depth(path: Path, shape: tuple[int, int], lens: np.ndarray | None) -> np.nd
     levels = levels.astype(np.int64)
     if levels.min() < 1 or levels.max() >= _LEVELS:
         raise DataError(
-            f"{path}: expected depth in 1 to {_LEVELS - 1}, got values from {levels.min()} to {levels.max()}. "
-            "Without the folder `depths`, scenes are read without depth."
+            f"{path}: expected depth in 1 to {_LEVELS - 1}, got values from {levels.min()} to {levels.max()}. To "
+            "read scenes without depth, remove the folder `depths`."
         )
     far = np.where(levels == _LEVELS - 1, np.inf, levels * (_MAX_DEPTH / _LEVELS))
     if lens is not None:

@@ -49,7 +49,7 @@ def movi_records(path: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
         frames, masks = features.get("video"), features.get("segmentations")
         if not isinstance(frames, list) or not isinstance(masks, list) or len(frames) != len(masks) or not frames:
             raise DataError(
-                f"{where}: needs the fields video and segmentations, with one segmentation per frame, got the fields "
+                f"{where}: needs the fields `video` and `segmentations` (one segmentation per frame), got the fields "
                 f"{', '.join(sorted(features)) or 'nothing'}"
             )
         names = features.get("metadata/video_name")

@@ -41,7 +41,7 @@ def clevr(root: Path) -> Iterator[PublishedScene]:
             isinstance(word, str) and word != ".." and Path(word).name == word for word in (name, split)
         ):
             raise DataError(
-                f"{root}: scene {number} has no image_filename, or its image_filename or split is not a plain name"
+                f"{root}: scene {number} must have an `image_filename`, and both `image_filename` and `split` must be plain names"
             )
         folder = folder or _find_pictures(root, str(split), str(name))
         path = folder / str(name)

@@ -92,8 +92,9 @@ class Fsdp2Engine(RankedEngine):
         )  # None: the dtype of the parameters
         if low is not None and config.precision != "bf16" and objective.exact_inputs:
             raise ConfigError(
-                f"engine.param_dtype=bf16: {type(objective).__name__} needs fp32 inputs, which layers with bf16 weights accept only under "
-                f"autocast, got engine.precision={config.precision}. Set engine.precision=bf16, or param_dtype=fp32."
+                f"engine.param_dtype=bf16: {type(objective).__name__} needs fp32 inputs, but layers with bf16 "
+                f"weights accept fp32 inputs only under autocast, got engine.precision={config.precision}. Set "
+                "engine.precision=bf16, or param_dtype=fp32."
             )
         # Sums of 16-bit gradients lose small values, so the default is fp32.
         reduced = torch.bfloat16 if config.reduce_dtype == "bf16" else low and torch.float32

@@ -42,9 +42,9 @@ class MuonConfig(AdamWConfig):
     ns_steps: int = field(5, "Newton-Schulz iterations that orthogonalize an update.", ge=1, lt=100)
     adamw_patterns: tuple[str, ...] = field(
         _ADAMW,
-        "Name patterns of matrices that AdamW updates instead of Muon. AdamW always updates matrices that "
-        "a module of the model lists in adamw_only_parameters, and all parameters that are not matrices (biases, norms, logit_scale, "
-        "patch convolutions).",
+        "Name patterns of matrices that are updated by AdamW, not by Muon. AdamW always updates matrices that a "
+        "module of the model lists in adamw_only_parameters, and all parameters that are not matrices (biases, "
+        "norms, logit_scale, patch convolutions).",
     )
 
     def parameter_role(self, name: str, parameter: nn.Parameter, adamw_only: Collection[str]) -> int:

@@ -119,7 +119,8 @@ class OptimConfig(Frozen):
     )
     cooldown_shape: Literal["linear", "sqrt"] = field(
         "linear",
-        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (one minus the square root of the decay's elapsed share, Hägele et al. 2024).",
+        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (one minus the square root of the "
+        "fraction of the decay that has elapsed, Hägele et al. 2024).",
     )
     half_life: int = field(
         100_000, "For schedule=half_life: steps in which the learning rate halves; the decay is continuous.", gt=0
@@ -189,8 +190,9 @@ class OptimConfig(Frozen):
     def _schedule_keys(self) -> OptimConfig:
         if (self.schedule == "wsd") != (self.cooldown_steps is not None):
             raise ValueError(
-                "optim.cooldown_steps: must be set with optim.schedule=wsd, and only then "
-                "(optim.schedule=cooldown decays over the whole run). For wsd, set optim.cooldown_steps; otherwise remove this key."
+                "optim.cooldown_steps: must be set if optim.schedule=wsd, and must not be set otherwise "
+                "(optim.schedule=cooldown decays over the whole run). For wsd, set optim.cooldown_steps; otherwise "
+                "remove this key."
             )
         if self.schedule == "cooldown" and self.warmup_steps:
             raise ValueError("optim.schedule=cooldown starts at optim.lr. Set optim.warmup_steps=0.")
@@ -344,7 +346,7 @@ def group_numbers(groups: Sequence[OptimGroupConfig], names: Sequence[str]) -> d
     for number, group in enumerate(groups, start=1):
         if number not in group_by_name.values():
             raise ConfigError(
-                f"optim.groups.{number - 1}.match={list(group.match)}: all parameters that match already "
-                "belong to earlier groups. Put this group before those groups."
+                f"optim.groups.{number - 1}.match={list(group.match)}: all matching parameters already belong to "
+                "earlier groups. Put this group before those groups."
             )
     return group_by_name

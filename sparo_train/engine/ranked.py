@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class RankedEngineConfig(DeviceConfig):
     """One process per device."""
 
-    timeout: float = resumable_field(600.0, "Seconds after which a rank that does not respond ends the run.", gt=0)
+    timeout: float = resumable_field(600.0, "End the run if a rank does not respond for this many seconds.", gt=0)
     join_timeout: float = resumable_field(
         300.0,
         "Seconds to wait at the start until all ranks have joined. After that, the run ends with an error "

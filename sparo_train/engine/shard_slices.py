@@ -70,8 +70,8 @@ def refuse_differences(source: CheckpointReader, part: str, shapes: Mapping[str,
     missing, unexpected = sorted(shapes.keys() - saved), sorted(saved - shapes.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"checkpoint: names in its part {part} are not those of this run, missing {missing[:5]}, unexpected "
-            f"{unexpected[:5]}. The checkpoint belongs to another model."
+            f"checkpoint: the names in part {part} of the checkpoint do not match those of this run, missing "
+            f"{missing[:5]}, unexpected {unexpected[:5]}. The checkpoint belongs to another model."
         )
     for name, shape in shapes.items():
         if source.shape(part, name) != shape:

@@ -43,7 +43,7 @@ class VisionConfig(Frozen):
     width: int = field(768, "Token width.", gt=0, le=65536)
     layers: int = field(12, "Transformer blocks, including those that a readout replaces.", gt=0, le=1000)
     head_width: int = field(64, "Width of an attention head. Must divide width.", gt=0)
-    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
+    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to `width`.", gt=0)
     patch_dropout: float = field(0.0, "Share of patches dropped during training.", ge=0, lt=1)
     timm_model_name: str | None = field(
         None,
@@ -110,8 +110,9 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
         raise ValueError(
-            f"timm_model_kwargs, image_size: values in timm_model_kwargs must be numbers, strings, true or false, and image_size a whole number, got {kwargs} "
-            f"and {vision.get('image_size')}. Correct the value that has another type."
+            "timm_model_kwargs, image_size: values in timm_model_kwargs must be numbers, strings, true or false, "
+            f"and image_size must be a whole number, got {kwargs} and {vision.get('image_size')}. Correct the value "
+            "that has another type."
         )
     return infer_sizes(vision["timm_model_name"], vision.get("image_size"), kwargs)
 
@@ -124,7 +125,7 @@ class TextConfig(Frozen):
     width: int = field(512, "Token width.", gt=0, le=65536)
     heads: int = field(8, "Attention heads. Must divide width.", gt=0)
     layers: int = field(12, "Transformer blocks, including those that a readout replaces.", gt=0, le=1000)
-    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
+    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to `width`.", gt=0)
     init_from: str | None = field(None, _INIT, examples=["open_clip:ViT-B-32@weights.safetensors"])
     freeze: Freeze = field(False, _FREEZE)
 
@@ -235,7 +236,7 @@ class ClipConfig(Frozen):
             raise ValueError(f"vision.head_width={v.head_width} does not divide vision.width={v.width}")
         if self.readout.reads_cls and v.timm_model_name and not _timm_sizes(v.model_dump()).has_cls:
             raise ValueError(
-                f"readout.kind={self.readout.kind}: needs a class token, which timm's {v.timm_model_name} lacks. Use gap."
+                f"readout.kind={self.readout.kind}: needs a class token, which timm's {v.timm_model_name} lacks. Set readout.kind=gap."
             )
         if t.width % t.heads:
             raise ValueError(f"text.heads={t.heads} does not divide text.width={t.width}")

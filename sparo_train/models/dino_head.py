@@ -28,7 +28,7 @@ class DinoHeadConfig(Frozen):
         256, "Width of the MLP's output and of the prototypes with which this output is compared.", gt=0
     )
     nlayers: int = field(3, "Linear layers of the MLP.", ge=1)
-    use_bn: bool = field(False, "Batch normalization over the global batch in the MLP.")
+    use_bn: bool = field(False, "Use batch normalization in the MLP, over the global batch.")
     norm_last_layer: bool = field(True, "Keep the norm of every prototype at one.")
     weight_init: Literal["official", "xavier"] = field(
         "official", "Initialization of the MLP, with the same options as objective.model.weight_init."

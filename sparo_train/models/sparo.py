@@ -38,7 +38,7 @@ class SparoReadOut(TwinReadOut):
     kind: Literal["sparo"] = field("sparo", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token attended and slots unweighted, which shapes do not show"
     cross_attention: ClassVar[str] = "separate_head"  # name in Table 6
-    slots: int = field(64, "Number of slots, L: concepts that are attended to separately.", gt=0)
+    slots: int = field(64, "Number of slots (L). Each slot is a concept that is attended to separately.", gt=0)
     slot_width: int = field(64, "Width of a slot, V.", gt=0)
     head_width: int = field(64, "Width of keys and queries, D.", gt=0)
     text_head_width: int | None = field(
@@ -49,7 +49,9 @@ class SparoReadOut(TwinReadOut):
         examples=[64],
     )
     grp_size: int = field(
-        1, "Number of slots that share one key projection (Appendix A of the SPARO paper). Must divide slots.", gt=0
+        1,
+        "Number of slots that share one key projection (Appendix A of the SPARO paper). Must be a divisor of `slots`.",
+        gt=0,
     )
     share_kv: bool = field(True, "Use keys as values, as in the paper.")
     replace_last_block: bool = field(True, "Replace the last Transformer block by the readout, as in the SPARO paper.")

@@ -56,10 +56,10 @@ class VitConfig(Frozen):
     width: int = field(384, "Token width.", gt=0, le=65536)
     depth: int = field(12, "Transformer blocks, including the one that a readout replaces.", gt=0, le=1000)
     heads: int = field(6, "Attention heads.", gt=0)
-    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to width.", gt=0)
+    mlp_ratio: float = field(4.0, "Width of a block's MLP relative to `width`.", gt=0)
     drop_path: float = field(
         0.1,
-        "Stochastic depth rate of the student's last block. It increases linearly from 0 in the first block, unless drop_path_uniform is set.",
+        "Stochastic depth rate of the student's last block. The rate increases linearly over the blocks, from 0 in the first, unless drop_path_uniform is set.",
         ge=0,
         lt=1,
     )
@@ -145,8 +145,9 @@ class VitConfig(Frozen):
                 raise ValueError(f"{key}={getattr(self, key)}: does not apply if timm_model_name is set. Remove {key}.")
         if self.readout.reads_cls and self.readout.kind != "cls":
             raise ValueError(
-                f"readout.kind={self.readout.kind}: reads a class token, which is not available with timm_model_name. Use "
-                "readout.kind=cls; with timm_model_name, cls means the timm model's own pooling."
+                f"readout.kind={self.readout.kind}: reads a class token, which is not available with "
+                "timm_model_name. Use readout.kind=cls, which with timm_model_name means the timm model's own "
+                "pooling."
             )
         if self.readout.placement.replaced:
             raise ValueError(

@@ -165,8 +165,8 @@ class ClipObjective(CoupledObjective):
         last = (total_steps - 1) / total_steps
         if unreachable_shares := [share for share, _ in self.config.image_sizes if share > last]:
             raise ConfigError(
-                f"objective.image_sizes: the size that begins at share {unreachable_shares[0]:g} of the run would never "
-                f"be used, because the last of {total_steps} steps is at share {last:g}. Set a lower share."
+                f"objective.image_sizes: the size with start {unreachable_shares[0]:g} would never be used, because the "
+                f"last of the {total_steps} steps is at {last:g} of the run. Set a lower start."
             )
 
     def on_weights_loaded(self) -> None:

@@ -67,10 +67,10 @@ class ClipObjectiveConfig(Frozen):
     )
     model: ClipConfig = field(ClipConfig(), "Both towers and their readout.")
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
-        OPENAI_MEAN, "Mean of red, green and blue that is subtracted from pixels in 0..1."
+        OPENAI_MEAN, "Mean per colour channel (red, green, blue). It is subtracted from pixels in 0..1."
     )
     std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
-        OPENAI_STD, "Standard deviation of red, green and blue by which pixels in 0..1 are divided."
+        OPENAI_STD, "Standard deviation per colour channel (red, green, blue). Pixels in 0..1 are divided by it."
     )
     # sparo-clip decays every matrix, including position embeddings and SPARO's queries; open_clip >= 4 excludes
     # position embeddings.
@@ -89,15 +89,16 @@ class ClipObjectiveConfig(Frozen):
     )
     image_sizes: tuple[tuple[Share, int], ...] = field(
         (),
-        "Image sizes during training, as a list of [start, pixels]. start: share of the run from which this size "
-        "is used, 0 for the first size. The last size must be model.vision.image_size. Default: always this size.",
+        "Image sizes during training, as a list of [start, pixels]. start: share of the run from which this size is "
+        "used, 0 for the first size. The last size must be model.vision.image_size. Default: "
+        "model.vision.image_size during the whole run.",
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
     )
     independence: IndependenceConfig | None = field(
         None,
-        "Auxiliary loss that makes slots independent of each other. Requires a readout with two or more slots in both "
-        "towers, such as sparo. Default: none.",
+        "Auxiliary loss that makes slots independent of each other. Requires a readout with two or more slots, such "
+        "as `sparo`, in both towers. Default: none.",
     )
     max_logit_scale: float = field(
         MAX_LOGIT_SCALE,
@@ -110,7 +111,7 @@ class ClipObjectiveConfig(Frozen):
         bias = self.model.init_logit_bias
         if self.loss.uses_bias and bias is None:
             raise ValueError(
-                f"loss.kind={self.loss.kind}: needs model.init_logit_bias. Set it; SigLIP uses -10, and model.init_logit_scale=2.3026."
+                f"loss.kind={self.loss.kind}: needs model.init_logit_bias. Set it; SigLIP uses model.init_logit_bias=-10 and model.init_logit_scale=2.3026."
             )
         if bias is not None and not self.loss.uses_bias:
             raise ValueError(
@@ -118,7 +119,7 @@ class ClipObjectiveConfig(Frozen):
             )
         if self.model.readout.conditioned and self.loss.kind != "sigmoid":
             raise ValueError(
-                f"model.readout.kind={self.model.readout.kind}: needs loss.kind=sigmoid (model.init_logit_bias=-10)"
+                f"model.readout.kind={self.model.readout.kind}: needs loss.kind=sigmoid. Set it, and model.init_logit_bias=-10."
             )
         if self.cache is not None and not any(self.frozen):
             raise ValueError(
@@ -127,12 +128,12 @@ class ClipObjectiveConfig(Frozen):
         readout, slots = self.model.readout, self.model.readout.shape(self.model.embed_dim)[0]
         if self.independence is not None and (slots < 2 or readout.placement.projected or not readout.placement.text):
             raise ValueError(
-                f"independence: needs two or more slots in both towers, got model.readout.kind={readout.kind} with "
-                f"{slots}. Remove it, or use readout.kind=sparo."
+                f"independence: needs two or more slots in each tower, got model.readout.kind={readout.kind} with "
+                f"{slots}. Remove independence, or use readout.kind=sparo."
             )
         if self.independence is not None and self.independence.kind == "attention" and self.cache is not None:
             raise ValueError(
-                "independence.kind=attention: cannot be combined with cached tokens. Set independence.kind=hsic, or remove cache."
+                "independence.kind=attention: cannot be combined with cached tokens. Set independence.kind=hsic, or remove the key `cache`."
             )
         return self
 
@@ -148,8 +149,8 @@ class ClipObjectiveConfig(Frozen):
         )
         if shares[0] or shares != sorted(set(shares)):
             raise ValueError(
-                "image_sizes: the start of the first [start, pixels] must be 0, and each later start must be "
-                f"larger than the one before, got the starts {shares}. Correct them."
+                f"image_sizes: the starts in the list of [start, pixels] must begin at 0 and increase, got {shares}. "
+                "Correct them."
             )
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(

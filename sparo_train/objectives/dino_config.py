@@ -52,29 +52,29 @@ class GramConfig(Frozen):
     weight: float = field(2.0, "Weight of the loss.", gt=0)
     crop_size: int | None = field(
         None,
-        "Side in pixels of the global crops that the earlier teacher receives (without changes of colour). If this side "
-        "is larger than objective.model.image_size, the teacher's patch features are resized (bicubic) to the student's "
-        "grid. Default: objective.model.image_size.",
+        "Side in pixels of the global crops that the copy of the teacher receives (without changes of colour). If "
+        "this side is larger than objective.model.image_size, the teacher's patch features are resized (bicubic) to "
+        "the student's grid. Default: objective.model.image_size.",
         gt=0,
         le=16384,
         examples=[448],
     )
     first_step: int = field(
         0,
-        "Number of steps before this loss starts. The loss compares the student with an earlier teacher, a copy of the "
-        "teacher made after these steps. 0: the loss starts at once, and the earlier teacher has the weights of start_from.",
+        "Number of steps before this loss starts. The loss compares the student with a copy of the teacher, made "
+        "after these steps. 0: the loss starts at once, and the copy has the weights of start_from.",
         ge=0,
     )
     update_steps: int | None = field(
         None,
-        "After first_step: number of steps after which a new copy of the teacher replaces the earlier teacher. Default: "
-        "the first copy is kept.",
+        "After first_step: interval, in steps, at which a new copy of the teacher replaces the previous copy. "
+        "Default: the first copy is kept.",
         gt=0,
         examples=[10000],
     )
     max_updates: int | None = field(
         None,
-        "With update_steps: maximum number of times that the earlier teacher is replaced. Default: no limit.",
+        "With update_steps: maximum number of times that the copy of the teacher is replaced. Default: no limit.",
         gt=0,
         examples=[3],
     )
@@ -102,10 +102,11 @@ class DinoObjectiveConfig(Frozen):
     head: DinoHeadConfig = field(DinoHeadConfig(), "Projection head on which the loss is computed.")
     crops: CropsConfig = field(CropsConfig(), "Augmented views of an image.")
     mean: Annotated[tuple[float, ...], between(-10, 10)] = field(
-        IMAGENET_MEAN, "Mean of red, green and blue, or of each band, that is subtracted from pixels in 0..1."
+        IMAGENET_MEAN, "Mean per colour channel (red, green, blue) or per band. It is subtracted from pixels in 0..1."
     )
     std: Annotated[tuple[float, ...], between(1e-6, 100)] = field(
-        IMAGENET_STD, "Standard deviation of red, green and blue, or of each band, by which pixels in 0..1 are divided."
+        IMAGENET_STD,
+        "Standard deviation of red, green and blue, or of each band. Pixel values in 0..1 are divided by it.",
     )
     momentum_teacher: float = field(
         0.996, "Initial momentum of the teacher's moving average. A cosine raises it to 1.", ge=0, le=1
@@ -129,7 +130,7 @@ class DinoObjectiveConfig(Frozen):
     )
     gram: GramConfig | None = field(
         None,
-        "Gram anchoring (DINOv3): keep similarities between the student's patches close to those between an earlier teacher's patches. Default: none.",
+        "Gram anchoring (DINOv3): keep the student's patch-to-patch similarities close to those of an earlier copy of the teacher. Default: none.",
     )
     decay_queries: bool = field(True, "Apply weight decay to SPARO's queries.")
     clip_queries: bool = field(True, "With optim.clip_per=tensor, also clip the gradients of SPARO's queries.")
@@ -225,8 +226,9 @@ def check_recipe(recipe: RecipeBlocks[DinoObjectiveConfig]) -> None:
         raise ValueError(f"objective.model.bands={objective.model.bands}: {given}. Set {remedy}.")
     if objective.gram is not None and objective.gram.first_step == 0 and recipe.start_from is None:
         raise ValueError(
-            "objective.gram.first_step=0: the earlier teacher of this loss would have random weights. Set start_from (on the "
-            "command line: init=) to a trained run or backbone, or raise objective.gram.first_step."
+            "objective.gram.first_step=0: this loss compares with a copy of the teacher, which would have random "
+            "weights at step 0. Set start_from (on the command line: init=) to a trained run or backbone, or raise "
+            "objective.gram.first_step."
         )
     coupling = {
         "head.use_bn": objective.head.use_bn,

@@ -41,7 +41,7 @@ class DistillObjectiveConfig(Frozen):
     model: VitConfig = field(VitConfig(), "Backbone of the student.")
     teacher: Annotated[Any, FromRegistry(TEACHERS, default="checkpoint"), BeforeValidator(_as_teacher)] = field(
         ...,
-        "The teacher: a checkpoint, or a block of keys whose kind is an entry of sparo.teachers.",
+        "The teacher: a checkpoint, or a block whose `kind` is an entry of sparo.teachers.",
         examples=["dinov2_vitb14_pretrain.pth"],
     )
     cache: Annotated[CacheConfig | None, BeforeValidator(as_cache_block)] = field(

@@ -26,9 +26,11 @@ def with_choices(tree: Tree) -> tuple[Tree, list[Choice]]:
     kind = objective.get("kind", "clip") if isinstance(objective, Mapping) else "clip"
     choose = METHODS.get(kind, "objective.kind").choose
     if choose is None:
-        raise ConfigError(f"auto: objective.kind={kind} has no keys that can be chosen from the data. Set auto=off.")
+        raise ConfigError(
+            f"auto: objective.kind={kind} has no keys whose values can be chosen from the data. Set auto=off."
+        )
     if tree["auto"] not in ("here", "cpu", "gpu"):
-        raise ConfigError(f"auto: expected off, here, cpu or gpu, got {tree['auto']}.")
+        raise ConfigError(f"auto: expected `off`, `here`, `cpu` or `gpu`, got {tree['auto']}.")
     chosen = [choice for choice in choose(_situation(tree)) if _look_up(tree, choice.key) is None]
     for choice in chosen:
         patch: Any = choice.value

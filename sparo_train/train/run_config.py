@@ -67,8 +67,8 @@ class LogConfig(Frozen):
     )
     pictures: int = field(
         6,
-        "Number of samples whose pictures every evaluation saves to RUN/pictures and tensorboard. They come from the "
-        "first task that has pictures. At most 3 videos or one scene are shown. 0: none.",
+        "Number of samples for which every evaluation saves pictures to RUN/pictures and tensorboard. They come "
+        "from the first task that has pictures. At most 3 videos or one scene are shown. 0: none.",
         ge=0,
         le=256,
     )
@@ -92,9 +92,9 @@ class EvalConfig(Frozen):
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     max_share: float | None = field(
         None,
-        "Maximum share of the time since the process started that evaluations may take. An evaluation that is due by "
-        "every_steps is skipped if the total would exceed this share. The first evaluation and the one after the last step always run. "
-        "Default: no evaluation is skipped.",
+        "Maximum share of the time that evaluations may take, counted from the start of the process. An evaluation "
+        "that is due by every_steps is skipped if the total would exceed this share. The first evaluation and the "
+        "one after the last step always run. Default: no evaluation is skipped.",
         gt=0,
         lt=1,
         examples=[0.05],
@@ -119,11 +119,13 @@ class StartConfig(Frozen):
     )
     allow_missing: tuple[str, ...] = field(
         (),
-        "Name patterns of the run's parameters that may be missing from the checkpoint, as in [model.visual.sparo.*].",
+        "Parameters of the run that may be missing from the checkpoint, given as patterns of their names, such as [model.visual.sparo.*].",
         strict=False,
     )
     allow_unused: tuple[str, ...] = field(
-        (), "Patterns of checkpoint parameters that are ignored if the run has no such parameter.", strict=False
+        (),
+        "Name patterns. A checkpoint parameter that matches a pattern is ignored if the run does not have this parameter.",
+        strict=False,
     )
     optimizer: bool = field(
         False,
@@ -185,8 +187,8 @@ class RunConfig(Frozen):
     samples: int | None = field(None, "Length of training in samples.", gt=0, lt=1 << 63, examples=[1_280_000])
     samples_per_epoch: int | None = field(
         None,
-        "Number of samples that count as one epoch, for papers that define an epoch by a number of "
-        "samples. Default: the sum over sources of size times weight.",
+        "Number of samples that count as one epoch, for papers that define an epoch by a number of samples. "
+        "Default: the sum of size times weight over all sources.",
         gt=0,
     )
     stop_after_steps: int | None = resumable_field(
@@ -202,9 +204,9 @@ class RunConfig(Frozen):
     )
     auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
         "off",
-        "Choose sizes, length, learning rate and similar keys that the recipe does not set, based on the data, the "
-        "initial weights and the hardware: this machine (here), CPUs (cpu) or a GPU (gpu). `sparo train --print` "
-        "shows the choices.",
+        "Based on the data, the initial weights and the hardware, choose sizes, length, learning rate and similar "
+        "keys that the recipe does not set. The hardware is this machine (here), CPUs (cpu) or a GPU (gpu). `sparo "
+        "train --print` shows the choices.",
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="Training method: an entry of sparo.methods."
@@ -273,7 +275,7 @@ class RunConfig(Frozen):
             )
         if self.optim.warmup_steps >= total:
             raise ConfigError(
-                f"optim.warmup_steps={self.optim.warmup_steps} must be below the {total} steps of the run. Shorten it, or train longer."
+                f"optim.warmup_steps={self.optim.warmup_steps} must be below the {total} steps of the run. Shorten the warm-up, or train longer."
             )
         if self.optim.warmup_steps + (self.optim.cooldown_steps or 0) > total:
             raise ConfigError(

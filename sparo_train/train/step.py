@@ -52,8 +52,8 @@ def refuse_diverged(state: State, total_steps: int, checkpoint: Path | None, las
         last = f", the last {state.skipped_in_a_row} among them" if at_the_end else ""
         causes.append(f"{state.skipped_steps} of {state.step} steps were skipped as non-finite{last}")
     raise TrainingError(
-        f"step {state.step} of {total_steps} is done, but {' and '.join(causes)}. "
-        f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {last_good}."
+        f"step {state.step} of {total_steps} is done, but {' and '.join(causes)}. Try a lower optim.lr, "
+        f"optim.clip_grad_norm=1.0 or engine.precision=fp32; {last_good}."
     )
 
 
@@ -95,8 +95,9 @@ class SkippedSteps:
             )
             if state.skipped_in_a_row > self.limit:
                 raise TrainingError(
-                    f"step {step}: {state.skipped_in_a_row} non-finite steps in a row (optim.max_consecutive_skips={self.limit}). "
-                    f"Lower optim.lr, set optim.clip_grad_norm=1.0 or engine.precision=fp32; {self._last_good()}."
+                    f"step {step}: {state.skipped_in_a_row} non-finite steps in a row "
+                    f"(optim.max_consecutive_skips={self.limit}). Try a lower optim.lr, optim.clip_grad_norm=1.0 or "
+                    f"engine.precision=fp32; {self._last_good()}."
                 )
 
 

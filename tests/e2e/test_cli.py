@@ -90,7 +90,7 @@ def test_eval_gives_equal_scores_for_runs_exports_and_files(trained, tmp_path):
         (["eval", "{root}/sets", "--data", "{root}/recipe.yaml"], "not a run folder, checkpoint folder"),
         (["eval", "{root}/sets", "--data", "{root}/odd.yaml"], "task: unknown key; did you mean 'tasks'?"),
         (["eval", "{root}/runs/cli", "--tasks", "zerro"], "--tasks zerro: did you mean 'zero'?"),
-        (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "Give a file with tasks to --data"),
+        (["eval", "{root}/runs/cli", "--tasks", "my.yaml"], "To use a file with tasks, pass it as --data"),
         (
             ["eval", "{root}/runs/cli", "{root}/shards"],
             "--data: missing, and {root}/shards has no run with eval.tasks",

@@ -166,7 +166,10 @@ def test_parts_of_an_array_score_when_all_are_complete(scored):
     assert first.returncode == 0 and "need the other parts" in first.stderr and "acc1" not in first.stdout
     second = sparo(*arguments, "--part", "0/2", cwd=root)
     assert second.returncode == 0 and "acc1" in second.stdout and "macro" in second.stdout
-    for bad, message in (("2/2", "--part 2/2: expected I/N"), ("slurm", "are not set. Use it in a SLURM array")):
+    for bad, message in (
+        ("2/2", "--part 2/2: expected I/N"),
+        ("slurm", "are not set. Use --part slurm in a SLURM array"),
+    ):
         done = sparo(*arguments, "--part", bad, cwd=root)
         assert done.returncode == 2 and message in done.stderr
 

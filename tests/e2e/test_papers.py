@@ -44,7 +44,7 @@ def test_words_select_items(words, expected, absent):
         (("sparo", "tabble", "6"), "tabble: no paper, table or figure has this word; did you mean 'table'?"),
         (("sparo", "table", "77"), "77: no paper, table or figure has this word"),
         (("optimal", "figure", "6"), "optimal figure 6: no table or figure has all of these words. Use fewer"),
-        (("sparo", "table", "--run"), "--run: runs one table or figure, but the words match 10 (Table 1, Table 2, "),
+        (("sparo", "table", "--run"), "--run: runs one table or figure, but the words in the command match 10 (Table 1, Table 2, "),
         (("sparo", "table", "6", "--small"), "--small: applies to --run only. Remove it, or add --run."),
         (("sparo", "table", "2", "--run"), "SPARO, Table 2: has no full sweep. `sparo papers` shows its commands."),
         (("sparo", "table", "6", "--run", "--on", "nowhere"), "nowhere"),

@@ -11,7 +11,7 @@ def test_names_are_written_and_names_of_the_user_stay(world):
     (world / "words.txt").write_text("thing\na thing 1\n1\n2\nabsent\n\n")
     done = sparo("slots", "name", "runs/s0", "--task", "ret", "--vocabulary", "words.txt", "--min-images", "2", "--out", "named.json",
                  "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
-    assert done.returncode == 2 and "none of the 5 names" in done.stderr  # each of the 12 images has a different number
+    assert done.returncode == 2 and "None of the 5 names" in done.stderr  # each of the 12 images has a different number
     done = sparo("slots", "name", "runs/s0", "--task", "zero", "--template", "a {c}", "--min-images", "2", "--out", "named.json",
                  "--json", "named_facts.json", *common, cwd=world)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -198,7 +198,7 @@ BAD = {
     "parts": (("select", "runs/plain", "--task", "zero", "--units", "parts"), "--parts None"),
     "method": (("select", "runs/s0", "--task", "zero", "--method", "tpo"), "--method tpo: did you mean 'top'?"),
     "k": (("select", "runs/s0", "--task", "zero", "--k", "9"), "--k 9: exceeds the 4 slots"),
-    "k 0": (("select", "runs/s0", "--task", "zero", "--k", "0"), "--k 0: expected half, best, or a number of at least 1"),
+    "k 0": (("select", "runs/s0", "--task", "zero", "--k", "0"), "--k 0: expected `half`, `best`, or a number of at least 1"),
     "task": (("select", "runs/s0", "--task", "zeor"), "--task zeor: did you mean 'zero'?"),
     "retrieval": (("select", "runs/s0", "--task", "ret"), "needs a task of kind zeroshot, pairs, choice, matching, paraphrases, knn or probe"),
     "out": (("select", "runs/s0", "--task", "zero", "--out", "x.yaml"), "--out x.yaml: expected a .json file"),

@@ -269,7 +269,7 @@ def test_a_run_that_skipped_its_last_steps_or_half_of_them_fails(nan_from, steps
 def test_weights_that_only_grew_end_a_run_as_an_error(end, shards, tmp_path):
     tree = tiny_recipe(shards, tmp_path, **end)
     tree["optim"] = {"lr": 1e12, "warmup_steps": 0}
-    with pytest.raises(TrainingError, match=r"its weights are not finite or above 1e9\. Lower optim.lr"):
+    with pytest.raises(TrainingError, match=r"its weights are not finite or above 1e9\. Try a lower optim.lr"):
         train(run(tree))
 
 

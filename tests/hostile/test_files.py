@@ -212,7 +212,7 @@ def test_labels_of_class_folders_follow_names_instead_of_positions(scored, tmp_p
     assert_ends([*words, "same"], 0, [], cwd=tmp_path)
     (found,) = json.loads((tmp_path / "r.json").read_text())["results"].values()
     assert max(found["metrics"].values()) == 1.0 and not any("200" in name for name in found["metrics"])
-    assert_ends([*words, "strange"], 2, ["1 class(es) that train lacks, such as 'z'"], cwd=tmp_path)
+    assert_ends([*words, "strange"], 2, ["1 class(es) that `train` lacks, such as 'z'"], cwd=tmp_path)
     assert_ends([*words, "far"], 2, ["exceeds the 12 images"], cwd=tmp_path)
 
 

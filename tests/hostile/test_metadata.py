@@ -120,7 +120,7 @@ def test_faces_need_names_of_every_attribute(tmp_path):
     task = AttributesTaskConfig(root=str(root))
     with pytest.raises(
         DataError,
-        match=r"its class names or templates need a line for each of age, such as age:…, got lines for race, gender",
+        match=r"its class names or templates lack lines for age, got lines for race, gender",
     ):
         Suite({"a": task}).check()
     with pytest.raises(ConfigError, match=r"metadata: lacks race_binary, got age, gender, race\. List the names"):

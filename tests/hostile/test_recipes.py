@@ -17,7 +17,7 @@ TEXTS = {
     "UTF-16": ("name: a\n".encode("utf-16"), "is not UTF-8"),
     "a NUL byte": (b"name: a\x00b\n", "not valid YAML"),
     "an ESC byte": (b"name: a\x1b[31m\n", "not valid YAML"),
-    "an alias in itself": (b"data: &x [*x]\n", "line 1: this value contains an alias"),
+    "an alias in itself": (b"data: &x [*x]\n", "line 1: this value refers to itself through an alias"),
     "a mapping in itself": (b"data: &x {sources: *x}\n", "an alias"),
     "aliases of aliases": (BOMB.encode(), "aliases (*name) expand to more than"),
     "a deep nest": (b"[" * 5000, "nested too deeply"),

@@ -96,7 +96,7 @@ REFUSED = {
     "VideoMAE": ({**SIZES, "num_frames": 2}, "image of 56 pixels cannot be encoded"),
     "Siglip2Vision": (
         {k: v for k, v in SIZES.items() if k != "image_size"} | {"num_patches": 16},
-        "only models with a single input, the pixels of one image",
+        "can only score models whose single input is the pixels of one image",
     ),
 }
 

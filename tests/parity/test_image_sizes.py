@@ -111,11 +111,11 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
     [
         (
             ["objective.image_sizes=[[0.1, 32], [0.5, 64]]"],
-            r"first \[start, pixels\] must be 0, and each later start must be larger",
+            r"starts in the list of \[start, pixels\] must begin at 0 and increase",
         ),
         (
             ["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"],
-            r"first \[start, pixels\] must be 0, and each later start must be larger",
+            r"starts in the list of \[start, pixels\] must begin at 0 and increase",
         ),
         (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "multiple of patch_size=16 .* got 40"),
         (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "multiple of patch_size=16 .* got 80"),
@@ -136,7 +136,7 @@ def test_a_size_that_no_step_reaches_is_refused(shards, tmp_path):
     for begin in (train, dry_run):
         with pytest.raises(
             ConfigError,
-            match=r"the size that begins at share 0.9 of the run would never be used, because the last of 6 steps",
+            match=r"the size with start 0.9 would never be used, because the last of the 6 steps",
         ):
             begin(late)
     assert not late.folder.exists() and dry_run(late.model_copy(update={"steps": 10})).steps == 10

@@ -239,7 +239,7 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     wider = ["objective.model.embed_dim=20", inits[0]]
     assert "newly initialized: proj" in begun(*wider)[1]
     with pytest.raises(
-        CheckpointError, match=r"has no tensors that match proj of the new run, and `freeze` would keep these random"
+        CheckpointError, match=r"has no tensors that match proj of the new run, and `freeze` would leave those"
     ):
         begun(*wider, "objective.model.vision.freeze=true")
     assert "newly initialized" not in begun(inits[0], "objective.model.vision.freeze=true")[1]
@@ -336,7 +336,7 @@ def test_settings_that_train_nothing_are_refused():
     shadowed = ({"match": ("model.visual.*",), "lr_factor": 0.1}, {"match": ("*visual.sparo.*",), "lr_factor": 5.0})
     with pytest.raises(
         ConfigError,
-        match=r"optim.groups.1.match=\['\*visual.sparo.\*'\]: all parameters that match already belong",
+        match=r"optim.groups.1.match=\['\*visual.sparo.\*'\]: all matching parameters already belong",
     ):
         build_optimizer(AdamWConfig(groups=shadowed), ClipObjective(config))
     build_optimizer(AdamWConfig(groups=shadowed[::-1]), ClipObjective(config))

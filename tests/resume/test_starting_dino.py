@@ -185,7 +185,8 @@ def test_gram_anchoring_begins_with_the_initial_weights(recipe, tmp_path):
         assert torch.allclose(weights[f"earlier.{name}"], value, atol=1e-6), name
     assert weights["earlier.pos_embed"].shape == (1, 65, 32)
     with pytest.raises(
-        ConfigError, match=r"objective\.gram\.first_step=0: the earlier teacher of this loss would have random weights"
+        ConfigError,
+        match=r"objective\.gram\.first_step=0: this loss compares with a copy of the teacher, which would have random weights",
     ):
         recipe("name=random", "objective.gram={}")
     with pytest.raises(ConfigError, match=r"objective\.gram\.first_step=7: the run has only 1 steps"):

@@ -83,7 +83,7 @@ def test_names_come_from_the_folder_or_from_clip_benchmark(root, tmp_path):
         ({"DE": [[1], ["a"]]}, PROMPTS, "the language DE needs one name per class number"),
         ({"DE": 3}, PROMPTS, "DE must have a list of class numbers and a list of names"),
         ({"DE": [["x"], ["a"]]}, PROMPTS, "DE must have a list of class numbers and a list of names"),
-        (NAMES, {"DE": ["no place"]}, "each prompt must contain {}, .* got .no place"),
+        (NAMES, {"DE": ["no place"]}, "each prompt must contain {} .* got .no place"),
         (NAMES, {}, "language=de: is not in Babel-ImageNet"),
     ],
 )
@@ -102,5 +102,7 @@ def test_a_language_without_prompts_and_other_sets_are_refused(root):
         babel_imagenet(root / "imagenet1k", "br")
     task = ZeroshotTaskConfig(root=str(root / "imagenet1k"), language="de")
     (root / "imagenet1k/classnames.txt").write_text("cat\ndog\n")
-    with pytest.raises(SparoError, match=r"language=de needs ImageNet's 1,000 classes with one label per image, got 2"):
+    with pytest.raises(
+        SparoError, match=r"language=de needs one label per image and ImageNet's 1,000 classes, got 2 classes"
+    ):
         Suite({"z": task}).check()

@@ -169,7 +169,7 @@ def test_a_limit_without_time_to_train_is_reported():
         (["--time", "1", "--signal-seconds", "60"], "signal_seconds=60: must be below the time limit 1"),
         (
             ["--kind", "debug", "--tasks-per-node", "2"],
-            "kind=debug: starts only one rank, in this process, got 2. Use kind=local for several ranks",
+            "kind=debug: starts one rank only (in this process), got 2. Use kind=local for several ranks",
         ),
         (["--kind", "local", "--nodes", "2"], "nodes=2: local is one machine"),
         (["--kind", "local", "--setup", "module load x"], "setup: applies to SLURM only; local jobs inherit"),

@@ -323,7 +323,7 @@ def test_a_limited_result_never_stands_for_the_whole(tmp_path):
     assert rows() == [("a", 2 / 3)]
     with pytest.raises(
         ConfigError,
-        match=r"--paper CC15M: .* only to a table with --layout, got none\. Choose one of 1, 2, 3, 6, B\.1, B\.2",
+        match=r"--paper CC15M: .* need a table with --layout, but --layout is not set\. Choose one of 1, 2, 3, 6, B\.1, B\.2",
     ):
         layouts.grid(read_records([tmp_path]), None, ["CC15M"])
 

@@ -138,7 +138,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
     [
         (
             b"flie,title\n",
-            "no column for the picture, got the columns flie, title. Rename it to filepath, or name it with --image-column",
+            "no column for the picture, got the columns flie, title. Rename the matching column to filepath, or name it with --image-column",
         ),
         (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: no such image, got 'none\.jpg'"),
         (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),

@@ -230,7 +230,7 @@ def test_tables_that_would_give_wrong_scores_are_refused(tissue, tmp_path):
         ("regression", {"target": "{nuclei}"}),
         ("linear", {"label": "{tissue}"}),
     ):
-        with pytest.raises(DataError, match=r"group.s. that also occur in train, such as 'p000'"):
+        with pytest.raises(DataError, match=r"group.s. of images with train, such as 'p000'"):
             run(kind, leaking, columns=columns)
     for key in ("target", "mask"):
         kind = {"target": "regression", "mask": "linear_segmentation"}[key]
@@ -358,10 +358,10 @@ def test_splits_and_findings_that_do_not_exist_are_named(tissue, tmp_path):
     share = {"label": "{tissue}", "split": None, "test_share": 0.2}
     for words in ({"val_split": "nonsense"}, {"split": "val"}):
         config = task("probe", tissue, columns=share)
-        with pytest.raises(ConfigError, match=r"columns.test_share: creates the splits train and test only"):
+        with pytest.raises(ConfigError, match=r"columns.test_share: creates only the splits `train` and `test`"):
             Suite({"t": config.model_copy(update=words)}).run(encoder())
     none = table_of(tmp_path / "none", tissue, lambda _, row: {**row, "findings": ""})
-    with pytest.raises(DataError, match=r"no row has the name of a class in \{findings\}"):
+    with pytest.raises(DataError, match=r"in \{findings\}, no row has the name of a class"):
         run("probe", none, columns={"labels": "{findings}"})
 
 

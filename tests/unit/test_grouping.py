@@ -232,7 +232,7 @@ BAD = {
     "renorm=entry: is not needed with softmax_over=keys": {"preset": "tf", "renorm": "entry"},
     "pooled: does not compute attention": {"preset": "pooled", "slots": 16, "qk_norm": True},
     "set out_proj or a gru": {"preset": "tf_inv", "qkv_width": 4},
-    "qk_norm: cannot be combined with kv=folded": {"preset": "tf_inv_osrt", "kv": "folded"},
+    "qk_norm: cannot be combined with transport or kv=folded": {"preset": "tf_inv_osrt", "kv": "folded"},
     "straight_through: applies to gradient=last": {"straight_through": True},
     "ground: needs two or more slots": {"ground": True, "slots": 1},
     "ground=True: must be False with a binder": {"preset": "psb", "ground": True},

@@ -351,7 +351,7 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
     )
     train, test = (set(part.groups) for part in parts)
     assert train and test and not train & test and sum(map(len, parts)) == 12
-    with pytest.raises(DataError, match=r"images of 6 group\(s\) that also occur in train, such as 'p0'"):
+    with pytest.raises(DataError, match=r"shares 6 group\(s\) of images with train, such as 'p0'"):
         linear_keys = {name: value for name, value in keys.items() if name != "k"} | {"task": "linear"}
         open_labelled(LinearTaskConfig.model_validate({**linear_keys, "columns": {**columns, "group": "patient"}}))
     limited = KnnTaskConfig.model_validate({**keys, "limit": 6, "columns": {**columns, "group": "patient"}})

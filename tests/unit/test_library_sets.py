@@ -294,7 +294,7 @@ def test_missing_files_and_unknown_sets_are_reported(tmp_path, monkeypatch):
     found = open_known(tmp_path, "vtab/clevr_count_all")
     with pytest.raises(DataError, match=r"classnames\.txt: no such file"):
         found.classnames()
-    with pytest.raises(DataError, match="Install clip-benchmark for its prompts of vtab/clevr_count_all"):
+    with pytest.raises(DataError, match="Install clip-benchmark, which contains the prompts for vtab/clevr_count_all"):
         found.templates()
 
 

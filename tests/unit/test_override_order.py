@@ -77,7 +77,9 @@ def test_an_empty_entry_of_a_file_is_refused_if_no_parent_has_it(base, tmp_path)
     ):
         read_sweep(sweep)
     child = write(tmp_path / "child.yaml", {"extends": str(base), "data": {"sources": {"scenez": None}}})
-    with pytest.raises(ConfigError, match=r"data\.sources\.scenez: an empty value removes .*no parent has this one"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.scenez: an empty value removes .*no parent recipe has this entry"
+    ):
         load_run(child)
 
 

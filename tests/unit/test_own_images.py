@@ -114,9 +114,11 @@ def test_missing_inputs_are_reported_with_the_remedy(tmp_path, monkeypatch, imag
         load_run("own_images")
     with pytest.raises(ConfigError, match=r"data=image: no such file or folder; did you mean 'images'"):
         chosen("image")
-    with pytest.raises(ConfigError, match=r"auto: objective\.kind=clip has no keys that can be chosen from the data"):
+    with pytest.raises(
+        ConfigError, match=r"auto: objective\.kind=clip has no keys whose values can be chosen from the data"
+    ):
         load_run("own_pairs", ["auto=here"])
-    with pytest.raises(ConfigError, match=r"auto: expected off, here, cpu or gpu, got tpu"):
+    with pytest.raises(ConfigError, match=r"auto: expected `off`, `here`, `cpu` or `gpu`, got tpu"):
         chosen(images, "auto=tpu")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"'empty' matches no shard; the folder has no \.tar files"):
@@ -126,7 +128,7 @@ def test_missing_inputs_are_reported_with_the_remedy(tmp_path, monkeypatch, imag
 def test_too_many_unreadable_images_are_reported_before_the_first_step(images):
     (images / "broken.png").write_bytes(b"no picture")
     with pytest.raises(
-        DataError, match=r"data: 1 of 41 images cannot be used, such as .*bad image.*max_bad_share is 0\.01"
+        DataError, match=r"data: 1 of 41 images cannot be used \(for example, .*bad image.*max_bad_share=0\.01"
     ):
         chosen(images, "auto=cpu")
     assert chosen(images, "auto=cpu", "data.max_bad_share=0.05").batch_size == 8

@@ -302,8 +302,14 @@ def test_rows_without_an_image_are_named_or_skipped(tmp_path):
     [
         ("image,caption\n".encode("utf-16"), r"is UTF-16, not UTF-8\. Convert it with: iconv -f utf-16 -t utf-8"),
         ("image,caption\n".encode("utf-16-le"), "is UTF-16"),
-        (b"name,caption\na.jpg,x\n", r"no column for the picture, got the columns name, caption\. Rename it to image"),
-        (b"image,words\na.jpg,x\n", r"no column for the caption, got the columns image, words\. Rename it to caption"),
+        (
+            b"name,caption\na.jpg,x\n",
+            r"no column for the picture, got the columns name, caption\. Rename the matching column to image",
+        ),
+        (
+            b"image,words\na.jpg,x\n",
+            r"no column for the caption, got the columns image, words\. Rename the matching column to caption",
+        ),
     ],
 )
 def test_errors_of_a_table_name_the_cause(content, message, tmp_path):

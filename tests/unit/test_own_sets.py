@@ -144,7 +144,8 @@ def test_class_names_in_another_order_are_refused(tmp_path):
     write(tmp_path / "set", {f"{name}/{i}.jpg": jpeg(i) for name in ("ant", "bee", "cat") for i in range(2)})
     (tmp_path / "set/classnames.txt").write_text("cat\nbee\nant")
     with pytest.raises(
-        DataError, match=r"classnames.txt: has the names of the classes in another order, got 'cat' for the class 'ant'"
+        DataError,
+        match=r"classnames.txt: its class names are not in the order of the classes, got 'cat' for the class 'ant'",
     ):
         convert_folder(tmp_path / "set", tmp_path / "out")
     with pytest.raises(DataError, match="in another order"):
@@ -218,7 +219,7 @@ def test_a_list_of_captions_in_a_cell_is_several_captions(cell):
     assert TableRow({"caption": cell}, "mine.csv, row 1").texts("{caption}") == ["a dog", "a cat"]
     with pytest.raises(
         DataError,
-        match=r"row 1: \{caption\} contains a caption that is a list without commas, got .* Write the list in JSON",
+        match=r"row 1: \{caption\} contains a list of captions without commas, got .* Write the list in JSON",
     ):
         TableRow({"caption": cell.replace(",", "")}, "mine.csv, row 1").texts("{caption}")
 

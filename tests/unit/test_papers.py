@@ -93,7 +93,7 @@ def test_too_few_seeds_and_untrained_controls_decide_nothing():
 def test_claims_without_margin_or_control_are_refused():
     with pytest.raises(ValidationError, match="margin: must be positive for expect=equal"):
         claim(than="b", expect="equal")
-    with pytest.raises(ValidationError, match="expected exactly one of the keys controls and no_control"):
+    with pytest.raises(ValidationError, match="expected exactly one of the keys `controls` and `no_control`"):
         Claim(number=1, claim="a", items=("x",), sweep="s", why="w", tests=())
 
 
@@ -126,7 +126,7 @@ def test_files_other_than_a_record_are_refused(tmp_path, text, message):
     with pytest.raises(DataError, match=message):
         read_record(tmp_path / "record.json")
     done = sparo("eval", "sweep", "record.json", "--figure", "x.png", "--baseline", "a", cwd=tmp_path)
-    assert done.returncode == 2 and "is a record of a sweep, from which only figures can be drawn" in done.stderr
+    assert done.returncode == 2 and "is a sweep's record, which can only be drawn as a figure" in done.stderr
     done = sparo("eval", "sweep", "record.json", "--figure", "x.png", cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 

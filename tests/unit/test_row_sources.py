@@ -189,7 +189,7 @@ def test_images_by_url_are_downloaded_once(tmp_path):
     far.write_bytes(FIXTURES.jpeg(0))
     (tmp_path / "t.tsv").write_text(f"url\tcaption\nfile://{far}\tone\nfile://{tmp_path}/none.jpg\ttwo\n")
     block = {"table": str(tmp_path / "t.tsv")}
-    with pytest.raises(DataError, match="Name a folder to download them to with url_cache or the option --url-cache"):
+    with pytest.raises(DataError, match="Set url_cache or the option --url-cache to a folder for the downloads"):
         opened(block).storages[0].read(0)
     (storage,) = opened({**block, "url_cache": str(tmp_path / "cache")}).storages
     for _ in range(2):

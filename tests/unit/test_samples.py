@@ -65,7 +65,7 @@ def test_written_lists_are_several_captions_and_missing_values_none():
     config = ShardsConfig(shards="x", caption_key="json:say")
     fields = {"json": json.dumps({"say": "['a dog', 'a cat']"}).encode()}
     assert list_captions(fields, config) == ["a dog", "a cat"]
-    with pytest.raises(BadSampleError, match="a list without commas"):
+    with pytest.raises(BadSampleError, match="a list of captions without commas"):
         caption({"json": json.dumps({"say": "['a dog' 'a cat']"}).encode()}, config)
     for missing in ("nan", " NaN ", ["nan", ""]):
         with pytest.raises(BadSampleError, match="missing caption"):

@@ -256,7 +256,7 @@ def test_several_labels_come_from_npy_members(tmp_path):
         WdsSet(tmp_path / "torn", "label").read(0)
     write_wds_layout(bad, [("0", {"jpg": jpeg(0), "npy": member([0.5, 1])})], classnames=["a"])
     (bad / "dataset_type.txt").write_text("multilabel")
-    with pytest.raises(DataError, match="one row of zeros and ones"):
+    with pytest.raises(DataError, match="a single row, with a 0 or 1"):
         WdsSet(bad, "label").read(0)
 
 

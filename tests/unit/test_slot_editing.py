@@ -115,5 +115,5 @@ def test_slate_draws_without_a_slot():
 def test_edits_that_a_model_cannot_do(frame, edit, problem):
     with pytest.raises(ConfigError, match=problem):
         check_edit(model(frame), edit)
-    with pytest.raises(ConfigError, match="does not decode slots to an image"):
+    with pytest.raises(ConfigError, match="is not an image model that decodes slots"):
         editable(object.__new__(type("Other", (), {"label": "x"})))

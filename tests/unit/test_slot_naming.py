@@ -67,7 +67,7 @@ def test_slots_get_the_names_of_what_they_encode():
     assert naming.slots[2].passing == [] and all(0.3 < test.auc < 0.7 for test in naming.slots[2].tests)
     assert naming.slots[0].shuffled < 0.65 < 0.95 < naming.slots[0].tests[0].auc and naming.names == 6
     assert name_slots(images, texts, names, contain_names(captions, names), 3, 5, 0) == naming
-    with pytest.raises(ConfigError, match="none of the 6 names"):
+    with pytest.raises(ConfigError, match="None of the 6 names"):
         name_slots(images, texts, names, contain_names(captions, names), 3, 150, 0)
 
 

@@ -271,7 +271,7 @@ def test_incompatible_options_are_refused(told):
 
 def test_without_pot_exact_plans_are_refused_at_the_start(monkeypatch):
     monkeypatch.setattr("object_centric.grouping.transport.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"exact=sum: needs POT. pip install -e '\.\[transport\]'"):
+    with pytest.raises(ConfigError, match=r"exact=sum: needs POT. Run `pip install -e '\.\[transport\]'"):
         built("sa_emd")
 
 

@@ -58,7 +58,7 @@ def test_layer_norms_with_another_epsilon_are_refused_unless_both_are_small():
         return nn.Sequential(nn.LayerNorm(4, eps=epsilon))
 
     refuse_unlike("file", norm(1e-12), norm(1e-6))
-    with pytest.raises(CheckpointError, match=r"layer norms of epsilon 0\.001, which the model of the run does not"):
+    with pytest.raises(CheckpointError, match=r"a layer-norm epsilon of 0\.001, but the model of the run uses another"):
         refuse_unlike("file", norm(1e-3), norm(1e-5))
 
 

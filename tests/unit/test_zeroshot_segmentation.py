@@ -195,7 +195,7 @@ def test_backgrounds_names_and_errors(tmp_path):
     (tmp_path / "classnames.txt").write_text("dog\ntree\n")
     without = Suite({"s": base.model_copy(update={"ignore_background": True})}).run(encoder)["s"]
     assert set(without.options["iou"]) == {0, 1} and set(plain.options["iou"]) == {0, 1, 2}
-    with pytest.raises(DataError, match=r"has class 2, but there are 2 class names\. Set ignore"):
+    with pytest.raises(DataError, match=r"has class 2, but there are 2 class names\. Set the key `ignore`"):
         Suite({"s": base}).run(encoder)
     everything = base.model_copy(update={"background_threshold": 0.999})
     (tmp_path / "classnames.txt").write_text("other, thing\ndog\ntree, plant, shrub\n")

@@ -119,7 +119,7 @@ def draw_panels(
     if not out.suffix:
         if task is None or task_name is None or images:
             raise ConfigError(
-                f"--out {out}: a page (a name without a suffix) can only show a task (--task). For your own images, name a .png file."
+                f"--out {out}: a name without a suffix writes a page, and a page can only show a task (--task). For your own images, name a .png file."
             )
         refuse_unwritable(out, "--out")
         return _write_task_page(encoder, checkpoint, task_name, task, num_samples, tile, out)

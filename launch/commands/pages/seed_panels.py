@@ -79,8 +79,9 @@ def _score(run: str, task_name: str, data: str) -> Result:
         raise ConfigError(f"{run}: has no score of {task_name}. Score it with `sparo eval {run} --tasks {task_name}`.")
     if not (same := [result for result in found if result.data == data]):
         raise ConfigError(
-            f"{run}: its scores of {task_name} are from other images than those to be drawn. Score the images to be drawn with `sparo eval {run} "
-            f"--tasks {task_name}` (and the same --data), or give the --data file with which the run was scored."
+            f"{run}: its scores of {task_name} are from other images than those to be drawn. To score the images to "
+            f"be drawn, run `sparo eval {run} --tasks {task_name}` (with the same --data as this command), or give "
+            "the --data file with which the run was scored."
         )
     return same[-1]
 

@@ -75,8 +75,8 @@ class RunLease:
         if owner["token"] != self.token:
             by = f"job {owner['job']}, restart {owner['restart']}" if owner.get("job") else f"pid {owner.get('pid')}"
             raise SupersededError(
-                f"{self.path.parent}: was taken over by a process that started later ({by} on {owner.get('host')}). This process stops and "
-                "writes nothing more into it."
+                f"{self.path.parent}: was taken over by a process that started later ({by} on {owner.get('host')}). "
+                "This older process stops and writes nothing more into the folder."
             )
 
     def owner(self) -> dict[str, Any]:

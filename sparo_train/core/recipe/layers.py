@@ -120,8 +120,9 @@ def _refuse_absent_entry(model: type[BaseModel], tree: Tree, own: Tree, keys: tu
     if not isinstance(entries, Mapping) or name not in entries:
         known = entries if isinstance(entries, Mapping) else {}
         raise ConfigError(
-            f"{origin}: {'.'.join(map(str, keys))}: an empty value removes an entry of a parent recipe, but no parent has this one. Write "
-            f"{name}: {{}} for an entry with defaults; {did_you_mean(name, known)}"
+            f"{origin}: {'.'.join(map(str, keys))}: an empty value removes an entry of a parent recipe, but no "
+            f"parent recipe has this entry. Write {name}: {{}} for an entry with defaults; "
+            f"{did_you_mean(name, known)}"
         )
 
 

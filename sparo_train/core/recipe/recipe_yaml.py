@@ -79,7 +79,7 @@ def parse_yaml(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: nested too deeply for a recipe") from None
     except _CircleError as error:
         raise ConfigError(
-            f"{origin}: line {error}: this value contains an alias (*name) of the value itself. Write the value out."
+            f"{origin}: line {error}: this value refers to itself through an alias (*name). Write the value out."
         ) from None
     except (
         ValueError,

@@ -46,8 +46,8 @@ def check_bands(bands: Sequence[int] | None, how: PixelRange, decode: str = "fas
         raise ValueError(f"pixel_range: has {len(ranges)} ranges, but {bands_text}. Give one range, or one per band.")
     if bands is not None and decode == "exact":
         raise ValueError(
-            "decode=exact: resizes with Pillow, which does not support selected bands. Set decode=fast, or remove "
-            "bands."
+            "decode=exact: resizes with Pillow, which does not support a selection of bands. Set decode=fast, or "
+            "remove bands."
         )
     if bands is not None and scaled:
         raise ValueError(

@@ -111,10 +111,10 @@ class CropsConfig(Frozen):
     )
     local_size: int = field(96, "Side of a local crop in pixels.", gt=0, le=16384)
     global_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.4, 1.0), "Range of the share of the image area that a global crop covers."
+        (0.4, 1.0), "Smallest and largest area of a global crop, as a share of the image area."
     )
     local_crops_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.05, 0.4), "Range of the share of the image area that a local crop covers."
+        (0.05, 0.4), "Smallest and largest area of a local crop, as a share of the image area."
     )
     tile: int | None = field(
         None,

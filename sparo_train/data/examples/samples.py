@@ -184,7 +184,7 @@ def parse_list(text: str) -> list[str] | None:
         return None
     # Python joins neighbouring strings without a comma between them, as in numpy's ['a' 'b'].
     if len(_STRING_LITERAL.findall(text)) != len(entries):
-        raise BadSampleError("a caption that is a list without commas", detail=f"got {text[:80]}")
+        raise BadSampleError("a list of captions without commas between them", detail=f"got {text[:80]}")
     return entries
 
 

@@ -247,7 +247,8 @@ def survey(sources: Sequence[Source], config: DataConfig, count: int = 256) -> S
         raise DataError(f"no image can be read; {problem}")
     if total <= count and bad_count > config.max_bad_share * total:  # training would stop after the first passes
         raise DataError(
-            f"data: {bad_count} of {total} images cannot be used, such as {problem}, and data.max_bad_share is "
-            f"{config.max_bad_share:g}. `sparo data check` names them. Remove them, or raise data.max_bad_share."
+            f"data: {bad_count} of {total} images cannot be used (for example, {problem}), which is more than "
+            f"data.max_bad_share={config.max_bad_share:g} allows. `sparo data check` names them. Remove them, or "
+            "raise data.max_bad_share."
         )
     return result

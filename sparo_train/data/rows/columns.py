@@ -38,7 +38,7 @@ class RowsConfig(SourceConfig):
     captions: dict[str, float] | None = field(
         None,
         "Several caption columns with their probabilities, instead of caption_key. If some of these columns are "
-        "empty in a row, their probability goes to the others.",
+        "empty for a sample's row, their probability goes to the others.",
         min_length=1,
         examples=[{"caption": 0.5, "long_caption": 0.5}],
     )
@@ -73,7 +73,7 @@ def choose_columns(names: Sequence[str], config: RowsConfig, where: str) -> Colu
     member, image = _find_column(config.image_keys, names)
     if not image:
         raise DataError(
-            f"{where}: no column for the image, got the columns {', '.join(names)}. Name it in image_keys; "
+            f"{where}: no column for the image, got the columns {', '.join(names)}. Name the image column in image_keys; "
             f"{did_you_mean(config.image_keys[0], names)}"
         )
     others = {name: name for name in names if name != image}

@@ -25,7 +25,7 @@ class HfDatasetConfig(RowsConfig):
         examples=["nlphuji/flickr30k"],
     )
     split: str = field(
-        "train", "Split to read. If dataset is a name on the hub, a slice is possible, too, such as train[:10%]."
+        "train", "Split to read. If `dataset` is a name on the hub, a slice is possible, too, such as train[:10%]."
     )
     config_name: str | None = field(
         None, "Name of a configuration, for data sets on the hub with several configurations.", examples=["en"]
@@ -79,7 +79,7 @@ def _load(config: HfDatasetConfig, key: str) -> Any:
         return found[config.split]
     if config.split != "train":
         raise DataError(
-            f"{dotted_key(key, 'split')}: {config.dataset} is one data set without splits, got {config.split!r}. Remove split."
+            f"{dotted_key(key, 'split')}: {config.dataset} is one data set without splits, got {config.split!r}. Remove the key `split`."
         )
     return found
 
@@ -89,8 +89,8 @@ def _open_dataset(config: HfDatasetConfig, key: str, _write_index: bool) -> list
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{key or 'datasets'}: data sets of Hugging Face need the package datasets. pip install -e '.[datasets]' "
-            "in sparo's checkout"
+            f"{key or 'datasets'}: data sets of Hugging Face need the package `datasets`. pip install -e "
+            "'.[datasets]' in sparo's checkout"
         ) from None
     dataset = _load(config, key)
     columns = choose_columns(dataset.column_names, config, f"{dotted_key(key, 'dataset')}: {config.dataset}")

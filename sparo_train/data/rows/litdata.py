@@ -120,7 +120,8 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
     if settings.get("item_loader") not in (None, "PyTreeLoader"):
         raise DataError(
             f"{config.litdata}/index.json: expected samples that are Python objects, got "
-            f"item_loader={settings.get('item_loader')}. Write it again with litdata.optimize and the default item_loader."
+            f"item_loader={settings.get('item_loader')}. Write the data set again with litdata.optimize and the "
+            "default item_loader."
         )
     refuse_compression(config.litdata, settings.get("compression"), "litdata.optimize")
     if settings.get("encryption"):

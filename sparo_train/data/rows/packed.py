@@ -171,7 +171,7 @@ def read_index(folder: str, key: str, writer: str) -> dict[str, Any]:
 def _file_facts(url: str, count: Any, size: Any) -> tuple[int, int]:
     if not (isinstance(count, int) and 0 <= count <= _MAX_SAMPLES and isinstance(size, int) and size >= 0):
         raise DataError(
-            f"index.json of {url}: expected a number of samples and of bytes, got {count!r} and {size!r}. Copy the data set again."
+            f"index.json of {url}: expected the number of samples and the number of bytes, got {count!r} and {size!r}. Copy the data set again."
         )
     return count, size
 

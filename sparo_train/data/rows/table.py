@@ -75,7 +75,9 @@ def read_table(
         columns = choose(header)
         for column in columns:
             if header.count(column) > 1:
-                raise DataError(f"{table}: has {header.count(column)} columns {column!r}. Rename all but one of them.")
+                raise DataError(
+                    f"{table}: has {header.count(column)} columns named {column!r}. Rename all but one of them."
+                )
         split, splits, begin = split_column(header), set[str](), 2
         try:
             for row in reader:
@@ -207,7 +209,7 @@ class TablePart(Storage):
         shown = without_credentials(url)
         if self._url_cache is None:
             raise DataError(
-                f"{self._table}: contains URLs of images, such as {shown}. Name a folder to download them to with url_cache or the option --url-cache."
+                f"{self._table}: contains URLs of images, such as {shown}. Set url_cache or the option --url-cache to a folder for the downloads."
             )
         name = hashlib.sha256(url.encode()).hexdigest()
         file = self._url_cache / name[:2] / name

@@ -140,7 +140,7 @@ def get_file_size(url: str) -> int:
     size = with_retries(url, lambda: filesystem.info(path)["size"])
     if size is None:
         raise DataError(
-            f"{url}: the server does not report the size of this file, which random access needs. Copy the file to a disk."
+            f"{url}: random access needs the size of this file, but the server does not report it. Copy the file to a disk."
         )
     return size
 

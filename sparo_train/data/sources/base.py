@@ -83,12 +83,13 @@ class SourceConfig(Frozen):
     kind: Any = field(..., "Format of the data: an entry of sparo.sources.")  # each entry has a Literal with one name
     weight: float = field(
         1.0,
-        "Number of passes over this source per epoch. If shards is a list A::B, one number per part is possible, too, as in 1::2.",
+        "Number of passes over this source per epoch. If `shards` is a list A::B, one number per part can also be given, as in 1::2.",
         ge=0,
         le=1e6,
     )
     image_keys: tuple[str, ...] = field(
-        ("jpg", "jpeg", "png", "webp"), "File extensions of images, in order of preference, if a sample has several."
+        ("jpg", "jpeg", "png", "webp"),
+        "File extensions of images. If a sample has several images, the order of this list is the order of preference.",
     )
     caption_key: str = field(
         "txt",
@@ -117,7 +118,7 @@ class SourceConfig(Frozen):
     @classmethod
     def _shares(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         if value is not None and not (all(0 <= share <= 1 for share in value.values()) and sum(value.values()) > 0):
-            raise ValueError("probabilities must be between 0 and 1, and at least one above 0")
+            raise ValueError("probabilities must be between 0 and 1, and at least one of them must be above 0")
         if value is not None and abs(sum(value.values()) - 1) > 1e-3:
             raise ValueError(f"probabilities must add up to 1, got {sum(value.values()):g}")
         return value
@@ -143,7 +144,7 @@ def infer_kind(block: Mapping[str, Any]) -> Mapping[str, Any]:
     unknown = [key for key in block if key not in SourceConfig.model_fields]
     if not present_keys and unknown:
         raise ValueError(
-            f"no key that locates the data, got {', '.join(map(str, unknown))}; {did_you_mean(str(unknown[0]), _LOCATIONS)}"
+            f"expected a key that locates the data, got {', '.join(map(str, unknown))}; {did_you_mean(str(unknown[0]), _LOCATIONS)}"
         )
     if len(present_keys) != 1:
         raise ValueError(
@@ -175,21 +176,22 @@ class DataConfig(Frozen):
     )
     whole_groups: bool = resumable_field(
         True,
-        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): read all samples of a group together, up to "
-        "data.shuffle_window samples, instead of data.chunk samples. Set it to false to resume a run that was started before this key existed.",
+        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): read all samples of a "
+        "group together (at most data.shuffle_window), instead of data.chunk samples together. Set "
+        "data.whole_groups to false to resume a run that was started before this key existed.",
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
     cache: CacheConfig | None = resumable_field(
-        None, "Cache, on each node's disk, of samples that are read from servers. Default: none."
+        None, "Cache on each node's disk for samples that are read from servers. Default: none."
     )
     crop_scale: Annotated[tuple[float, float], between(1e-6, 1, rising=True)] = field(
-        (0.9, 1.0), "Range of the share of the image area that a random crop covers."
+        (0.9, 1.0), "Smallest and largest area of a random crop, as a share of the image area."
     )
     hflip: float = field(0.0, "Probability of a horizontal flip.", ge=0, le=1)
     decode: Literal["fast", "exact"] = field(
         "fast",
-        "Library that resizes images: torch (fast), or Pillow (exact), as in evaluation and in open_clip. The resized pixels differ by at "
-        "most two of 256 levels.",
+        "Library that resizes images. fast: torch. exact: Pillow, as in evaluation and in open_clip. The resized "
+        "pixels differ by at most two of 256 levels.",
     )
     scaled_decoding: bool = field(
         False,
@@ -202,8 +204,8 @@ class DataConfig(Frozen):
     )
     bands: Bands | None = field(
         None,
-        "Bands to read from each image, numbered from 1, for example of a multispectral TIFF. objective.model.bands "
-        "must equal the number of bands in this list. Default: red, green and blue.",
+        "Bands to read from each image, for example from a multispectral TIFF. Band numbers start at 1. "
+        "objective.model.bands must equal the number of bands in this list. Default: red, green and blue.",
         examples=[[1, 2, 3, 4]],
     )
     trim_text: bool = field(

@@ -31,7 +31,7 @@ def source_block(places: Sequence[str]) -> dict[str, Any]:
     if kind not in ("shards", "parquet") or any(other != kind for other, _ in others):
         kinds = ", ".join(f"{place} ({next(iter(_block(place)))})" for place in places[:4])
         raise ConfigError(
-            f"{kinds}: cannot be combined. Give one data set, or several that all consist of shards, or all of Parquet files."
+            f"{kinds}: cannot be combined. Give one data set, or several in the same format (shards or Parquet files)."
         )
     return {kind: (first, *(place for _, place in others))}
 

@@ -189,12 +189,12 @@ def is_split(classes: Sequence[str]) -> bool:
 
 
 def refuse_other_order(listed: object, names: Sequence[str], classes: Sequence[str]) -> None:
-    """Raise `DataError` if a list has the names of the classes in another order, so that each class would get another's name."""
+    """Raise `DataError` if a list its class names are not in the order of the classes, so that each class would get another's name."""
     plain, own = ([name.replace("_", " ").casefold() for name in group] for group in (names, classes))
     if plain != own and sorted(plain) == sorted(own):
         raise DataError(
-            f"{listed}: has the names of the classes in another order, got {names[0]!r} for the class {classes[0]!r}. Sort the "
-            "lines like the classes, or remove the file."
+            f"{listed}: its class names are not in the order of the classes, got {names[0]!r} for the class "
+            f"{classes[0]!r}. Sort the lines like the classes, or remove the file."
         )
 
 

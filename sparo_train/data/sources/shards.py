@@ -92,7 +92,7 @@ class ShardReader:
         start, end = int(offsets[ordinal]), int(offsets[ordinal + 1])
         if not 0 <= start <= end:
             raise DataError(
-                f"{url}: its index is damaged, with a sample at bytes {start} to {end}. Index it again with sparo data index."
+                f"{url}: its index is damaged: it lists a sample at bytes {start} to {end}. Index it again with sparo data index."
             )
         if (stream := self._handle(url)) is None:
             data = cached.get(ordinal, start, end) if cached else None

@@ -25,8 +25,8 @@ class FramesConfig(Frozen):
     count: int = field(6, "Number of frames of a clip, T.", gt=0, le=10_000)
     stride: Annotated[tuple[int, int], between(1, 10_000, rising=True)] = field(
         (1, 1),
-        "Smallest and largest distance between consecutive frames of a clip, in frames. The distance is drawn for each clip, and "
-        "limited by the length of the episode.",
+        "Smallest and largest distance from one frame of a clip to the next, in frames of the episode. The distance "
+        "is drawn for each clip, and limited by the length of the episode.",
     )
     starts: Literal["any", "tiles"] = field(
         "any",

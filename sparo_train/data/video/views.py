@@ -105,7 +105,7 @@ class MultiViewScene:
         poses = self._camera(view).get("poses")
         # A static camera may give its pose once.
         if not isinstance(poses, list) or len(poses) not in (1, self.frames):
-            raise BadSampleError("a camera has neither one pose nor one pose per frame")
+            raise BadSampleError("a camera needs either one pose in total or one pose per frame")
         convention = self.metadata.get("convention", "opengl")
         if convention not in get_args(Convention):
             raise BadSampleError("the camera convention in the json is neither opengl nor opencv")

@@ -143,9 +143,9 @@ def infer_config(state: Mapping[str, Tensor], image_size: int | None = None, qui
     heads = _heads_by_size(width, layers, text_width, text_layers, may_replace=readout["kind"] != "token")
     if heads is None:
         raise CheckpointError(
-            f"weights: the number of heads is unknown, because no published CLIP has an image tower of width {width} "
-            f"with {layers} blocks and a text tower of width {text_width} with {text_layers} blocks. Name the model: "
-            "--model NAME, or --model FILE.json with an open_clip config."
+            "weights: the number of heads is unknown, because no published CLIP has both an image tower of width "
+            f"{width} with {layers} blocks and a text tower of width {text_width} with {text_layers} blocks. Name "
+            "the model: --model NAME, or --model FILE.json with an open_clip config."
         )
     embed_dim = readout.pop("embed_dim", None) or (state["visual.proj"].shape[1] if "visual.proj" in state else 512)
     return ClipConfig.model_validate(
