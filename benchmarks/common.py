@@ -23,9 +23,8 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path.append(sys.path.pop(0))  # evals.py beside this file must not stand before the package of that name
 
 from sparo_data.writer import write_shards
-from sparo_train.core.contracts import Progress
+from sparo_train.core.contracts import Engine, Progress
 from sparo_train.core.disk.rundir import environment, machine_name
-from sparo_train.engine.local import LocalEngine
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -44,17 +43,18 @@ def device_flag(flags: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
     """Return (ours, theirs) of each round. Both sides take turns after one call that is not measured, because the speed of a machine drifts."""
-    ours(), theirs()
+    ours()
+    theirs()
     return [(ours(), theirs()) for _ in range(rounds)]
 
 
-def training_step(engine: LocalEngine, data: dict[str, torch.Tensor], progress: Progress) -> Callable[[], None]:
+def training_step(engine: Engine, data: dict[str, torch.Tensor], progress: Progress) -> Callable[[], None]:
     """Return a function that runs forward, backward and optimizer step of a prepared engine, and waits for the device."""
 
     def run() -> None:
         engine.backward(engine.forward(data, progress, last=True).total, last=True)
         engine.step(progress)
-        if engine.device.type == "cuda":
+        if engine.device_context.device.type == "cuda":
             torch.cuda.synchronize()
 
     return run

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def images(count: int, size: tuple[int, int]) -> list[bytes]:
     return found
 
 
-def official() -> Callable[[Image.Image], list[torch.Tensor]]:
+def official() -> Callable[[Image.Image], list[Any]]:
     """Return the official augmentation, made of operations of torchvision and PIL."""
 
     def blur(p: float) -> Callable[[Image.Image], Image.Image]:

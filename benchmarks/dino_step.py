@@ -64,7 +64,7 @@ class Official(nn.Module):
 
     def __init__(self, sparo: bool, fused: bool, drop_path: float):
         super().__init__()
-        self.backbone = timm.create_model(
+        self.backbone: Any = timm.create_model(
             "vit_small_patch16_224",
             num_classes=0,
             drop_path_rate=drop_path,
@@ -78,7 +78,7 @@ class Official(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 256)
         )
-        self.last_layer = nn.utils.weight_norm(nn.Linear(256, OUT, bias=False))
+        self.last_layer: Any = nn.utils.weight_norm(nn.Linear(256, OUT, bias=False))
         self.last_layer.weight_g.data.fill_(1)
         self.last_layer.weight_g.requires_grad = False
         self.mask_token = nn.Parameter(torch.zeros(1, 384))
@@ -91,7 +91,7 @@ class Official(nn.Module):
         found, patches = [], []
         for number, x in enumerate(parts):
             if number == 0 and masked is not None:
-                v: Any = self.backbone
+                v = self.backbone
                 tokens = v.patch_embed(x).flatten(1, 2)
                 if masks is not None:
                     tokens = torch.where(masks[..., None], self.mask_token.to(tokens.dtype), tokens)

@@ -61,8 +61,9 @@ def retrieval_rows(quick: bool) -> list[dict[str, Any]]:
         found["ours"] = retrieval.score(image, text, owner).metrics
 
     def theirs() -> None:
+        rows: Any = list(zip(image.unflatten(1, (1, -1)), texts, strict=True))
         loader = DataLoader(
-            list(zip(image.unflatten(1, (1, -1)), texts, strict=True)), 64,
+            rows, 64,
             collate_fn=lambda rows: (torch.stack([x for x, _ in rows]), [t for _, t in rows]),
         )  # fmt: skip
         with silent():
@@ -75,11 +76,11 @@ def retrieval_rows(quick: bool) -> list[dict[str, Any]]:
         assert abs(found["ours"][f"image_R@{k}"] - found["theirs"][f"image_retrieval_recall@{k}"]) < 1e-6
         assert abs(found["ours"][f"text_R@{k}"] - found["theirs"][f"text_retrieval_recall@{k}"]) < 1e-6
     name = f"retrieval, {images:,} x {images * captions:,}, D = {width}, intervals included"
-    memory = [tuple(v / 2**20 for v in pair) for pair in growth]
+    memory = [(a / 2**20, b / 2**20) for a, b in growth]
     return [
         row(name, pairs, None if quick else 10, "s", False),
         row(f"{name}: memory", memory, None if quick else 10, "MiB", False),
-    ]  # type: ignore[arg-type]
+    ]
 
 
 def classifier_rows(quick: bool, device: str) -> list[dict[str, Any]]:

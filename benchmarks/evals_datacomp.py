@@ -47,9 +47,10 @@ class RandomEncoder(Encoder, TextEncoder):
     image_size, architecture, text_weights = 1, "random", "random"  # type: ignore[assignment]
 
     def __init__(self, width: int):
-        super().__init__(nn.Linear(1, 1), (0.0,) * 3, (1.0,) * 3, "random")
+        layer = nn.Linear(1, 1)
+        super().__init__(layer, (0.0,) * 3, (1.0,) * 3, "random")
         self.size, self.transform = width, Pixels(1, 1)
-        nn.init.zeros_(self.model.weight)
+        nn.init.zeros_(layer.weight)
 
     def encode(self, pixels: Tensor) -> Tensor:
         seed = int.from_bytes(pixels[0].numpy().tobytes(), "big")

@@ -95,7 +95,10 @@ def main() -> None:
         grown = peak_growth(lambda: spent.append(seconds(lambda: ours(bank, labels, queries, answers), device)), device)
         few, small = min(500, count), bank[: min(200000, bank_rows)]
         pairs = [
-            tuple(seconds(lambda f=f: f(small, labels, queries[:few], answers[:few]), device) for f in (ours, theirs))
+            (
+                seconds(lambda: ours(small, labels, queries[:few], answers[:few]), device),
+                seconds(lambda: theirs(small, labels, queries[:few], answers[:few]), device),
+            )
             for _ in range(3)
         ]
         rows.append(row(f"{few} x {len(small):,}, {width} wide, four k", pairs, None, "s", False))

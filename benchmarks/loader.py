@@ -53,7 +53,7 @@ def photo(rng: np.random.Generator, shortest: int) -> bytes:
     )
     draw = ImageDraw.Draw(image)
     for _ in range(6):
-        x, y, r = rng.integers(width), rng.integers(height), int(rng.integers(10, shortest // 4))
+        x, y, r = int(rng.integers(width)), int(rng.integers(height)), int(rng.integers(10, shortest // 4))
         draw.ellipse([x - r, y - r, x + r, y + r], fill=tuple(int(v) for v in rng.integers(0, 255, 3)))
     grain = 1.5 * rng.standard_normal((height, width, 1)) + 2 * noise(0.7)[..., None]
     buffer = io.BytesIO()

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-import torch.multiprocessing as mp
 from common import device_flag, parser, peak_growth, report, row, seconds
 from open_clip.loss import ClipLoss
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
 from sparo_train.core.distributed import Ring, Shift
@@ -58,9 +58,11 @@ class GatherOf64(torch.autograd.Function):
         return gradients[0].clone()
 
 
-def features(d: int, b: int = SHARE, seed: int = 0, device: str = "cpu") -> list[Tensor]:
+def features(d: int, b: int = SHARE, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [F.normalize(torch.randn(b, d, generator=generator), dim=1).to(device).requires_grad_() for _ in range(2)]
+    drawn = torch.randn(2, b, d, generator=generator)
+    image, text = (F.normalize(x, dim=1).to(device).requires_grad_() for x in drawn)
+    return image, text
 
 
 def run(form: str, image: Tensor, text: Tensor, scale: Tensor) -> None:
@@ -104,7 +106,7 @@ def gradient_difference(size: int = 4) -> float:
     """Return the largest relative difference between the gradients of both sides, over ranks and tensors."""
     with tempfile.TemporaryDirectory() as folder:
         for form in ("ours", "theirs"):
-            mp.start_processes(gradients_on, (folder, form, size), nprocs=size, start_method="fork")
+            start_processes(gradients_on, (folder, form, size), nprocs=size, start_method="fork")
         found = [
             [torch.load(f"{folder}/{form}-{rank}", weights_only=True) for rank in range(size)]
             for form in ("ours", "theirs")

@@ -77,7 +77,8 @@ def main() -> None:
             engine = LocalEngine(LocalEngineConfig(precision="bf16", compile=compiled), AdamWConfig())
             engine.prepare(build())
             steps[compiled] = training_step(engine, engine.device_context.to_device(data), Progress(0, 100, 0))
-        flops, device = FlopCounter(build).per_sample(data) * batch, engine.device
+            del engine  # its step keeps it
+        flops, device = FlopCounter(build).per_sample(data) * batch, torch.device("cuda" if on_gpu else "cpu")
         compiled = steps.get(True, steps[False])
         pairs = interleave(
             lambda f=compiled, n=flops: n / seconds(f) / 1e12,
@@ -89,7 +90,7 @@ def main() -> None:
         if shares[0] is not None:
             found["name"] += f", MFU {shares[0]:.1%} (without compile {shares[1]:.1%})"
         rows.append(found)
-        del steps, engine, compiled
+        del steps, compiled
         if on_gpu:
             torch.cuda.empty_cache()
     report("training steps, bf16: compiled blocks / not compiled", rows, options.json)

@@ -52,7 +52,8 @@ def products(case: tuple[int, int, int], device: str) -> Any:
 
     def run() -> None:
         for _ in range(3):
-            x @ directions, shares @ x, pooled @ keys, values @ last
+            for a, b in ((x, directions), (shares, x), (pooled, keys), (values, last)):
+                torch.matmul(a, b)
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -98,8 +99,8 @@ def main() -> None:
     arguments.add_argument("--measure", nargs=4, help="internal: form d N L")
     options = arguments.parse_args()
     if options.measure:
-        form, *case = options.measure
-        print(measure_here(form, tuple(map(int, case))))
+        form, d, n, slots = options.measure
+        print(measure_here(form, (int(d), int(n), int(slots))))
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []

@@ -28,7 +28,6 @@ from sparo_train.engine.ddp import DdpEngineConfig
 from sparo_train.engine.deepspeed import DeepSpeedEngineConfig
 from sparo_train.engine.engine_kind import Sizes
 from sparo_train.engine.fsdp2 import Fsdp2EngineConfig
-from sparo_train.engine.local import DeviceConfig
 from sparo_train.models.clip_config import ClipConfig
 from sparo_train.objectives.clip import ClipObjective
 from sparo_train.objectives.clip_config import ClipObjectiveConfig
@@ -88,7 +87,7 @@ def _kept(objective: ClipObjective, config: ClipConfig, pairs: int) -> float:
     return sum(seen.values())
 
 
-ENGINES: dict[str, DeviceConfig] = {
+ENGINES: dict[str, DdpEngineConfig | Fsdp2EngineConfig | DeepSpeedEngineConfig] = {
     "ddp": DdpEngineConfig(kind="ddp"),
     "fsdp2": Fsdp2EngineConfig(kind="fsdp2"),
     "fsdp2, reshard_after_forward: false": Fsdp2EngineConfig(kind="fsdp2", reshard_after_forward=False),
@@ -149,8 +148,9 @@ def loss(ranks: int, local: int, width: int) -> dict[str, float]:
     def run(image: Tensor, text: Tensor, size: int) -> None:
         contrastive(image, text, scale, loss=SoftmaxLoss(exchange="ring"), ring=_OneOf(size)).total.backward()
 
-    def draw(count: int) -> list[Tensor]:
-        return [F.normalize(torch.randn(count, width, generator=generator), dim=1).requires_grad_() for _ in range(2)]
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        image, text = torch.randn(2, count, width, generator=generator)
+        return F.normalize(image, dim=1).requires_grad_(), F.normalize(text, dim=1).requires_grad_()
 
     run(*draw(8), 2)
     pair = draw(local)

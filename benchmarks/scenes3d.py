@@ -86,7 +86,7 @@ def mixer(device: str) -> SlotMixer:
     return made
 
 
-def literal_mixer(module: SlotMixer, slots: Tensor, rays: Rays) -> Tensor:
+def literal_mixer(module: Any, slots: Tensor, rays: Rays) -> Tensor:
     """Project keys and values, compute the queries of every ray, and mix the slots of every ray before it is rendered."""
     query = module.query(ray_fourier_features(rays.origins, rays.directions, module.config.fourier_bands))
     x = query

@@ -28,7 +28,7 @@ IMAGES, WIDTH, CLASSES = 50_000, 512, 1000
 
 def filled(folder: Path) -> list[tuple[int, int]]:
     """Write the parts of a set; return where each begins and ends."""
-    rng, spans = np.random.default_rng(0), parts.bounds_of(IMAGES)
+    rng, spans = np.random.default_rng(0), parts.part_bounds(IMAGES)
     for number, (begin, end) in enumerate(spans):
         array = rng.standard_normal((end - begin, WIDTH), dtype=np.float32)
         keys = [f"val/{i:08d}" for i in range(begin, end)]
@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         spans = filled(folder)
-        known = {path: parts._hash_of(path) for path in folder.glob("part-*.npy")}
+        known = {path: parts._hash_file(path) for path in folder.glob("part-*.npy")}
 
         def without() -> float:
             with patch.object(parts, "_hash_file", known.__getitem__):

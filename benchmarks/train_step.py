@@ -57,7 +57,7 @@ def our_step(batch: int, bf16: bool, cut: bool) -> Callable[[], None]:
 
 def their_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], None]:
     torch.manual_seed(0)
-    model = open_clip.create_model("ViT-B-32", device=device).train()
+    model: Any = open_clip.create_model("ViT-B-32", device=device).train()
     decayed = [
         p
         for n, p in model.named_parameters()
@@ -70,7 +70,7 @@ def their_step(batch: int, bf16: bool, cut: bool, device: str) -> Callable[[], N
         betas=(0.9, 0.98),
         eps=1e-6,
     )
-    loss_function = open_clip.ClipLoss()
+    loss_function: Any = open_clip.ClipLoss()
     image = torch.randn(batch, 3, 224, 224)
     text = tokens(batch, 24 if cut else 77)
 
@@ -134,7 +134,8 @@ def main() -> None:
         ours, theirs = Side(our_step, batch, bf16, cut), Side(their_step, batch, bf16, cut, device)
         rounds = options.rounds or (3 if options.quick else 15)
         pairs = interleave(ours.rate, theirs.rate, rounds)
-        ours.end(), theirs.end()
+        ours.end()
+        theirs.end()
         label = f"{'bf16' if bf16 else 'fp32'}, batch {batch}{', captions cut' if cut else ''}"
         rows.append(row(label, pairs, bar, "samples/s", True))
         if device == "cpu":
