@@ -70,8 +70,8 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
         column = next((name for name in names if name in header), None) or _match_column(names, header)
         if column is not None and header.count(column) > 1:
             raise DataError(
-                f"{table}: has {header.count(column)} columns {column!r}. Keep this name for the column that {option} "
-                "reads, and rename the others."
+                f"{table}: has {header.count(column)} columns named {column!r}. Keep this name for the column that "
+                f"{option} reads, and rename the others."
             )
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")
@@ -82,7 +82,7 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
             )
             raise DataError(
                 f"{table}: no column for {what}, got the columns {', '.join(header)}. Rename the matching column to "
-                f"{expected_name}, or name it with {option}; {hint}"
+                f"{expected_name}, or specify it with {option}; {hint}"
             )
         columns.append(column)
     return columns

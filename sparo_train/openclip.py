@@ -195,7 +195,7 @@ def _config(
     unknown = set(block) - set(keys) - {"readout", *IMPORT_KEYS, "timm_model_pretrained"}
     if unknown:
         raise SparoError(
-            f"{tower}_cfg: {', '.join(sorted(unknown))} cannot be combined with a readout block; known: {', '.join(keys)}"
+            f"{tower}_cfg: {', '.join(sorted(unknown))} cannot be combined with a readout block; supported keys: {', '.join(keys)}"
         )
     values = {k: v[0] if isinstance(v, tuple | list) else v for k, v in block.items() if k in keys}
     readout = dict(block["readout"])

@@ -144,6 +144,6 @@ def _hf_pixels(processor: dict[str, Any], label: str) -> Pixels:
     raise ConfigError(
         f"{label}: sparo does not support its image processor, so images cannot be preprocessed as in the model's "
         f"training, got size {size}, crop_size {crop}, resample {processor.get('resample')}. Use a model whose image "
-        "processor normalises and uses one of two resizing methods: shortest side (bicubic) with a centre crop, or "
+        "processor normalises and either resizes the shortest side (bicubic) and crops the centre, or resizes "
         "directly to a square."
     )

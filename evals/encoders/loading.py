@@ -184,7 +184,7 @@ def refuse_absent(checkpoint: str | Path) -> None:
         return
     if path.name == "checkpoints" and (path.parent / "config.yaml").is_file():
         raise CheckpointError(
-            f"{path}: is the folder of a run's checkpoints, not one of them. Give the run's folder ({path.parent}) or one of its step-… folders."
+            f"{path}: is the folder of a run's checkpoints, not one of them. Give the run's folder ({path.parent}) or one checkpoint (a step-… folder)."
         )
     runs = sorted(file.parent for file in path.glob("*/config.yaml") if (file.parent / "checkpoints").is_dir())
     if runs:

@@ -261,9 +261,9 @@ def _init(
     still = [name for name, p in tower.named_parameters() if name in fresh and not p.requires_grad]
     if still:
         raise CheckpointError(
-            f"{origin}: has no tensors that match {_shorten(still)} of the new run, and `freeze` would leave those "
-            "of the new run at their random initial values. Set freeze=blocks, which trains everything after the "
-            "blocks."
+            f"{origin}: has no tensors that match {_shorten(still)} of the new run, and `freeze` would leave the new "
+            "run's unmatched tensors at their random initial values. Set freeze=blocks, which trains everything "
+            "after the blocks."
         )
     message = f"{key}: loaded {len(shared)} tensors from {source}"
     logger.info(

@@ -41,7 +41,7 @@ def open_table(config: Any, kind: FactKind, split: str) -> FileSet:
     if columns.test_share is not None and split not in ("train", "test"):
         raise ConfigError(
             "columns.test_share: creates only the splits `train` and `test`, but the task reads the split "
-            f"{split!r}. Set the split of the task to train or test."
+            f"{split!r}. Set the split of the task to `train` or `test`."
         )
     root = Path(config.root)
     if kind == "questions":

@@ -43,11 +43,11 @@ class TableColumns(Frozen):
     )
     labels: str | None = field(
         None,
-        "For task probe: column with the names of all classes of an image, separated by ; or |. An empty "
+        "For task probe: column with the names of all classes of an image, separated by `;` or `|`. An empty "
         "cell: none of the classes.",
         examples=["{findings}"],
     )
-    target: str | None = field(None, "Column with a number, for task regression.", examples=["{age}"])
+    target: str | None = field(None, "Column with a number, for the task `regression`.", examples=["{age}"])
     mask: str | None = field(
         None,
         "For task linear_segmentation: path (below root) of each row's label image, a PNG with the class number of each pixel.",
@@ -55,8 +55,8 @@ class TableColumns(Frozen):
     )
     answer: str | None = field(
         None,
-        "For task choice: column with the index (from 0) of the correct caption or, in rows with a single caption, "
-        "of the correct image. Default: the first is correct.",
+        "For `task: choice`: column with the index (from 0) of the correct caption. In rows with a single caption, "
+        "it is the index of the correct image. Default: the first is correct.",
         examples=["{correct_answer}"],
     )
     box: str | None = field(
@@ -180,8 +180,8 @@ class LabelledTaskConfig(TaskConfig):
     test: str = field(..., "Images that are scored.", examples=["data/fashion_mnist/test"])
     layout: Annotated[str | None, AfterValidator(_validate_layout)] = field(
         None,
-        "Layout of the train and test sets, an entry of sparo.layouts. Training images are the split `train` of the set at "
-        "the path `train`; test images are the split `test` of the set at the path `test`.",
+        "Layout of the train and test sets, an entry of sparo.layouts. Training images come from the path of the "
+        "key `train` (its split train), test images from the path of the key `test` (its split test).",
         examples=["wds"],
     )
     columns: TableColumns | None = field(None, "For layout=table: the file and its columns.")

@@ -219,7 +219,7 @@ def _metadata(fields: dict[str, bytes], where: str) -> list[int]:
     """Return the class (-1 without a .cls member) and the whole numbers of the .npy member, as in DataComp's sets of WILDS."""
     if "npy" not in fields:
         raise DataError(
-            f"{where} has no .npy member; the WILDS data sets of DataComp store the values of `metadata` in it"
+            f"{where} has no .npy member; the WILDS data sets of DataComp store the values of `metadata` in a .npy member"
         )
     table = _array(fields["npy"], where)
     if table.ndim != 1 or table.dtype.kind not in "iub":

@@ -71,7 +71,7 @@ def tasks_for(
         problem = f" {data}: has no tasks" if data else f": missing, and {checkpoint} has no run with eval.tasks"
         raise ConfigError(
             f"--data{problem}. Give --data the recipe, the run's config.yaml or a YAML file with `tasks:`. "
-            "Alternatively, give --tasks names that `sparo eval --list` shows."
+            "Alternatively, name tasks from `sparo eval --list` with --tasks."
         )
     if not only:
         return available_tasks
@@ -155,7 +155,7 @@ def evaluate(
                 "tasks: an encoder has no run folder from which to read tasks. Give a mapping from names to task configurations."
             )
         if data is not None or options is not None:
-            raise ConfigError("data, options: apply to checkpoints only, got an encoder. Remove them.")
+            raise ConfigError("`data` and `options`: apply to checkpoints only, got an encoder. Remove both keys.")
         return Suite(dict(tasks)).run(checkpoint, ranks=ranks)
     if not isinstance(tasks, Mapping):
         tasks = tasks_for(str(checkpoint), None if data is None else Path(data), tasks, option="tasks")

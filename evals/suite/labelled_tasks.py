@@ -34,7 +34,7 @@ class ProbeTaskConfig(SetTaskConfig):
     task: Literal["probe"] = field("probe", "Kind of the task: an entry of sparo.tasks.")
     train_split: str = field("train", "Split that the probe is trained on.")
     val_split: str | None = field(
-        None, "Split on which the weight decay is selected, instead of val_proportion.", examples=["val"]
+        None, "Split on which the weight decay is selected. Replaces val_proportion.", examples=["val"]
     )
     val_proportion: float = field(
         0.2, "Share of train_split held out to select the weight decay. 0: use the key weight_decay.", ge=0, lt=1

@@ -51,8 +51,8 @@ class LinearTaskConfig(LabelledTaskConfig):
     )
     classes: int | None = field(
         None,
-        "Number of classes. Default: one more than the largest training or test label (with `augment`: than the "
-        "largest test label).",
+        "Number of classes. Default: one more than the largest training or test label. With `augment`, only test "
+        "labels count.",
         gt=1,
         examples=[1000],
     )

@@ -151,12 +151,14 @@ def _classes(task: MaskedTaskConfig, *parts: PatchFeatures) -> int:
         raise DataError(f"{task.train}: every pixel is {task.ignore}, which is ignored. Correct the key `ignore`.")
     if classes < 2:
         raise DataError(
-            f"{task.train}: masks need at least two classes, so a class number of 1 or more, got "
-            f"{max(classes - 1, 0)} as the largest class number (ignored value: {task.ignore}). If the ignored value "
-            "is a class, set ignore: null."
+            f"{task.train}: masks need at least two classes, so the largest class number must be at least 1, got "
+            f"{max(classes - 1, 0)} (ignored value: {task.ignore}). If the ignored value is a class, set ignore: "
+            "null."
         )
     if task.classes is not None and classes > task.classes:
-        raise ConfigError(f"classes={task.classes}: a mask contains class {classes - 1}. Raise classes, or set ignore.")
+        raise ConfigError(
+            f"classes={task.classes}: a mask contains class {classes - 1}. Raise `classes`, or set `ignore`."
+        )
     return task.classes or classes
 
 

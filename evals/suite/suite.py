@@ -98,7 +98,9 @@ def _score_task(scoring: Scoring, task: TaskConfig) -> Result:
         )
         json.dumps(result.options)  # report here, with the task's name, what files cannot store
         if result.headline not in metrics:
-            raise KeyError(f"headline {result.headline!r} is not one of its metrics: {', '.join(metrics) or 'none'}")
+            raise KeyError(
+                f"headline {result.headline!r} is not one of this task's metrics: {', '.join(metrics) or 'none'}"
+            )
     except UnexpectedError as error:  # of rank 0, and all ranks raise it
         failed = TaskError(f"{scoring.name}: task={task.task} failed ({error})")
         failed.on_all_ranks, failed.repeated = error.on_all_ranks, error.repeated

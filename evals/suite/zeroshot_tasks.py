@@ -44,7 +44,7 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     )
     group_by: str | None = field(
         None,
-        "Entry of `metadata` (with layout=table: column) that contains the group of an image. "
+        "Entry of `metadata` that contains the group of an image; with layout=table, the column that contains it. "
         "The accuracy of the worst group is also reported.",
         examples=["region"],
     )
@@ -56,8 +56,8 @@ class ZeroshotTaskConfig(MetadataTaskConfig):
     def _check_groups(self) -> ZeroshotTaskConfig:
         if self.headline.endswith("_worst_group") and self.group_by is None:
             raise ValueError(
-                f"headline={self.headline}: needs group_by. Set group_by to the entry of metadata that contains an "
-                "image's group or, with layout=table, to the column that contains it."
+                f"headline={self.headline}: needs group_by. Set group_by to the entry of `metadata` that names an "
+                "image's group. With layout=table, set it to a column."
             )
         if self.language is not None and self.group_by is not None:
             raise ValueError("language: cannot be combined with group_by. Remove one of them.")
@@ -185,7 +185,7 @@ def _resolve_prompts(source: EvalSet, task: ZeroshotTaskConfig) -> Prompted:
         if source.kind != "label" or len(source.classnames()) != IMAGENET_CLASSES:
             raise DataError(
                 f"{source.root}: language={task.language} needs one label per image and ImageNet's "
-                f"{IMAGENET_CLASSES:,} classes, got {len(source.classnames())} classes. Remove language."
+                f"{IMAGENET_CLASSES:,} classes, got {len(source.classnames())} classes. Remove the key `language`."
             )
         return Prompted(names, templates, torch.tensor(numbers))
     names, templates = source.classnames(), source.templates()

@@ -57,7 +57,7 @@ def convert(
     caption_column: Annotated[
         str | None,
         typer.Option(
-            help="Column of captions. Default: caption, text, txt, captions, title or sentence, whichever exists."
+            help="Column of captions. Default: the column `caption`, `text`, `txt`, `captions`, `title` or `sentence`, whichever exists."
         ),
     ] = None,
     separator: Annotated[str | None, typer.Option(help="Column separator. Default: detected in the header.")] = None,
@@ -125,7 +125,7 @@ def convert(
     }  # fmt: skip
     if own is not None and (kind is not None or test):
         what = "published sets are" if kind is not None else "with --test, the set is"
-        raise ConfigError(f"--part: {what} converted as a whole. Remove it.")
+        raise ConfigError(f"--part: {what} converted as a whole. Remove --part.")
     if kind is not None:
         _refuse_options({**column_options, **file_options, "--to": to != "shards"}, "folders and tables")
         _convert_published(source, folder, kind, {**published, "test": test, "per_shard": per_shard})
@@ -170,8 +170,8 @@ def _refuse_captioned_folder(folder: Path) -> None:
     texts = (folder / name for name in images)
     if path := next((path for image in texts if (path := image.with_suffix(".txt")).is_file()), None):
         raise ConfigError(
-            f"--to parquet: captions of a folder, such as {path.name}, are not read. Run `sparo data convert {shlex.quote(str(folder))} SHARDS`, "
-            "then `sparo data convert SHARDS OUT --to parquet`."
+            f"--to parquet: caption files in a folder, such as {path.name}, are not read. Run `sparo data convert "
+            f"{shlex.quote(str(folder))} SHARDS`, then `sparo data convert SHARDS OUT --to parquet`."
         )
 
 
@@ -179,7 +179,7 @@ def _refuse_options(options: Mapping[str, object], applies_to: str) -> None:
     """Raise `ConfigError` for the first option that was given."""
     for name, value in options.items():
         if value:
-            raise ConfigError(f"{name}: applies to {applies_to} only. Remove it.")
+            raise ConfigError(f"{name}: applies to {applies_to} only. Remove {name}.")
 
 
 def _conversion_error(source: Path) -> str:

@@ -49,8 +49,8 @@ def score(
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Score a predefined list of data sets: compositional, datacomp or reviewer. Sets that are not in --root "
-            "are skipped. An estimate of the time is shown."
+            help="Score one of the predefined lists of data sets: `compositional`, `datacomp` or `reviewer`. Sets "
+            "that are not in --root are skipped. An estimate of the time is shown."
         ),
     ] = None,
     data: Annotated[
@@ -64,7 +64,7 @@ def score(
         bool, typer.Option("--list", help="List all data sets, their expected files, and whether these exist.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Name of the model, if CHECKPOINT is a weight file, as in gap-ViT-B-16.")
+        str | None, typer.Option(help="If CHECKPOINT is a weight file: name of its model, such as gap-ViT-B-16.")
     ] = None,
     precision: Annotated[
         str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are computed in fp32.")
@@ -87,8 +87,8 @@ def score(
     slots: Annotated[
         str | None,
         typer.Option(
-            help="Use only these slots of image encodings: slot numbers that start at 0, such as 0,3,8-15, or the "
-            "path of a selection.json. Texts keep all slots."
+            help="Use only these slots of image encodings: slot numbers, such as 0,3,8-15 (the first slot is 0), or "
+            "the path of a selection.json. Texts keep all slots."
         ),
     ] = None,
     part: Annotated[

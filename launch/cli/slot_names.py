@@ -91,12 +91,14 @@ def search(
         float,
         typer.Option(
             min=0,
-            help="If the query is an image: weight of the cosine in all other slots, which is subtracted from the "
-            "score. Results then differ from the query in those other slots.",
+            help="If the query is an image: factor for the cosine in the slots outside --slots. The product is "
+            "subtracted from the score, so that results differ from the query in those slots.",
         ),
     ] = 0.25,
     count: Annotated[int, typer.Option(min=1, max=1000, help="Number of results.")] = 10,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for report.html with the pictures.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output folder for report.html, which shows the pictures.")
+    ] = None,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),

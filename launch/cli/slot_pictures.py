@@ -137,9 +137,9 @@ def show(
         typer.Option(
             min=0,
             max=1,
-            help="Show an image as an example of a slot only if more than this share of the slot's attention to the "
-            "caption is on a single word. If several slots attend to the same word, show only the slot whose "
-            "image vector and text vector are most similar.",
+            help="Show an image as an example of a slot only if more than this share of the slot's attention goes "
+            "to a single word of the caption. If several slots attend to the same word, show only the slot "
+            "whose image vector and text vector are most similar.",
         ),
     ] = 0.5,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and PNG files.")] = Path("slots"),
@@ -198,7 +198,7 @@ def panels(
 
         if task is None or image or out.suffix.lower() != ".png":
             raise ConfigError(
-                "sparo slots panels: with several checkpoints, give --task and a .png file as --out, and remove --image."
+                "sparo slots panels: with several checkpoints, give --task, set --out to a .png file, and remove --image."
             )
         place = draw_best_and_worst(checkpoints, task, images, tile, out, options, uncertain)
         printed.print(str(place), soft_wrap=True)
@@ -211,7 +211,7 @@ def panels(
 
 def views(
     checkpoint: Checkpoint,
-    task: Annotated[str, typer.Option(help="Task whose scenes are drawn.")] = "views",
+    task: Annotated[str, typer.Option(help="Task whose scenes are shown.")] = "views",
     scenes: Annotated[int, typer.Option(min=1, max=64, help="Number of scenes of the task, evenly spaced.")] = 3,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 64,
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and its pictures.")] = Path("scenes"),
@@ -246,7 +246,7 @@ def edit(
     swap: Annotated[
         str | None,
         typer.Option(
-            help="`SLOT` swaps the edited slot with that slot of this image. `IMAGE:SLOT` replaces the edited slot with a slot of another image."
+            help="`SLOT` swaps the edited slot with slot SLOT of the same image. `IMAGE:SLOT` replaces the edited slot with a slot of another image."
         ),
     ] = None,
     tile: Annotated[int, typer.Option(min=16, max=512, help="Width and height of each picture, in pixels.")] = 128,
@@ -263,7 +263,7 @@ def edit(
     if out.suffix.lower() not in (".png", ".webp", ".gif"):
         raise ConfigError(f"--out {out}: expected a .png, .webp or .gif file.")
     if sum((move is not None or scale != 1.0, delete, swap is not None)) != 1:
-        raise ConfigError("sparo slots edit: give one kind of edit: --move or --scale (or both), --delete, or --swap.")
+        raise ConfigError("sparo slots edit: give only --delete, only --swap, or one or both of --move and --scale.")
     try:
         dx, dy = (0.0, 0.0) if move is None else tuple(float(part) for part in move.split(","))
     except ValueError:

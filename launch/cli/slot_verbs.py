@@ -85,7 +85,8 @@ def make_slot_options(
     return SlotOptions(model, recipe, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
-_SUPPORTED_TASKS = "Default: all tasks of kind zeroshot, knn, pairs, choice, matching or paraphrases in the run or, with --data, in that file."
+_SUPPORTED_TASKS = "Default: all tasks of the run (with --data: of the --data file) whose kind is `zeroshot`, "
+"`knn`, `pairs`, `choice`, `matching` or `paraphrases`."
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -136,8 +137,8 @@ def select(
     method: Annotated[
         str,
         typer.Option(
-            help="top: slots that score best alone, as in the paper; forward, backward: add or remove one slot at a "
-            "time; cover: greedy set cover; bottom and random: controls."
+            help="top: slots that score best alone, as in the paper; forward: add one slot at a time; backward: "
+            "remove one slot at a time; cover: greedy set cover; bottom, random: baselines for comparison."
         ),
     ] = "top",
     k: K = "half",
@@ -195,7 +196,8 @@ def mask(
     report_tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of kind zeroshot on which the mask is scored. Default: all tasks of kind zeroshot of the run or, if --data is given, of that file."
+            help="Tasks of kind zeroshot on which the mask is scored. Default: all zeroshot tasks of the run. With "
+            "--data: all zeroshot tasks of the file given there."
         ),
     ] = None,
     granularity: Annotated[
@@ -269,12 +271,14 @@ def table(
         typer.Option(help="Tasks that are scored. Default: sugar_crepe for table 4; vtab,imagenet1k for table 5."),
     ] = None,
     k: K = "half",
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: masks per row, one per seed.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=1000, help="For table 5: number of seeds. Each row has one mask per seed.")
+    ] = 3,
     clamp: Annotated[
         str,
         typer.Option(
-            help="For table 5: limit of the logit scale, as in `sparo slots mask --clamp`: max (the paper's formula) or "
-            "min (as in CLIP)."
+            help="For table 5: limit of the logit scale, as in `sparo slots mask --clamp`: `max` (the paper's "
+            "formula) or `min` (as in CLIP)."
         ),
     ] = "max",
     parts: Annotated[

@@ -81,7 +81,8 @@ def _train_mask(
 ) -> tuple[MaskRow, Selection]:  # fmt: skip
     if options.units == "heads":
         raise ConfigError(
-            "--units heads: a mask has a weight for each value of an encoding, and all heads share these values. Use --units slots or --units parts."
+            "--units heads: a mask multiplies each value of an encoding by a weight, but every head contributes to "
+            "all values. Use --units slots or --units parts."
         )
     bench = Bench(checkpoint, options)
     name, task = bench.single_task(task_name, "--task")
@@ -259,8 +260,8 @@ def _manual_selection(
         keep_units(bench.encoder, selection, f"--slots {slots}")
         if (selection.units, selection.count) != (ranked.units, ranked.count):
             raise ConfigError(
-                f"--slots {slots}: selects from {selection.count} {selection.units}, but --units "
-                f"{ranked.units} gives {ranked.count}."
+                f"--slots {slots}: was saved for a model with {selection.count} {selection.units}, but this one has "
+                f"{ranked.count} {ranked.units}."
             )
         if selection.mask:
             raise ConfigError(
@@ -270,8 +271,8 @@ def _manual_selection(
     selection = select_slots(bench.encoder, slots) if bench.options.units == "slots" else None
     if selection is None:
         raise ConfigError(
-            f"--slots: slot numbers cannot select other units, got --units {bench.options.units}. Remove --units, or "
-            "name a selection.json."
+            f"--slots: slot numbers cannot select units other than slots, got --units {bench.options.units}. Remove "
+            "--units, or name a selection.json."
         )
     return complete_selection(selection.model_copy(update={"scores": ranked.scores}), ranked.order)
 
@@ -307,7 +308,7 @@ def table_four(
         materials = bench.material({name: task, other: second})
         classes, pairs = materials[name], materials[other]
         if not isinstance(classes, Classes):
-            raise ConfigError(f"--task {name}: Table 4 selects on a task of kind zeroshot, got {task.task}.")
+            raise ConfigError(f"--task {name}: Table 4 requires a selection task of kind `zeroshot`, got {task.task}.")
         if not isinstance(pairs, Pairs):
             raise ConfigError(
                 f"--report-tasks {other}: Table 4 scores pairs of captions, got {second.task}. Name a task of kind `pairs`."

@@ -61,7 +61,7 @@ def search_images(checkpoint: str, search: SearchOptions, options: SlotOptions) 
     is_image = _is_image(search.query)
     if not is_image and search.different is not None:
         raise ConfigError(
-            "--different: requires an image as the query, because a text says nothing about the other slots. Remove --different."
+            "--different: requires an image as the query, because a text describes only the slots that --slots names. Remove --different."
         )
     data = read_bytes(Path(search.query), ConfigError) if is_image else b""
     bench = Bench(checkpoint, options)

@@ -110,8 +110,8 @@ class Bench:
         keep_units(self.encoder, selection, f"{option} {path}")
         if (selection.units, selection.count) != (self.units.kind, self.units.number):
             raise ConfigError(
-                f"{option} {path}: selects from {selection.count} {selection.units}, but --units {self.units.kind} gives "
-                f"{self.units.number}. Name another file."
+                f"{option} {path}: was saved for a model with {selection.count} {selection.units}, but this one has "
+                f"{self.units.number} {self.units.kind}. Name another file."
             )
         return selection
 

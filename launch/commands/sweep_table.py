@@ -126,7 +126,7 @@ def _refuse_mismatched_runs(config: RunConfig, folders: Sequence[Path]) -> None:
             )
         if recorded.objective != config.objective:
             raise ConfigError(
-                f"{folder}: is named like a row of the sweep but has another objective. Move it, or give the folder of the sweep's runs with --runs."
+                f"{folder}: is named like a row of the sweep but has another objective. Move it, or set --runs to the folder that contains the sweep's runs."
             )
         recipe, seed = split_seed(str(folder))
         other, where = next(iter(runs_by_seed.values()), (recipe, folder))
@@ -178,13 +178,14 @@ def sweep_grid(
     if not tasks:
         raise DataError(
             f"{title}: has no scored runs. If the runs are in another folder, name that folder with --runs. "
-            "Otherwise train the runs with `sparo launch train`; if their recipe has no eval.tasks, score them with "
-            "`sparo eval RUN --tasks NAMES`."
+            "Otherwise train the runs with `sparo launch train` and, if their recipe has no eval.tasks, score them "
+            "afterwards with `sparo eval RUN --tasks NAMES`."
         )
     if layout is not None and not {column.task for column in columns} & set(tasks):
         raise DataError(
-            f"--layout {layout}: needs scores of one of {', '.join(dict.fromkeys(c.task for c in columns))}, got "
-            f"{', '.join(tasks)}. Score a task that this layout needs, or remove --layout."
+            f"--layout {layout}: needs scores for one of the tasks "
+            f"{', '.join(dict.fromkeys(c.task for c in columns))}, got {', '.join(tasks)}. Score a task that this "
+            "layout needs, or remove --layout."
         )
     columns = columns or [Column("", task, task, None) for task in tasks]
     heads = HEADS if layout == "6" else ()

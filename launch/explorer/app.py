@@ -127,7 +127,7 @@ class Explorer:
         if not isinstance(side_states, list) or not all(
             isinstance(one, dict) and type(one.get("id")) is int for one in side_states
         ):
-            raise ConfigError("save as a single file: the request does not list the checkpoints to save")
+            raise ConfigError("cannot save as a single file: the request does not list the checkpoints to save")
         sides = [one["id"] for one in side_states]
         tasks = {f"{side}/{i}": self.task(side, i) for side in sides for i in range(len(self.side(side).arrays))}
         pictures = [self.pictures.jpeg(i, _THUMBNAIL_SIZE) for i in range(len(self.pictures.entries))]

@@ -261,7 +261,9 @@ class Side:
 
     def _texts(self, texts: Sequence[str]) -> Tensor:
         if not isinstance(self.encoder, TextEncoder):
-            raise ConfigError(f"{self.encoder.label} has no text tower. Search for slots by name.")
+            raise ConfigError(
+                f"{self.encoder.label} has no text tower, so it cannot encode a text. Open a CLIP checkpoint."
+            )
         return self.encoder.text(list(texts))
 
 

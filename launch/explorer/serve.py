@@ -227,7 +227,7 @@ def write_page(checkpoint: str, page_options: PageOptions, options: SlotOptions,
 def _open(checkpoint: str, page_options: PageOptions, options: SlotOptions) -> Explorer:
     """Open the checkpoints, and encode their tasks."""
     if options.units == "heads":
-        raise ConfigError("--units heads: the page supports slots or parts. Select heads with sparo slots select.")
+        raise ConfigError("--units heads: the page supports slots or parts. Use `sparo slots select` to select heads.")
     refuse_unwritable(page_options.out.parent, "--out")
     bench = Bench(checkpoint, options)
     tasks = bench.tasks(page_options.tasks, "--tasks")

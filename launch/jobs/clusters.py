@@ -76,7 +76,7 @@ class ClusterConfig(Frozen):
         number, given = gpus, tree.get("gpus_per_node")
         if given not in (None, 0, number):
             raise ValueError(
-                f"sbatch.gres: requests {number} GPU(s) per node, but gpus_per_node={given}. Remove one of them."
+                f"sbatch.gres: requests {number} GPU(s) per node, but gpus_per_node={given}. Remove sbatch.gres or gpus_per_node."
             )
         return {**tree, "gpus_per_node": number}
 

@@ -86,8 +86,8 @@ def submit(
     if cluster.kind == "allocation":
         if dependency:
             raise ConfigError(
-                "--after: not supported with --cluster allocation, where runs start at once. Wait for the other run, or "
-                "submit to a cluster's queue."
+                "--after: not supported with --cluster allocation, where runs start immediately. Wait for the other "
+                "run, or submit to a cluster's queue."
             )
         return [current_attempt()["job"]] * len(elements)  # `run_in_allocation` starts them
     if cluster.kind != "slurm":

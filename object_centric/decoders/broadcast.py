@@ -43,7 +43,7 @@ class BroadcastConfig(Frozen):
     )
     padding_mode: Literal["same", "torch"] = field(
         "same",
-        "Alignment of transposed convolutions, for cnn. same: as in flax and Keras. torch: as usual in torch, "
+        "Alignment of transposed convolutions, for cnn. same: as in flax and Keras. torch: torch's usual alignment, "
         "which shifts the output by one pixel (PSB, OCLF).",
     )
     out_kernel: int = field(

@@ -85,7 +85,7 @@ class FrozenConfig(Frozen):
     patch: int = field(16, "Patch side in pixels.", gt=0)
     cache: str | None = resumable_field(
         None,
-        "Folder in which fp32 features are cached by image content and shared by all runs. Default: compute features each time.",
+        "Folder of the fp32 feature cache, which is keyed by image content and shared by all runs. Default: compute features each time.",
         examples=["data/features"],
     )
 

@@ -39,7 +39,10 @@ class TransformerConfig(Frozen):
     )
     mlp_width: int | None = field(256, "Hidden units of the MLP.", gt=0)
     mlp_ratio: int | None = field(
-        None, "Hidden units of the MLP as a multiple of the token width, instead of mlp_width.", gt=0, examples=[4]
+        None,
+        "Hidden units of the MLP as a multiple of the token width. If set, mlp_width is ignored.",
+        gt=0,
+        examples=[4],
     )
     norm: Literal["post", "pre"] = field(
         "post", "LayerNorms after each branch (post: SAVi) or before it (pre: SAVi++, STEVE, videosaur)."
@@ -51,7 +54,8 @@ class TransformerConfig(Frozen):
     )
     last_norm: bool = field(False, "Apply a LayerNorm after the last block (STEVE).")
     biases: bool | Literal["out"] = field(
-        True, "Biases of the attention's projections. out: only of the output projection (SRT)."
+        True,
+        "Which projections of the attention have biases. true: all; false: none; out: only the output projection (SRT).",
     )
     activation: Literal["relu", "gelu"] = field("relu", "Activation of the MLP.")
     scale_by_sqrt_d: bool = field(

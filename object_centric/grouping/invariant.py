@@ -32,8 +32,8 @@ class FrameConfig(Frozen):
     )
     scale_mean: Literal["code", "paper"] = field(
         "code",
-        "Weights of the mean from which a slot's scale is computed. code: attention + scale_eps, not normalized again (the authors' "
-        "code). paper: the same weights, normalized to sum to 1.",
+        "Weights for the weighted mean that determines a slot's scale. code: attention + scale_eps, not normalized "
+        "again (the authors' code). paper: the same weights, normalized to sum to 1.",
     )
     hidden: int = field(128, "Hidden units of the MLP that is applied to keys and values.", gt=0)
 

@@ -24,7 +24,7 @@ class BinderConfig(Frozen):
     heads: int = field(
         4,
         "Number of heads for attention across time and attention among slots. For attention to "
-        "tokens, the grouping's key `heads` sets the number.",
+        "tokens, the number is set by `grouping.heads`.",
         gt=0,
     )
     causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: also to later ones.")
@@ -49,12 +49,13 @@ class BinderConfig(Frozen):
     )
     temporal_decay: bool = field(
         False,
-        "Multiply the attention to each frame, after the softmax, by a learned weight for the frame's distance in time. With heads=1, a bias "
-        "before the softmax would have no effect. Our addition, not in the paper.",
+        "Multiply the attention to each frame, after the softmax, by a learned weight for the frame's distance in "
+        "time. The weight applies after the softmax, because a bias before it would have no effect with heads=1. "
+        "Our addition, not in the paper.",
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance in time steps that the encoding distinguishes from shorter distances: half the period of its slowest sine.",
+        "Largest distance (in time steps) that the encoding distinguishes from shorter distances. It is half the period of the encoding's slowest sine.",
         gt=0,
     )
     fourier_bands: int = field(
@@ -250,12 +251,12 @@ class SlotAttentionConfig(Frozen):
             )
         if self.qkv != self.width and not self.out_proj and self.gru == "none":
             raise ValueError(
-                f"qkv_width={self.qkv}: must equal width={self.width}, because values are added to the slots. To use another width, set out_proj or a gru."
+                f"qkv_width={self.qkv}: must equal width={self.width}, because values are added to the slots. To use another qkv_width, set out_proj or a gru."
             )
         if self.ground and (self.slots < 2 or self.pooled is not None or self.slot_init in ("same", "given")):
             raise ValueError(
-                "ground: needs two or more slots, slot_init=gaussian or learned, and a preset other than pooled, got "
-                f"slots={self.slots}, slot_init={self.slot_init}. Change them, or remove ground."
+                "ground: needs two or more slots, slot_init=gaussian or slot_init=learned, and a preset other than "
+                f"`pooled`, got slots={self.slots}, slot_init={self.slot_init}. Change them, or remove ground."
             )
         if self.share_gru and (self.layers != "own" or self.gru == "none"):
             raise ValueError(

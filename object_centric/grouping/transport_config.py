@@ -18,7 +18,7 @@ class TransportConfig(Frozen):
         "distance, as in the authors' code; cosine: negative cosine.",
     )
     cost_scale: float = field(
-        1.0, "Factor on costs, the inverse temperature. The paper's code uses 6 with cost=cosine.", gt=0
+        1.0, "Factor that multiplies the costs (inverse temperature). The paper's code uses 6 with cost=cosine.", gt=0
     )
     slot_marginal: Literal["one", "learned"] = field(
         "one",
@@ -46,9 +46,9 @@ class TransportConfig(Frozen):
     regulariser: float = field(
         0.0,
         "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty for plans that differ from the plan of the "
-        "initial costs. It applies during entropy_steps. Exchanging tokens between similar slots is penalized less. "
-        "Requires second_order=true, because the network that computes the similarity is not trained otherwise. 0: "
-        "no penalty.",
+        "initial costs. It applies during entropy_steps. Exchanging tokens between similar slots is penalized less; "
+        "a network computes how similar slots are. Requires second_order=true, because this network is not trained "
+        "otherwise. 0: no penalty.",
         ge=0,
     )
     exact: Literal["none", "sum", "straight_through", "sliced"] = field(
@@ -72,8 +72,8 @@ class TransportConfig(Frozen):
             )
         if self.regularization == "l2" and (self.entropy_steps or self.exact != "none"):
             raise ValueError(
-                f"regularization=l2: cannot be combined with entropy_steps={self.entropy_steps} and exact={self.exact}. "
-                "Remove them."
+                f"regularization=l2: requires entropy_steps=0 and exact=none, got entropy_steps={self.entropy_steps} and "
+                f"exact={self.exact}. Remove both keys."
             )
         if not self.entropy_steps:
             for knob in ("second_order", "learn_rate", "regulariser"):
@@ -83,7 +83,6 @@ class TransportConfig(Frozen):
                     )
         if self.regulariser and not self.second_order:
             raise ValueError(
-                "regulariser: learns similarities, which needs gradients through the entropy steps. Set "
-                "second_order=true."
+                "regulariser: learning similarities needs gradients through the entropy steps. Set second_order=true."
             )
         return self

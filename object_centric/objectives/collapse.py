@@ -21,8 +21,8 @@ class SlotCollapseConfig(Frozen):
     )
     min_slots_used: float = field(
         1.5,
-        "Warn if fewer slots per image than this are used, on average. A slot is used if its mask is the largest "
-        "at enough pixels (0.5 % of the image).",
+        "Warn if the average number of used slots per image is below this. A slot is used if its mask is the "
+        "largest at enough pixels (0.5 % of the image).",
         ge=0,
     )
     min_sharpness: float = field(
@@ -34,8 +34,8 @@ class SlotCollapseConfig(Frozen):
     )
     max_fixity: float = field(
         0.8,
-        "Warn if the similarity of mask borders across images exceeds this. A similarity of 0 means that borders "
-        "agree by chance only, 1 that they are the same in all images, like a fixed grid.",
+        "Warn if the similarity of mask borders across images exceeds this. 0: borders agree by chance only. 1: "
+        "they are the same in all images, like a fixed grid.",
         ge=0,
     )
 

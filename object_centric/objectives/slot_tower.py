@@ -90,8 +90,8 @@ class SlotTowerConfig(Frozen):
                 )
         if self.grouping.slot_init == "given" and not self.accepts_hint:
             raise ValueError(
-                "grouping.slot_init=given: slots start from objects of a video's first frame (hint). Only "
-                "objective.kind=video_slots and video_slate support this. Use `learned` or `gaussian`."
+                "grouping.slot_init=given: slots start from objects of a video's first frame (the block `hint`). "
+                "Only objective.kind=video_slots and video_slate support this. Use `learned` or `gaussian`."
             )
         if self.grouping.pooled is not None and not self.accepts_hint:
             raise ValueError(

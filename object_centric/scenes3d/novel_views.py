@@ -34,8 +34,8 @@ class ViewsConfig(Frozen):
     context: int = field(3, "Number of context views, from which slots are computed.", gt=0, le=10_000)
     held_out: int = field(
         1,
-        "Number of held-out views, which are rendered but not encoded. If a scene has more cameras than context + "
-        "held_out, context + held_out of them are chosen at random.",
+        "Number of held-out views, which are rendered but not encoded. If a scene has more than context + held_out "
+        "cameras, that many are chosen at random.",
         ge=0,
         le=10_000,
     )
@@ -178,7 +178,7 @@ def check_scene_bounds(scene_bounds: tuple[float, float] | None, bounds: Bounds 
         return
     if scene_bounds[0] < bounds.near - 1e-6 or scene_bounds[1] > bounds.far + 1e-6:
         raise BadSampleError(
-            "near and far in the sample's .json are outside the range of distances in which rays are sampled "
+            "`near` and `far` in the sample's .json are outside the range of distances in which rays are sampled "
             f"({_format_bounds(bounds)})"
         )
 

@@ -120,8 +120,8 @@ class RayPointsConfig(Frozen):
 
     by: Literal["distance", "height"] = field(
         "distance",
-        "Meaning of `near` and `far`. distance: distance from the camera. height: height above z = 0, for cameras that "
-        "look down. Points are encoded by x, y and z with `distance`, and by x and y with `height`.",
+        "Meaning of `near` and `far`. distance: distance from the camera. height: height above z = 0, for cameras "
+        "that look down. With `distance`, points are encoded by x, y and z; with `height`, by x and y.",
     )
     near: float = field(0.5, "Distance or height of the first point of a ray, in world units (see `by`).")
     far: float = field(20.0, "Distance or height of the last point of a ray, in world units (see `by`).")

@@ -48,7 +48,7 @@ class ViewEncoderConfig(Frozen):
         "Channels of the convolutions. With layers=plain: channels of the first stage; the number doubles with each further stage.",
         gt=0,
     )
-    num_downsample: int = field(1, "Number of stages that halve the side.", ge=0, le=8)
+    num_downsample: int = field(1, "Number of stages that halve the height and width.", ge=0, le=8)
     width: int = field(192, "Feature width.", gt=0)
     fourier_bands: int = field(
         0,

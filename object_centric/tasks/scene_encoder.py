@@ -96,7 +96,7 @@ class SceneEncoder(Encoder, ViewsEncoder):
 
     def encode(self, pixels: Tensor) -> Tensor:
         raise ConfigError(
-            f"{self.label}: needs views with cameras, got images. Score it with task: view_masks or scene_probe."
+            f"{self.label}: needs views with cameras, got images. Score it with `task: view_masks` or `task: scene_probe`."
         )
 
     def untrained(self) -> SceneEncoder:

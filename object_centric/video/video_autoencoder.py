@@ -111,7 +111,8 @@ class VideoAutoencoderConfig(Frozen):
     frames: FramesConfig = field(FramesConfig(), "Which frames of an episode form a sample.")
     loss: Literal["mean", "sum"] = field(
         "mean",
-        "Squared error. mean: over frames, pixels and colours; sum: per video. SAVi's gradient clipping threshold was chosen for `sum`.",
+        "Reduction of the squared error. mean: the mean over frames, pixels and colours. sum: the sum over each "
+        "video. SAVi's gradient clipping threshold was chosen for `sum`.",
     )
     similarity: SimilarityConfig = field(
         SimilarityConfig(),

@@ -164,7 +164,7 @@ class TimedTowerConfig(SlotTowerConfig):
     )
     hint: HintConfig | None = field(
         None,
-        "With grouping.slot_init=given: annotation of a clip's first frame that initializes slots. Default: none.",
+        "Annotation of a clip's first frame. With grouping.slot_init=given, it initializes the slots. Default: none.",
         examples=[{"annotation": "boxes"}],
     )
     first_iterations: int | None = field(
@@ -194,8 +194,8 @@ class TimedTowerConfig(SlotTowerConfig):
         at_once = self.grouping.binder is not None or self.grouping.pooled is not None
         if at_once and (self.predictor is not None or self.first_iterations is not None):
             raise ValueError(
-                "predictor, first_iterations: do not apply to a binder or a pooled Transformer, which processes "
-                "all frames at once. Set predictor and first_iterations to null."
+                "predictor, first_iterations: do not apply to a binder or a pooled Transformer, because either one "
+                "processes all frames at once. Set predictor and first_iterations to null."
             )
         if self.grouping.pooled is not None:
             side, squares = self.encoder.side(self.image_size), math.isqrt(self.grouping.slots)

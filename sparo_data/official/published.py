@@ -261,7 +261,7 @@ def count_objects(scene: PublishedScene) -> int:
         listed = scene.metadata.get("objects")
         if not isinstance(listed, list):
             raise DataError(
-                f"{scene.key}: has neither masks nor a list of objects, so their number is unknown. Remove --max-objects."
+                f"{scene.key}: has neither masks nor a list of objects, so the number of objects is unknown. Remove --max-objects."
             )
         return len(listed)
     numbers = np.unique(scene.label)

@@ -26,7 +26,7 @@ def _run_lengths(code: str) -> list[int]:
     value = bits = 0
     for character in code:
         if bits > 30:
-            raise ValueError("a run of the run-length encoding is longer than any image")
+            raise ValueError("a run length in the run-length encoding exceeds the size of any image")
         number = ord(character) - 48
         value |= (number & 31) << bits
         bits += 5

@@ -119,8 +119,8 @@ class OptimConfig(Frozen):
     )
     cooldown_shape: Literal["linear", "sqrt"] = field(
         "linear",
-        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (one minus the square root of the "
-        "fraction of the decay that has elapsed, Hägele et al. 2024).",
+        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (1 - sqrt(t), where t is the elapsed "
+        "fraction of the decay; Hägele et al. 2024).",
     )
     half_life: int = field(
         100_000, "For schedule=half_life: steps in which the learning rate halves; the decay is continuous.", gt=0

@@ -110,9 +110,9 @@ def _timm_sizes(vision: Mapping[str, Any]) -> Any:
     plain = isinstance(kwargs, Mapping) and all(isinstance(v, bool | int | float | str) for v in kwargs.values())
     if not plain or not isinstance(vision.get("image_size", 0), int):
         raise ValueError(
-            "timm_model_kwargs, image_size: values in timm_model_kwargs must be numbers, strings, true or false, "
-            f"and image_size must be a whole number, got {kwargs} and {vision.get('image_size')}. Correct the value "
-            "that has another type."
+            "timm_model_kwargs, image_size: values in timm_model_kwargs must be numbers, strings or booleans; "
+            f"image_size must be a whole number; got {kwargs} and {vision.get('image_size')}. Correct the value that "
+            "has another type."
         )
     return infer_sizes(vision["timm_model_name"], vision.get("image_size"), kwargs)
 

@@ -43,8 +43,8 @@ class SparoReadOut(TwinReadOut):
     head_width: int = field(64, "Width of keys and queries, D.", gt=0)
     text_head_width: int | None = field(
         None,
-        "Width of keys and queries in the text tower, if it differs from head_width. In weight files of "
-        "sparo-clip, this key is the text tower's width divided by its number of heads. Default: head_width.",
+        "Width of keys and queries in the text tower, if it differs from head_width. In weight files of sparo-clip, "
+        "this width is the text tower's width divided by the tower's number of heads. Default: head_width.",
         gt=0,
         examples=[64],
     )

@@ -146,8 +146,8 @@ class VitConfig(Frozen):
         if self.readout.reads_cls and self.readout.kind != "cls":
             raise ValueError(
                 f"readout.kind={self.readout.kind}: reads a class token, which is not available with "
-                "timm_model_name. Use readout.kind=cls, which with timm_model_name means the timm model's own "
-                "pooling."
+                "timm_model_name. Use readout.kind=cls, which selects the model's own pooling if timm_model_name is "
+                "set."
             )
         if self.readout.placement.replaced:
             raise ValueError(

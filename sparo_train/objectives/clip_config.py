@@ -89,8 +89,8 @@ class ClipObjectiveConfig(Frozen):
     )
     image_sizes: tuple[tuple[Share, int], ...] = field(
         (),
-        "Image sizes during training, as a list of [start, pixels]. start: share of the run from which this size is "
-        "used, 0 for the first size. The last size must be model.vision.image_size. Default: "
+        "Image sizes during training, as a list of [start, pixels]. start: share of the run after which this size "
+        "begins (0 for the first size). The last size must be model.vision.image_size. Default: "
         "model.vision.image_size during the whole run.",
         strict=False,
         examples=[[[0, 112], [0.8, 224]]],
@@ -149,8 +149,8 @@ class ClipObjectiveConfig(Frozen):
         )
         if shares[0] or shares != sorted(set(shares)):
             raise ValueError(
-                f"image_sizes: the starts in the list of [start, pixels] must begin at 0 and increase, got {shares}. "
-                "Correct them."
+                "image_sizes: in the list of [start, pixels], the `start` values must increase, and the first must "
+                f"be 0, got {shares}. Correct them."
             )
         if wrong := [size for size in sizes if size < v.patch_size or size % v.patch_size or size > v.image_size]:
             raise ValueError(

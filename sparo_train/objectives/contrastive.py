@@ -72,8 +72,8 @@ class ContrastiveLoss(Frozen):
     exchange: Exchange = field(
         "auto",
         "Exchange of encodings between ranks: gather (all_gather, fewest kernel launches), ring (tiles passed from "
-        "rank to rank, least memory), or auto (gather if neither the gathered encodings of one modality nor a "
-        "rank's rows of logits exceed a limit: 2 GiB on a GPU, 64 MiB on a CPU).",
+        "rank to rank, least memory), or auto (gather if the gathered encodings of one modality and a rank's rows "
+        "of logits each take at most 2 GiB on a GPU or 64 MiB on a CPU, otherwise ring).",
     )
 
     @abstractmethod

@@ -151,7 +151,7 @@ class DinoObjectiveConfig(Frozen):
         if not vit:
             if key := "ibot" if self.ibot is not None else "gram" if self.gram is not None else None:
                 raise ValueError(
-                    f"{key}: needs the patches of this project's ViT. Remove it, or model.timm_model_name."
+                    f"{key}: needs the patches of sparo's own ViT. Remove this key, or remove model.timm_model_name."
                 )
             if self.crops.local_crops_number and self.model.timm_model_name:
                 from ..models.timm_backbone import backbone_facts  # builds the model, which other configs do not need
@@ -226,8 +226,8 @@ def check_recipe(recipe: RecipeBlocks[DinoObjectiveConfig]) -> None:
         raise ValueError(f"objective.model.bands={objective.model.bands}: {given}. Set {remedy}.")
     if objective.gram is not None and objective.gram.first_step == 0 and recipe.start_from is None:
         raise ValueError(
-            "objective.gram.first_step=0: this loss compares with a copy of the teacher, which would have random "
-            "weights at step 0. Set start_from (on the command line: init=) to a trained run or backbone, or raise "
+            "objective.gram.first_step=0: this loss uses a copy of the teacher, and at step 0 that copy would have "
+            "random weights. Set start_from (on the command line: init=) to a trained run or backbone, or raise "
             "objective.gram.first_step."
         )
     coupling = {

@@ -53,7 +53,8 @@ class DistillObjectiveConfig(Frozen):
     class_weight: float = field(1.0, "Weight of the loss on the teacher's class token.", ge=0)
     patch_weight: float = field(1.0, "Weight of the loss on the teacher's patches.", ge=0)
     mean: Annotated[tuple[float, float, float], between(-10, 10)] = field(
-        IMAGENET_MEAN, "Mean of red, green and blue that is subtracted from the student's pixels in 0..1."
+        IMAGENET_MEAN,
+        "Mean of red, green and blue. It is subtracted from the student's pixel values, which are in 0..1.",
     )
     std: Annotated[tuple[float, float, float], between(1e-6, 100)] = field(
         IMAGENET_STD,

@@ -67,8 +67,8 @@ class LogConfig(Frozen):
     )
     pictures: int = field(
         6,
-        "Number of samples for which every evaluation saves pictures to RUN/pictures and tensorboard. They come "
-        "from the first task that has pictures. At most 3 videos or one scene are shown. 0: none.",
+        "Number of samples for which every evaluation saves pictures to RUN/pictures and tensorboard. The samples "
+        "come from the first task that has pictures. At most 3 videos or one scene are shown. 0: none.",
         ge=0,
         le=256,
     )
@@ -92,9 +92,9 @@ class EvalConfig(Frozen):
     every_steps: int = field(0, "Steps between evaluations. 0: only at the end.", ge=0)
     max_share: float | None = field(
         None,
-        "Maximum share of the time that evaluations may take, counted from the start of the process. An evaluation "
-        "that is due by every_steps is skipped if the total would exceed this share. The first evaluation and the "
-        "one after the last step always run. Default: no evaluation is skipped.",
+        "Evaluations may take at most this share of the time since the start of the process. An evaluation that is "
+        "due by every_steps is skipped if the total would exceed this share. The first evaluation and the one after "
+        "the last step always run. Default: no evaluation is skipped.",
         gt=0,
         lt=1,
         examples=[0.05],
@@ -124,7 +124,7 @@ class StartConfig(Frozen):
     )
     allow_unused: tuple[str, ...] = field(
         (),
-        "Name patterns. A checkpoint parameter that matches a pattern is ignored if the run does not have this parameter.",
+        "Patterns of parameter names. A checkpoint parameter that matches a pattern is ignored if the run does not have this parameter.",
         strict=False,
     )
     optimizer: bool = field(
@@ -180,7 +180,7 @@ class RunConfig(Frozen):
     steps: int | None = field(None, "Length of training in optimizer steps.", gt=0, lt=1 << 53)
     epochs: float | None = field(
         None,
-        "Length of training in passes over the data. In one pass, each source is read as many times as data.sources.NAME.weight (2: twice).",
+        "Length of training in passes over the data. In one pass, each source is read data.sources.NAME.weight times (twice if the weight is 2).",
         gt=0,
         le=1e9,
     )
@@ -204,9 +204,9 @@ class RunConfig(Frozen):
     )
     auto: Literal["off", "here", "cpu", "gpu"] = resumable_field(
         "off",
-        "Based on the data, the initial weights and the hardware, choose sizes, length, learning rate and similar "
-        "keys that the recipe does not set. The hardware is this machine (here), CPUs (cpu) or a GPU (gpu). `sparo "
-        "train --print` shows the choices.",
+        "Choose sizes, length, learning rate and similar keys that the recipe does not set. The choice is based on "
+        "the data, the initial weights and the hardware. The hardware is this machine (here), CPUs (cpu) or a GPU "
+        "(gpu). `sparo train --print` shows the choices.",
     )
     objective: Annotated[Any, FromRegistry(METHODS, default="clip")] = Field(
         default_factory=lambda: _default(METHODS, "clip"), description="Training method: an entry of sparo.methods."

@@ -83,7 +83,7 @@ def test_python_gives_the_scores_of_the_command_and_writes_nothing(scored, monke
     assert evaluate(encoder, tasks)["zero"].metrics == pytest.approx(stored["zero"])
     with pytest.raises(ConfigError, match=r"tasks: an encoder has no run folder from which to read tasks"):
         evaluate(encoder, ["zero"])
-    with pytest.raises(ConfigError, match="data, options: apply to checkpoints only, got an encoder"):
+    with pytest.raises(ConfigError, match="`data` and `options`: apply to checkpoints only, got an encoder"):
         evaluate(encoder, tasks, options=EvalOptions(limit=3))
     assert sorted(p for p in root.rglob("*") if p.is_file()) == before
 

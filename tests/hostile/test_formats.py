@@ -81,7 +81,7 @@ def test_hostile_files_end_in_an_error_or_in_bad_samples(kind, tmp_path):
             "no column for the image, got the columns image, cap",
         ),
         ({"mds": "{F}/mds/plain", "caption_key": "captoin"}, "did you mean 'caption'"),
-        ({"energon": "{F}/energon", "split": "test"}, "has the splits train, val, got 'test'"),
+        ({"energon": "{F}/energon", "split": "test"}, "has no split 'test'. Name one of its splits: train, val"),
         ({"energon": "{F}/mds"}, "energon prepare"),
         ({"parquet": "{F}/mds/plain"}, "matches no .parquet file; the folder has no .parquet files"),
         ({"table": "{F}/write.py"}, "no column for the image"),
@@ -133,7 +133,7 @@ def test_tables_that_would_lose_rows_are_refused(tmp_path):
         ["one, with\na second line, of text"]
     ]
     (tmp_path / "d.csv").write_text("image,caption,caption\na.jpg,one,two\n")
-    with pytest.raises(DataError, match="has 2 columns 'caption'"):
+    with pytest.raises(DataError, match="has 2 columns named 'caption'"):
         opened({"table": str(tmp_path / "d.csv")})
     (tmp_path / "e.csv").write_text("image,caption\n")
     done = sparo("data", "check", str(tmp_path / "e.csv"))
@@ -174,7 +174,7 @@ def test_commands_read_or_refuse_every_source(tmp_path):
     ):
         done = sparo(*arguments)
         assert done.returncode == 2 and says in done.stderr, done.stderr
-    with pytest.raises(ConfigError, match=r"m_1: part 1 of sources\.m would get the same name"):
+    with pytest.raises(ConfigError, match=r"m_1: part 1 of sources\.m would also get this name"):
         resolve(DataConfig, {"sources": {"m": {"shards": "a::b", "weight": "1::2"}, "m_1": {"shards": "c"}}}, "x")
     with pytest.raises(ConfigError, match="several weights need several lists"):
         resolve(DataConfig, {"sources": {"m": {"parquet": "a::b", "weight": "1::2"}}}, "x")

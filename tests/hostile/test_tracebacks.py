@@ -130,4 +130,4 @@ def test_a_folder_above_or_inside_a_run_names_the_run(shards, tmp_path):
     above, inside = str(tmp_path / "runs"), str(tmp_path / "runs/one/checkpoints")
     for words in (["eval", above], ["export", above], ["slots", "score", above, "--tasks", "x"]):
         assert_ends(words, 2, [f"{above}: is a folder of runs, not a run. Give {above}/one or another of the 2."])
-    assert_ends(["eval", inside], 2, [f"Give the run's folder ({above}/one) or one of its step-… folders."])
+    assert_ends(["eval", inside], 2, [f"Give the run's folder ({above}/one) or one checkpoint (a step-… folder)."])

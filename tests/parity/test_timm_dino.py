@@ -204,7 +204,7 @@ def test_own_images_takes_a_model_of_timm(tmp_path):
         (["objective.crops.tile=20"], "crops.tile=20: is smaller than model.image_size=64"),
         (["objective.model.depth=3"], "depth=3: does not apply if timm_model_name is set"),
         (["objective.model.registers=2"], "registers=2: does not apply if timm_model_name is set"),
-        (["objective.ibot={}"], "ibot: needs the patches of this project's ViT"),
+        (["objective.ibot={}"], "ibot: needs the patches of sparo's own ViT"),
         (["objective.model.readout={kind: sparo}"], "Set readout.replace_last_block=false"),
         (
             ["objective.crops.local_size=3", "objective.model.timm_model_name=test_vit"],

@@ -221,7 +221,7 @@ def test_it_starts_from_a_timm_file_with_interpolated_positions(shards, tmp_path
         (
             {"timm_model_name": "vit_small_patch16_224", "timm_model_kwargs": {"patch_size": [8, 8]}},
             SPARO,
-            "must be numbers, strings, true or false",
+            "must be numbers, strings or booleans",
         ),
         ({"timm_model_name": "cait_xxs24_224"}, SPARO, "a readout cannot use this model"),
         ({"timm_model_name": "x"}, SPARO, "known: .* and [0-9]+ more"),

@@ -88,7 +88,9 @@ def test_two_names_that_become_one_are_refused(tmp_path):
 def test_a_file_with_two_models_asks_which(tmp_path):
     weights, average = tiny().state_dict(), {n: t + 1 for n, t in tiny().state_dict().items()}
     file = saved(tmp_path / "ema.pt", {"state_dict": weights, "state_dict_ema": average})
-    with pytest.raises(CheckpointError, match=r"holds 2 models, got state_dict, state_dict_ema\. Append \?state=NAME"):
+    with pytest.raises(
+        CheckpointError, match=r"expected one model, got 2: state_dict, state_dict_ema\. Append \?state=NAME"
+    ):
         load_encoder(file)
     chosen = load_encoder(f"{file}?state=state_dict_ema")
     assert torch.equal(chosen.model.logit_scale, average["logit_scale"]) and chosen.label.endswith(
@@ -97,12 +99,12 @@ def test_a_file_with_two_models_asks_which(tmp_path):
     assert torch.equal(load_encoder(f"{file}?state=state_dict").model.logit_scale, weights["logit_scale"])
     vit = timm.create_model("test_vit", num_classes=0).state_dict()
     other = saved(tmp_path / "timm.pth", {"state_dict": vit, "state_dict_ema": {n: t + 1 for n, t in vit.items()}})
-    with pytest.raises(CheckpointError, match="holds 2 models"):
+    with pytest.raises(CheckpointError, match="expected one model, got 2"):
         load_encoder(f"timm:test_vit@{other}")
     assert torch.equal(load_encoder(f"timm:test_vit@{other}?state=state_dict").model.norm.weight, vit["norm.weight"])
     stock = open_clip.create_model("ViT-Tiny-8", force_custom_text=True).state_dict()
     third = saved(tmp_path / "stock.pt", {"state_dict": stock, "state_dict_ema": {n: t + 1 for n, t in stock.items()}})
-    with pytest.raises(CheckpointError, match="holds 2 models"):
+    with pytest.raises(CheckpointError, match="expected one model, got 2"):
         load_encoder(f"open_clip:ViT-Tiny-8@{third}")
     for key, more in (("state_dict", 0), ("state_dict_ema", 1)):
         found = load_encoder(f"open_clip:ViT-Tiny-8@{third}?state={key}")

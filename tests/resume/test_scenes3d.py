@@ -107,7 +107,7 @@ def test_scenes_are_trained_on_resumed_scored_and_probed(scenes, tmp_path, write
     done = sparo("train", str(recipe), "objective.model.decoder.far=3.0", "name=near", "eval.tasks={}")
     assert (
         done.returncode != 0
-        and "near and far in the sample's .json are outside the range of distances in which rays" in done.stderr
+        and "`near` and `far` in the sample's .json are outside the range of distances in which rays" in done.stderr
         and "no usable sample" in done.stderr
     )
 

@@ -101,9 +101,12 @@ def best_and_worst_are_drawn(run_folder, tmp_path):
         ((run_folder, str(worse), *line, "--out", "b.png"), "worse"),
         (
             (run_folder, run_folder, "--image", "own.jpg", "--out", "b.png"),
-            "with several checkpoints, give --task and a .png file",
+            "with several checkpoints, give --task, set --out to a .png file",
         ),
-        ((run_folder, run_folder, *line, "--out", "b"), "with several checkpoints, give --task and a .png file"),
+        (
+            (run_folder, run_folder, *line, "--out", "b"),
+            "with several checkpoints, give --task, set --out to a .png file",
+        ),
         ((run_folder, *line, "--uncertain", "--out", "page"), "--uncertain: works only with images (not videos)"),
     ):
         done = sparo("slots", "panels", *words, cwd=tmp_path)

@@ -159,7 +159,7 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
         ),
         (
             b"filepath,title,title\na.jpg,one,two\n",
-            "has 2 columns 'title'. Keep this name for the column that --caption-column reads",
+            "has 2 columns named 'title'. Keep this name for the column that --caption-column reads",
         ),
     ],
 )

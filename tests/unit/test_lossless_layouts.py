@@ -167,7 +167,9 @@ def test_parquet_of_a_folder_with_captions_is_refused(tmp_path):
     (tmp_path / "in/0.png").write_bytes(image())
     (tmp_path / "in/0.txt").write_text("a caption")
     found = sparo("data", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "parquet")
-    assert found.returncode and "captions of a folder, such as 0.txt, are not read" in " ".join(found.stderr.split())
+    assert found.returncode and "caption files in a folder, such as 0.txt, are not read" in " ".join(
+        found.stderr.split()
+    )
 
 
 def test_bytes_in_lists_are_neither_captions_nor_facts(tmp_path):

@@ -143,7 +143,7 @@ def test_coco_ignores_shared_pixels_and_crowds(tmp_path):
     path.write_text(json.dumps({**tree, "images": [{**image, "file_name": "x/a.jpg"}]}))
     assert read(path, "coco")[0].image.mean() == 200
     for change, told in (
-        ({"segmentation": {"counts": "o" * 99, "size": [10, 12]}}, "longer than any image"),
+        ({"segmentation": {"counts": "o" * 99, "size": [10, 12]}}, "exceeds the size of any image"),
         ({"segmentation": 3}, "has no usable segmentation"),
         (
             {"segmentation": [[1.0, None, 6.0, 1.0, 6.0, 6.0]]},

@@ -78,7 +78,9 @@ def test_splits_and_selections_of_datasets(tmp_path):
     for number, (image, _) in zip(order, contents(source), strict=True):
         assert np.array_equal(np.asarray(decode(image, TRAINING)), np.asarray(FIXTURES.picture(number)))
     assert opened({"dataset": str(tmp_path / "d"), "split": "test"}).samples == COUNT
-    with pytest.raises(DataError, match=r"data\.sources\.a\.split: .* has the splits train, test, got 'val'"):
+    with pytest.raises(
+        DataError, match=r"data\.sources\.a\.split: .* has no split 'val'. Name one of its splits: train, test"
+    ):
         opened({"dataset": str(tmp_path / "d"), "split": "val"})
 
 

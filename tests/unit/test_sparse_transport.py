@@ -79,5 +79,5 @@ def test_presets_train(preset):
 
 def test_l2_with_other_plans_is_refused():
     for inner in ({"entropy_steps": 4}, {"exact": "sliced"}):
-        with pytest.raises(ValueError, match="regularization=l2: cannot be combined with"):
+        with pytest.raises(ValueError, match="regularization=l2: requires entropy_steps=0"):
             SlotAttentionConfig.model_validate({"preset": "sa_l2", "transport": inner})

@@ -153,7 +153,7 @@ def test_rows_have_the_median_and_range_of_their_seeds(place):
     (_, note) = sweep_grid("grid", [rows[0]._replace(results={"zero": [mixed, *rows[0].results["zero"][1:]]})]).notes
     assert note.startswith("zero: rows were not scored on the same samples")
     assert "3" in grid.rows[0].name and grid.spans == "median, and range over seeds"
-    with pytest.raises(DataError, match="--layout 6: needs scores of one of imagenet1k, got zero"):
+    with pytest.raises(DataError, match="--layout 6: needs scores for one of the tasks imagenet1k, got zero"):
         sweep_grid("grid", rows, "6")
     with pytest.raises(ConfigError, match="--layout 7"):
         sweep_grid("grid", rows, "7")

@@ -97,7 +97,7 @@ def test_the_config_beside_a_timm_file_describes_its_model(tmp_path):
 
 def test_an_average_one_level_deeper_counts_as_another_model():
     content = {"state_dict": state(1), "ema": {"module": state(2), "decay": 0.9}}
-    with pytest.raises(CheckpointError, match="holds 2 models, got state_dict, ema"):
+    with pytest.raises(CheckpointError, match="expected one model, got 2: state_dict, ema"):
         extract_state(content, "file")
     assert extract_state(content, "file", "ema")["weight"][0] == 2
     assert extract_state({"state_dict": state(1), "ema": {"module": state(1)}}, "file")["weight"][0] == 1
@@ -106,7 +106,7 @@ def test_an_average_one_level_deeper_counts_as_another_model():
         {"model": {"state_dict": state(3)}, "ema": {"state_dict": state(4)}},
         {"model": {"model": state(3), "ema": {"module": state(4)}}},
     ):
-        with pytest.raises(CheckpointError, match="holds 2 models"):
+        with pytest.raises(CheckpointError, match="expected one model, got 2"):
             extract_state(content, "file")
 
 

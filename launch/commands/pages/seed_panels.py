@@ -80,8 +80,8 @@ def _score(run: str, task_name: str, data: str) -> Result:
     if not (same := [result for result in found if result.data == data]):
         raise ConfigError(
             f"{run}: its scores of {task_name} are from other images than those to be drawn. To score the images to "
-            f"be drawn, run `sparo eval {run} --tasks {task_name}` (with the same --data as this command), or give "
-            "the --data file with which the run was scored."
+            f"be drawn, run `sparo eval {run} --tasks {task_name}` (with the same --data, if any). Alternatively, "
+            "repeat this command with the --data file with which the run was scored."
         )
     return same[-1]
 

@@ -78,7 +78,9 @@ def recipe_layers(path: str | Path, _ancestors: tuple[Path, ...] = ()) -> list[t
         raise ConfigError(f"{path}: `extends:` is circular: {' -> '.join(str(p) for p in (*_ancestors, resolved))}")
     tree = parse_yaml(read_text(path), str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys, got {type(tree).__name__}. Write key: value lines.")
+        raise ConfigError(
+            f"{path}: expected a mapping of keys, got {type(tree).__name__}. Write lines of the form `key: value`."
+        )
     parents = tree.pop("extends", [])
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):

@@ -60,7 +60,7 @@ def _checker(path: Path) -> Callable[[bytes, bytes], bool]:
         import google_crc32c
     except ImportError:
         raise ConfigError(
-            f"{path}: checksums need google-crc32c. pip install -e '.[convert]' in sparo's checkout."
+            f"{path}: checksums need google-crc32c. Run `pip install -e '.[convert]'` in sparo's checkout."
         ) from None
 
     def intact(data: bytes, checksum: bytes) -> bool:

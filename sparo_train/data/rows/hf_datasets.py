@@ -74,7 +74,7 @@ def _load(config: HfDatasetConfig, key: str) -> Any:
     if isinstance(found, Mapping):
         if config.split not in found:
             raise DataError(
-                f"{dotted_key(key, 'split')}: {config.dataset} has the splits {', '.join(map(str, found))}, got {config.split!r}. Name one of them."
+                f"{dotted_key(key, 'split')}: {config.dataset} has no split {config.split!r}. Name one of its splits: {', '.join(map(str, found))}."
             )
         return found[config.split]
     if config.split != "train":

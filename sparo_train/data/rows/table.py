@@ -231,7 +231,7 @@ def _open_table(config: TableConfig, key: str, _write_index: bool) -> list[Table
     table = Path(config.table)
     if "://" in config.table:
         raise DataError(
-            f"{dotted_key(key, 'table')}: expected a local file, got {config.table}. Copy the table to a disk; its image column may contain URLs."
+            f"{dotted_key(key, 'table')}: expected a local file, got {config.table}. Copy the table to a disk; URLs in its image column are allowed."
         )
     if not table.is_file():
         raise DataError(f"{dotted_key(key, 'table')}: {table} is not a file{remedy(table)}")

@@ -244,7 +244,7 @@ def refuse_several_splits(place: str | tuple[str, ...], urls: Sequence[str], key
         prefix = first_by_split.get("train", min(first_by_split.values()))
         raise ConfigError(
             f"{key}: {place} contains the splits {', '.join(sorted(first_by_split))}. Name the files of one split, as in "
-            f"{place.rstrip('/')}/{prefix}*{suffix}, or all of them with {place.rstrip('/')}/*{suffix}."
+            f"{place.rstrip('/')}/{prefix}*{suffix}, or the files of all splits, as in {place.rstrip('/')}/*{suffix}."
         )
 
 

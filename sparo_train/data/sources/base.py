@@ -176,8 +176,8 @@ class DataConfig(Frozen):
     )
     whole_groups: bool = resumable_field(
         True,
-        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): read all samples of a "
-        "group together (at most data.shuffle_window), instead of data.chunk samples together. Set "
+        "For data that is decoded in groups (row groups of Parquet, Arrow files of LitData): read a whole group at "
+        "a time (at most data.shuffle_window samples) instead of `data.chunk` samples at a time. Set "
         "data.whole_groups to false to resume a run that was started before this key existed.",
     )
     shuffle_window: int = field(2048, "Samples of a stream that are shuffled together.", gt=0, le=1 << 31)
@@ -246,7 +246,7 @@ class DataConfig(Frozen):
             for i, pair in enumerate(zip(parts, weights, strict=True)):
                 if f"{name}_{i}" in values["sources"]:
                     raise ValueError(
-                        f"sources.{name}_{i}: part {i} of sources.{name} would get the same name. Rename one of them."
+                        f"sources.{name}_{i}: part {i} of sources.{name} would also get this name. Rename one of the two sources."
                     )
                 sources[f"{name}_{i}"] = {**block, "shards": pair[0], "weight": pair[1]}
         return {**values, "sources": sources}

@@ -67,7 +67,7 @@ def _open_energon(config: EnergonConfig, key: str, write_index: bool) -> list[Sh
     if not isinstance(splits, dict) or not isinstance(splits.get(config.split), list):
         names = ", ".join(map(str, splits)) if isinstance(splits, dict) else "none"
         raise DataError(
-            f"{dotted_key(key, 'split')}: {file} has the splits {names}, got {config.split!r}. Name one of them."
+            f"{dotted_key(key, 'split')}: {file} has no split {config.split!r}. Name one of its splits: {names}."
         )
     shards, excluded = splits[config.split], content.get("exclude") or []
     if not all(

@@ -194,7 +194,7 @@ def refuse_other_order(listed: object, names: Sequence[str], classes: Sequence[s
     if plain != own and sorted(plain) == sorted(own):
         raise DataError(
             f"{listed}: its class names are not in the order of the classes, got {names[0]!r} for the class "
-            f"{classes[0]!r}. Sort the lines like the classes, or remove the file."
+            f"{classes[0]!r}. Put the lines in the same order as the classes, or remove the file."
         )
 
 

@@ -130,5 +130,5 @@ class MultiViewScene:
     def _camera(self, view: int) -> dict[str, Any]:
         cameras = self.metadata.get("cameras")
         if not isinstance(cameras, list) or len(cameras) != len(self.views) or not isinstance(cameras[view], dict):
-            raise BadSampleError("the json does not list one camera for each view")
+            raise BadSampleError("the json must list one camera for each view")
         return cameras[view]

@@ -25,7 +25,9 @@ class EfficientReadOut(TwinReadOut):
     kind: Literal["ep"] = field("ep", "Kind of the readout: an entry of sparo.readouts.")
     inference_note: ClassVar[str] = "class token not attended, which shapes do not show"
     slots: int = field(32, "Number of learned queries.", gt=0)
-    slot_width: int = field(24, "Width of each query's output. As published: the tower's width divided by slots.", gt=0)
+    slot_width: int = field(
+        24, "Width of each query's output. As published: the tower's width divided by the number of slots.", gt=0
+    )
     attend_cls: bool = field(False, "Let queries attend to the image's class token, too.")
     normalize: bool = field(False, "Scale every slot to the same norm (Eq. 2 of the SPARO paper).")
 

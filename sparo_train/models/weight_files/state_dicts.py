@@ -276,8 +276,9 @@ def _select_state(raw: Any, origin: str, key: str | None) -> Mapping[str, Tensor
         states = {name: state for name, value in inner.items() if (state := _inner_state(value)) is not None}
         if len(states) > 1 and not _all_equal(list(states.values())):
             raise CheckpointError(
-                f"{origin}: holds {len(states)} models, got {', '.join(states)}. Append ?state=NAME to the file's name to choose one, "
-                f"as in FILE?state={list(states)[-1]}, or save one of them to a separate file."
+                f"{origin}: expected one model, got {len(states)}: {', '.join(states)}. Append ?state=NAME to the "
+                f"file's name to choose one, as in FILE?state={list(states)[-1]}, or save one of them to a separate "
+                "file."
             )
         if not inner:
             break
