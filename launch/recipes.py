@@ -80,7 +80,7 @@ def find_recipe(name_or_path: Path) -> Path:
     if matches:
         written = " or ".join(matches)
         missing = f"{text}: no such file" if name_or_path.suffix else f"{text}: {len(matches)} recipes have this name"
-        raise ConfigError(f"{missing}. To use the shipped recipe, write {written}.")
+        raise ConfigError(f"{missing}. Write {written} to use a shipped recipe.")
     # A long path was mistyped, so similar names of recipes would not help.
     if not name_or_path.suffix and len(name_or_path.parts) < 4:
         raise ConfigError(

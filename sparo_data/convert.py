@@ -324,7 +324,9 @@ def _load_table_sample(
     table: Path, line: int, image: str, caption: str, others: Mapping[str, str], skip_missing: bool
 ) -> CaptionedImage | None:
     if not image.strip() or not caption.strip():
-        raise DataError(f"{table}, line {line}: no image or no caption")
+        raise DataError(
+            f"{table}, line {line}: the {'caption' if image.strip() else 'image'} is empty. Fill in the cell, or remove the row."
+        )
     path = table.parent / image
     suffix = suffixes().get(path.suffix.lower())
     if not path.is_file():

@@ -209,7 +209,7 @@ def read_run(path: Path) -> tuple[RunConfig, Path]:
     # The newest checkpoint, from which `sparo train` would continue.
     step = store.newest_step(path)
     if step is None:
-        raise CheckpointError(f"{path}: no complete checkpoint yet")
+        raise CheckpointError(f"{path}: no complete checkpoint yet. Repeat the training command to continue the run.")
     return config, step
 
 

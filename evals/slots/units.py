@@ -69,7 +69,7 @@ def make_units(encoder: Encoder, kind: Kind = "slots", parts: int | None = None,
         return Units(kind, parts, encoder)
     if encoder.slots < 2:
         raise ConfigError(
-            f"{encoder.label} has no slots. Use a model with a readout (readout.kind=sparo), or set --units to `parts` or `heads`."
+            f"{encoder.label} has no slots. Use a model with a readout (readout.kind=sparo). Commands with the option --units also accept `parts` and `heads`."
         )
     return Units(kind, encoder.slots, encoder)
 

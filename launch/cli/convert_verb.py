@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from sparo_train.core.errors import ConfigError
+from sparo_train.core.errors import ConfigError, did_you_mean
 
 from ..views.terminal import console, out
 from .given_options import parse_part
@@ -184,6 +184,9 @@ def _refuse_options(options: Mapping[str, object], applies_to: str) -> None:
 
 def _conversion_error(source: Path) -> str:
     """Return the message for a file that is not converted."""
+    if not source.exists():
+        siblings = [path.name for path in source.absolute().parent.glob("*")]
+        return f"{source}: no such file or folder; {did_you_mean(source.name, siblings)}"
     if source.suffix == ".tar":
         return f"{source}: is a shard already. Train with data.sources='{{mine: {{shards: {source}}}}}'."
     if source.suffix in (".gz", ".tgz"):
@@ -259,7 +262,8 @@ def _print_summary(folder: Path, converted: ConversionResult, whole: bool, to: s
         reasons = ", ".join(converted.refused) or "bad image"
         scored = ", and they are not scored" if converted.broken else ""
         console.print(
-            f"unusable images: {unusable} ({reasons}). Training skips them{scored}. `sparo data check` names them.",
+            f"unusable images: {unusable} ({reasons}). Training skips them{scored}, but stops if their share exceeds "
+            "data.max_bad_share (default: 1 %). `sparo data check` names them.",
             soft_wrap=True,
         )
     if converted.left_out:

@@ -85,8 +85,10 @@ def make_slot_options(
     return SlotOptions(model, recipe, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
-_SUPPORTED_TASKS = "Default: all tasks of the run (with --data: of the --data file) whose kind is `zeroshot`, "
-"`knn`, `pairs`, `choice`, `matching` or `paraphrases`."
+_SUPPORTED_TASKS = (
+    "Default: all tasks of the run (with --data: of the --data file) whose kind is `zeroshot`, `knn`, `pairs`, "
+    "`choice`, `matching` or `paraphrases`."
+)
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -201,7 +201,7 @@ def _load_weights_to_continue(run: Run, newest: Path | None) -> None:
     if newest is None and start is not None and start.optimizer:
         newest = newest_step(Path(start.checkpoint))
         if newest is None:
-            raise CheckpointError(f"{start.checkpoint}: no complete checkpoint yet")
+            raise CheckpointError(f"{start.checkpoint}: no complete checkpoint yet. Train this run first.")
     if newest is not None:
         from ..models.weight_files.weights import load_into  # most runs begin without weight files
 

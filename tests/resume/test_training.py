@@ -237,7 +237,8 @@ def test_time_based_checkpoints_are_written(shards, tmp_path):
 def test_a_problem_in_a_loader_worker_arrives_as_one_message(tmp_path):
     write_shard(tmp_path / "s" / "0.tar", ((f"{i}", {"jpg": b"x", "txt": b"words"}) for i in range(16)))
     with pytest.raises(
-        DataError, match=r"^data: a whole pass over stream 0 has no usable sample: .*\(bad image: \d+\)$"
+        DataError,
+        match=r"^data: a whole pass over stream 0 has no usable sample: .*\(bad image: \d+\)\. Repair the samples",
     ):
         train(run(tiny_recipe(tmp_path / "s", tmp_path / "runs")))
     real = io.BytesIO()

@@ -68,7 +68,7 @@ def test_recipes_are_found_by_name(tmp_path, monkeypatch):
     for word, told in {
         "scenes_tiny": "2 recipes have this name. Write clip/scenes_tiny or dino/scenes_tiny",
         "scenes_tin": "did you mean 'scenes_tiny'",
-        "configs/clip/cc3m_clip.yaml": "no such file. To use the shipped recipe, write clip/cc3m_clip",
+        "configs/clip/cc3m_clip.yaml": "no such file. Write clip/cc3m_clip to use a shipped recipe",
     }.items():
         with pytest.raises(ConfigError, match=told):
             find_recipe(Path(word))

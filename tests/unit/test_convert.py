@@ -138,12 +138,12 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
     [
         (
             b"flie,title\n",
-            "no column for the picture, got the columns flie, title. Rename the matching column to filepath, or name it with --image-column",
+            "no column for the picture, got the columns flie, title. Rename the matching column to filepath, or specify it with --image-column",
         ),
         (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: no such image, got 'none\.jpg'"),
-        (b"filepath,title\na.jpg\n", r"t\.csv, line 2: no image or no caption"),
-        (b"filepath,title\n,words\n", r"t\.csv, line 2: no image or no caption"),
-        (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: no image or no caption"),
+        (b"filepath,title\na.jpg\n", r"t\.csv, line 2: the caption is empty"),
+        (b"filepath,title\n,words\n", r"t\.csv, line 2: the image is empty"),
+        (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: the caption is empty"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
         (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
         (

@@ -258,7 +258,8 @@ def test_pictures_that_no_reader_takes_are_counted_as_they_are_converted(tmp_pat
     assert made.train == 4 and made.refused == {"bad image": 2, "too many pixels": 1}
     done = sparo("data", "convert", str(tmp_path / "in"), str(tmp_path / "line"))
     assert (
-        "unusable images: 3 (bad image, too many pixels). Training skips them. `sparo data check` names" in done.stderr
+        "unusable images: 3 (bad image, too many pixels). Training skips them, but stops if their share exceeds"
+        in done.stderr
     )
     report = check_storage(
         open_shards([str(tmp_path / "out/00000.tar")], False)[0], ShardsConfig(shards=str(tmp_path / "out"))

@@ -148,7 +148,7 @@ def test_class_names_in_another_order_are_refused(tmp_path):
         match=r"classnames.txt: its class names are not in the order of the classes, got 'cat' for the class 'ant'",
     ):
         convert_folder(tmp_path / "set", tmp_path / "out")
-    with pytest.raises(DataError, match="in another order"):
+    with pytest.raises(DataError, match="not in the order of the classes"):
         open_set(ZeroshotTaskConfig(root=str(tmp_path / "set"), layout="folder"), "label").classnames()
     (tmp_path / "set/classnames.txt").write_text("an ant\na bee\na cat")
     assert convert_folder(tmp_path / "set", tmp_path / "out").train == 6
@@ -219,7 +219,7 @@ def test_a_list_of_captions_in_a_cell_is_several_captions(cell):
     assert TableRow({"caption": cell}, "mine.csv, row 1").texts("{caption}") == ["a dog", "a cat"]
     with pytest.raises(
         DataError,
-        match=r"row 1: \{caption\} contains a list of captions without commas, got .* Write the list in JSON",
+        match=r"row 1: \{caption\} contains a list of captions without commas between them, got .* Write the list in JSON",
     ):
         TableRow({"caption": cell.replace(",", "")}, "mine.csv, row 1").texts("{caption}")
 

@@ -243,31 +243,37 @@ def checkpoint_warnings(path: Path, step: Path) -> str:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Return the meta.json of a checkpoint folder, after verifying its checksum, its format and the sizes of its files."""
-    remedy = f"Remove {path} to resume from the checkpoint before it."
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         checksum = meta.pop("checksum", None)
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path}/meta.json: not readable ({error}). {remedy}") from None
+        raise CheckpointError(f"{path}/meta.json: not readable ({error}). {_remedy(path)}") from None
     if meta.get("format") not in _READABLE:
         raise CheckpointError(
             f"{path}/meta.json: format: this version reads {' and '.join(map(str, _READABLE))}, got "
             f"{meta.get('format')!r}. Use the version of sparo that wrote this checkpoint."
         )
     if checksum != _checksum(meta):
-        raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs). {remedy}")
+        raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs). {_remedy(path)}")
     _refuse_fields(meta, {"files": dict}, path)
     for name, expected in meta["files"].items():
         is_valid = isinstance(expected, dict) and all(
             isinstance(expected.get(key), kind) for key, kind in _FILE.items()
         )
         if not is_valid or not is_safe_relative_path(name):
-            raise CheckpointError(f"{path}/meta.json: invalid entry for {name!r} in `files`. {remedy}")
+            raise CheckpointError(f"{path}/meta.json: invalid entry for {name!r} in `files`. {_remedy(path)}")
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
             problem = "missing" if size is None else f"expected {expected['bytes']} bytes, got {size}"
-            raise CheckpointError(f"{path / name}: {problem}. {remedy}")
+            raise CheckpointError(f"{path / name}: {problem}. {_remedy(path)}")
     return meta
+
+
+def _remedy(path: Path) -> str:
+    """Return what to do about a damaged checkpoint folder."""
+    if set(CheckpointStore(path.parent).steps().values()) - {path}:
+        return f"Remove {path} to resume from the checkpoint before it."
+    return "It is the only checkpoint here. Copy its files again, or train again."
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
@@ -281,8 +287,7 @@ def _refuse_fields(meta: Mapping[str, Any], fields: Mapping[str, type | tuple[ty
     for key, kinds in fields.items():
         if not isinstance(meta.get(key), kinds) or isinstance(meta[key], bool):
             raise CheckpointError(
-                f"{path}/meta.json: {key} is missing or has the wrong type, got {type(meta.get(key)).__name__}. Remove "
-                f"{path} to resume from the checkpoint before it."
+                f"{path}/meta.json: {key} is missing or has the wrong type, got {type(meta.get(key)).__name__}. {_remedy(path)}"
             )
 
 

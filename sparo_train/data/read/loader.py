@@ -153,7 +153,7 @@ class _Workers(IterableDataset[WorkerBatch | SparoError]):
                 key = bad.key or f"number {ref.ordinal}"
                 keys.setdefault(what, f"{key} ({bad.detail})" if bad.detail else key)
         worst = ", ".join(f"{url} ({reason}: {n})" for (url, reason), n in skipped.most_common(3))
-        raise DataError(f"data: a whole pass over stream {stream} has no usable sample: {worst}{_advice(worst)}")
+        raise DataError(f"data: a whole pass over stream {stream} has no usable sample: {worst}. {_advice(worst)}")
 
 
 def number_of_streams(config: DataConfig, batch_size: int, world_size: int) -> int:
@@ -334,5 +334,9 @@ def _describe_location(error: Exception) -> str:
 def _advice(reasons: str) -> str:
     """Return advice if all samples of a stream are unusable for a reason that a key can fix."""
     if "pixel range" in reasons:
-        return ". Set data.pixel_range; `sparo data check` lists the values of each picture."
-    return ""
+        return "Set data.pixel_range; `sparo data check` lists the values of each picture."
+    if "missing caption" in reasons:
+        return "Set data.sources.NAME.caption_key to the file extension or column of the captions."
+    return (
+        "Repair the samples that `sparo data check` lists, or lower data.streams, so that each stream has more samples."
+    )
