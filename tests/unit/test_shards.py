@@ -198,7 +198,7 @@ def test_a_folder_with_shards_of_several_splits_is_refused(tmp_path, names, spli
     with pytest.raises(ConfigError) as refused:
         open_source("mine", ShardsConfig(shards=str(tmp_path)))
     assert f"{tmp_path} contains the splits {splits}. Name the files of one" in str(refused.value)
-    assert f"{tmp_path}/{example}, or all of them with {tmp_path}/*.tar" in str(refused.value)
+    assert f"{tmp_path}/{example}, or the files of all splits, as in {tmp_path}/*.tar" in str(refused.value)
     for chosen, count in ((f"{tmp_path}/*.tar", len(names)), (str(tmp_path / f"{names[0]}.tar"), 1)):
         assert open_source("mine", ShardsConfig(shards=chosen)).samples == count
 
