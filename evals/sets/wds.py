@@ -198,7 +198,7 @@ def _label(fields: dict[str, bytes], where: str) -> int:
 
 def _labels(fields: dict[str, bytes], where: str) -> list[int]:
     if "npy" not in fields:
-        raise DataError(f"{where} lacks the .npy member that contains the labels in a multilabel set")
+        raise DataError(f"{where} lacks the .npy member with its labels, which every sample of a multilabel set needs")
     table = _array(fields["npy"], where)
     if table.ndim != 1 or not np.isin(table, (0, 1)).all():
         raise DataError(f"{where}: .npy must hold a single row, with a 0 or 1 for each class")

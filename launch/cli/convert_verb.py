@@ -57,7 +57,7 @@ def convert(
     caption_column: Annotated[
         str | None,
         typer.Option(
-            help="Column of captions. Default: the column `caption`, `text`, `txt`, `captions`, `title` or `sentence`, whichever exists."
+            help="Column of captions. Default: the first existing column of `caption`, `text`, `txt`, `captions`, `title` and `sentence`."
         ),
     ] = None,
     separator: Annotated[str | None, typer.Option(help="Column separator. Default: detected in the header.")] = None,

@@ -55,7 +55,8 @@ class BinderConfig(Frozen):
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance (in time steps) that the encoding distinguishes from shorter distances. It is half the period of the encoding's slowest sine.",
+        "Largest distance, in time steps, up to which every distance has its own encoding. It is half the period of the "
+        "encoding's slowest sine.",
         gt=0,
     )
     fourier_bands: int = field(
@@ -168,7 +169,9 @@ class SlotAttentionConfig(Frozen):
     out_proj: bool = field(
         False, "Apply a linear layer to the attended values, as preset savi does with several heads."
     )
-    layers: Literal["shared", "own"] = field("shared", "Weights of iterations: shared, or separate for each (own).")
+    layers: Literal["shared", "own"] = field(
+        "shared", "Parameters of the iterations: shared by all, or separate for each (own)."
+    )
     slot_init: Literal["gaussian", "learned", "same", "given"] = field(
         "gaussian",
         "Initial slots. gaussian: drawn from one learned Gaussian; learned: one parameter per slot; same: one learned "
@@ -315,7 +318,7 @@ class SlotAttentionConfig(Frozen):
         if binder.context_frames is not None and not binder.causal:
             raise ValueError(
                 f"binder.context_frames={binder.context_frames}: limits how many earlier frames are seen, but later "
-                "frames are seen, too, because causal=false. Remove binder.context_frames or causal=false."
+                "frames are seen, too, because causal=false. Remove binder.context_frames, or remove causal=false."
             )
         if self.slot_init in ("same", "given"):
             raise ValueError(

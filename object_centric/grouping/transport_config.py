@@ -45,8 +45,8 @@ class TransportConfig(Frozen):
     )
     regulariser: float = field(
         0.0,
-        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty for plans that differ from the plan of the "
-        "initial costs. It applies during entropy_steps. Exchanging tokens between similar slots is penalized less; "
+        "Weight (lambda in Eq. 9 of Zhang et al. 2022) of a penalty for plans that differ from the plan that "
+        "the initial costs give. It applies during entropy_steps. Exchanging tokens between similar slots is penalized less; "
         "a network computes how similar slots are. Requires second_order=true, because this network is not trained "
         "otherwise. 0: no penalty.",
         ge=0,

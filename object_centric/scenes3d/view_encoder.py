@@ -76,7 +76,7 @@ class ViewEncoderConfig(Frozen):
     points: RayPointsConfig | None = field(
         None,
         "Points along the ray through a feature's center. An MLP embeds them, and the result is added to the "
-        "feature. Convolutions then see colours only (PETR). Default: none.",
+        "feature. The convolutions before it get colours only, no rays (PETR). Default: none.",
         examples=[{"near": 4.0, "far": 16.0}],
     )
     transformer: TransformerConfig | None = field(

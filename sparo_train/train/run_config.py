@@ -68,7 +68,7 @@ class LogConfig(Frozen):
     pictures: int = field(
         6,
         "Number of samples for which every evaluation saves pictures to RUN/pictures and tensorboard. The samples "
-        "come from the first task that has pictures. At most 3 videos or one scene are shown. 0: none.",
+        "come from the first task that has pictures. Limits: 3 for videos, 1 for scenes. 0: no pictures.",
         ge=0,
         le=256,
     )

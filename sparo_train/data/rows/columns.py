@@ -32,8 +32,8 @@ class RowsConfig(SourceConfig):
     )
     caption_key: str = field(
         _NO_CAPTION,
-        "Column of captions. If it has lists, one caption is sampled each time the sample is read. Default: the "
-        "column `caption`, `text`, `txt`, `captions`, `title` or `sentence`, whichever exists.",
+        "Column of captions. If it has lists, one caption is sampled each time the sample is read. If not set: the "
+        "first existing column of `caption`, `text`, `txt`, `captions`, `title` and `sentence`.",
     )
     captions: dict[str, float] | None = field(
         None,
