@@ -53,6 +53,17 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
             yield f"data {source.name}: {len(broken) - _NAMED} more shards are incomplete; `sparo data check` lists them"
 
 
+def repetition_warning(sources: Sequence[Source], batch_size: int) -> str:
+    """Return a warning if every batch contains samples more than once, otherwise an empty string."""
+    samples = sum(source.samples for source in sources if source.config.weight)
+    if batch_size <= samples:
+        return ""
+    return (
+        f"batch_size={batch_size}: every batch contains samples more than once, because the data has only {samples:,}. "
+        "Contrastive losses treat these copies as different samples. Lower batch_size."
+    )
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -253,6 +264,8 @@ def _log_start(run: Run, sources: Sequence[Source], newest: Path | None) -> None
         logger.info(f"{run.total_steps} steps of {config.batch_size} samples{ranks_text} -> {run.rundir.path}")
     for line in source_lines(sources, run.total_steps * config.batch_size):
         logger.info(line)
+    if line := repetition_warning(sources, config.batch_size):
+        logger.warning(line)
     for line in config.optim.unused_keys():
         logger.warning(line)
     # With several ranks per machine, the launcher sets the threads; a resumed run takes them from its checkpoint.
