@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from sparo_train import __version__
 from sparo_train.core.disk.checkpoint_store import CheckpointStore, checkpoint_warnings, read_run_meta
 from sparo_train.core.errors import ConfigError, DataError
-from sparo_train.core.files import give_usual_mode, whole_file, write_whole
+from sparo_train.core.files import whole_file
 from sparo_train.core.registries import EXPORTS, METHODS
 from sparo_train.data.read.plan import epoch_sizes, source_shares
 from sparo_train.data.sources.base import DataConfig
@@ -28,12 +27,10 @@ from sparo_train.train.build import num_trained_parameters
 from sparo_train.train.run_config import RunConfig
 
 from ..encoders.loading import read_run
-from ..report.model_card import CardFacts, CardScore, DataFacts, bands_text, is_own_card, model_card
+from ..report.model_card import CardFacts, CardScore, DataFacts, bands_text
 from ..report.results_file import read_records
 from .checkpoint_average import mean_weights, newest_checkpoints
-
-_PIECE = 1 << 20
-SUMS = "SHA256SUMS"
+from .export_files import file_versions, pack, refuse_foreign_weights
 
 
 def card_facts(name: str, objective: Any, meta: Mapping[str, Any], run: Path, parameters: int, use: str) -> CardFacts:
@@ -84,38 +81,6 @@ def _step(facts: Mapping[str, Any]) -> int | None:
     label = str(facts.get("checkpoint", {}).get("label", ""))
     number = Path(label).name.removeprefix("step-")
     return int(number) if number.isdecimal() else None
-
-
-def pack(export: Path, facts: CardFacts) -> None:
-    """Write card and checksums next to an export: README.md and SHA256SUMS in a folder, FILE.md and FILE.sha256."""
-    write_whole(card_path(export), model_card(facts))
-    if export.is_dir():
-        # other layouts of the run may be in the folder, with their own checksums
-        files = sorted(export.glob("open_clip_*")) or sorted(p for p in export.iterdir() if p.is_file())
-        files = [path for path in files if path.name not in (SUMS, "README.md", "MODEL_CARD.md")]
-        sums = export / SUMS
-    else:
-        files, sums = [export], export.with_name(f"{export.name}.sha256")
-    for path in files:
-        give_usual_mode(path)
-    write_whole(sums, "".join(f"{sha256(path)}  {path.name}\n" for path in files))
-
-
-def card_path(export: Path) -> Path:
-    """Return the path of an export's card: README.md, unless the user's own README exists."""
-    if not export.is_dir():
-        return export.with_name(f"{export.name}.md")
-    readme = export / "README.md"
-    return export / "MODEL_CARD.md" if readme.is_file() and not is_own_card(readme) else readme
-
-
-def sha256(path: Path) -> str:
-    """Return the hex SHA-256 of a file, as sha256sum writes it."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 logger = logging.getLogger(__name__)
@@ -216,13 +181,16 @@ def export_run(
     older = f"-{step.name}" if newest is not None and step.name != newest.name else ""
     home = folder / (f"export{older}" if average is None else f"export-{average.replace(':', '-')}{older}")
     trained = TrainedWeights.from_checkpoint(config, weights, _epochs_done(config.samples_per_epoch, meta))
-    path = export_weights(trained, home, to, layout)
+    export, place = _export_place(trained, home, to, layout)
+    if to is not None:
+        refuse_foreign_weights(place, export.is_folder)
+    before = file_versions(place)
+    path = export.write(trained, place)
     if layout in ("timm", "transformers", "torch") and config.data.pixel_range != "by_type":
         logger.warning(
             f"--layout {layout}: the exported transform does not apply data.pixel_range={config.data.pixel_range}. Scale pixel values to 8 bits yourself "
             "before you apply the transform, or use --layout onnx."
         )
-    export = EXPORTS.get(layout or METHODS.get(config.objective.kind).exports[0])
     use = export.use if isinstance(export.use, str) else export.use(config.objective)
     parameters = num_trained_parameters(config, weights)
     facts = card_facts(config.name, config.objective, meta, folder, parameters, use.replace("PLACE", path.as_posix()))
@@ -232,7 +200,7 @@ def export_run(
     if average is not None:
         mean = f"the mean of the weights at steps {', '.join(str(read_run_meta(s)['step']) for s in steps)}"
         facts = facts._replace(what=f"{facts.what}: {mean}", scores=[])  # scores are of single steps
-    pack(path, facts)
+    pack(path, facts, before)
     return path
 
 
@@ -245,6 +213,11 @@ def _epochs_done(samples_per_epoch: int | None, meta: Mapping[str, Any]) -> int:
 
 def export_weights(trained: TrainedWeights, home: Path, to: Path | None = None, layout: str | None = None) -> Path:
     """Write the weights of a run; return the path: `to`, or the layout's default name in `home`."""
+    export, place = _export_place(trained, home, to, layout)
+    return export.write(trained, place)
+
+
+def _export_place(trained: TrainedWeights, home: Path, to: Path | None, layout: str | None) -> tuple[Export, Path]:
     kind = trained.objective.kind
     fitting = METHODS.get(kind).exports
     if layout is None and not fitting:
@@ -261,7 +234,7 @@ def export_weights(trained: TrainedWeights, home: Path, to: Path | None = None, 
         raise ConfigError(f"--out {place}: is a file, but layout {name} writes a folder. Name another path.")
     if not export.is_folder and place.is_dir():
         raise ConfigError(f"--out {place}: is a folder, but layout {name} writes a file. Name {place / export.name}.")
-    return export.write(trained, place)
+    return export, place
 
 
 def _open_clip(trained: TrainedWeights, folder: Path) -> Path:

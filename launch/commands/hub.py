@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 
-from evals.interop.exporting import SUMS, card_path
+from evals.interop.export_files import SUMS, card_path
 from sparo_train.core.errors import ConfigError, SparoError
 
 _REMEDY = "Log in with `hf auth login`, or set HF_TOKEN to a token with write access"

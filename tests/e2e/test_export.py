@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from evals.encoders.loading import load_encoder
+from evals.interop.exporting import export_run
 from evals.report.results_file import append
 from evals.tasks.result import Result
 from launch.commands.hub import upload
@@ -247,3 +248,23 @@ def test_the_card_lists_scores_with_intervals_and_steps(run, tmp_path):
         and "some" not in card
     )
     assert "weights of step 12. Scores of other steps belong to other weights" in card
+
+
+def test_an_export_replaces_only_what_an_export_wrote(run, tmp_path):
+    """The user's weights are refused before anything is written, and other files of the user keep their modes."""
+    own = tmp_path / "model"
+    own.mkdir()
+    (own / "notes.txt").write_text("mine")
+    (own / "notes.txt").chmod(0o600)
+    for _ in range(2):
+        export_run(run, own, None)
+        export_run(run, own / "one.pt", "sparo-clip")
+    names = [line.split("  ")[1] for line in (own / "SHA256SUMS").read_text().splitlines()]
+    assert names == ["open_clip_config.json", "open_clip_model.safetensors"]
+    assert (own / "notes.txt").stat().st_mode & 0o777 == 0o600
+    (own / "best.pt").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"--out: .*best\.pt exists, and `sparo export` did not write it"):
+        export_run(run, own, None)
+    with pytest.raises(ConfigError, match=r"--out: .*best\.pt exists"):
+        export_run(run, own / "best.pt", "sparo-clip")
+    assert (own / "best.pt").read_bytes() == b"mine"
