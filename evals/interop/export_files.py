@@ -1,4 +1,4 @@
-"""What stands next to an export: model card and checksums, and the check of its output path."""
+"""Model card and checksums of an export, and the check of its output path."""
 
 from __future__ import annotations
 
