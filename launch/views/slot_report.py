@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ from .html import data_uri, render, shaded_caption
 
 _TILE_HEIGHT = 1.25  # inches of a tile with its title, for a picture of size 1
 _MAX_GALLERIES = 16  # default number of slots with a gallery
+_MAX_TILES = 6  # slots of an image in examples.png
+
+logger = logging.getLogger(__name__)
 
 
 class CaptionedImage(NamedTuple):
@@ -52,7 +56,7 @@ def write_report(
     """
     overlays = _Overlays(encoder, samples, attended)
     num_examples = min(len(samples), max(num_own, show_options.examples))
-    passing = [_example_slots(one, slot_ids, show_options) for one in attended]
+    passing, note = choose_example_slots(attended, slot_ids, show_options)
     # The user's own first, then those with most slots that pass.
     order = [*range(num_own), *sorted(range(num_own, len(samples)), key=lambda i: -len(passing[i]))][:num_examples]
     slots = list(slot_ids) if slot_ids is not None else _best_slots(attended)
@@ -67,13 +71,13 @@ def write_report(
         facts={name: escape_control_chars(str(value)) for name, value in facts.items()},
         uniform=f"{1 / attended[0].maps[0].numel():.1%}",
         shaded=bool(attended[0].words),
-        filter=_filter_note(attended, show_options, slot_ids),
+        filter=note,
         examples=[_example(overlays, i, passing[i]) for i in order],
         slots=[_section(overlays, slot, rows, names.get(slot, "")) for slot, rows in galleries.items()],
     )
     write_whole(paths[0], page)
     paths.append(_grid(folder / "examples.png", [[_Tile(overlays.plain(i), _short_title(samples[i]))] + [
-        _Tile(overlays.over(i, slot), f"slot {slot}{overlays.words(i, slot)}") for slot in passing[i][:6]] for i in order]))  # fmt: skip
+        _Tile(overlays.over(i, slot), f"slot {slot}{overlays.words(i, slot)}") for slot in passing[i][:_MAX_TILES]] for i in order]))  # fmt: skip
     for slot, rows in galleries.items():
         tiles = [
             [_Tile(overlays.over(i, slot), _short_title(samples[i])) for i in numbers] for numbers in rows.values()
@@ -118,29 +122,37 @@ class _Overlays:
         return escape_control_chars(f": {words}; cosine {float(one.cosine[slot]):.2f}")
 
 
-def _example_slots(one: Attended, slot_ids: Sequence[int] | None, show_options: Any) -> list[int]:
+def choose_example_slots(
+    attended: Sequence[Attended], slot_ids: Sequence[int] | None, show_options: Any
+) -> tuple[list[list[int]], str]:
+    """Return the slots that are drawn for each image, and a sentence that says which these are."""
     if slot_ids is not None:
-        return list(slot_ids)
-    if not one.words:  # without a text to filter by: the sharpest attention
-        return one.sharp.argsort(descending=True, stable=True)[:6].tolist()
-    return filter_slots(one, show_options.cosine, show_options.share)
-
-
-def _filter_note(attended: Sequence[Attended], show_options: Any, slot_ids: Sequence[int] | None) -> str:
-    if slot_ids is not None:
-        return "The selected slots."
+        return [list(slot_ids)] * len(attended), "The selected slots."
     if not attended[0].words:
-        return "This model has no text tower: the six slots whose attention is sharpest."
-    return (
-        f"Slots with more than {show_options.share:.0%} of their text attention on one word, each slot "
-        f"on a different word, whose image and text vectors have a cosine "
-        f"above {show_options.cosine:g}."
+        note = f"This model has no text tower: the {_MAX_TILES} slots whose attention is sharpest."
+        return [_highest(one.sharp, _MAX_TILES) for one in attended], note
+    passing = [filter_slots(one, show_options.cosine, show_options.share) for one in attended]
+    if any(passing):
+        return passing, (
+            f"Slots with more than {show_options.share:.0%} of their text attention on one word, each slot "
+            f"on a different word, whose image and text vectors have a cosine "
+            f"above {show_options.cosine:g}."
+        )
+    note = (
+        f"No slot passes --min-share {show_options.share:g} and --min-cosine {show_options.cosine:g}, as after a short "
+        f"training. These are the {_MAX_TILES} slots of each image whose image and text vectors have the highest cosine."
     )
+    logger.warning(note)
+    return [_highest(one.cosine, _MAX_TILES) for one in attended], note
+
+
+def _highest(values: torch.Tensor, count: int) -> list[int]:
+    return values.argsort(descending=True, stable=True)[:count].tolist()
 
 
 def _best_slots(attended: Sequence[Attended]) -> list[int]:
     score = torch.stack([one.cosine if one.words else one.sharp for one in attended]).mean(0)
-    return score.argsort(descending=True, stable=True)[:_MAX_GALLERIES].tolist()
+    return _highest(score, _MAX_GALLERIES)
 
 
 def _gallery(attended: Sequence[Attended], slot: int, tiles: int) -> dict[str, list[int]]:

@@ -1,6 +1,7 @@
 """Pictures of slots: attention is drawn at the right place, the paper's filter works as described, and foreign text is escaped."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from evals.encoders.pixels import Pixels, SquarePixels
 from evals.slots.attend import Attended, attend, filter_slots, gallery
 from evals.slots.overlay import image_crop, overlay
+from launch.views.slot_report import choose_example_slots
 from object_centric.pictures.panels import background_label, colour_labels, colour_slots
 from sparo_train.core.errors import ConfigError
 from tests.unit.test_slot_studies import clip
@@ -77,6 +79,11 @@ def test_the_filter_follows_the_paper():
     assert filter_slots(one(weights, cosine)) == [1, 2]
     assert filter_slots(one(weights, cosine), cosine=0.79) == [1]
     assert filter_slots(one(weights, cosine), cosine=0.5, share=0.95) == [6]
+    wanted = SimpleNamespace(cosine=0.75, share=0.5)
+    weak = one(weights, [c - 0.8 for c in cosine])
+    assert choose_example_slots([one(weights, cosine), weak], None, wanted)[0] == [[1, 2], []]
+    shown, note = choose_example_slots([weak], None, wanted)  # a page without slots would explain nothing
+    assert shown == [[3, 4, 5, 1, 0, 2]] and note.startswith("No slot passes --min-share 0.5 and --min-cosine 0.75")
 
 
 def test_a_gallery_has_most_middle_and_least():
