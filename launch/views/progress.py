@@ -230,6 +230,9 @@ def _totals(report: Report) -> list[str]:
         duplicates = getattr(report, name)
         if name == "looks" and duplicates.copies <= report.images.copies:
             continue
+        if name == "captions" and not any(shard.captions.any() for shard in report.shards):
+            lines.append("captions: none were read")
+            continue
         example = duplicates.examples[0] if duplicates.examples else []
         examples_text = ", e.g. " + " = ".join(f"{url}:{key}" for url, key in example[:2]) if example else ""
         what = "similar images, duplicates included" if name == "looks" else f"duplicate {name}"
