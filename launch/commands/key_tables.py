@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -103,10 +104,19 @@ def _suggestion(word: str, keys: Sequence[Key]) -> str:
     close = get_close_matches(
         word, dict.fromkeys([*(k.dotted for k in keys), *(k.name for k in keys)]), n=1, cutoff=0.7
     )
-    suggestions = list(dict.fromkeys(k.dotted for k in keys if close and close[0] in (k.dotted, k.name)))[:3]
+    # Users who do not know a key's name type what it means: learning_rate instead of lr.
+    meaning = re.sub(r"[_-]", " ", word.rpartition(".")[2]).lower()
+    described = [k for k in keys if " " in meaning and meaning in _first_sentence(k).lower()]
+    described.sort(key=lambda k: len(_first_sentence(k)))
+    named = [k for k in keys if close and close[0] in (k.dotted, k.name)]
+    suggestions = list(dict.fromkeys(k.dotted for k in [*described[:2], *named]))[:3]
     if suggestions:
         return f"did you mean {' or '.join(map(repr, suggestions))}?"
     return "`sparo config` lists the blocks, `sparo config optim` the keys of one"
+
+
+def _first_sentence(key: Key) -> str:
+    return (key.field.description or "").partition(".")[0]
 
 
 def _matches_suffix(key: list[str], words: list[str]) -> bool:

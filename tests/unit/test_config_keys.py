@@ -56,6 +56,8 @@ def test_a_block_lists_its_keys_without_those_of_entries_below_it():
     assert {key.dotted for key in find_keys("")} == set(RunConfig.model_fields)
     with pytest.raises(ConfigError, match=r"optim\.lrr: not a key of a recipe; did you mean 'optim\.lr'"):
         find_keys("optim.lrr")
+    with pytest.raises(ConfigError, match=r"did you mean 'optim\.lr' or"):
+        find_keys("learning_rate")
 
 
 def test_recipes_are_found_by_name(tmp_path, monkeypatch):
