@@ -187,7 +187,7 @@ def _check_classes(source: Path, classes: Sequence[str]) -> None:
         )
     elif is_split(classes):
         raise DataError(
-            f"{source}: contains splits whose images have no captions, got {', '.join(classes)}. Convert the folder of one split."
+            f"{source}: contains splits whose images have no captions: {', '.join(classes)}. Convert the folder of one split."
         )
 
 

@@ -17,7 +17,7 @@ class TableColumns(Frozen):
 
     file: str = field(
         ...,
-        "Path of the table, relative to the key `root`: .csv, .tsv, .json (a list, or a mapping by key) or .jsonl. "
+        "Path of the table, relative to the key `root`. Formats: .csv, .tsv, .json (a list or a mapping) and .jsonl. "
         "Questions may also be in .parquet with embedded images, or in files that a glob matches. If there are "
         "several files, the extra column file_stem contains the name of each row's file, without its extension.",
         examples=["table.csv"],

@@ -38,7 +38,7 @@ ClusterName = Annotated[
 ]
 Parallel = Annotated[int | None, typer.Option(min=1, help="Maximum number of jobs of the array that run at a time.")]
 After = Annotated[
-    list[Path] | None, typer.Option(help="Run to wait for: start after its job has finished. May be repeated.")
+    list[Path] | None, typer.Option(help="Start only after the job of this earlier run has finished. May be repeated.")
 ]
 DryRun = Annotated[
     bool,
@@ -141,8 +141,8 @@ def data(
         list[str],
         typer.Argument(
             metavar="COMMAND ARGUMENT or --OPTION VALUE",
-            help="`sparo data` command to run (`convert` or `index`) with its arguments, and cluster options such "
-            "as --nodes 2.",
+            help="`convert` or `index`, with its arguments as for `sparo data`. Cluster options such as --nodes 2 "
+            "can be added.",
         ),
     ],
     parts: Annotated[int, typer.Option(min=1, help="Number of jobs that share the work.")],

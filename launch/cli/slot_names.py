@@ -46,7 +46,7 @@ def name(
         int,
         typer.Option(
             min=2,
-            help="Test a name only if, in each half of the data, at least this many images have it and at least this many do not.",
+            help="Test a name only if, in each half of the data, the captions of at least this many images contain it, and those of at least this many do not.",
         ),
     ] = 10,
     replace: Annotated[bool, typer.Option("--replace", help="Replace names that --out already has.")] = False,

@@ -86,8 +86,8 @@ def make_slot_options(
 
 
 _SUPPORTED_TASKS = (
-    "Default: all tasks of the run (with --data: of the --data file) whose kind is `zeroshot`, `knn`, `pairs`, "
-    "`choice`, `matching` or `paraphrases`."
+    "Default: all tasks of the kinds zeroshot, knn, pairs, choice, matching and paraphrases. They are tasks of the "
+    "run or, with --data, of that file."
 )
 app = typer.Typer(
     no_args_is_help=True,

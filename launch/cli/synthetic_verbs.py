@@ -149,7 +149,7 @@ def scenes3d(
     blender: Annotated[
         str | None,
         typer.Option(
-            help="Path of a Python interpreter with the package bpy: colours are rendered by Blender's Cycles. Masks "
+            help="Render colours by Blender's Cycles, with this Python interpreter, which needs the package bpy. Masks "
             "and depth still come from the built-in ray tracer."
         ),
     ] = None,

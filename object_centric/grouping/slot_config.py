@@ -167,7 +167,7 @@ class SlotAttentionConfig(Frozen):
     )
     mlp_last: bool = field(True, "Run the MLP in the last iteration, too.")
     out_proj: bool = field(
-        False, "Apply a linear layer to the attended values, as preset savi does with several heads."
+        False, "Apply a linear layer to the attended values. The preset savi does so if it has several heads."
     )
     layers: Literal["shared", "own"] = field(
         "shared", "Parameters of the iterations: shared by all, or separate for each (own)."

@@ -165,8 +165,8 @@ class ClipObjective(CoupledObjective):
         last = (total_steps - 1) / total_steps
         if unreachable_shares := [share for share, _ in self.config.image_sizes if share > last]:
             raise ConfigError(
-                f"objective.image_sizes: the size with start {unreachable_shares[0]:g} would never be used, because "
-                f"the last of the {total_steps} steps begins at {last:g} of the run. Set a lower start."
+                f"objective.image_sizes: the size with start {unreachable_shares[0]:g} would never be used: the start of "
+                f"the last of the {total_steps} steps is {last:g}. Set a lower start."
             )
 
     def on_weights_loaded(self) -> None:

@@ -136,7 +136,7 @@ def test_a_size_that_no_step_reaches_is_refused(shards, tmp_path):
     for begin in (train, dry_run):
         with pytest.raises(
             ConfigError,
-            match=r"the size with start 0.9 would never be used, because the last of the 6 steps",
+            match=r"the size with start 0.9 would never be used: the start of the last of the 6 steps",
         ):
             begin(late)
     assert not late.folder.exists() and dry_run(late.model_copy(update={"steps": 10})).steps == 10
