@@ -104,7 +104,7 @@ def _suggestion(word: str, keys: Sequence[Key]) -> str:
     close = get_close_matches(
         word, dict.fromkeys([*(k.dotted for k in keys), *(k.name for k in keys)]), n=1, cutoff=0.7
     )
-    # Users who do not know a key's name type what it means: learning_rate instead of lr.
+    # Users who do not know the name of a key type its meaning: learning_rate instead of lr.
     meaning = re.sub(r"[_-]", " ", word.rpartition(".")[2]).lower()
     described = [k for k in keys if " " in meaning and meaning in _first_sentence(k).lower()]
     described.sort(key=lambda k: len(_first_sentence(k)))
