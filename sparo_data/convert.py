@@ -70,16 +70,13 @@ def _columns(table: Path, header: Iterable[str], column_candidates: tuple[tuple[
         column = next((name for name in names if name in header), None) or _match_column(names, header)
         if column is not None and header.count(column) > 1:
             raise DataError(
-                f"{table}: has {header.count(column)} columns named {column!r}. Keep this name for the column that "
-                f"{option} reads, and rename the others."
+                f"{table}: has {header.count(column)} columns named {column!r}. Keep this name for the column that {option} reads, and rename the others."
             )
         if column is None:
             what, usual = ("the picture", "image") if option == "--image-column" else ("the caption", "caption")
             expected_name = next(iter(names)) if len(names) == 1 else usual
-            addresses = option == "--image-column" and re.search(r"\burl\b", " ".join(header)) is not None
-            hint = (
-                "add --url-cache FOLDER for the addresses in url" if addresses else did_you_mean(expected_name, header)
-            )
+            urls = option == "--image-column" and re.search(r"\burl\b", " ".join(header)) is not None
+            hint = "add --url-cache FOLDER for the addresses in url" if urls else did_you_mean(expected_name, header)
             raise DataError(
                 f"{table}: no column for {what}, got the columns {', '.join(header)}. Rename the matching column to "
                 f"{expected_name}, or specify it with {option}; {hint}"
@@ -325,7 +322,7 @@ def _load_table_sample(
 ) -> CaptionedImage | None:
     if not image.strip() or not caption.strip():
         raise DataError(
-            f"{table}, line {line}: the {'caption' if image.strip() else 'image'} is empty. Fill in the cell, or remove the row."
+            f"{table}, line {line}: the {'caption' if image.strip() else 'image'} is empty. Fill in the cell."
         )
     path = table.parent / image
     suffix = suffixes().get(path.suffix.lower())

@@ -85,10 +85,7 @@ def make_slot_options(
     return SlotOptions(model, recipe, root, folder, limit, units, parts, head_layers, classifier_slots)
 
 
-_SUPPORTED_TASKS = (
-    "Default: all tasks of the kinds zeroshot, knn, pairs, choice, matching and paraphrases. They are tasks of the "
-    "run or, with --data, of that file."
-)
+_SUPPORTED_TASKS = "Default: all tasks of the run (with --data: of that file) whose kind is zeroshot, knn, pairs, choice, matching or paraphrases."
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -145,8 +142,7 @@ def select(
     ] = "top",
     k: K = "half",
     slots: Annotated[
-        str | None,
-        typer.Option(help="Slots selected by hand, as in `0,3,8-15`, or a selection.json. Replaces --method."),
+        str | None, typer.Option(help="Slots selected by hand: 0,3,8-15, or a selection.json. Replaces --method.")
     ] = None,
     held_out: Annotated[
         bool, typer.Option("--held-out/--same-data", help="Select on one half of the images and report on the other.")
@@ -273,9 +269,7 @@ def table(
         typer.Option(help="Tasks that are scored. Default: sugar_crepe for table 4; vtab,imagenet1k for table 5."),
     ] = None,
     k: K = "half",
-    seeds: Annotated[
-        int, typer.Option(min=1, max=1000, help="For table 5: number of seeds. Each row has one mask per seed.")
-    ] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="For table 5: number of seeds, with one mask each.")] = 3,
     clamp: Annotated[
         str,
         typer.Option(
@@ -333,9 +327,7 @@ def quality(
         str | None,
         typer.Option(help="Reference encoder that defines image similarity for the MonoSemanticity score."),
     ] = None,
-    parts: Annotated[
-        int, typer.Option(min=2, help="For encodings without slots: number of equal parts into which they are divided.")
-    ] = 64,
+    parts: Annotated[int, typer.Option(min=2, help="For encodings without slots: number of equal parts.")] = 64,
     model: Model = None,
     data: Data = None,
     root: Root = Path("data"),

@@ -23,8 +23,7 @@ class BinderConfig(Frozen):
 
     heads: int = field(
         4,
-        "Number of heads for attention across time and attention among slots. For attention to "
-        "tokens, the number is set by `grouping.heads`.",
+        "Number of heads for attention across time and attention among slots. For attention to tokens, the number is set by `grouping.heads`.",
         gt=0,
     )
     causal: bool = field(True, "Slots attend only to their own and earlier time steps. false: also to later ones.")
@@ -50,13 +49,11 @@ class BinderConfig(Frozen):
     temporal_decay: bool = field(
         False,
         "Multiply the attention to each frame, after the softmax, by a learned weight for the frame's distance in "
-        "time. The weight applies after the softmax, because a bias before it would have no effect with heads=1. "
-        "Our addition, not in the paper.",
+        "time. The weight applies after the softmax, because a bias before it would have no effect with heads=1. Our addition, not in the paper.",
     )
     max_time_distance: int = field(
         1024,
-        "Largest distance, in time steps, up to which every distance has its own encoding. It is half the period of the "
-        "encoding's slowest sine.",
+        "Largest distance, in time steps, up to which every distance has its own encoding. It is half the period of the encoding's slowest sine.",
         gt=0,
     )
     fourier_bands: int = field(
@@ -154,8 +151,7 @@ class SlotAttentionConfig(Frozen):
     qk_norm: bool = field(False, "Apply LayerNorms without biases to queries and keys (Dehghani et al. 2023).")
     gru: Literal["torch", "flax", "keras", "none"] = field(
         "torch",
-        "Update of a slot. torch, flax, keras: a GRU with the biases and initialization of the named library. "
-        "none: no GRU; the update is added to the slot.",
+        "Update of a slot. torch, flax, keras: a GRU with the biases and initialization of the named library. none: no GRU; the update is added to the slot.",
     )
     share_gru: bool = field(
         False, "With layers=own: all layers share one GRU, and only their other weights differ (Wu et al. 2023, B.1)."
@@ -169,9 +165,7 @@ class SlotAttentionConfig(Frozen):
     out_proj: bool = field(
         False, "Apply a linear layer to the attended values. The preset savi does so if it has several heads."
     )
-    layers: Literal["shared", "own"] = field(
-        "shared", "Parameters of the iterations: shared by all, or separate for each (own)."
-    )
+    layers: Literal["shared", "own"] = field("shared", "Parameters of iterations: shared, or separate (own).")
     slot_init: Literal["gaussian", "learned", "same", "given"] = field(
         "gaussian",
         "Initial slots. gaussian: drawn from one learned Gaussian; learned: one parameter per slot; same: one learned "

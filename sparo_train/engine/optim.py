@@ -119,8 +119,7 @@ class OptimConfig(Frozen):
     )
     cooldown_shape: Literal["linear", "sqrt"] = field(
         "linear",
-        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (1 - sqrt(t), where t is the elapsed "
-        "fraction of the decay; Hägele et al. 2024).",
+        "For schedule=wsd or cooldown: shape of the decay, linear or sqrt (1 - sqrt(t), where t is the elapsed fraction of the decay; Hägele et al. 2024).",
     )
     half_life: int = field(
         100_000, "For schedule=half_life: steps in which the learning rate halves; the decay is continuous.", gt=0
@@ -150,8 +149,7 @@ class OptimConfig(Frozen):
     )
     layer_decay: float | None = field(
         None,
-        "Layer-wise learning rate decay (BEiT): each layer of a tower has the learning rate of the next layer, "
-        "multiplied by this factor. Default: none.",
+        "Layer-wise learning rate decay (BEiT): each layer of a tower has the learning rate of the next layer, multiplied by this factor. Default: none.",
         gt=0,
         le=1,
         examples=[0.75],

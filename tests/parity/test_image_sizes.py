@@ -111,11 +111,11 @@ def test_ranks_and_micro_batches_see_the_same(shards, tmp_path, engine):
     [
         (
             ["objective.image_sizes=[[0.1, 32], [0.5, 64]]"],
-            r"starts in the list of \[start, pixels\] must begin at 0 and increase",
+            r"in the list of \[start, pixels\], the `start` values must increase",
         ),
         (
             ["objective.image_sizes=[[0, 32], [0.5, 48], [0.5, 64]]"],
-            r"starts in the list of \[start, pixels\] must begin at 0 and increase",
+            r"in the list of \[start, pixels\], the `start` values must increase",
         ),
         (["objective.image_sizes=[[0, 40], [0.5, 64]]"], "multiple of patch_size=16 .* got 40"),
         (["objective.image_sizes=[[0, 80], [0.5, 64]]"], "multiple of patch_size=16 .* got 80"),

@@ -239,7 +239,8 @@ def test_a_transformers_clip_is_what_a_run_begins_with(tmp_path):
     wider = ["objective.model.embed_dim=20", inits[0]]
     assert "newly initialized: proj" in begun(*wider)[1]
     with pytest.raises(
-        CheckpointError, match=r"has no tensors that match proj of the new run, and `freeze` would leave those"
+        CheckpointError,
+        match=r"has no tensors that match proj of the new run, and `freeze` would leave the new run's unmatched tensors",
     ):
         begun(*wider, "objective.model.vision.freeze=true")
     assert "newly initialized" not in begun(inits[0], "objective.model.vision.freeze=true")[1]

@@ -186,7 +186,7 @@ def test_gram_anchoring_begins_with_the_initial_weights(recipe, tmp_path):
     assert weights["earlier.pos_embed"].shape == (1, 65, 32)
     with pytest.raises(
         ConfigError,
-        match=r"objective\.gram\.first_step=0: this loss compares with a copy of the teacher, which would have random weights",
+        match=r"objective\.gram\.first_step=0: this loss uses a copy of the teacher, and at step 0 that copy would have random weights",
     ):
         recipe("name=random", "objective.gram={}")
     with pytest.raises(ConfigError, match=r"objective\.gram\.first_step=7: the run has only 1 steps"):

@@ -271,9 +271,10 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _remedy(path: Path) -> str:
     """Return what to do about a damaged checkpoint folder."""
-    if set(CheckpointStore(path.parent).steps().values()) - {path}:
-        return f"Remove {path} to resume from the checkpoint before it."
-    return "It is the only checkpoint here. Copy its files again, or train again."
+    others = set(CheckpointStore(path.parent).steps().values()) - {path}
+    return (
+        f"Remove {path} to resume from the checkpoint before it." if others else "Copy its files again, or train again."
+    )
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
