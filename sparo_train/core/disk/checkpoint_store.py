@@ -257,10 +257,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}/meta.json: damaged (its checksum differs). {_remedy(path)}")
     _refuse_fields(meta, {"files": dict}, path)
     for name, expected in meta["files"].items():
-        is_valid = isinstance(expected, dict) and all(
-            isinstance(expected.get(key), kind) for key, kind in _FILE.items()
-        )
-        if not is_valid or not is_safe_relative_path(name):
+        facts = expected if isinstance(expected, dict) else {}
+        if not all(isinstance(facts.get(k), kind) for k, kind in _FILE.items()) or not is_safe_relative_path(name):
             raise CheckpointError(f"{path}/meta.json: invalid entry for {name!r} in `files`. {_remedy(path)}")
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != expected["bytes"]:
@@ -271,10 +269,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _remedy(path: Path) -> str:
     """Return what to do about a damaged checkpoint folder."""
-    others = set(CheckpointStore(path.parent).steps().values()) - {path}
-    return (
-        f"Remove {path} to resume from the checkpoint before it." if others else "Copy its files again, or train again."
-    )
+    others = len(CheckpointStore(path.parent).steps()) > 1
+    return f"Remove {path} to resume from the checkpoint before it." if others else "Copy its files again."
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
