@@ -26,7 +26,9 @@ def pack(export: Path, facts: CardFacts, before: Mapping[str, tuple[int, int]]) 
     write_whole(card_path(export), model_card(facts))
     if export.is_dir():
         # Files of the user, and single-file exports with their own checksums, may be in the folder, too.
-        own = {name for name, version in file_versions(export).items() if version != before.get(name)} | _listed(export)
+        own = {name for name, version in file_versions(export).items() if version != before.get(name)} | listed_files(
+            export
+        )
         files = sorted(export / name for name in own - {SUMS, "README.md", "MODEL_CARD.md"})
         sums = export / SUMS
     else:
@@ -42,21 +44,21 @@ def file_versions(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (state.st_ino, state.st_mtime_ns) for name, state in states.items()}
 
 
-def _listed(folder: Path) -> set[str]:
-    """Return the existing files of earlier exports to a folder, by its checksums."""
+def listed_files(folder: Path) -> set[str]:
+    """Return the names of the existing files that the checksums of a folder list: those of its exports."""
     sums = folder / SUMS
     lines = sums.read_text(encoding="utf-8", errors="replace").splitlines() if sums.is_file() else []
     return {name for line in lines if (name := line[66:]) and Path(name).name == name and (folder / name).is_file()}
 
 
 def refuse_foreign_weights(out: Path, is_folder: bool) -> None:
-    """Raise `ConfigError` for weights at an output path that no export wrote: they would be lost, or taken for the model's."""
+    """Raise `ConfigError` for weights at an output path that no export wrote: they would be lost, or mistaken for the model."""
     found = sorted(path for path in out.glob("*") if path.suffix in _WEIGHTS) if is_folder else [out]
-    own = _listed(out if is_folder else out.parent)
+    own = listed_files(out if is_folder else out.parent)
     for path in found:
         if path.is_file() and path.name not in own and not path.with_name(f"{path.name}.sha256").is_file():
             raise ConfigError(
-                f"--out: {path} exists, and `sparo export` did not write it. Name another path, or remove it."
+                f"--out: {path} exists, and no checksum of an export lists it, so it is kept. Name another path, or remove it."
             )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 
-from evals.interop.export_files import SUMS, card_path
+from evals.interop.export_files import SUMS, card_path, listed_files
 from sparo_train.core.errors import ConfigError, SparoError
 
 _REMEDY = "Log in with `hf auth login`, or set HF_TOKEN to a token with write access"
@@ -48,8 +48,7 @@ def _contents(export: Path, repo: str) -> dict[str, Path | bytes]:
     if export.is_dir():
         card = card_path(export).read_text(encoding="utf-8")
         # Only files in the checksums, because a run's folder may contain others.
-        listed = [line.split("  ", 1)[1] for line in (export / SUMS).read_text(encoding="utf-8").splitlines()]
-        files: dict[str, Path | bytes] = {name: export / name for name in [*listed, SUMS]}
+        files: dict[str, Path | bytes] = {name: export / name for name in sorted([*listed_files(export), SUMS])}
         return {**files, "README.md": card.replace(f"local-dir:{export.as_posix()}", f"hf-hub:{repo}").encode()}
     card = card_path(export).read_text(encoding="utf-8").replace(export.as_posix(), export.name)
     sums = export.with_name(f"{export.name}.sha256")

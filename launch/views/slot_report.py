@@ -139,8 +139,8 @@ def choose_example_slots(
             f"above {show_options.cosine:g}."
         )
     note = (
-        f"No slot passes --min-share {show_options.share:g} and --min-cosine {show_options.cosine:g}, as after a short "
-        f"training. These are the {_MAX_TILES} slots of each image whose image and text vectors have the highest cosine."
+        f"No slot passes --min-share {show_options.share:g} and --min-cosine {show_options.cosine:g}, which is usual "
+        f"after few steps of training. These are the {_MAX_TILES} slots of each image whose image and text vectors have the highest cosine."
     )
     logger.warning(note)
     return [_highest(one.cosine, _MAX_TILES) for one in attended], note

@@ -263,7 +263,7 @@ def test_an_export_replaces_only_what_an_export_wrote(run, tmp_path):
     assert names == ["open_clip_config.json", "open_clip_model.safetensors"]
     assert (own / "notes.txt").stat().st_mode & 0o777 == 0o600
     (own / "best.pt").write_bytes(b"mine")
-    with pytest.raises(ConfigError, match=r"--out: .*best\.pt exists, and `sparo export` did not write it"):
+    with pytest.raises(ConfigError, match=r"--out: .*best\.pt exists, and no checksum of an export lists it"):
         export_run(run, own, None)
     with pytest.raises(ConfigError, match=r"--out: .*best\.pt exists"):
         export_run(run, own / "best.pt", "sparo-clip")

@@ -269,8 +269,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _remedy(path: Path) -> str:
     """Return what to do about a damaged checkpoint folder."""
-    others = len(CheckpointStore(path.parent).steps()) > 1
-    return f"Remove {path} to resume from the checkpoint before it." if others else "Copy its files again."
+    if any(step != path for step in CheckpointStore(path.parent).steps().values()):
+        return f"Remove {path} to resume from the checkpoint before it."
+    return "There is no other checkpoint. Copy its files again, or train again."
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
