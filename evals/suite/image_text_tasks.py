@@ -70,9 +70,18 @@ def run_retrieval(scoring: Scoring, task: RetrievalTaskConfig) -> Result:
         encoder = scoring.encoder
         if isinstance(encoder, TwoTowerEncoder) and encoder.causal and (count := encoder.texts_at_limit(texts)):
             result = result._replace(counts={**result.counts, "captions_at_limit": count})
-        return result
+        return _count_shared_captions(result, texts, owner)
 
     return attach_data_info(scoring.ranks.rank0_broadcast(score), images, source, {})
+
+
+def _count_shared_captions(result: Result, texts: Sequence[str], owner: Tensor) -> Result:
+    """Return the result with the number of captions that other images have, too: only one of these images counts as right."""
+    owners: dict[str, set[int]] = {}
+    for text, image in zip(texts, owner.tolist(), strict=True):
+        owners.setdefault(text, set()).add(image)
+    count = sum(len(owners[text]) > 1 for text in texts)
+    return result._replace(counts={**result.counts, "shared_captions": count}) if count else result
 
 
 def _choose_headline(result: Result, task: RetrievalTaskConfig, images: int) -> Result:
@@ -155,7 +164,7 @@ def run_conditioned(scoring: Scoring, task: ConditionedRetrievalTaskConfig) -> R
             raise DataError(f"{encoder.label}: some text embeddings are not finite. Use an earlier checkpoint.")
         # A few images at a time, because (images, texts, patches) would not fit in memory.
         rows = [encoder.conditioned(images.rows(some), queries) for some in torch.arange(len(images)).split(_IMAGES)]
-        return retrieval.score_table(torch.cat(rows), owner, task.k)
+        return _count_shared_captions(retrieval.score_table(torch.cat(rows), owner, task.k), texts, owner)
 
     return attach_data_info(scoring.ranks.rank0_broadcast(scored), images, source, {"image": "as the text pools it"})
 

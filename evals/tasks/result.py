@@ -95,6 +95,11 @@ class Result(NamedTuple):
                 f"{count} of {self.counts.get('texts', 0)} captions reach the largest number of tokens that the text tower reads; the rest "
                 "of these captions may be ignored"
             )
+        if count := self.counts.get("shared_captions"):
+            notes.append(
+                f"{count} of {self.counts.get('texts', 0)} captions also belong to another image. For such a caption, only one of these "
+                "images counts as right, so even a perfect model cannot reach R@1 = 100"
+            )
         if count := self.counts.get("scenes_beyond_rays"):
             notes.append(
                 f"{count} of {self.n} scenes have something outside the distances that this model samples (near, far)"

@@ -121,16 +121,33 @@ def test_odd_files_are_named(name, file, content, match, root):
         opened(name, root)
 
 
-def test_captions_that_fill_the_context_are_counted(tmp_path):
+def test_captions_of_several_images_are_counted(tmp_path):
+    """Equal captions of one image are no problem: any of them counts as right."""
+    for name, text in (("a", "a dog"), ("b", "a dog"), ("c", "a cat")):
+        write(tmp_path / f"urban1k/caption/{name}.txt", f"{text}\n")
+        picture(tmp_path / f"urban1k/image/{name}.jpg", ord(name))
+    tasks = {"urban1k": catalogue.tasks("urban1k", tmp_path)["urban1k"].model_copy(update={"k": (1,)})}
+    (result,) = Suite(tasks).run(small_clip()).values()
+    assert result.counts["shared_captions"] == 2
+    assert any("2 of 3 captions also belong to another image" in remark for remark in result.remarks())
+    write(tmp_path / "urban1k/caption/b.txt", "a bird\n")
+    (result,) = Suite(tasks).run(small_clip()).values()
+    assert "shared_captions" not in result.counts
+
+
+def small_clip():
     from evals.encoders.sparo_encoders import ClipEncoder
     from sparo_train.models.clip_config import ClipConfig
     from sparo_train.models.clip_model import Clip
 
     text = {"width": 32, "layers": 1, "heads": 2, "context_length": 12}
     vision = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 1, "head_width": 16}
-    encoder = ClipEncoder(
+    return ClipEncoder(
         Clip(ClipConfig.model_validate({"embed_dim": 32, "vision": vision, "text": text, "readout": {"kind": "token"}}))
     )
+
+
+def test_captions_that_fill_the_context_are_counted(tmp_path):
     write(
         tmp_path / "urban1k/caption/a.txt",
         "a very long caption of a street with more words than the text tower can read\n",
@@ -139,6 +156,6 @@ def test_captions_that_fill_the_context_are_counted(tmp_path):
     for name in "ab":
         picture(tmp_path / f"urban1k/image/{name}.jpg", ord(name))
     tasks = {"urban1k": catalogue.tasks("urban1k", tmp_path)["urban1k"].model_copy(update={"k": (1,)})}
-    (result,) = Suite(tasks).run(encoder).values()
+    (result,) = Suite(tasks).run(small_clip()).values()
     assert result.counts["captions_at_limit"] == 1
     assert any("1 of 2 captions reach the largest number of tokens" in remark for remark in result.remarks())
