@@ -87,7 +87,7 @@ def show_dry(dry: DryRun, name: str, batch_size: int) -> None:
     out.print(
         f"one epoch: {_number(dry.epoch_size)} samples; training: {_number(dry.steps)} steps x {batch_size} = {_number(dry.samples)} samples"
     )
-    for line in dry.unused_keys:
+    for line in dry.warnings:
         out.print(line, soft_wrap=True)
     memory = Table(title="memory per rank, estimated", title_justify="left")
     memory.add_column("")

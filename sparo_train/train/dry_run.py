@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from ..core.contracts import Footprint, Objective
 from ..core.errors import ConfigError, DataError
 from ..core.registries import ENGINES
 from ..data.read.loader import number_of_streams
-from ..data.read.plan import epoch_sizes
+from ..data.read.plan import epoch_sizes, repetition_warning
 from ..data.sources.base import SourceConfig, open_source
 from ..engine.engine_kind import Sizes
 from ..engine.optim import OptimConfig, build_optimizer
@@ -51,7 +52,7 @@ class DryRun(NamedTuple):
     steps: int | None
     samples: int | None
     memory: dict[str, int]
-    unused_keys: list[str]
+    warnings: list[str]
 
 
 def meta_objective(config: RunConfig) -> Objective:
@@ -104,8 +105,17 @@ def dry_run(config: RunConfig) -> DryRun:
             objective,
             footprint,
         ),
-        config.optim.unused_keys(),
+        _warnings(config, facts),
     )
+
+
+def _warnings(config: RunConfig, sources: Sequence[SourceFacts]) -> list[str]:
+    lines = config.optim.unused_keys()
+    # If a source is elsewhere, the number of samples is unknown.
+    totals = [f.samples for f in sources if f.samples is not None]
+    if len(totals) == len(sources):
+        lines += filter(None, [repetition_warning(totals, [f.weight for f in sources], config.batch_size)])
+    return lines
 
 
 def parameters_by_module(objective: Objective) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ..core.logs import FILE_ONLY, RunLog, logging_to
 from ..core.world import find_world
 from ..data.examples.samples import missing_caption_keys
 from ..data.read.loader import Pipeline
-from ..data.read.plan import source_shares
+from ..data.read.plan import repetition_warning, source_shares
 from ..data.sources.base import Source
 from ..data.sources.fingerprint import refuse_changed
 from ..data.sources.folder import left_out_text
@@ -41,7 +41,7 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
         samples: number of samples that the whole run reads.
     """
     # Use the plan's own arithmetic, so that the lines match what will be read.
-    read = source_shares([source.samples for source in sources], [source.config.weight for source in sources], samples)
+    read = source_shares(*_totals_and_weights(sources), samples)
     for source, (share, passes) in zip(sources, read, strict=True):
         yield f"data {source.name}: {share:.1%} of the samples read; {source.samples:,} samples, {passes:.2f} passes"
         if left_out := getattr(source.storages[0], "left_out", {}):
@@ -53,15 +53,8 @@ def source_lines(sources: Sequence[Source], samples: int) -> Iterator[str]:
             yield f"data {source.name}: {len(broken) - _NAMED} more shards are incomplete; `sparo data check` lists them"
 
 
-def repetition_warning(sources: Sequence[Source], batch_size: int) -> str:
-    """Return a warning if every batch contains samples more than once, otherwise an empty string."""
-    samples = sum(source.samples for source in sources if source.config.weight)
-    if batch_size <= samples:
-        return ""
-    return (
-        f"batch_size={batch_size}: every batch contains samples more than once, because the data has only {samples:,}. "
-        "Contrastive losses treat these copies as different samples. Lower batch_size."
-    )
+def _totals_and_weights(sources: Sequence[Source]) -> tuple[list[int], list[float]]:
+    return [source.samples for source in sources], [source.config.weight for source in sources]
 
 
 logger = logging.getLogger(__name__)
@@ -264,7 +257,7 @@ def _log_start(run: Run, sources: Sequence[Source], newest: Path | None) -> None
         logger.info(f"{run.total_steps} steps of {config.batch_size} samples{ranks_text} -> {run.rundir.path}")
     for line in source_lines(sources, run.total_steps * config.batch_size):
         logger.info(line)
-    if line := repetition_warning(sources, config.batch_size):
+    if line := repetition_warning(*_totals_and_weights(sources), config.batch_size):
         logger.warning(line)
     for line in config.optim.unused_keys():
         logger.warning(line)

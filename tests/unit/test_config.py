@@ -148,7 +148,11 @@ def test_an_epoch_of_fractional_weights_is_counted_as_it_is_read(tree, shards):
     half = {"shards": str(shards / "00000.tar"), "weight": 0.45}
     tree["data"] = {**tree["data"], "sources": dict.fromkeys("abc", half)}
     config = resolve(RunConfig, tree, "x")
-    assert dry_run(config).epoch_size == build_pipeline(config).plan.epoch_size == 3 * 11
+    dry = dry_run(config)
+    assert dry.epoch_size == build_pipeline(config).plan.epoch_size == 3 * 11
+    assert dry.warnings == []
+    (warning,) = dry_run(config.model_copy(update={"batch_size": 88})).warnings
+    assert "the data has only 72." in warning
 
 
 def test_yaml_cannot_create_objects(tmp_path):

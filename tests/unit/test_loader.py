@@ -28,10 +28,11 @@ from sparo_train.data.examples.samples import image_bytes
 from sparo_train.data.read import workers
 from sparo_train.data.read.bad_samples import BadSampleBudget
 from sparo_train.data.read.loader import Pipeline, default_streams
+from sparo_train.data.read.plan import repetition_warning
 from sparo_train.data.read.workers import WorkerItems
 from sparo_train.data.sources.base import DataConfig, open_source
 from sparo_train.data.sources.shards import ShardsConfig
-from sparo_train.train.fit import repetition_warning, source_lines
+from sparo_train.train.fit import source_lines
 from tests.helpers.ranks import free_port
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import jpeg, sample
@@ -307,8 +308,8 @@ def test_a_start_reports_shares_and_losses_of_data(tmp_path):
         "a", ShardsConfig(shards=str(cut))
     )  # no complete shard shows how many samples there were: the estimate doubles what was read
     assert [damage.lost_samples for damage in alone.incomplete_storages()] == [held]
-    assert repetition_warning(sources, 60 + held) == ""
-    assert f"the data has only {60 + held}." in repetition_warning(sources, 61 + held)
+    assert repetition_warning([40 + held, 20, 9], [1, 2.0, 0], 60 + held) == ""
+    assert f"the data has only {60 + held}." in repetition_warning([40 + held, 20, 9], [1, 2.0, 0], 61 + held)
     assert lines[2] == f"data b: {40 / (80 + held):.1%} of the samples read; 20 samples, {320 / (80 + held):.2f} passes"
 
 

@@ -66,6 +66,22 @@ def source_shares(totals: Sequence[int], weights: Sequence[float], read: int) ->
     return [(n / sum(counts), read * n / sum(counts) / total) for n, total in zip(counts, totals, strict=True)]
 
 
+def repetition_warning(totals: Sequence[int], weights: Sequence[float], batch_size: int) -> str:
+    """Return a warning if every batch contains samples more than once, otherwise an empty string.
+
+    Args:
+        totals, weights: samples and weight of each source.
+        batch_size: samples of a global batch.
+    """
+    samples = sum(total for total, weight in zip(totals, weights, strict=True) if weight)
+    if batch_size <= samples:
+        return ""
+    return (
+        f"batch_size={batch_size}: every batch contains samples more than once, because the data has only {samples:,}. "
+        "Contrastive losses treat these copies as different samples. Lower batch_size."
+    )
+
+
 class Plan:
     """Order of all samples, without end.
 
