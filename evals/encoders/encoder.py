@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparo_train.core.accelerator import tf32_enabled
 from sparo_train.core.errors import BadSampleError, ConfigError, DataError
 from sparo_train.core.files import read_bytes
 from sparo_train.core.world import stop_here
@@ -111,7 +112,7 @@ def encode_texts(
     return encodings[[where[c] for c in captions]]
 
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 _AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -136,7 +137,7 @@ class Encoder(ABC):
     Attributes:
         transform: converts an image to the input of `encode`.
         slots: L of flattened (L, V) encodings, otherwise 1.
-        precision: bf16 and fp16 run the model under autocast; encodings are always fp32.
+        precision: of the model (bf16 and fp16: under autocast); encodings are always fp32.
     """
 
     image_size: int
@@ -286,9 +287,9 @@ class Encoder(ABC):
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the model runs."""
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, _AMP[self.precision])
+        if self.precision in _AMP:
+            return torch.autocast(self.device.type, _AMP[self.precision])
+        return tf32_enabled() if self.precision == "tf32" else nullcontext()
 
 
 class TextEncoder(ABC):

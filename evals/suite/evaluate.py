@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparo_train import __version__
-from sparo_train.core.accelerator import is_streaming, set_tf32
+from sparo_train.core.accelerator import has_bf16, is_bf16_slow, is_streaming, set_tf32
 from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
@@ -188,7 +188,7 @@ def evaluate_checkpoint(
     # Reported with the scores, because scores on other images must be marked.
     odd = ranks.call_on_all(lambda: {name: catalogue.oddity(name, task) for name, task in tasks.items()})
     encoder = ranks.call_on_all(lambda: load_encoder(checkpoint, how.model, _device(how.device, ranks)))
-    _set_precision(encoder, how.precision)
+    set_precision(encoder, how.precision)
     is_run = (Path(checkpoint) / "config.yaml").is_file()
     scored = str(Path(checkpoint)) if is_run else checkpoint  # normalised as in training
     if how.slots is not None:
@@ -276,14 +276,22 @@ def only_slots(encoder: Encoder, slots: Sequence[int] | str | Path) -> Encoder:
     return keep_units(encoder, select_slots(encoder, tuple(dict.fromkeys(numbers))))
 
 
-def _set_precision(encoder: Encoder, precision: Precision) -> None:
-    """Let an encoder compute in a precision. Raises `ConfigError` if it has another that cannot be changed."""
-    if encoder.fixed_precision is None:
-        encoder.precision = precision
-    elif precision != "fp32":
+def set_precision(encoder: Encoder, precision: Precision) -> None:
+    """Let an encoder compute in a precision. Raises `ConfigError` if its device lacks it, or if its own cannot be changed."""
+    if encoder.fixed_precision is not None and precision != "fp32":
         raise ConfigError(
             f"--precision {precision}: {encoder.label} always computes in {encoder.fixed_precision}. Remove --precision."
         )
+    if precision == "tf32" and encoder.device.type != "cuda":
+        raise ConfigError(f"--precision tf32: only NVIDIA GPUs have TF32, got {encoder.device.type}. Use fp32.")
+    if precision == "bf16" and not has_bf16(encoder.device):
+        raise ConfigError(f"--precision bf16: {encoder.device.type} has no bfloat16 on this machine. Use fp32.")
+    if precision in ("bf16", "fp16") and is_bf16_slow(encoder.device):
+        logger.warning(
+            f"--precision {precision}: this CPU has no instructions for 16-bit numbers, so encoding takes longer than with fp32."
+        )
+    if encoder.fixed_precision is None:
+        encoder.precision = precision
 
 
 def result_facts(encoder: Encoder, how: EvalOptions, seconds: float) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def score(
         str | None, typer.Option(help="If CHECKPOINT is a weight file: name of its model, such as gap-ViT-B-16.")
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="Precision of the model: fp32, bf16 or fp16. Scores are computed in fp32.")
+        str,
+        typer.Option(
+            help="Precision of the model: fp32, tf32 (NVIDIA GPUs only), bf16 or fp16. Scores are computed in fp32."
+        ),
     ] = "fp32",
     device: Annotated[
         str,
@@ -119,7 +122,7 @@ def score(
     from ..commands.score import find_tasks, score_checkpoints
 
     for key, value, choices in (
-        ("precision", precision, ("fp32", "bf16", "fp16")),
+        ("precision", precision, ("fp32", "tf32", "bf16", "fp16")),
         ("storage", storage, ("fp32", "fp16")),
     ):
         if value not in choices:

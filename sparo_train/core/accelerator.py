@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -154,6 +155,17 @@ def set_tf32(enable: bool) -> None:
     """Set whether fp32 products and convolutions on CUDA devices are computed in TF32. torch's default is convolutions only."""
     torch.backends.cuda.matmul.allow_tf32 = enable
     torch.backends.cudnn.allow_tf32 = enable
+
+
+@contextmanager
+def tf32_enabled() -> Iterator[None]:
+    """Compute fp32 products and convolutions on CUDA devices in TF32 inside this context."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    set_tf32(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def grow_segments() -> None:

@@ -21,6 +21,7 @@ from evals.feature_store.feature_table import View
 from evals.feature_store.features import BatchSize, FeatureStore
 from evals.sets.base import Limited, sha256
 from evals.sets.wds import WdsSet, open_images
+from evals.suite.evaluate import set_precision
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.scoring import PartsMissingError, Scoring
 from sparo_data.writer import write_shards, write_wds_layout
@@ -112,6 +113,19 @@ def test_features_depend_on_weights_transforms_precision_views_and_data(source, 
     shard = next(iter(s.url for s in source.source.storages))
     os.utime(shard, ns=(1, 1))  # a new modification time, as if it was written again
     assert encoded() == 600
+
+
+def test_tf32_is_used_while_a_model_runs_and_refused_on_a_cpu(source):
+    encoder = Counting()
+    encoder.precision = "tf32"
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [flag.allow_tf32 for flag in flags]
+    with pytest.raises(ZeroDivisionError), encoder.autocast():
+        assert [flag.allow_tf32 for flag in flags] == [True, True]
+        raise ZeroDivisionError
+    assert [flag.allow_tf32 for flag in flags] == before
+    with pytest.raises(ConfigError, match=r"--precision tf32: only NVIDIA GPUs have TF32, got cpu\. Use fp32\."):
+        set_precision(Counting(), "tf32")
 
 
 def test_half_precision_is_stored_and_read_as_fp32(source, tmp_path):
