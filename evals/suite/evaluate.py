@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparo_train import __version__
-from sparo_train.core.accelerator import has_bf16, is_bf16_slow, is_streaming, set_tf32
+from sparo_train.core.accelerator import has_bf16, has_tf32, is_bf16_slow, is_streaming, set_tf32
 from sparo_train.core.config import Frozen, field, resolve
 from sparo_train.core.disk.rundir import environment
 from sparo_train.core.distributed import Ranks
@@ -282,7 +282,7 @@ def set_precision(encoder: Encoder, precision: Precision) -> None:
         raise ConfigError(
             f"--precision {precision}: {encoder.label} always computes in {encoder.fixed_precision}. Remove --precision."
         )
-    if precision == "tf32" and encoder.device.type != "cuda":
+    if precision == "tf32" and not has_tf32(encoder.device):
         raise ConfigError(f"--precision tf32: only NVIDIA GPUs have TF32, got {encoder.device.type}. Use fp32.")
     if precision == "bf16" and not has_bf16(encoder.device):
         raise ConfigError(f"--precision bf16: {encoder.device.type} has no bfloat16 on this machine. Use fp32.")

@@ -97,6 +97,11 @@ def collectives(device: torch.device) -> str:
     return "gloo" if own is None else f"cpu:gloo,{device.type}:{own}"
 
 
+def uses_nccl(device: torch.device) -> bool:
+    """Return whether collectives of the device run on NCCL."""
+    return _BACKENDS.get(device.type) == "nccl"
+
+
 def device_name(device: torch.device) -> str | None:
     """Return the name of an accelerator, such as `NVIDIA H200`; None for a CPU."""
     if device.type == "cpu":
@@ -151,6 +156,11 @@ def is_bf16_slow(device: torch.device) -> bool:
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def has_tf32(device: torch.device) -> bool:
+    """Return whether the device can compute fp32 products in TF32."""
+    return device.type == "cuda"
+
+
 def set_tf32(enable: bool) -> None:
     """Set whether fp32 products and convolutions on CUDA devices are computed in TF32. torch's default is convolutions only."""
     torch.backends.cuda.matmul.allow_tf32 = enable
@@ -168,13 +178,13 @@ def tf32_enabled() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def grow_segments() -> None:
-    """Let CUDA's allocator extend its blocks, so that tensors of changing sizes leave fewer gaps.
+def grow_segments(device: torch.device) -> None:
+    """Let CUDA's allocator extend its blocks, so that tensors of changing sizes leave fewer gaps; other devices have no such setting.
 
     It reads its settings when it allocates first. A setting of the user is kept.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    if torch.version.hip is None and not any(name in os.environ for name in names):
+    if device.type == "cuda" and torch.version.hip is None and not any(name in os.environ for name in names):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -170,8 +170,8 @@ class Device:
                 f"engine.precision=bf16: {self.device.type} has no bfloat16 on this machine. Use engine.precision=fp32."
             )
         set_tf32(config.tf32)
-        if config.expandable_segments and self.device.type == "cuda":
-            grow_segments()
+        if config.expandable_segments:
+            grow_segments(self.device)
         self.clock = Clock(self.device)
         self.kernel: str = "fused" if config.attention == "auto" else config.attention
         self._copy_stream: torch.Stream | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.accelerator import collectives, find_device
+from ..core.accelerator import collectives, find_device, uses_nccl
 from ..core.contracts import Engine, Objective
 from ..core.distributed import Ranks
 from ..core.errors import ConfigError
@@ -93,7 +93,7 @@ def build_ranks(engine: Any, world_size: int | None, world: World, folder: Path 
         return Ranks(world, "gloo", 0.0)
     # Gloo in addition to nccl: messages of the loop between ranks must not wait for a GPU.
     device = find_device(engine.device, "engine.device")
-    if folder is not None and device.type == "cuda" and isinstance(engine, RankedEngineConfig):
+    if folder is not None and uses_nccl(device) and isinstance(engine, RankedEngineConfig):
         record_collectives(engine.flight_recorder, folder)
     return Ranks(world, collectives(device), engine.timeout, getattr(engine, "join_timeout", None))
 

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 from object_centric.grouping.inverted_attention import Tokens, inverted_attention
 from object_centric.grouping.transport import minimize_entropy, sinkhorn
 from object_centric.scenes3d import radiance_field as field
-from sparo_train.core.distributed import Ring
+from sparo_train.core.distributed import Ring, sum_over_ranks
 from sparo_train.core.registries import LOSSES
 from sparo_train.models.sparo import Sparo
 from sparo_train.objectives.contrastive import contrastive
-from sparo_train.objectives.dino_loss import centered_targets, distillation
+from sparo_train.objectives.dino_loss import centered_targets, distillation, masked_distillation
 from tests.unit.test_scene_drawing import decoder
 from tests.unit.test_scene_drawing import given as made_rays
 
@@ -70,6 +70,17 @@ def self_distillation():
     return lambda: distillation(student, centered_targets(teacher, center, 0.04), 2, 0.1).loss, [student]
 
 
+def masked_patches():
+    student, teacher, center = torch.randn(7, 8, requires_grad=True), torch.randn(7, 8), torch.zeros(1, 8)
+    targets, weights = centered_targets(teacher, center, 0.04), torch.rand(7)
+    return lambda: masked_distillation(student, targets, weights, 0.1), [student]
+
+
+def sum_of_ranks():
+    x = torch.randn(3, 8, requires_grad=True)
+    return lambda: sum_over_ranks(x).float().square().sum(), [x]
+
+
 def transport(rounds):
     cost = torch.rand(2, 4, 6, requires_grad=True)
     log_a, log_b = torch.full((2, 6), 4 / 6).log().requires_grad_(), torch.zeros(2, 4)
@@ -90,6 +101,8 @@ CASES = {
     "parallel binder": binding,
     "radiance field": radiance_field,
     "DINO": self_distillation,
+    "iBOT": masked_patches,
+    "sum over ranks": sum_of_ranks,
     "transport": lambda: transport(0),
     "transport of low entropy": lambda: transport(2),
 }

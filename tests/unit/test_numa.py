@@ -82,7 +82,10 @@ def test_collectives_before_a_timeout_are_written_to_the_run_folder(tmp_path, mo
 
 
 def test_a_setting_of_the_allocator_by_the_user_is_kept():
-    program = "import os; from sparo_train.core.accelerator import grow_segments; grow_segments(); print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    program = (
+        "import os, torch; from sparo_train.core.accelerator import grow_segments; "
+        "grow_segments(torch.device('cuda')); print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    )
     for own, expected in ({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None"):
         env = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")} | own
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
