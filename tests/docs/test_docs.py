@@ -82,6 +82,7 @@ HERE = {
     "--nproc-per-node 8": "--nproc-per-node 1",
     "--nnodes 2": "--nnodes 1",
     "--images 40": "--images 9",
+    "tetrominoes_tsa.yaml --seeds 3": "tetrominoes_tsa.yaml --seeds 2",
     "MASTER:29500": "localhost:0",
     "configs/sweeps/sparo_table6_small.yaml --seeds 3": "two_rows.yaml",
     "configs/sweeps/sparo_table6_small.yaml": "two_rows.yaml",
