@@ -1,6 +1,7 @@
 """The contrastive loss at a global batch of 32,768 on 64 ranks: memory and time of one rank, compared with open_clip's ClipLoss.
 
     python benchmarks/loss_memory.py [--quick] [--device cuda] [--json FILE]
+    python benchmarks/loss_memory.py --rounding
 
 Forward and backward of one rank's 512 of 32,768 pairs in a separate process; features of other ranks are copied from
 memory. Gradients are compared on four real gloo ranks. open_clip's loss is `ClipLoss(local_loss=True,
@@ -115,6 +116,30 @@ def gradient_difference(size: int = 4) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
+def rounding_errors(d: int, pairs: int = 4096, seeds: int = 5) -> tuple[list[float], list[float]]:
+    """Return the relative errors of the loss and of the images' gradient with `exchange_dtype: bf16`.
+
+    logit_scale is log(100). The cosine of a pair is 3 / sqrt(d), three standard deviations of the cosines of others.
+    """
+    losses, gradients = [], []
+    for seed in range(seeds):
+        image, noise = features(d, pairs, seed)
+        text = F.normalize((3 / d**0.5 * image + noise).detach(), dim=1)
+        exact, rounded = (
+            _loss_and_gradient(image, text, SoftmaxLoss(exchange="ring", exchange_dtype=dtype))
+            for dtype in ("fp32", "bf16")
+        )
+        losses.append(abs(rounded[0] / exact[0] - 1))
+        gradients.append(float((rounded[1] - exact[1]).norm() / exact[1].norm()))
+    return losses, gradients
+
+
+def _loss_and_gradient(image: Tensor, text: Tensor, loss: SoftmaxLoss) -> tuple[float, Tensor]:
+    total = contrastive(image, text, torch.tensor(100.0), loss=loss).total
+    (gradient,) = torch.autograd.grad(total, image)
+    return float(total.detach()), gradient
+
+
 def child(form: str, d: int, device: str) -> tuple[float, float]:
     command = [sys.executable, __file__, "--measure", form, str(d), "--device", device]
     grown, spent = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -123,10 +148,18 @@ def child(form: str, d: int, device: str) -> tuple[float, float]:
 
 def main() -> None:
     arguments = device_flag(parser(__doc__))
+    arguments.add_argument("--rounding", action="store_true", help="measure the error of exchange_dtype=bf16 instead")
     arguments.add_argument("--measure", nargs=2, help="internal: form d")
     options = arguments.parse_args()
     if options.measure:
         measure(options.measure[0], int(options.measure[1]), options.device)
+        return
+    if options.rounding:
+        for d in (512, *CASES[1:]):
+            errors = [f"{max(found):.1e}" for found in rounding_errors(d)]
+            print(
+                f"bf16 exchange, width {d}: largest relative error of the loss {errors[0]}, of the gradient {errors[1]} (5 seeds)"
+            )
         return
     difference = gradient_difference()
     rows = []

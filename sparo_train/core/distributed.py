@@ -45,10 +45,11 @@ class Ring:
 
     Args:
         group: the process group; None: the default group.
+        dtype: dtype in which `gather` sends tensors; None: their own. Gradients are always summed in the tensors' dtype.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, dtype: torch.dtype | None = None):
+        self.group, self.dtype = group, dtype
         single_process = not (dist.is_available() and dist.is_initialized())
         self.rank, self.size = (0, 1) if single_process else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -98,9 +99,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
-        out = tensor.new_empty(ring.size * len(tensor), *tensor.shape[1:])
-        _all_gather(out, tensor.contiguous(), group=ring.group)
-        return out
+        sent = tensor.to(ring.dtype or tensor.dtype).contiguous()
+        out = sent.new_empty(ring.size * len(sent), *sent.shape[1:])
+        _all_gather(out, sent, group=ring.group)
+        return out.to(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -75,6 +75,11 @@ class ContrastiveLoss(Frozen):
         "rank to rank, least memory), or auto (gather if the gathered encodings of one modality and a rank's rows "
         "of logits each take at most 2 GiB on a GPU or 64 MiB on a CPU, otherwise ring).",
     )
+    exchange_dtype: Literal["fp32", "bf16"] = field(
+        "fp32",
+        "Dtype in which encodings are sent between ranks. bf16 halves these bytes; the loss is then that of encodings "
+        "rounded to bf16, on any number of ranks. Gradients are sent in fp32.",
+    )
 
     @abstractmethod
     def mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -107,9 +112,9 @@ def peak_bytes(loss: ContrastiveLoss, own: int, total: int, width: int) -> int:
     if not uses_gather(loss, own, total, width, on_gpu=True):
         # Visiting texts and their gradients, each while it leaves, arrives and is used.
         return 4 * (4 * min(own, max(1, _TILE // own)) * own + 6 * own * width)
-    # Encodings of both modalities, and the gradient of one of them.
-    gathered = 3 * total * width if total > own else 0
-    return 4 * (4 * own * total + gathered)
+    # Encodings of both modalities, and the gradient of one of them; what arrives in bf16 is converted.
+    gathered = (14 if loss.exchange_dtype == "bf16" else 12) * total * width if total > own else 0
+    return 16 * own * total + gathered
 
 
 def contrastive(
@@ -130,7 +135,8 @@ def contrastive(
             once), or `auto` (gather while that is small).
         ring: the ranks; default: those of the default process group.
     """
-    ring, loss = ring or Ring(), loss or SoftmaxLoss()
+    loss = loss or SoftmaxLoss()
+    image, text, ring = rounded_exchange(image, text, loss, ring)
     wide = torch.float64 if image.dtype == torch.float64 else torch.float32
     # One dtype throughout, because tests compare the loss with a single process in fp64.
     image, text, scale = image.to(wide), text.to(wide), scale.to(wide)
@@ -142,6 +148,18 @@ def contrastive(
         tile = max(1, _TILE // len(image))
         total, correct = loss.tiled.apply(image, text, scale, bias, ring, tile)  # type: ignore[misc]
     return Contrast(total, correct)
+
+
+def rounded_exchange(
+    image: Tensor, text: Tensor, loss: ContrastiveLoss, ring: Ring | None = None
+) -> tuple[Tensor, Tensor, Ring]:
+    """Return encodings rounded to the dtype in which the loss sends them, and the ring that does so; all as they are for fp32."""
+    ring = ring or Ring()
+    if loss.exchange_dtype == "fp32":
+        return image, text, ring
+    # Own encodings are rounded, too, so that all ranks compare the same values. The gradient is that of the exact encodings.
+    image, text = (x + (x.to(torch.bfloat16).to(x.dtype) - x).detach() for x in (image, text))
+    return image, text, Ring(ring.group, torch.bfloat16)
 
 
 def _gather_loss(
@@ -167,13 +185,14 @@ class _RingSoftmax(torch.autograd.Function):
         b = len(image)
         # logaddexp ignores minus infinity.
         rows, rival, diagonal = (image.new_full((b,), -torch.inf) for _ in range(3))
-        visiting, columns = text, None
+        visiting, columns = text.to(ring.dtype or text.dtype), None
         for step in range(ring.size):
             # Send before the result is needed, so that the exchange overlaps with the product of this block.
             following = ring.shift(visiting) if step + 1 < ring.size else None
+            others = visiting.to(text.dtype)
             here = image.new_full((b,), -torch.inf)
             for part in _tiles(b, tile):
-                z = (image[part] @ visiting.T).mul_(scale)
+                z = (image[part] @ others.T).mul_(scale)
                 rows[part] = torch.logaddexp(rows[part], z.logsumexp(dim=1))
                 here = torch.logaddexp(here, z.logsumexp(dim=0))
                 if step == 0:
@@ -222,12 +241,13 @@ class _RingSigmoid(torch.autograd.Function):
         b = len(image)
         total = image.new_zeros(())
         rival, diagonal = (image.new_full((b,), -torch.inf) for _ in range(2))
-        visiting = text
+        visiting = text.to(ring.dtype or text.dtype)
         for step in range(ring.size):
             following = ring.shift(visiting) if step + 1 < ring.size else None
+            others = visiting.to(text.dtype)
             for part in _tiles(b, tile):
                 # In place, because a tile is the largest tensor here.
-                z = (image[part] @ visiting.T).mul_(scale).add_(bias)
+                z = (image[part] @ others.T).mul_(scale).add_(bias)
                 if step == 0:  # the pairs themselves are the positives
                     diagonal[part] = z.diagonal(part.start)
                     total -= F.logsigmoid(diagonal[part]).sum()
@@ -275,18 +295,18 @@ def _backward(
     """
     b = len(image)
     d_image, d_scale, d_bias = torch.zeros_like(image), torch.zeros_like(scale), torch.zeros_like(scale)
-    visiting, text_grad_shift = (text, *facts), None
+    visiting, text_grad_shift = (text.to(ring.dtype or text.dtype), *facts), None
     for step in range(ring.size):
         following = ring.shift(*visiting) if step + 1 < ring.size else None
-        here = torch.zeros_like(text)
+        here, others = torch.zeros_like(text), visiting[0].to(text.dtype)
         for part in _tiles(b, tile):
-            product = image[part] @ visiting[0].T
+            product = image[part] @ others.T
             z = product * scale if bias is None else product * scale + bias
             g = weigh(z, part, step == 0, *visiting[1:])
             # As one dot product, which avoids a third tile.
             d_scale += torch.linalg.vecdot(g.flatten(), product.flatten())
             d_bias += g.sum()
-            d_image[part] += g @ visiting[0]
+            d_image[part] += g @ others
             here += g.T @ image[part]
         if text_grad_shift is not None:
             here += text_grad_shift.wait()[0]

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from sparo_train.core import distributed
 from sparo_train.core.distributed import Ring
 from sparo_train.core.registries import LOSSES
 from sparo_train.objectives import contrastive as module
@@ -91,6 +92,37 @@ def test_the_mean_over_ranks_is_the_global_batch(world_size, kind, exchange):
         d_scale, d_bias = (sum(p[i] for p in parts) / world_size for i in range(2, 4))
         assert close([d_image, d_text, d_scale, d_bias], gradients(whole), tolerance)
         assert torch.equal(torch.cat(correct), (image @ text.T).argmax(1) == torch.arange(12))
+
+
+def on_rank_in_bf16(ranks, image, text, kind, exchange):
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        gather, shift = distributed._all_gather, Ring.shift
+        patch.setattr(distributed, "_all_gather", lambda out, t, group: (sent.append(t), gather(out, t, group=group)))
+        patch.setattr(Ring, "shift", lambda self, *tensors: (sent.extend(tensors), shift(self, *tensors))[1])
+        b = len(image) // ranks.size
+        mine = leaves(*(t[ranks.rank * b : (ranks.rank + 1) * b] for t in (image, text)))
+        got = contrastive(*mine, loss=LOSSES.get(kind)(exchange=exchange, exchange_dtype="bf16"))
+        got.total.backward()
+    return float(got.total.detach()), gradients(mine), {t.dtype for t in sent if t.shape == (b, image.shape[1])}
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_encodings_sent_in_bf16_give_the_loss_of_rounded_encodings(world_size, exchange, kind):
+    image, text = features(8, 16)
+    whole = leaves(image.bfloat16().double(), text.bfloat16().double())
+    loss = plain(*whole, kind)
+    loss.backward()
+    found = run_ranks(world_size, on_rank_in_bf16, image, text, kind, exchange)
+    totals, parts, dtypes = zip(*found, strict=True)
+    assert sum(totals) / world_size == pytest.approx(float(loss.detach()), rel=1e-12)
+    d_image, d_text = (torch.cat([p[i] for p in parts]) / world_size for i in range(2))
+    assert close([d_image, d_text], gradients(whole)[:2], 1e-11)
+    # In the ring, the gradients of visiting texts travel, too, in their own dtype.
+    if world_size > 1:
+        assert set.union(*dtypes) == {torch.bfloat16} | ({torch.float64} if exchange == "ring" else set())
 
 
 @pytest.mark.parametrize(
