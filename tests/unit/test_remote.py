@@ -29,11 +29,11 @@ from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.examples.image_text import ClipTokenizer, ImageTextExamples
 from sparo_train.data.read.loader import Pipeline
 from sparo_train.data.servers import ranges, remote
-from sparo_train.data.servers.remote import find_shards
+from sparo_train.data.servers.remote import find_shards, open_filesystem
 from sparo_train.data.sources.base import DataConfig, open_source
 from sparo_train.data.sources.fingerprint import fingerprint
 from sparo_train.data.sources.shard_index import load_index
-from sparo_train.data.sources.shards import ShardReader, ShardsConfig, close_reader
+from sparo_train.data.sources.shards import ShardReader, ShardsConfig, close_reader, merge_indexes, open_shards
 from tests.helpers.processes import sparo
 from tests.helpers.recipes import tiny_recipe
 from tests.helpers.samples import jpeg, sample
@@ -384,6 +384,21 @@ def test_time_limits_keep_the_users_settings_of_fsspec(monkeypatch):
     assert web["headers"] == {"A": "b"} and web["timeout"].sock_read == 30 and web["trust_env"]
 
 
+def versions_differ_where_only_the_content_does(client, path, tmp_path):
+    """The node's cache would return samples of the old file: a scan on a server reads no content, and all offsets are equal."""
+    url, found, merged = "s3://data/other/00000.tar", [], []
+    content = Path(path).read_bytes()
+    for data in (content, content, content[:700] + bytes([content[700] ^ 1]) + content[701:]):
+        client.put_object(Bucket="data", Key="other/00000.tar", Body=data)
+        open_filesystem(url)[0].invalidate_cache("data/other")
+        (shard,) = open_shards([url], write_index=True)
+        found.append(shard.version())
+        merge_indexes(tmp_path / "all.idx", [shard])
+        (again,) = open_source("a", ShardsConfig(shards=url, index=str(tmp_path / "all.idx"))).storages
+        merged.append(again.version())
+    assert found[0] == found[1] != found[2] and merged == found
+
+
 def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
@@ -410,6 +425,7 @@ def test_a_bucket_is_indexed_and_trained_from(shards, monkeypatch, tmp_path):
         written = [path.read_bytes() for path in (tmp_path / "from_s3").rglob("*") if path.is_file()]
         assert done.returncode == 0 and written, done.stderr
         assert not any(b"a secret" in content for content in [*written, (done.stdout + done.stderr).encode()])
+        versions_differ_where_only_the_content_does(client, shards.paths[0], tmp_path)
         client.delete_object(Bucket="data", Key="mine/00001.tar")
         with pytest.raises(DataError, match=r"s3://data/mine/00001\.tar: cannot be read"):
             batches(("s3://data/mine/00001.tar",), 1, 0)

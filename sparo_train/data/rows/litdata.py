@@ -28,6 +28,7 @@ from .packed import (
     open_packed,
     read_index,
     refuse_compression,
+    set_stamps,
 )
 
 
@@ -138,6 +139,7 @@ def _open_litdata(config: LitDataConfig, key: str, _write_index: bool) -> list[L
         for url, chunk, size in zip(urls, chunks, sizes, strict=True)
     ]
     choose_sampled(files)
+    set_stamps(files, config.litdata)
     # All files of a set are alike, and looking into each would take a request per file.
     is_group = bool(files) and files[0].is_arrow
     for file in files:

@@ -22,6 +22,7 @@ from .packed import (
     open_packed,
     read_index,
     refuse_compression,
+    set_stamps,
 )
 
 
@@ -89,6 +90,7 @@ def _open_mds(config: MdsConfig, key: str, _write_index: bool) -> list[MdsFile]:
             ) from None
         files.append(open_packed(MdsFile, url, shard.get("samples"), raw.get("bytes"), fields, config, shard))
     choose_sampled(files)
+    set_stamps(files, config.mds)
     return files
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ...core.errors import BadSampleError, DataError
 from ..servers.ranges import read_range
-from ..servers.remote import open_filesystem, with_retries
+from ..servers.remote import file_info, open_filesystem, version_stamp, with_retries
 from ..sources.shards import RangeStorage, process_reader
 from .columns import Columns, RowsConfig, choose_columns, encode_picture, row_members
 
@@ -45,6 +45,7 @@ class PackedFile(RangeStorage):
     """
 
     decoders: ClassVar[Mapping[str, Decode]]
+    stamp = bytes(16)  # of `index.json` on a server
 
     def __init__(self, url: str, length: int, size: int, fields: Sequence[PackedField], columns: Columns, digest: str):
         self.url, self._length, self._size, self._fields = url, length, size, fields
@@ -69,7 +70,7 @@ class PackedFile(RangeStorage):
         return digest.hexdigest()[:16]
 
     def version(self) -> tuple[bytes, int]:
-        return self._digest.encode(), self._size
+        return self._digest.encode() + self.stamp, self._size
 
     @property
     def offsets(self) -> np.ndarray:
@@ -166,6 +167,14 @@ def read_index(folder: str, key: str, writer: str) -> dict[str, Any]:
             f"{url}: expected a JSON object, got a {type(index).__name__}. Name the folder that {writer} wrote."
         )
     return index
+
+
+def set_stamps(files: Sequence[PackedFile], folder: str) -> None:
+    """Record the version of a remote `index.json`: if the data set is written again, cached samples are of another version."""
+    if "://" in folder:
+        stamp = version_stamp(file_info(f"{folder.rstrip('/')}/index.json"))
+        for file in files:
+            file.stamp = stamp
 
 
 def _file_facts(url: str, count: Any, size: Any) -> tuple[int, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -136,13 +137,28 @@ def with_retries(url: str, work: Callable[[], T]) -> T:
 
 def get_file_size(url: str) -> int:
     """Return the size of a file in bytes. Raises `DataError`."""
+    return file_info(url)["size"]
+
+
+def file_info(url: str) -> dict[str, Any]:
+    """Return what fsspec reports about a file, its size at least. Raises `DataError`."""
     filesystem, path = open_filesystem(url)
-    size = with_retries(url, lambda: filesystem.info(path)["size"])
-    if size is None:
+    info = with_retries(url, lambda: filesystem.info(path))
+    if info["size"] is None:
         raise DataError(
             f"{url}: random access needs the size of this file, but the server does not report it. Copy the file to a disk."
         )
-    return size
+    return info
+
+
+# What servers report about the version of a file, the most exact first: fsspec keeps each protocol's own name.
+_STAMPS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated")
+
+
+def version_stamp(info: Mapping[str, Any]) -> bytes:
+    """Return 16 bytes that differ for another version of a remote file; zeros if the server reports neither an ETag nor a time."""
+    stamp = next((str(info[name]) for name in _STAMPS if info.get(name)), "")
+    return hashlib.blake2b(stamp.encode(), digest_size=16).digest() if stamp else bytes(16)
 
 
 def _is_final(error: Exception) -> bool:
@@ -326,10 +342,9 @@ def _nearest_existing(url: str, suffix: str) -> str:
         return f"its {'shards' if suffix == '.tar' else 'files'} are in {' and '.join(below[:4])}"
     if made := remedy(url):
         return made.removeprefix("; ")
-    if Path(url).is_dir() and suffix != ".tar":
-        return f"the folder has no {suffix} files"
     if Path(url).is_dir():
-        return f"the folder has no .tar files; `sparo data convert {url} OUT` writes shards of its images"
+        advice = f"; `sparo data convert {url} OUT` writes shards of its images" if suffix == ".tar" else ""
+        return f"the folder has no {suffix} files{advice}"
     if "://" in url or not folder.is_dir():
         return f"{folder} is not a folder" if "://" not in url else "check the address and your credentials"
     return did_you_mean(Path(url).name, [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == suffix][:200])

@@ -31,6 +31,7 @@ _LAYOUT = "sparo merged index 1"
 _TENSORS = {
     "offsets": "I64", "ends": "I64", "names": "U8", "name_ends": "I64", "sizes": "I64", "intact": "U8", "digests": "U8", "sha256": "U8",
 }  # fmt: skip
+_OPTIONAL = {"stamps": "U8"}  # of shards on servers; indexes of older versions have none
 _MAX_HEADER_BYTES = 1 << 20
 _PROBES = 16  # shards on a disk whose size is compared with the index
 
@@ -58,6 +59,7 @@ def write_merged_index(file: Path, shards: Sequence[MergedShard]) -> None:
         "intact": np.array([s.samples.intact for s in shards], dtype=np.uint8),
         "digests": np.frombuffer(b"".join(s.samples.digest for s in shards), dtype=np.uint8),
         "sha256": np.frombuffer(b"".join(bytes.fromhex(s.sha256) or bytes(32) for s in shards), dtype=np.uint8),
+        "stamps": np.frombuffer(b"".join(s.samples.stamp for s in shards), dtype=np.uint8),
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,7 @@ def read_merged_index(place: str, patterns: str | Sequence[str], key: str) -> li
     """
     tensors = _map(_local_copy(place), place)
     ends, name_ends = tensors["ends"], tensors["name_ends"]
-    names = tensors["names"].tobytes()
+    names, stamps = tensors["names"].tobytes(), tensors.get("stamps", np.zeros(16 * len(ends), dtype=np.uint8))
     folder = place.rpartition("/")[0]
     shards: dict[str, MergedShard] = {}
     for i, (end, name_end) in enumerate(zip(ends.tolist(), name_ends.tolist(), strict=True)):
@@ -95,6 +97,7 @@ def read_merged_index(place: str, patterns: str | Sequence[str], key: str) -> li
                 tensors["offsets"][begin:end],
                 bool(tensors["intact"][i]),
                 tensors["digests"][32 * i : 32 * i + 32].tobytes(),
+                stamps[16 * i : 16 * i + 16].tobytes(),
             ),
             int(tensors["sizes"][i]),
             sha256.tobytes().hex() if sha256.any() else "",
@@ -176,7 +179,7 @@ def _map(file: Path, place: str) -> dict[str, np.ndarray]:
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         header = json.loads(content[8 : 8 + length])
         if header["__metadata__"]["layout"] == _LAYOUT:
-            for name, kind in _TENSORS.items():
+            for name, kind in (_TENSORS | {k: v for k, v in _OPTIONAL.items() if k in header}).items():
                 begin, end = header[name]["data_offsets"]
                 if header[name]["dtype"] == kind and 0 <= begin <= end <= size - 8 - length:
                     dtype = np.dtype({"I64": "<i8", "U8": "u1"}[kind])
@@ -188,7 +191,7 @@ def _map(file: Path, place: str) -> dict[str, np.ndarray]:
 
 def _is_complete(t: dict[str, np.ndarray]) -> bool:
     """Return whether all tensors are there, and their lengths belong together."""
-    if len(t) != len(_TENSORS):
+    if not _TENSORS.keys() <= t.keys():
         return False
     count = len(t["sizes"])
     ranges = all(
@@ -196,4 +199,8 @@ def _is_complete(t: dict[str, np.ndarray]) -> bool:
         for ends, total in ((t["ends"], len(t["offsets"])), (t["name_ends"], len(t["names"])))
     )
     # Offsets are not read here, because they may be gigabytes; a reader refuses those that do not rise.
-    return ranges and [len(t["intact"]), len(t["digests"]), len(t["sha256"])] == [count, 32 * count, 32 * count]
+    return (
+        ranges
+        and [len(t["intact"]), len(t["digests"]), len(t["sha256"])] == [count, 32 * count, 32 * count]
+        and (len(t.get("stamps", ())) in (0, 16 * count))
+    )

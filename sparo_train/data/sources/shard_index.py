@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from ...core.errors import DataError
 from ...core.files import cache_folder
 from ..servers.ranges import RemoteHeaders, read_range
-from ..servers.remote import open_filesystem, with_retries
+from ..servers.remote import file_info, open_filesystem, version_stamp, with_retries
 from .tar import ShardIndex, scan
 
 _COMPRESSED = {
@@ -50,11 +50,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
             intact.
     """
     filesystem, path = open_filesystem(url)
-    info = with_retries(url, lambda: filesystem.info(path))
-    if info["size"] is None:
-        raise DataError(
-            f"{url}: the server does not report the size of this file, which random access needs. Copy the file to a disk."
-        )
+    info = file_info(url)
     # A web server reports no modification time, but an ETag.
     size, stamp = info["size"], str(info.get("mtime", info.get("ETag", "")))
     local = isinstance(filesystem, LocalFileSystem)
@@ -81,7 +77,7 @@ def load_index(url: str, write_index: bool = False) -> ShardIndex:
                 raise
     if not len(index) and not index.intact:
         _refuse_compressed(url, path, size, local)
-    return index
+    return index if local else ShardIndex(index.offsets, index.intact, index.digest, version_stamp(info))
 
 
 def _stored_index(url: str, path: str, size: int, cached: Path, modified: float | None) -> ShardIndex | None:

@@ -220,8 +220,11 @@ class Shard(RangeStorage):
         return self.index.offsets
 
     def version(self) -> tuple[bytes, int]:
-        # xxh3, because the offsets of hundreds of millions of samples are gigabytes.
-        return self.index.digest + xxh3_128_digest(self.offsets.data), int(self.offsets[-1]) if len(self) else 0
+        # The stamp, because another version of a file may have the same offsets, and a scan of a remote file reads no
+        # content. xxh3, because the offsets of hundreds of millions of samples are gigabytes.
+        return self.index.digest + self.index.stamp + xxh3_128_digest(self.offsets.data), int(self.offsets[-1]) if len(
+            self
+        ) else 0
 
     def read(self, number: int) -> tuple[str, dict[str, bytes]]:
         return process_reader().read(self.url, number, self.index, self.cached())

@@ -40,12 +40,13 @@ class ShardIndex(NamedTuple):
     """Byte offsets (n+1,) int64 of a shard's samples; `intact` is False if the tar is truncated or not a tar.
 
     `digest`: 32 bytes over all names and sizes, and over the parts of members that were read (`_content_sample`); zeros
-    if only headers were read.
+    if only headers were read. `stamp`: 16 bytes that differ for another version of a remote file; zeros if unknown.
     """
 
     offsets: np.ndarray
     intact: bool
     digest: bytes = bytes(32)
+    stamp: bytes = bytes(16)
 
     def __len__(self) -> int:
         return max(0, len(self.offsets) - 1)
