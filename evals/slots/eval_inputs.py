@@ -15,12 +15,12 @@ from sparo_train.core.registries import TASKS
 from ..feature_store.feature_table import Features
 from ..feature_store.features import FeatureStore
 from ..sets.base import EvalSet, Pair, Transform
-from ..sets.open_set import open_labelled, open_set
+from ..sets.open_set import open_labelled, open_set, refuse_shared_groups, warn_of_untrained_classes
 from ..sets.task_config import LabelledTaskConfig, SetTaskConfig, TaskConfig
 from ..suite.image_text_tasks import PairsTaskConfig
-from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig
+from ..suite.labelled_tasks import KnnTaskConfig, ProbeTaskConfig, excluded_groups
 from ..suite.question_tasks import ChoiceTaskConfig, QuestionsTaskConfig, load_questions
-from ..suite.scoring import collect_labels
+from ..suite.scoring import collect_labels, is_same_set
 from ..suite.zeroshot_tasks import ZeroshotTaskConfig
 from ..tasks import zeroshot
 from ..tasks.clusters import assign_clusters
@@ -110,9 +110,12 @@ def material(
         return Neighbours(
             *_probe_inputs(bank, test, units, store, task.workers, units.encoder.transform_with_resize(task.resize)),
             task,
+            excluded_groups(bank, test, is_same_set(bank, test)),
         )
     if isinstance(task, ProbeTaskConfig):
         bank, test = (open_set(task, "label", split) for split in (task.train_split, task.split))
+        refuse_shared_groups(bank, test, "train")
+        warn_of_untrained_classes(bank, test)
         return Linear(*_probe_inputs(bank, test, units, store, task.workers))
     raise ConfigError(
         f"{name}: needs a task of kind zeroshot, pairs, choice, matching, paraphrases, knn or probe, got {task.task}. Name another one."

@@ -28,7 +28,6 @@ from .probe_tasks import Neighbours
 from .units import Units, get_text_tower
 
 LIMIT = 500  # default number of a task's images on a page; pairs are small and sent completely
-_K = 20  # DINO's headline
 
 
 class Arrays(NamedTuple):
@@ -125,19 +124,17 @@ def _make_margins(task: TaskConfig, each: Pairs | Questions, set_facts: Mapping[
 
 
 def _knn(neighbours: Neighbours, set_facts: Mapping[str, Any]) -> Arrays:
-    ks = [k for k in neighbours.config.k if k <= len(neighbours.bank)]
-    if not ks:
-        raise ConfigError(
-            f"k={list(neighbours.config.k)}: exceeds the {len(neighbours.bank)} images of {neighbours.config.train}. Use a smaller k."
-        )
-    k = _K if _K in ks else ks[0]
+    _, k = neighbours.config.usable_k(len(neighbours.bank))
     number = neighbours.units.number
     left, right = (f.in_memory().flatten(1).unflatten(-1, (number, -1)) for f in (neighbours.test, neighbours.bank))
     arrays = {
         "left": _unit_first(left), "right": _unit_first(right), "labels": _int32(neighbours.labels), "bank_labels": _int32(neighbours.bank_labels),
     }  # fmt: skip
     classes = 1 + int(torch.cat([neighbours.bank_labels, neighbours.labels]).max())
-    facts = {"k": k, "temperature": neighbours.config.temperature, "classes": classes}
+    if neighbours.groups is not None:
+        arrays |= dict(zip(("groups", "bank_groups"), map(_int32, neighbours.groups), strict=True))
+    config = neighbours.config
+    facts = {"k": k, "temperature": config.temperature, "classes": classes, "balanced": config.balanced}
     return Arrays("knn", f"acc1_k{k}", len(left), arrays=arrays, facts=facts, **set_facts)
 
 

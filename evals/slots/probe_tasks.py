@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..feature_store.feature_table import Features
-from ..suite.labelled_tasks import KnnTaskConfig
+from ..suite.labelled_tasks import KnnTaskConfig, refuse_no_votes
 from ..tasks import knn
 from .units import Units
 
-_K = 20  # DINO's headline
 _RIDGE = 1e-3  # relative to the mean eigenvalue
 
 
@@ -59,9 +58,15 @@ class ProbeTask(ABC):
 
 @dataclass(frozen=True)
 class Neighbours(ProbeTask):
-    """DINO's weighted k-NN, k = 20."""
+    """DINO's weighted k-NN with the k of the headline.
+
+    Attributes:
+        config: the task.
+        groups: groups of test images and of the bank's whose members do not vote for each other; None: all vote.
+    """
 
     config: KnnTaskConfig
+    groups: tuple[Tensor, Tensor] | None
     why = "a vote is not a sum over units"
 
     @cached_property
@@ -71,10 +76,12 @@ class Neighbours(ProbeTask):
 
     def _right_answers(self, units: Sequence[int]) -> Tensor:
         test, bank = (rows[:, units].flatten(1) for rows in self._rows)
-        # A bank with fewer images has no twentieth neighbour.
-        k = min(_K, len(self.bank))
-        near = knn.find_nearest(test, bank, k)
-        result = knn.score(near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k)
+        _, k = self.config.usable_k(len(self.bank))
+        near = knn.find_nearest(test, bank, k, groups=self.groups)
+        refuse_no_votes(near, self.config, len(self.bank))
+        result = knn.score(
+            near, self.bank_labels, self.labels, self.classes, (k,), self.config.temperature, k, self.config.balanced
+        )
         return torch.from_numpy(result.predictions["right"])
 
 

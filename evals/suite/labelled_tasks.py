@@ -72,6 +72,13 @@ class KnnTaskConfig(LabelledTaskConfig):
         False, "Divide each vote for a class by that class's number of training images, to weight all classes equally."
     )
 
+    def usable_k(self, bank: int) -> tuple[tuple[int, ...], int]:
+        """Return the `k` that a bank of this many images has neighbours for, and the one of the headline. Raises `ConfigError` if there is none."""
+        ks = tuple(k for k in self.k if k <= bank)
+        if not ks:
+            raise ConfigError(f"k={list(self.k)}: exceeds the {bank} images of {self.train}. Use a smaller k.")
+        return ks, 20 if 20 in ks else ks[0]
+
 
 def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     """Run clip-benchmark's linear probe on the encodings."""
@@ -167,31 +174,39 @@ def run_knn(scoring: Scoring, task: KnnTaskConfig) -> Result:
     bank_set, test_set = open_labelled(task)
     bank, test = scoring.features([bank_set, test_set], task.workers, transform)
     share, first = bank.share(ranks.rank, ranks.size)
-    ks = tuple(k for k in task.k if k <= len(bank))  # fewer rows cannot give more neighbours
-    if not ks:
-        raise ConfigError(f"k={list(task.k)}: exceeds the {len(bank)} images of {task.train}. Use a smaller k.")
+    ks, headline = task.usable_k(len(bank))
     queries, k = test.in_memory().to(encoder.device), max(ks)
     # Queries stay in memory and the bank is streamed, because it may not fit.
     facts = training_details(bank_set, test_set, task.resize)
     # If the sets are the same, an image would vote for itself; images of one patient or slide would for each other.
     same = bool(facts.pop("scored_on_training", False))
-    groups = _groups(bank_set, test_set, same)
+    groups = excluded_groups(bank_set, test_set, same)
     neighbours = knn.find_nearest(queries, share.blocks(knn.choose_block(encoder.device)[1]), k, first, groups=groups)
     # Every rank searched its share of the bank; the best of all ranks are the result.
     neighbours = knn.merge(ranks.gather(knn.Nearest(*(t.cpu() for t in neighbours))), k)
     neighbours = knn.Nearest(*(t.to(encoder.device) for t in neighbours))
+    refuse_no_votes(neighbours, task, len(bank))
     labels, bank_labels = collect_labels(test, test_set), collect_labels(bank, bank_set)
     # A test class without training images counts as an error, and needs no index beyond the votes.
     classes = 1 + int(torch.cat([bank_labels, labels]).max())
-    headline = 20 if 20 in ks else ks[0]
     result = knn.score(neighbours, bank_labels, labels, classes, ks, task.temperature, headline, task.balanced)
     result = result._replace(chance=chance([bank_labels, labels]))
-    if groups is not None:
+    if groups is not None and torch.isin(groups[0], groups[1]).any():
         facts["left_out_neighbours"] = "the image itself" if test_set.groups is None else "images of its group"
     return attach_data_info(result, test, test_set, facts)
 
 
-def _groups(bank: EvalSet, test: EvalSet, same: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+def refuse_no_votes(neighbours: knn.Nearest, task: KnnTaskConfig, bank: int) -> None:
+    """Raise `DataError` if no training image may vote for some test images, because all of them belong to the same group."""
+    without = int((neighbours.similarity[:, 0] == -torch.inf).sum())
+    if without:
+        raise DataError(
+            f"{task.test}: {without} of {len(neighbours.row)} images have no neighbour, because all {bank} images of {task.train} belong to "
+            "the same group. Add training images of other groups, or remove columns.group."
+        )
+
+
+def excluded_groups(bank: EvalSet, test: EvalSet, same: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return numbers of the groups of test images and of the bank's, whose members do not vote for each other; None if all vote."""
     if test.groups is not None and bank.groups is not None:
         numbers = {name: i for i, name in enumerate(dict.fromkeys([*test.groups, *bank.groups]))}

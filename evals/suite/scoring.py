@@ -86,7 +86,7 @@ def training_details(train: EvalSet, test: EvalSet, resize: int | None = None) -
     options: dict[str, Any] = {"trained_on": train.identity()[:16], "resize": resize}
     if train.left_out:
         options["left_out_of_training"] = dict(train.left_out)
-    if _same_images(train, test):
+    if is_same_set(train, test):
         options["scored_on_training"] = True
     elif isinstance(train, FileSet) and isinstance(test, FileSet):
         copies, compared = test.copies_in(train)
@@ -95,7 +95,7 @@ def training_details(train: EvalSet, test: EvalSet, resize: int | None = None) -
     return options
 
 
-def _same_images(train: EvalSet, test: EvalSet) -> bool:
+def is_same_set(train: EvalSet, test: EvalSet) -> bool:
     """Return whether two sets contain the same images: by their identity, which includes names and sizes, and the pixels of 16 of them."""
     if train.identity() != test.identity():
         return False

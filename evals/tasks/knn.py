@@ -20,6 +20,7 @@ from .zeroshot import class_recall
 # Queries and rows whose similarities are in memory at once: 4 MiB on a CPU, which with the rows is at most the memory that the
 # official evaluation uses, and 512 MiB on a GPU, because smaller blocks take longer to launch than to compute.
 _CPU_BLOCK, _GPU_BLOCK = (128, 8192), (2048, 65536)
+_MAX_LOG_VOTE = 80.0  # exp(88.7) is the largest number of fp32
 _SAME_ENCODING_TOLERANCE = 1e-6  # largest rounding error of the cosine of an encoding with itself
 
 
@@ -169,6 +170,9 @@ def _vote(
     similarity: Tensor, row: Tensor, labels: Tensor, classes: int, temperature: float, class_weights: Tensor | None
 ) -> Tensor:
     """Return all classes for some queries, best first."""
+    # exp() of a cosine over a small temperature is infinite in fp32. Otherwise unchanged, as in eval_knn.py.
+    if 1 / temperature + math.log(max(1, similarity.shape[1])) > _MAX_LOG_VOTE:
+        similarity = similarity - similarity[:, :1]
     weights = (similarity / temperature).exp()
     if class_weights is not None:
         weights = weights * class_weights[labels[row]]

@@ -18,6 +18,9 @@ from evals.encoders.sparo_encoders import DinoEncoder
 from evals.feature_store.features import FeatureStore
 from evals.sets.open_set import open_labelled
 from evals.sets.wds import open_images
+from evals.slots.eval_inputs import material
+from evals.slots.page_arrays import make_arrays
+from evals.slots.units import make_units
 from evals.suite.labelled_tasks import KnnTaskConfig, run_knn
 from evals.suite.linear_probe import LinearTaskConfig, run_linear
 from evals.suite.scoring import Scoring
@@ -104,6 +107,16 @@ def test_long_rows_searched_in_groups_give_what_a_full_sort_gives(seed, n, k, va
     expected = table.sort(dim=1, descending=True, stable=True)
     assert torch.equal(found.similarity, expected.values[:, :k])
     assert torch.equal(found.row, expected.indices[:, :k] + 100)
+
+
+@pytest.mark.parametrize("temperature", [0.012, 0.01, 1e-3, 1e-30])
+def test_votes_with_a_small_temperature_are_not_infinite(temperature):
+    train, test, train_labels, _ = clouds(300, 40, 4)
+    found = knn.find_nearest(test, train, 20)
+    best = knn.predictions(found, train_labels, 4, 20, temperature)[:, 0]
+    votes = ((found.similarity - found.similarity[:, :1]).double() / temperature).exp()
+    expected = torch.zeros(40, 4, dtype=torch.float64).scatter_add_(1, train_labels[found.row], votes).argmax(1)
+    assert torch.equal(best, expected)
 
 
 def test_half_precision_banks_are_scored_in_fp32():
@@ -345,6 +358,18 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
         scoring(encoder()), KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient"}})
     )
     assert grouped.metrics["acc1_k1"] < 1 and "images of its group" in " ".join(grouped.remarks())
+    for more in ({}, {"group": "patient"}):  # slots are selected by the votes that evaluation counts
+        task = KnnTaskConfig.model_validate({**keys, "k": (3,), "balanced": True, "columns": {**columns, **more}})
+        probe = material("knn", task, make_units(encoder()), FeatureStore())
+        right = run_knn(scoring(encoder()), task).predictions["right"]
+        assert (probe.curve(range(3))[:, -1].numpy() == right).all()
+        page = make_arrays("knn", task, make_units(encoder()), FeatureStore())
+        assert {"groups", "bank_groups"} <= page.arrays.keys() and page.facts["balanced"] and page.facts["k"] == 3
+    one = "\n".join(["file,diagnosis,patient", *(f"{i}.jpg,{'ab'[i % 2]},p" for i in range(6))])
+    (tmp_path / "one.csv").write_text(one)
+    alone = KnnTaskConfig.model_validate({**keys, "columns": {**columns, "file": "one.csv", "group": "patient"}})
+    with pytest.raises(DataError, match=r"6 of 6 images have no neighbour, because all 6 images .* the same group"):
+        run_knn(scoring(encoder()), alone)
     # Some patients as a test set: no patient is in both splits, and every image is in one.
     parts = open_labelled(
         KnnTaskConfig.model_validate({**keys, "columns": {**columns, "group": "patient", "test_share": 0.4}})

@@ -46,13 +46,21 @@ export function retrievalHits(total, owner, images, k, size) {
 }
 
 // Return for each of n images whether the class with most weight among its k nearest neighbours is its label.
-export function knnHits(total, labels, bank, facts, sizes) {
+// groups: {own, bank}, numbers of groups whose members do not vote for each other; undefined if all vote.
+export function knnHits(total, labels, bank, facts, sizes, groups) {
   const { k, temperature, classes } = facts;
   const m = bank.length, right = new Uint8Array(labels.length);
   const near = new Float64Array(k), row = new Int32Array(k), votes = new Float64Array(classes);
+  const weights = new Float64Array(classes).fill(1);
+  if (facts.balanced) {
+    weights.fill(0);
+    for (let j = 0; j < m; j++) weights[bank[j]]++;
+    for (let c = 0; c < classes; c++) weights[c] = 1 / Math.max(weights[c], 1);
+  }
   for (let i = 0; i < labels.length; i++) {
     let filled = 0;
     for (let j = 0; j < m; j++) {
+      if (groups !== undefined && groups.own[i] === groups.bank[j]) continue;
       const value = total[i * m + j] * sizes.left[i] * sizes.right[j];
       if (filled === k && value <= near[k - 1]) continue;
       let place = filled < k ? filled++ : k - 1;
@@ -65,7 +73,8 @@ export function knnHits(total, labels, bank, facts, sizes) {
       row[place] = j;
     }
     votes.fill(0);
-    for (let r = 0; r < filled; r++) votes[bank[row[r]]] += Math.exp(near[r] / temperature);
+    // Relative to the nearest, because exp() of a cosine over a small temperature is infinite.
+    for (let r = 0; r < filled; r++) votes[bank[row[r]]] += Math.exp((near[r] - near[0]) / temperature) * weights[bank[row[r]]];
     let best = 0;
     for (let c = 1; c < classes; c++) if (votes[c] > votes[best]) best = c;
     right[i] = best === labels[i] ? 1 : 0;

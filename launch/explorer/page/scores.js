@@ -101,7 +101,10 @@ export class TaskScores {
     if (kind === "pairs") return Uint8Array.from(of.total, (value) => (value > 0 ? 1 : 0));
     if (kind === "questions") return questionHits(of.total, part.tie.values, facts.comparisons);
     if (kind === "zeroshot") return classificationHits(of.total, part.labels.values, this.columns);
-    if (kind === "knn") return knnHits(of.total, part.labels.values, part.bank_labels.values, facts, sizes);
+    if (kind === "knn") {
+      const groups = part.groups && { own: part.groups.values, bank: part.bank_groups.values };
+      return knnHits(of.total, part.labels.values, part.bank_labels.values, facts, sizes, groups);
+    }
     return retrievalHits(of.total, part.owner.values, this.rows, facts.k, sizes.left);
   }
 
