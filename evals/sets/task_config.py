@@ -39,15 +39,15 @@ class TableColumns(Frozen):
         (), "Captions that are not true of the image, for the task `pairs`.", strict=False, examples=[["{wrong}"]]
     )
     label: str | None = field(
-        None, "Column with the class, given as a number from 0 or as a name.", examples=["{label}"]
+        None, "Column, in braces, with the class, given as a number from 0 or as a name.", examples=["{label}"]
     )
     labels: str | None = field(
         None,
-        "For task probe: column with the names of all classes of an image, separated by `;` or `|`. An empty "
+        "For task probe: column, in braces, with the names of all classes of an image, separated by `;` or `|`. An empty "
         "cell: none of the classes.",
         examples=["{findings}"],
     )
-    target: str | None = field(None, "Column with a number, for the task `regression`.", examples=["{age}"])
+    target: str | None = field(None, "Column, in braces, with a number, for the task `regression`.", examples=["{age}"])
     mask: str | None = field(
         None,
         "For task linear_segmentation: path (below root) of each row's label image, a PNG with the class number of each pixel.",
@@ -55,7 +55,7 @@ class TableColumns(Frozen):
     )
     answer: str | None = field(
         None,
-        "For `task: choice`: column with the index (from 0) of the correct caption. In rows with a single caption, "
+        "For `task: choice`: column, in braces, with the index (from 0) of the correct caption. In rows with a single caption, "
         "it is the index of the correct image. Default: the first is correct.",
         examples=["{correct_answer}"],
     )
@@ -80,7 +80,9 @@ class TableColumns(Frozen):
         examples=["{tag}"],
     )
     split: str | None = field(
-        None, "Column with the split of a row (train, test). Default: all rows are scored.", examples=["split"]
+        None,
+        "Column, without braces, with the split of a row (train, test). Default: all rows are scored.",
+        examples=["split"],
     )
     test_share: float | None = field(
         None,
@@ -92,11 +94,13 @@ class TableColumns(Frozen):
     )
     group: str | None = field(
         None,
-        "Column with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other. For "
+        "Column, without braces, with the group of a row, such as the patient or the slide. In knn, images of a group do not vote for each other. For "
         "questions: the metric all_of_group counts a group as right only if all its questions are right.",
         examples=["patient"],
     )
-    key: str | None = field(None, "Column with a name for each row. Default: the row's number.", examples=["id"])
+    key: str | None = field(
+        None, "Column, without braces, with a name for each row. Default: the row's number.", examples=["id"]
+    )
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TableColumns:
@@ -106,6 +110,26 @@ class TableColumns(Frozen):
             )
         if self.split is not None and self.test_share is not None:
             raise ValueError("columns.test_share: cannot be combined with columns.split. Remove one of them.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_braces(self) -> TableColumns:
+        """Refuse a text that would be the same in all rows, so that all images had one class, and a column's name with braces."""
+        texts = {name: getattr(self, name) for name in ("label", "labels", "target", "mask", "answer", "box")}
+        if self.captions and self.answer is None:  # with an answer, captions may be fixed prompts
+            texts |= {"captions": "".join(self.captions), "false_captions": "".join(self.false_captions)}
+        for name, text in texts.items():
+            if text and "{" not in text:
+                raise ValueError(
+                    f"columns.{name}: expected a text with the name of a column in braces, got {text!r}. For the column `{text}`, write {{{text}}}."
+                )
+        for name in ("split", "group", "key"):
+            if (text := getattr(self, name)) and (
+                plain := text.strip().removeprefix("{").removesuffix("}")
+            ) != text.strip():
+                raise ValueError(
+                    f"columns.{name}: expected the name of a column without braces, got {text!r}. Write {plain}."
+                )
         return self
 
 

@@ -89,6 +89,11 @@ def run_probe(scoring: Scoring, task: ProbeTaskConfig) -> Result:
     # Over all parts, because a class that only the test has needs a row in the layer.
     several = labels["test"].ndim == 2
     classes = labels["test"].shape[1] if several else 1 + max(int(class_ids.max()) for class_ids in labels.values())
+    if several and not labels["test"].any():
+        raise DataError(
+            f"{task.root}: no image of split {task.split} belongs to any class, so mean average precision is not defined. Check columns.labels, "
+            "or add images of the classes."
+        )
     if task.fewshot_k > 0 and several:
         raise ConfigError(
             "fewshot_k: needs one label per image, but images of this set have several. Remove fewshot_k."
@@ -122,9 +127,15 @@ def _held_out(task: ProbeTaskConfig, count: int, groups: Sequence[str] | None) -
     cut = round(task.val_proportion * len(order))
     if not 0 < cut < len(order):
         units = "images" if names is None else "groups"
+        # A single group cannot be divided at any proportion.
+        advice = (
+            "Set another val_proportion."
+            if len(order) > 1
+            else "Set val_proportion=0, and choose weight_decay yourself."
+        )
         raise ConfigError(
             f"val_proportion={task.val_proportion}: splits {len(order)} {units} into a training and a validation part, "
-            "and one of them is empty. Set another val_proportion."
+            f"and one of them is empty. {advice}"
         )
     if groups is None or names is None:
         return order[cut:], order[:cut]

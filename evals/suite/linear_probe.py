@@ -77,10 +77,14 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     own, first = test_features.share(ranks.rank, ranks.size)
     own_answers = answers[first : first + len(own)]
     right: list[Tensor] = []
+    last: list[bool] = []
 
-    def report(_epoch: int, layer: nn.Linear) -> None:
-        counts = linear.count_right(layer, list(own.blocks(_BATCH)), _split_like(own, own_answers))
+    def report(epoch: int, layer: nn.Linear) -> None:
+        hits = linear.right_answers(layer, list(own.blocks(_BATCH)), _split_like(own, own_answers))
+        counts = linear.count_right(hits, own_answers, classes)
         right.append(torch.tensor(ranks.gather(counts.tolist())).sum(dim=0))
+        if epoch + 1 == task.epochs:  # the shares of the ranks follow each other
+            last.extend(answer for part in ranks.gather(hits[0].tolist()) for answer in part)
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor, int]]:
         # From the epoch only, so any number of ranks has the same batches.
@@ -99,7 +103,7 @@ def run_linear(scoring: Scoring, task: LinearTaskConfig) -> Result:
     linear.train_probe(
         batches, test_features.width, classes, task.epochs, lr, seed, encoder.device, report, **reduce_kwargs
     )
-    result = linear.result(right, answers, classes)
+    result = linear.result(right, torch.tensor(last), answers, classes)
     steps = task.epochs * -(-len(train) // task.batch_size)
     guess = chance(label_sets) if task.classes is None else 1 / task.classes
     result = result._replace(options={**result.options, "steps": steps}, chance=guess)

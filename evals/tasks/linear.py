@@ -68,17 +68,21 @@ def train_probe(
 
 
 @torch.no_grad()
-def count_right(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
-    """Return how many samples of each class are right among the best one and the best five: int64 (2, C)."""
-    right = torch.zeros(2, layer.out_features, dtype=torch.int64)
+def right_answers(layer: nn.Linear, features: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+    """Return which samples are right with the best class and with the best five: bool (2, n)."""
+    parts = []
     for x, y in zip(features, labels, strict=True):
         hits = layer(x.to(layer.weight.device)).topk(min(5, layer.out_features), dim=1).indices.cpu() == y[:, None]
-        for row, hit in zip(right, (hits[:, 0], hits.any(dim=1)), strict=True):
-            row += torch.bincount(y[hit], minlength=len(row))
-    return right
+        parts.append(torch.stack([hits[:, 0], hits.any(dim=1)]))
+    return torch.cat(parts, dim=1) if parts else torch.zeros(2, 0, dtype=torch.bool)
 
 
-def result(right: Sequence[Tensor], labels: Tensor, classes: int) -> Result:
+def count_right(right: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Return how many samples of each class are right: int64 (2, C), from `right_answers`."""
+    return torch.stack([torch.bincount(labels[row], minlength=classes) for row in right])
+
+
+def result(right: Sequence[Tensor], last: Tensor, labels: Tensor, classes: int) -> Result:
     """Score the counts of every epoch.
 
     The headline and `mean_per_class_recall` belong to the last epoch; `acc1_best` is the best epoch on this test set,
@@ -86,14 +90,17 @@ def result(right: Sequence[Tensor], labels: Tensor, classes: int) -> Result:
 
     Args:
         right: per epoch the counts of `count_right` over all ranks, (2, C).
+        last: which test images are right after the last epoch, (n,) bool.
         labels: of the test images, (n,) int64.
         classes: number of classes.
     """
     n, totals = len(labels), [tuple(counts.sum(dim=1).tolist()) for counts in right]
-    last, best = totals[-1], max(totals)
+    final, best = totals[-1], max(totals)
     recall, interval = class_recall(right[-1][0], labels)
-    metrics = {"acc1": last[0] / n, "acc1_best": best[0] / n, "mean_per_class_recall": recall}
+    metrics = {"acc1": final[0] / n, "acc1_best": best[0] / n, "mean_per_class_recall": recall}
     if classes > 5:
-        metrics |= {"acc5": last[1] / n, "acc5_best": best[1] / n}
+        metrics |= {"acc5": final[1] / n, "acc5_best": best[1] / n}
     counts = {"largest_class": int(torch.bincount(labels).max())}
-    return Result("linear", n, "acc1", metrics, 1 / classes, {"mean_per_class_recall": interval}, {}, counts)
+    intervals = {"mean_per_class_recall": interval}
+    predictions = {"right": last.numpy(), "label": labels.numpy()}
+    return Result("linear", n, "acc1", metrics, 1 / classes, intervals, {}, counts, predictions)

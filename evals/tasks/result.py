@@ -149,6 +149,10 @@ class Result(NamedTuple):
             )
         if (count := self.counts.get("classes_without_positive")) and self.task == "probe":
             notes.append(f"{count} class(es) have no positive among the test images and are not in the mean")
+        if self.counts.get("only_class"):
+            notes.append(
+                "the interval of a mean over classes is unknown for a single class, so it is shown as 0 to 100"
+            )
         if left_out := self.options.get("left_out_neighbours"):
             notes.append(
                 f"{left_out} did not vote, because the test images would otherwise find themselves or their group"

@@ -181,6 +181,9 @@ def multilabel_result(scores: Tensor, labels: Tensor, task: str, only_present: b
         {"mean_average_precision": value},
         chance,
         {"mean_average_precision": (max(0.0, value - half), min(1.0, value + half))},
-        counts={"classes_without_positive": int((labels.sum(0) == 0).sum())},
+        counts={
+            "classes_without_positive": int((labels.sum(0) == 0).sum()),
+            **({"only_class": 1} if len(average) == 1 else {}),
+        },
         predictions={"scores": scores.numpy(), "average_precision": every.numpy()},
     )

@@ -278,6 +278,9 @@ def test_chance_counts_the_classes_that_occur(tissue, tmp_path):
 def test_intervals_resample_groups(tissue):
     found = run("knn", tissue, columns={"label": "{tissue}"}, k=(5,))
     assert found.counts["groups"] == 2 and "resamples the 2 groups" in " ".join(found.remarks())
+    linear = run("linear", tissue, columns={"label": "{tissue}"}, epochs=1)
+    assert linear.counts["groups"] == 2 and len(linear.predictions["right"]) == linear.n == 24
+    assert linear.predictions["right"].mean() == pytest.approx(linear.value)
     # With two patients, each resample has one of them twice, or both.
     right = found.predictions["right"].reshape(2, 12).mean(1)
     assert found.interval == pytest.approx((right.min(), right.max()))
@@ -363,6 +366,16 @@ def test_splits_and_findings_that_do_not_exist_are_named(tissue, tmp_path):
     none = table_of(tmp_path / "none", tissue, lambda _, row: {**row, "findings": ""})
     with pytest.raises(DataError, match=r"in \{findings\}, no row has the name of a class"):
         run("probe", none, columns={"labels": "{findings}"})
+    test_only = table_of(
+        tmp_path / "test_only", tissue, lambda _, row: {**row, "findings": "" if row["split"] == "test" else "x"}
+    )
+    with pytest.raises(DataError, match=r"no image of split test belongs to any class, so mean average precision"):
+        run("probe", test_only, columns={"labels": "{findings}"})
+    one = table_of(
+        tmp_path / "one", tissue, lambda n, row: {**row, "patient": row["patient"] if row["split"] == "test" else "p"}
+    )
+    with pytest.raises(ConfigError, match=r"splits 1 groups .* Set val_proportion=0, and choose weight_decay"):
+        run("probe", one, columns={"label": "{tissue}"}, val_proportion=0.5)
 
 
 def test_the_ridge_is_chosen_by_squared_error_over_patients():

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import shutil
 
 import numpy as np
@@ -243,7 +244,9 @@ def test_best_and_last_epoch_are_both_reported():
     labels = torch.tensor([0] * 6 + [1] * 4)
     spread = torch.nn.functional.pad
     right = [spread(torch.tensor(rows), (0, 5)) for rows in ([[3, 2], [5, 4]], [[5, 3], [5, 4]], [[6, 0], [6, 4]])]
-    result = linear.result(right, labels, 7)
+    last = torch.tensor([True] * 6 + [False] * 4)
+    result = linear.result(right, last, labels, 7)
+    assert (result.predictions["right"] == last.numpy()).all()
     assert result.metrics == {
         "acc1": 0.6,
         "acc1_best": 0.8,
@@ -379,6 +382,16 @@ def test_a_table_with_names_of_classes_and_patients(tmp_path):
     with pytest.raises(DataError, match=r"shares 6 group\(s\) of images with train, such as 'p0'"):
         linear_keys = {name: value for name, value in keys.items() if name != "k"} | {"task": "linear"}
         open_labelled(LinearTaskConfig.model_validate({**linear_keys, "columns": {**columns, "group": "patient"}}))
+    for wrong, says in (
+        ({"label": "diagnosis"}, "columns.label: expected a text with the name of a column in braces, got 'diagnosis'"),
+        (
+            {"group": "{patient}"},
+            "columns.group: expected the name of a column without braces, got '{patient}'. Write patient",
+        ),
+        ({"captions": ["caption"]}, "For the column `caption`, write {caption}"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            KnnTaskConfig.model_validate({**keys, "columns": {**columns, **wrong}})
     limited = KnnTaskConfig.model_validate({**keys, "limit": 6, "columns": {**columns, "group": "patient"}})
     assert open_labelled(limited)[0].groups == [f"p{i}" for i in range(6)]  # a limit keeps groups
     with pytest.raises(DataError, match=r"column 'patient' has no row with 'train', got p0, p1"):
