@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,7 @@ DeviceName = Literal["auto", "cpu", "cuda", "xpu", "mps"]
 _STREAMING = ("cuda", "xpu")
 _DEVICE_FILES = Path("/dev")
 _ALLOCATED_GPUS = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
+_GROUP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
@@ -186,6 +188,22 @@ def grow_segments(device: torch.device) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if device.type == "cuda" and torch.version.hip is None and not any(name in os.environ for name in names):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def start_compile_workers() -> None:
+    """Start torch.compile's worker processes so that signals do not reach them.
+
+    Ctrl-C in a terminal and schedulers signal the whole process group. Workers that end would make compilation fail, although
+    training saves and stops, or only saves, at these signals. Workers end with the main process.
+    """
+    # Blocked signals are inherited by new processes. Here, they are only delayed.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set(_GROUP_SIGNALS))
+    try:
+        from torch._inductor.async_compile import AsyncCompile  # its import starts workers in some versions
+
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def compile_problem(device: torch.device) -> str | None:

@@ -26,6 +26,7 @@ from ..core.accelerator import (
     random_state,
     set_random_state,
     set_tf32,
+    start_compile_workers,
 )
 from ..core.config import Frozen, field, resumable_field
 from ..core.contracts import Batch, Objective
@@ -196,6 +197,8 @@ class Device:
             # Combined kernels: autocast's copies of a block's weights become one launch instead of eight.
             options = None if self.device.type == "cpu" else {"combo_kernels": True}
             logger.info("engine.compile: the model is compiled in the first steps, which takes up to a minute")
+            if self.device.type != "cpu":  # on a CPU, kernels are compiled in this process
+                start_compile_workers()
             for unit in objective.compile_units():
                 # Compile unit by unit: towers share code, and another length recompiles one unit only.
                 unit.compile(options=options)

@@ -1,5 +1,8 @@
 """Devices: names, errors, and machines with another accelerator than CUDA."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -126,3 +129,30 @@ def test_compiling_needs_triton_and_a_compiler(monkeypatch):
     assert accelerator.compile_problem(gpu) == "a C compiler (gcc or clang) is missing"
     monkeypatch.setenv("CC", "/usr/bin/gcc")
     assert accelerator.compile_problem(gpu) is None
+
+
+_SIGNALLED = """
+import os, signal, time
+from sparo_train.core.accelerator import start_compile_workers
+from torch._inductor import config
+
+os.setsid()
+config.compile_threads = 2
+received, numbers = [], (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+for number in numbers:
+    signal.signal(number, lambda number, frame: received.append(number))
+start_compile_workers()
+from torch._inductor.async_compile import AsyncCompile
+
+pool = AsyncCompile.process_pool()
+assert pool.submit(os.getpid).result(60) != os.getpid()
+for number in numbers:
+    os.killpg(0, number)
+time.sleep(0.5)
+assert pool.submit(os.getpid).result(60) != os.getpid() and received == list(numbers)
+"""
+
+
+def test_signals_to_the_process_group_end_no_compile_worker():
+    done = subprocess.run([sys.executable, "-c", _SIGNALLED], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
