@@ -74,7 +74,7 @@ def encode_texts(
     cut: bool = True,
     normalize: bool = True,
 ) -> Tensor:
-    """Return fp32 encodings (n, D) on the CPU, unit-norm by default; each distinct caption is encoded once, in batches sorted by length.
+    """Return fp32 encodings (n, D), unit-norm by default, on the device of `encode`; each distinct caption is encoded once, in batches sorted by length.
 
     Args:
         captions: the texts.
@@ -109,7 +109,7 @@ def encode_texts(
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
-    return encodings[[where[c] for c in captions]]
+    return encodings[[where[c] for c in captions]].to(encoded.device)
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -305,7 +305,7 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def text(self, captions: Sequence[str]) -> Tensor:
-        """Return unit-norm fp32 encodings (n, D) of captions on the CPU, in the space of the images."""
+        """Return unit-norm fp32 encodings (n, D) of captions in the space of the images, on the device of the encoder."""
 
 
 class TwoTowerEncoder(Encoder, TextEncoder):

@@ -206,7 +206,7 @@ class FeatureStore:
     def _encode_texts(self, encoder: TextEncoder, captions: Sequence[str]) -> dict[str, np.ndarray]:
         if self.root is None:
             distinct = list(dict.fromkeys(captions))
-            return dict(zip(distinct, _finite(encoder.text(distinct), distinct).numpy(), strict=True))
+            return dict(zip(distinct, _finite(encoder.text(distinct), distinct).cpu().numpy(), strict=True))
         facts = {"format": _FORMAT, "tower": encoder.text_weights, "precision": encoder.precision}
         folder = self.root / "texts" / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         stored = self._texts.setdefault(folder, StoredTexts(folder))
@@ -216,7 +216,7 @@ class FeatureStore:
         loose: dict[str, np.ndarray] = {}
         for begin in range(0, len(new), _TEXTS):
             some = new[begin : begin + _TEXTS]
-            encoded = _finite(encoder.text(some), some).numpy()
+            encoded = _finite(encoder.text(some), some).cpu().numpy()
             if not self._try_write(functools.partial(stored.write, some, encoded)):
                 loose |= dict(zip(some, encoded, strict=True))
         return {**stored.rows, **loose} if loose else stored.rows

@@ -74,7 +74,7 @@ def name_units(checkpoint: str, name_options: NameOptions, options: SlotOptions)
     names = vocabulary or caption_words(captions, _MAX_NAMES)
     naming = name_slots(
         bench.units.images(features.rows(torch.tensor(list(merged)))),
-        bench.units.texts(tower.text([name_options.template.replace("{c}", one) for one in names])),
+        bench.units.texts(tower.text([name_options.template.replace("{c}", one) for one in names]).cpu()),
         names,
         contain_names(captions, names),
         name_options.per_slot,

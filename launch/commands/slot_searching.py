@@ -136,7 +136,7 @@ def _encode_image(bench: Bench, image: Image.Image) -> Tensor:
 
 
 def _encode_text(bench: Bench, text: str) -> Tensor:
-    return bench.units.texts(get_text_tower(bench.units).text([text]))[0]
+    return bench.units.texts(get_text_tower(bench.units).text([text]).cpu())[0]
 
 
 def _row(match: Match, key: str, captions: list[str]) -> dict[str, Any]:

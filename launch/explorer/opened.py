@@ -264,7 +264,7 @@ class Side:
             raise ConfigError(
                 f"{self.encoder.label} has no text tower, so it cannot encode a text. Open a CLIP checkpoint."
             )
-        return self.encoder.text(list(texts))
+        return self.encoder.text(list(texts)).cpu()
 
 
 def supported_tasks(tasks: dict[str, TaskConfig], bench: Bench) -> dict[str, TaskConfig]:

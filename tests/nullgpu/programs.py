@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from PIL import Image
 
 from evals.tasks import knn
 from sparo_data.writer import write_shards
@@ -56,6 +57,22 @@ def nearest(queries: int, rows: int) -> dict[str, int]:
             knn.find_nearest(asked, bank, 20), torch.zeros(rows).long(), torch.zeros(queries).long(), 9, (20,), 0.07, 20
         )
     return dict(counter)
+
+
+def encode(kind: str) -> dict[str, list[str]]:
+    """Return the devices of encodings of images and texts, of their products, and of the scores of a zero-shot task's classes."""
+    from evals.suite.task import build_encoder
+
+    with tempfile.TemporaryDirectory() as root:
+        config = resolve(RunConfig, tiny(kind, Path(root)), "x")
+        encoder = build_encoder(build_objective(config).to("cuda"), config)
+    devices = {}
+    for precision in ("fp32", "tf32", "bf16"):
+        encoder.precision = precision
+        images = encoder.images([Image.new("RGB", (64, 64), name) for name in ("red", "white")])
+        texts = encoder.text(["a red heart", "a flag"])
+        devices[precision] = [str(x.device) for x in (images, texts, images @ texts.T)]
+    return devices
 
 
 # ---- one step ----

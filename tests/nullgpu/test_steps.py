@@ -85,6 +85,12 @@ def test_neighbours_are_searched_in_blocks_that_suit_a_gpu(run_program):
     assert run_program("nearest", 4096, 262144)["launch"] < 8 * 60
 
 
+@pytest.mark.parametrize("kind", ["clip", "flair"])
+def test_images_and_texts_are_encoded_to_one_device(run_program, kind):
+    devices = run_program("encode", kind)
+    assert devices == dict.fromkeys(("fp32", "tf32", "bf16"), ["cuda:0"] * 3)
+
+
 def test_gradients_have_their_inputs_dtype_inside_and_outside_autocast(run_program):
     results = run_program("autograd_functions")
     assert len(results) >= 36 and {name: r for name, r in results.items() if r is not True} == {}
