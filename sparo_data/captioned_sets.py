@@ -18,6 +18,11 @@ from .writer import Fields, write_shards, write_wds_layout
 Share = tuple[int, int]  # (index, number of parts)
 
 
+def replace_surrogates(text: str) -> str:
+    """Return a text with U+FFFD in place of halves of surrogate pairs, which UTF-8 cannot encode: rests of an emoji that was cut."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class CaptionedImage(NamedTuple):
     """One image: the member's extension, its bytes, its caption, and the class folder if the caption comes from it.
 
@@ -39,7 +44,7 @@ class CaptionedImage(NamedTuple):
 
     @property
     def fields(self) -> Fields:
-        text = self.caption.encode() if isinstance(self.caption, str) else self.caption
+        text = replace_surrogates(self.caption).encode() if isinstance(self.caption, str) else self.caption
         return {self.suffix: self.image, "txt": text, **({"json": self.json} if self.json else {})}
 
     def texts(self) -> list[str]:
@@ -108,7 +113,7 @@ def write_dataset(
 
     shards = write_shards(out / "train" if test else out, train_samples(), per_shard, part or (0, 1))
     if not (count or test_samples or part):
-        raise DataError(f"{settings['source']}: has no row with an image and its caption")
+        raise DataError(f"{settings['source']}: has no row with an image and its caption.")
     if not test_samples:
         return ConversionResult(count, turned=turned, refused=refused)
     copies = sum(map(len, test_samples.values())) - len(test_samples)

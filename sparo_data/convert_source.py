@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sparo_train.data.decode.decoding import open_picture
 from sparo_train.data.examples.samples import image_bytes, list_captions
 from sparo_train.data.sources.base import Source
 
-from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, write_dataset
+from .captioned_sets import CaptionedImage, ConversionResult, Share, is_in_part, replace_surrogates, write_dataset
 from .convert import apply_exif_orientation
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}  # others are their format's name
@@ -49,8 +50,17 @@ def convert_source(source: Source, out: Path, per_shard: int, part: Share | None
                 skipped[number] = str(bad)
 
     settings: dict[str, object] = {"source": source.storages[0].url, "caption_key": source.config.caption_key}
-    written = write_dataset(samples, out, per_shard, part, test, settings)
+    try:
+        written = write_dataset(samples, out, per_shard, part, test, settings)
+    except DataError as error:
+        if not skipped:
+            raise
+        raise DataError(f"{error} Samples that were skipped, by reason: {_counts(skipped)}.") from None
     return written._replace(skipped=dict(Counter(skipped.values())))
+
+
+def _counts(skipped: Mapping[int, str]) -> str:
+    return ", ".join(f"{count} ({reason})" for reason, count in Counter(skipped.values()).most_common())
 
 
 def _captioned_image(fields: dict[str, bytes], source: Source) -> CaptionedImage:
@@ -58,14 +68,23 @@ def _captioned_image(fields: dict[str, bytes], source: Source) -> CaptionedImage
     image = image_bytes(fields, source.config.image_keys)
     extension = _extension(image)
     sample = apply_exif_orientation(image, extension)
-    facts = _other_facts(fields, captions)
-    return sample._replace(caption=captions[0], captions=tuple(captions), json=facts.encode("utf-8", "surrogatepass"))
+    facts = _other_facts(fields, captions, _is_list(fields, source))
+    return sample._replace(caption=captions[0], captions=tuple(captions), json=replace_surrogates(facts).encode())
 
 
-def _other_facts(fields: dict[str, bytes], captions: Sequence[str] = ()) -> str:
-    """Return the `.json` of a sample, with its class (`label`) and all captions (`captions`) if it lacks them; empty if there is nothing."""
+def _is_list(fields: dict[str, bytes], source: Source) -> bool:
+    """Return whether the captions of a sample are a list, which may have a single entry."""
+    member, key = source.config.caption_member(source.config.caption_key or "")
+    return not key and fields.get(member, b"").lstrip()[:1] == b"["
+
+
+def _other_facts(fields: dict[str, bytes], captions: Sequence[str] = (), is_list: bool = False) -> str:
+    """Return the `.json` of a sample, with its class (`label`) and, if there are several or they are a list, its captions (`captions`).
+
+    Values that it has already are kept. Empty if there is nothing.
+    """
     text = fields.get("json", b"").decode("utf-8", "replace")
-    more: dict[str, Any] = {"captions": list(captions)} if len(captions) > 1 else {}
+    more: dict[str, Any] = {"captions": list(captions)} if is_list or len(captions) > 1 else {}
     if "cls" in fields:
         label = fields["cls"].decode("utf-8", "replace").strip()
         more["label"] = int(label) if label.isdecimal() else label
@@ -138,5 +157,15 @@ def write_parquet(source: Source, out: Path, per_file: int) -> ConversionResult:
 
 def _parquet_row(key: str, fields: dict[str, bytes], source: Source) -> dict[str, Any]:
     captions = list_captions(fields, source.config) if source.config.has_captions and source.config.caption_key else []
-    image = image_bytes(fields, source.config.image_keys)
-    return {"key": key, "image": image, "caption": captions, "json": _other_facts(fields) or None}
+    image, facts = image_bytes(fields, source.config.image_keys), _other_facts(fields)
+    with suppress(ValueError, RecursionError, AttributeError):
+        # The other captions of a sample that this project converted are in its `.json`.
+        listed = json.loads(facts).get("captions")
+        if isinstance(listed, list) and listed[:1] == captions:
+            captions = [str(text) for text in listed]
+    return {
+        "key": key.encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+        "image": image,
+        "caption": [replace_surrogates(caption) for caption in captions],
+        "json": replace_surrogates(facts) or None,
+    }

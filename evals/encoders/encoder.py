@@ -103,13 +103,13 @@ def encode_texts(
         stop_here()  # 80 prompts for each of 1,000 classes take minutes
         length = int(lengths[rows].max()) if cut else tokens.shape[1]
         encoded = encode(tokens[rows, :length]).float()
-        parts.append((F.normalize(encoded, dim=-1) if normalize else encoded).cpu())
+        parts.append(F.normalize(encoded, dim=-1) if normalize else encoded)
     encodings = torch.cat(parts)
     # Restore the order of `distinct`, because batches are sorted by length.
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     where = {caption: int(i) for caption, i in zip(distinct, place, strict=True)}
-    return encodings[[where[c] for c in captions]].to(encoded.device)
+    return encodings[[where[c] for c in captions]]
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]

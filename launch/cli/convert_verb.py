@@ -136,7 +136,8 @@ def convert(
         for name, value in published.items()
     }
     _refuse_options(given, "--as NAME")
-    from sparo_data.convert import convert_csv, convert_folder
+    from sparo_data.convert import convert_folder
+    from sparo_data.convert_table import convert_csv
     from sparo_train.data.sources.detect import source_block
 
     data_set = next(iter(source_block([place])))

@@ -1,5 +1,7 @@
 """Conversion of own folders and tables to shards and a test set, and messages about their problems."""
 
+import csv
+import json
 import os
 import shlex
 from pathlib import Path
@@ -8,7 +10,8 @@ import pytest
 
 from evals.sets.wds import WdsSet
 from launch.recipes import find_recipe
-from sparo_data.convert import convert_csv, convert_folder
+from sparo_data.convert import convert_folder
+from sparo_data.convert_table import convert_csv
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.sources.shards import ShardReader
 from sparo_train.train.run_config import load_run
@@ -141,9 +144,9 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
             "no column for the picture, got the columns flie, title. Rename the matching column to filepath, or specify it with --image-column",
         ),
         (b"filepath,title\nnone.jpg,words\n", r"t\.csv, line 2: no such image, got 'none\.jpg'"),
-        (b"filepath,title\na.jpg\n", r"t\.csv, line 2: the caption is empty"),
-        (b"filepath,title\n,words\n", r"t\.csv, line 2: the image is empty"),
-        (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: the caption is empty"),
+        (b"filepath,title\na.jpg\n", r"t\.csv, line 2: the caption is missing"),
+        (b"filepath,title\n,words\n", r"t\.csv, line 2: the image is missing"),
+        (b"filepath,title\na.jpg,   \n", r"t\.csv, line 2: the caption is missing"),
         (b"filepath,title\na.jpg,caf\xe9\n", r"t\.csv: not UTF-8 .*iconv"),
         (b'filepath,title\na.jpg,x\na.jpg,"open\nb.jpg,y\n', r"t\.csv, line 3: a quote is opened and never closed"),
         (
@@ -151,6 +154,8 @@ def test_tables_become_shards_whatever_separates_their_columns(tmp_path, separat
             r"t\.csv, line 2: .*quotation mark has no closing mark",
         ),
         (b'"filepath,title\na.jpg,x\n', "no column for the picture"),
+        (b"filepath,title\na.jpg,nan\n", r"t\.csv, line 2: the caption is missing, got 'nan'"),
+        (b'filepath,title\na.jpg,"[""nan"", """"]"\n', r"t\.csv, line 2: the list has no caption"),
         (b"", "is empty. Its first line must name the columns"),
         (b"filepath,title\n", "has no row with an image and its caption"),
         (
@@ -205,3 +210,17 @@ def test_a_test_set_that_cannot_be_written_leaves_no_training_set_alone(tmp_path
         patch.setattr("sparo_data.captioned_sets.write_wds_layout", full)
         convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2)
     assert convert_csv(tmp_path / "t.csv", tmp_path / "out", test=2).test == 2  # the same command continues
+
+
+def test_unusual_captions_of_a_table_are_kept(tmp_path):
+    """A zero is no sign of UTF-16, half an emoji is replaced, and a caption may be long."""
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    long = ("word " * 40_000).strip()
+    rows = [["file", "caption"], ["a.jpg", "a\0b"], ["a.jpg", '["a \\ud83d", "b"]'], ["a.jpg", long]]
+    with (tmp_path / "t.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows(rows)
+    convert_csv(tmp_path / "t.csv", tmp_path / "out")
+    read = [ShardReader().read(str(tmp_path / "out/00000.tar"), n)[1] for n in range(3)]
+    assert [fields["txt"].decode() for fields in read] == ["a\0b", "a \ufffd", long]
+    # If one row has a list, `caption_key: json:captions` finds the captions of all.
+    assert [json.loads(fields["json"])["captions"] for fields in read] == [["a\0b"], ["a \ufffd", "b"], [long]]

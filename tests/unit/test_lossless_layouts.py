@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from sparo_data.convert import convert_csv
 from sparo_data.convert_source import convert_source, write_parquet
+from sparo_data.convert_table import convert_csv
 from sparo_train.core.errors import BadSampleError, DataError
 from sparo_train.data.examples.samples import caption, list_captions
 from sparo_train.data.rows.columns import encode_picture, row_members
@@ -157,6 +157,19 @@ def test_conversions_keep_labels_and_all_captions(tmp_path):
     convert_source(source, tmp_path / "shards", 10, None, 0)
     (fields,) = rows(opened(tmp_path / "shards"))
     assert json.loads(fields["json"]) == {"captions": ["a 0", "b 0"], "label": 7, "url": "u0"}
+    # A list of one is a list, too; other captions of a converted sample are in its .json; odd keys and halves of emoji are replaced.
+    write_tar(tmp_path / "one/0.tar", [("caf\udce9.png", image()), ("caf\udce9.txt", b'["only"]')])
+    one = opened(tmp_path / "one")
+    convert_source(one, tmp_path / "one_shards", 10, None, 0)
+    (fields,) = rows(opened(tmp_path / "one_shards"))
+    assert json.loads(fields["json"]) == {"captions": ["only"]}
+    for place, captions in ((tmp_path / "shards", ["a 0", "b 0"]), (tmp_path / "one", ["only"])):
+        write_parquet(opened(place), tmp_path / f"{place.name}_parquet", 10)
+        table = pq.read_table(tmp_path / f"{place.name}_parquet/00000.parquet")
+        assert table["caption"].to_pylist() == [captions]
+    write_tar(tmp_path / "none/0.tar", [("0.png", image()), ("1.png", image())])
+    with pytest.raises(DataError, match=r"has no row .* skipped, by reason: 2 \(missing caption\)"):
+        convert_source(opened(tmp_path / "none"), tmp_path / "none_shards", 10, None, 0)
     write_parquet(source, tmp_path / "parquet", 10)
     (row,) = pq.read_table(tmp_path / "parquet").to_pylist()
     assert row["caption"] == ["a 0", "b 0"] and json.loads(row["json"]) == {"label": 7, "url": "u0"}

@@ -18,7 +18,8 @@ from evals.sets.open_set import open_images
 from evals.sets.wds import WdsSet
 from evals.sets.wds import open_images as evals_wds
 from sparo_data.check import check_storage
-from sparo_data.convert import convert_csv, convert_folder
+from sparo_data.convert import convert_folder
+from sparo_data.convert_table import convert_csv
 from sparo_data.official.folders import clevr, coco
 from sparo_data.official.published import PublishedConfig, write_published
 from sparo_data.writer import write_shards

@@ -21,7 +21,8 @@ from evals.sets.table_rows import TableRow, table_rows
 from evals.suite import catalogue
 from evals.suite.labelled_tasks import KnnTaskConfig
 from evals.suite.zeroshot_tasks import ZeroshotTaskConfig
-from sparo_data.convert import apply_exif_orientation, convert_csv, convert_folder
+from sparo_data.convert import apply_exif_orientation, convert_folder
+from sparo_data.convert_table import convert_csv
 from sparo_train.core.errors import ConfigError, DataError
 from sparo_train.data.decode.decoding import decode, decode_own, notes, open_picture, to_8bit
 from sparo_train.data.sources.base import open_source

@@ -157,11 +157,15 @@ def _texts(fields: Mapping[str, bytes], config: SourceConfig, key: str) -> list[
     entries = text if isinstance(text, list) else [text]
     if isinstance(text, str) and (written := parse_list(text)) is not None:
         entries = written
-    # Pandas writes a missing value as `nan` if it was converted to text before.
-    texts = [one.strip() for one in entries if isinstance(one, str) and one.strip() not in ("", "nan", "NaN")]
+    texts = [one.strip() for one in entries if isinstance(one, str) and not is_missing(one)]
     if not texts:
         raise BadSampleError("missing caption")
     return texts
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a caption is empty or `nan`, as pandas writes a missing value that was converted to text before."""
+    return text.strip() in ("", "nan", "NaN")
 
 
 def parse_list(text: str) -> list[str] | None:

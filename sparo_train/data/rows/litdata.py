@@ -50,6 +50,7 @@ _DECODERS: dict[str, Decode] = {
     "text": decode_text,
     "int": number_decoder("<i8"),
     "float": number_decoder("<f8"),
+    "json": json.loads,
     "bool": lambda data: bool(data[0]),
 }
 _FOOTER = b"LDARW01\0"

@@ -20,6 +20,7 @@ from ..sources.base import SourceKind, Storage, dotted_key
 from .columns import Columns, RowsConfig, choose_columns, row_members, split_column, warn_of_several_splits
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "img", "file_name", "filename", "file", "path")
+_MAX_CELL = 1 << 24  # characters; an unclosed quotation mark is noticed before the rest of a large table is in memory
 _END_MARKER = "\x1e\x1d\x1e"  # a sentinel after the last line, which no table contains
 _PART = 1000
 
@@ -68,6 +69,7 @@ def read_table(
         delimiter = separator or _detect_delimiter(stream.readline(), image_columns)
         stream.seek(0)
         # A quote that is never closed turns everything after it into one caption, including the sentinel.
+        csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL))
         reader = csv.DictReader(itertools.chain(stream, [_END_MARKER]), delimiter=delimiter)
         if (reader.fieldnames or [_END_MARKER])[0] == _END_MARKER:
             raise DataError(f"{table}: is empty. Its first line must name the columns.")
@@ -132,7 +134,8 @@ def _refuse_utf16(table: Path) -> None:
     """Raise `DataError` for a table in UTF-16, as exported by spreadsheets."""
     with table.open("rb") as stream:
         head = stream.read(1024)
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
+    # Half of the bytes of ASCII characters are zeros. A single zero may be part of a caption.
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or 4 * head.count(b"\0") > len(head):
         quoted = shlex.quote(str(table))
         raise DataError(f"{table}: is UTF-16, not UTF-8. Convert it with: iconv -f utf-16 -t utf-8 {quoted} > utf8.csv")
 
@@ -192,8 +195,9 @@ class TablePart(Storage):
         row: dict[str, object] = {name: cells[number] for name, cells in self._cells.items()}
         place = str(row[self._columns.image]).strip()
         try:
-            if "://" in place:
-                row[self._columns.image] = self._download(place)
+            scheme, mark, rest = place.partition("://")
+            if mark:
+                row[self._columns.image] = self._download(f"{scheme.lower()}://{rest}")
             return f"{label:09d}", row_members(self._columns, row, self._table.parent)
         except BadSampleError as bad:
             bad.key = f"row {label + 1}: {without_credentials(place)}"
